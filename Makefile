@@ -1,0 +1,38 @@
+# Every target sets up what it needs by itself: `make demo` and `make test` work from a clean clone.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: help install demo test lint clean
+
+help: ## what there is
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "adaptdl-elastic needs Python >= 3.10: make PYTHON=python3.11 ..."; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "this Python has no venv: apt-get install python3-venv"; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+
+$(STAMP): setup.cfg constraints.txt | $(BIN)/python
+	@echo "installing into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install: $(STAMP) ## a virtual environment with everything in it
+
+demo: $(STAMP) ## the main job: an elastic run on this machine, with a summary and a picture
+	@$(BIN)/python examples/demo.py
+
+lint: $(STAMP) ## ruff, mypy --strict, import-linter
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+test: lint ## the tests
+	@$(BIN)/python -m pytest
+
+clean: ## remove what was built here
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .demo

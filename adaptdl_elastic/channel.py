@@ -1,0 +1,91 @@
+"""The line between an agent and one of its replicas.
+
+A socket pair: the agent keeps one end, the replica inherits the other, whose descriptor number is in
+`ADAPTDL_AGENT_FD`. Messages are JSON objects, one per line, each with a `type`. Nothing is listened
+on and nothing but an agent's own child can hold the other end. When the agent is gone the replica
+reads end-of-file.
+
+agent → replica
+    {"type": "stop", "reason": str}           checkpoint at a common step, then exit 143
+    {"type": "checkpoint", "request": int}    save now and go on
+    {"type": "plan", ...}                     a planned change in place (see docs/architecture.md)
+replica → agent
+    {"type": "hello", "version": str, "pid": int}      the script uses the library: stop it by message,
+                                                       not by signal
+    {"type": "event", "event": str, "time": float, ...fields}
+                                              what belongs into the event log: epoch, batch_size,
+                                              checkpoint, metrics, first_step, failure, ...
+    {"type": "hints", "hints": {...}}         sched_hints.JobHints, from rank 0 only
+    {"type": "saved", "checkpoint": {"id","path","step"}, "request": int | None}   rank 0 only
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+FD_VARIABLE = "ADAPTDL_AGENT_FD"
+
+Message = dict[str, Any]
+
+
+class Channel:
+    """One end of the line. Sending is safe from several threads, receiving is for one."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._lock = threading.Lock()
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, socket.socket]:
+        """The agent's end, and the socket that its replica inherits."""
+        ours, theirs = socket.socketpair()
+        return cls(ours), theirs
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Channel | None:
+        """The replica's end; None where no agent started this process."""
+        number = environ.get(FD_VARIABLE)
+        if not number:
+            return None
+        try:
+            sock = socket.socket(fileno=int(number))
+        except (OSError, ValueError):  # inherited by a grandchild that closed it
+            return None
+        sock.set_inheritable(False)  # what the script starts is not a replica
+        return cls(sock)
+
+    def send(self, message: Mapping[str, Any]) -> bool:
+        """Send one message; False when nobody is there any more."""
+        data = json.dumps(message, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        try:
+            with self._lock:
+                self._socket.sendall(data)
+        except OSError:
+            return False
+        return True
+
+    def __iter__(self) -> Iterator[Message]:
+        """Every message until the other end is gone."""
+        try:
+            with self._socket.makefile("rb") as lines:
+                for line in lines:
+                    yield json.loads(line)
+        except (OSError, ValueError):
+            return
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Hang up; a reader on either side sees the end."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._socket.close()

@@ -1,0 +1,86 @@
+"""Where things are kept in the store. Every key of a cluster lives under `/adaptdl/v1/<cluster>/`.
+
+nodes/<node>/<job>                      NodeRecord, leased: one agent per node and job
+jobs/<job>/spec                         JobSpec, written by the job's first agent
+jobs/<job>/request                      JobRequest: what a person asked for (adaptdl scale, stop, checkpoint)
+jobs/<job>/status                       JobStatus, written by the coordinator
+jobs/<job>/hints                        what rank 0 reports (adaptdl_elastic.sched_hints.JobHints), relayed by its agent
+jobs/<job>/plan                         Plan, written by the coordinator (removal-only: by any agent)
+jobs/<job>/checkpoint                   CheckpointRecord, written by rank 0's agent
+jobs/<job>/generations/<g>/master       MasterRecord, written by the agent of rank 0
+jobs/<job>/generations/<g>/ready/<node>     ReadyRecord: this node could run generation g now
+jobs/<job>/generations/<g>/running/<node>   RunningRecord: its replicas have started
+jobs/<job>/generations/<g>/ended/<node>     EndedRecord: its replicas are gone, and how they ended
+coordinator/host                        leased: the agent that keeps a coordinator running as its child
+coordinator/leader                      LeaderRecord, leased: the coordinator that decides
+events/<millis>-<suffix>                bounded log of what the coordinator did
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_name(kind: str, name: str) -> str:
+    """Return `name` when it can be part of a key; raise ValueError naming the `kind` of thing otherwise."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"{kind} {name!r} can not be used: letters, digits, '.', '_' and '-' only, "
+            f"beginning with a letter or digit, at most 128 characters"
+        )
+    return name
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of one cluster."""
+
+    cluster: str = "default"
+
+    def __post_init__(self) -> None:
+        check_name("cluster", self.cluster)
+
+    @property
+    def root(self) -> str:
+        """The prefix of everything that belongs to this cluster."""
+        return f"/adaptdl/v1/{self.cluster}/"
+
+    @property
+    def nodes(self) -> str:
+        """The prefix of every node's registrations."""
+        return f"{self.root}nodes/"
+
+    def node(self, node: str, job: str) -> str:
+        """The registration of one agent."""
+        return f"{self.nodes}{check_name('node', node)}/{check_name('job', job)}"
+
+    @property
+    def jobs(self) -> str:
+        """The prefix of every job's keys."""
+        return f"{self.root}jobs/"
+
+    def job(self, job: str, *parts: str) -> str:
+        """A key of one job, e.g. `job("mnist", "plan")`; without parts its prefix."""
+        return f"{self.jobs}{check_name('job', job)}/" + "/".join(parts)
+
+    def generation(self, job: str, generation: int, *parts: str) -> str:
+        """A key of one generation, e.g. `generation("mnist", 3, "ended", "host0")`; without parts its prefix."""
+        return self.job(job, "generations", str(generation), *(parts or ("",)))
+
+    @property
+    def coordinator_host(self) -> str:
+        """Held by the agent whose child is the coordinator."""
+        return f"{self.root}coordinator/host"
+
+    @property
+    def coordinator_leader(self) -> str:
+        """Held by the coordinator that decides."""
+        return f"{self.root}coordinator/leader"
+
+    @property
+    def events(self) -> str:
+        """The prefix of the coordinator's bounded log."""
+        return f"{self.root}events/"

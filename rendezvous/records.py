@@ -1,0 +1,288 @@
+"""What is kept in the store: frozen records, as versioned JSON that is validated on the way in.
+
+Times are seconds of the writer's wall clock since the epoch and are shown to people only: nothing is
+decided by comparing the clocks of two machines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from enum import Enum
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+VERSION = 1
+_CONFIG = ConfigDict(extra="ignore", strict=False, allow_inf_nan=False)
+
+R = TypeVar("R")
+
+
+class MalformedRecordError(ValueError):
+    """A value in the store is not what its key promises."""
+
+
+class Cause(str, Enum):
+    """Why a generation began."""
+
+    START = "start"  # the job's first
+    POLICY = "policy"  # the goodput model says this size pays
+    MANUAL = "manual"  # adaptdl scale
+    JOIN = "join"  # a node came, and the job does not report what it could tell the policy
+    DRAIN = "drain"  # a node leaves in an orderly way
+    NODE_LOST = "node_lost"  # a node vanished
+    FAILURE = "failure"  # a replica failed; counts against max_restarts
+    STOP = "stop"  # adaptdl stop: a plan without replicas
+
+
+class Transition(str, Enum):
+    """How the replicas of the generation before are to leave it."""
+
+    RESTART = "restart"  # checkpoint at a common step, exit 143; the new ones load
+    INPLACE = "inplace"  # survivors go on in their processes
+    ABORT = "abort"  # no common step can be had any more: kill
+
+
+class JobState(str, Enum):
+    """What has become of a job."""
+
+    PENDING = "pending"  # waits for nodes; status.reason says which
+    RUNNING = "running"
+    STOPPING = "stopping"
+    STOPPED = "stopped"  # resumable: exit code 143
+    DONE = "done"
+    FAILED = "failed"
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen to it."""
+        return self in (JobState.STOPPED, JobState.DONE, JobState.FAILED)
+
+
+class Rescale(str, Enum):
+    """`--rescale`."""
+
+    AUTO = "auto"
+    INPLACE = "inplace"
+    RESTART = "restart"
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class NodeRecord:
+    """One agent: a node, as far as one job is concerned."""
+
+    node: str
+    job: str
+    run: str  # JobSpec.run that this agent joined
+    agent: str  # unique per agent process: a new one under an old name is not the old one
+    host: str  # address by which other nodes reach this one
+    slots: int  # replicas that fit (MAX of --nproc-per-node)
+    min_slots: int = 1  # a plan uses none of this node, or between min_slots and slots of it
+    version: str = ""  # of adaptdl-elastic; different ones refuse each other
+    pid: int = 0
+    gpus: int = 0
+    instance: str | None = None  # EC2 instance id
+    instance_type: str | None = None
+    zone: str | None = None
+    preemptible: bool = False
+    draining: bool = False
+    deadline: float | None = None  # when a draining node will be gone
+    joined: float = 0.0
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class JobSpec:
+    """What a job's owner said on the command line."""
+
+    job: str
+    run: str  # unique per submission: a rerun of a finished id is a new run
+    command: tuple[str, ...] = ()
+    min_nodes: int = 1
+    max_nodes: int = 1
+    min_replicas: int = 1
+    max_replicas: int = 1
+    max_restarts: int = 3
+    rescale: Rescale = Rescale.AUTO
+    rescale_timeout: float = 60.0
+    checkpoint_path: str = ""
+    checkpoint_timeout: float = 120.0
+    preemptible: bool = True  # False: once running it keeps what it has
+    avoid_preemptible_nodes: bool = False
+    autoscale: bool = True  # False: only a person changes the size
+    weight: float = 1.0
+    curve_key: str = ""  # jobs with the same key share profiles (the script's digest)
+    created: float = 0.0
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class JobRequest:
+    """What a person asked of a running job. The coordinator carries it out; nothing is deleted."""
+
+    replicas: int | None = None  # adaptdl scale JOB --replicas N; None is --auto
+    stop: bool = False
+    checkpoint: int = 0  # counts up: agents with rank 0 save when it grows
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Placement:
+    """So many replicas on this node."""
+
+    node: str
+    replicas: int
+    agent: str = ""  # NodeRecord.agent the plan was made for
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Plan:
+    """The immutable definition of one generation. Ranks go by the order of `placements`."""
+
+    job: str
+    run: str
+    generation: int
+    placements: tuple[Placement, ...]  # none: the job stops
+    cause: Cause
+    transition: Transition
+    reason: str  # for a person: which numbers led to it
+    fence: int = 0  # revision of the leader who wrote it; only grows
+    created: float = 0.0
+
+    @property
+    def replicas(self) -> int:
+        """World size."""
+        return sum(p.replicas for p in self.placements)
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes with at least one replica."""
+        return len(self.placements)
+
+    def ranks(self, node: str) -> range:
+        """The global ranks on `node`, empty when it has none."""
+        first = 0
+        for placement in self.placements:
+            if placement.node == node:
+                return range(first, first + placement.replicas)
+            first += placement.replicas
+        return range(0)
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class MasterRecord:
+    """Where the replicas of a generation meet: a TCPStore kept by the agent of rank 0."""
+
+    generation: int
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class ReadyRecord:
+    """A node's newcomers are warm."""
+
+    node: str
+    generation: int
+    time: float = 0.0
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class RunningRecord:
+    """A node's replicas have started."""
+
+    node: str
+    generation: int
+    time: float = 0.0
+    first_step: float | None = None  # wall-clock end of the first step, once there was one
+
+
+class Outcome(str, Enum):
+    """How a node's replicas left a generation."""
+
+    DONE = "done"  # all exited 0
+    STOPPED = "stopped"  # orderly, state saved (143), or gone on in place
+    FAILED = "failed"  # a replica failed by itself
+    ABORTED = "aborted"  # killed because others failed, or because they did not stop in time
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Failure:
+    """The first failed replica of a node."""
+
+    rank: int
+    exit_code: int  # negative: the signal
+    message: str = ""
+    time: float = 0.0
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class EndedRecord:
+    """A node's replicas are gone from a generation and its slots are free."""
+
+    node: str
+    generation: int
+    outcome: Outcome
+    exit_code: int = 0
+    failure: Failure | None = None
+    last_step: float | None = None  # wall-clock end of the last finished step
+    time: float = 0.0
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class CheckpointRecord:
+    """The newest checkpoint: a replica that can not see it refuses to start afresh."""
+
+    id: str
+    path: str
+    generation: int = 0
+    step: int = 0
+    time: float = 0.0
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class JobStatus:
+    """What the coordinator says about a job."""
+
+    job: str
+    run: str
+    state: JobState
+    generation: int = 0
+    reason: str = ""  # why pending, why failed, or why it has what it has
+    exit_code: int | None = None
+    restarts_used: int = 0
+    failures: tuple[Failure, ...] = field(default_factory=tuple)  # of the last generation, root cause first
+    last_pause: float | None = None  # seconds, of the last change
+    predicted_goodput: float | None = None  # examples/s, for the current plan
+    updated: float = 0.0
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class LeaderRecord:
+    """The coordinator that decides."""
+
+    id: str
+    host: str = ""
+    pid: int = 0
+    version: str = ""
+
+
+@cache
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def encode(record: object) -> str:
+    """A record as versioned JSON."""
+    body = _adapter(type(record)).dump_json(record).decode()
+    return f'{{"v":{VERSION},{body[1:]}' if body != "{}" else f'{{"v":{VERSION}}}'
+
+
+def decode(kind: type[R], text: str, key: str = "") -> R:
+    """The record of type `kind` that `text` holds; MalformedRecordError, naming `key`, when it holds none."""
+    try:
+        record: R = _adapter(kind).validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "value"
+        raise MalformedRecordError(f"{key or kind.__name__}: {where}: {first['msg']}") from None
+    return record

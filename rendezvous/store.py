@@ -1,0 +1,153 @@
+"""One interface to the shared truth, whatever keeps it.
+
+What every driver promises (tests/rendezvous/test_store_conformance.py holds them to it):
+
+* **Revisions.** Every change in the store has a revision, an integer that only grows.
+* **Compare-and-swap.** `compare_and_swap` changes one key if its `mod_revision` is the expected one
+  (0: the key does not exist) and otherwise changes nothing.
+* **Leases.** Keys put under a lease vanish when it has not been kept alive for its time to live. A
+  `Lease` keeps itself alive in the background; `Lease.lost` is set when the server has dropped it.
+* **Watches.** `watch(prefix, start_revision)` yields every change from that revision on, in order,
+  across reconnects and server restarts, without polling. When the server has compacted what was
+  missed it raises `CompactedError` once; the caller reads the range again and watches from there.
+* **Errors.** A server that can not be reached raises `StoreUnavailableError` after the operation's
+  time-out, having tried every endpoint; wrong credentials raise `StoreAuthError` at once.
+
+All methods are safe to call from several threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal
+
+
+class StoreError(Exception):
+    """Something is wrong between us and the store."""
+
+
+class StoreUnavailableError(StoreError):
+    """No endpoint answered in time."""
+
+
+class StoreAuthError(StoreError):
+    """The store refused who we say we are."""
+
+
+class CompactedError(StoreError):
+    """The history that a watch asked for is gone; read the range again."""
+
+
+@dataclass(frozen=True)
+class KeyValue:
+    """One key as it stands at `mod_revision`."""
+
+    key: str
+    value: str
+    create_revision: int
+    mod_revision: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of one key. A deletion (or an expiry) carries the key and no value."""
+
+    kind: Literal["put", "delete"]
+    key: str
+    value: str | None
+    revision: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The keys under a prefix at `revision`; watch from `revision + 1` to miss nothing."""
+
+    items: tuple[KeyValue, ...]
+    revision: int
+
+
+class Lease(ABC):
+    """Keeps the keys that were put under it alive until it is revoked, or lost."""
+
+    ttl: float
+    lost: threading.Event
+
+    @abstractmethod
+    def revoke(self) -> None:
+        """Let go: its keys vanish now. Harmless when already lost."""
+
+
+class Watch(ABC):
+    """A stream of changes; iterate it in one thread, `close` it from any."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Change]: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the iteration, also one that waits in another thread."""
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Store(ABC):
+    """See the module's docstring for what every method promises."""
+
+    @abstractmethod
+    def get(self, key: str) -> KeyValue | None:
+        """The key, or None when it does not exist. Linearizable."""
+
+    @abstractmethod
+    def range(self, prefix: str) -> Snapshot:
+        """Every key that begins with `prefix`, sorted, as of one revision."""
+
+    @abstractmethod
+    def put(self, key: str, value: str, lease: Lease | None = None) -> int:
+        """Write whatever was there before; the new `mod_revision`."""
+
+    @abstractmethod
+    def compare_and_swap(
+        self, key: str, value: str | None, expected_revision: int, lease: Lease | None = None
+    ) -> int | None:
+        """Write (None: delete) if the key's mod_revision is expected_revision (0: it does not exist).
+
+        Returns the new revision, or None when the comparison failed.
+        """
+
+    @abstractmethod
+    def delete(self, key: str) -> bool:
+        """Delete one key; whether it existed."""
+
+    @abstractmethod
+    def delete_prefix(self, prefix: str) -> int:
+        """Delete every key that begins with `prefix`; how many there were."""
+
+    @abstractmethod
+    def lease(self, ttl: float) -> Lease:
+        """A new lease of `ttl` seconds, kept alive in the background."""
+
+    @abstractmethod
+    def watch(self, prefix: str, start_revision: int = 0) -> Watch:
+        """Changes under `prefix` from `start_revision` on (0: from now on)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Revoke its leases, end its watches, and drop its connections."""
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
