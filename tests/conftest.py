@@ -1,0 +1,18 @@
+"""What all tests share: an environment that is nobody's, and a check that no process is left behind."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# torch's and our variables of a surrounding run would decide what the tests see
+_FOREIGN = ("ADAPTDL_", "TORCHELASTIC_", "AWS_")
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(_FOREIGN) or name in _TORCHRUN:
+            monkeypatch.delenv(name)
