@@ -7,9 +7,11 @@ What every driver promises (tests/rendezvous/test_store_conformance.py holds the
   (0: the key does not exist) and otherwise changes nothing.
 * **Leases.** Keys put under a lease vanish when it has not been kept alive for its time to live. A
   `Lease` keeps itself alive in the background; `Lease.lost` is set when the server has dropped it.
+  To put a key under a lease that is lost raises `LeaseLostError`: take a new one.
 * **Watches.** `watch(prefix, start_revision)` yields every change from that revision on, in order,
-  across reconnects and server restarts, without polling. When the server has compacted what was
-  missed it raises `CompactedError` once; the caller reads the range again and watches from there.
+  across reconnects and server restarts, without polling. Changes made at once (a lease that ran out)
+  may share a revision. When the server has compacted what was missed, or has lost its data, the
+  watch raises `CompactedError` once and ends; the caller reads the range again and watches from there.
 * **Errors.** A server that can not be reached raises `StoreUnavailableError` after the operation's
   time-out, having tried every endpoint; wrong credentials raise `StoreAuthError` at once.
 
@@ -36,6 +38,10 @@ class StoreUnavailableError(StoreError):
 
 class StoreAuthError(StoreError):
     """The store refused who we say we are."""
+
+
+class LeaseLostError(StoreError):
+    """A key was to be put under a lease that the store no longer knows; nothing was written."""
 
 
 class CompactedError(StoreError):
@@ -79,6 +85,17 @@ class Lease(ABC):
     @abstractmethod
     def revoke(self) -> None:
         """Let go: its keys vanish now. Harmless when already lost."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Keep it alive no longer, without a word to the server, as if this process had died."""
+
+    @abstractmethod
+    def remaining(self) -> float:
+        """Seconds for which it is certain to be held: from the last answer of the server, 0 when lost.
+
+        It may be held longer: while the server is away nobody can say, and `lost` is not set.
+        """
 
 
 class Watch(ABC):
