@@ -13,6 +13,9 @@ jobs/<job>/generations/<g>/running/<node>   RunningRecord: its replicas have sta
 jobs/<job>/generations/<g>/ended/<node>     EndedRecord: its replicas are gone, and how they ended
 coordinator/host                        leased: the agent that keeps a coordinator running as its child
 coordinator/leader                      LeaderRecord, leased: the coordinator that decides
+drains/<node>                           DrainRequest: take this node's replicas elsewhere; deleted by its writer
+autoscaler/leader                       LeaderRecord, leased: the autoscaler that buys and releases nodes
+autoscaler/status                       AutoscalerStatus, written by that autoscaler
 events/<millis>-<suffix>                bounded log of what the coordinator did
 """
 
@@ -79,6 +82,25 @@ class Keys:
     def coordinator_leader(self) -> str:
         """Held by the coordinator that decides."""
         return f"{self.root}coordinator/leader"
+
+    @property
+    def drains(self) -> str:
+        """The prefix of every request to drain a node."""
+        return f"{self.root}drains/"
+
+    def drain(self, node: str) -> str:
+        """The request to drain one node."""
+        return f"{self.drains}{check_name('node', node)}"
+
+    @property
+    def autoscaler_leader(self) -> str:
+        """Held by the autoscaler that buys and releases nodes."""
+        return f"{self.root}autoscaler/leader"
+
+    @property
+    def autoscaler_status(self) -> str:
+        """What the autoscaler holds, wants and pays."""
+        return f"{self.root}autoscaler/status"
 
     @property
     def events(self) -> str:

@@ -89,7 +89,19 @@ class NodeRecord:
     preemptible: bool = False
     draining: bool = False
     deadline: float | None = None  # when a draining node will be gone
+    at_risk: bool = False  # the cloud recommends to leave it; nothing new should be put here
     joined: float = 0.0
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class DrainRequest:
+    """Somebody other than the node itself wants the node's replicas elsewhere."""
+
+    node: str
+    reason: str
+    deadline: float | None = None  # when the node will be gone, seconds since the epoch
+    instance: str | None = None  # only while this instance has the node's name; None: whichever has
+    created: float = 0.0
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -253,6 +265,34 @@ class JobStatus:
     failures: tuple[Failure, ...] = field(default_factory=tuple)  # of the last generation, root cause first
     last_pause: float | None = None  # seconds, of the last change
     predicted_goodput: float | None = None  # examples/s, for the current plan
+    updated: float = 0.0
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class JobCost:
+    """What a job's nodes have cost, and will: in the currency of the price table."""
+
+    job: str
+    so_far: float
+    hourly: float  # at its present share of the nodes
+    forecast: float | None = None  # so far and until its declared end; None: no end is known
+    seconds_left: float | None = None
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class AutoscalerStatus:
+    """What the autoscaler holds, wants and pays."""
+
+    provider: str
+    nodes: int
+    target: int
+    hourly_cost: float
+    cost_so_far: float
+    reason: str = ""  # which numbers led to the target
+    jobs: tuple[JobCost, ...] = ()
+    bought: tuple[tuple[str, int, float, float], ...] = ()  # pool, instances so far, node hours, cost
+    warnings: tuple[str, ...] = ()  # what does not work and what to do about it
+    memory: str = ""  # what the autoscaler must know again after a restart of itself (its own JSON)
     updated: float = 0.0
 
 
