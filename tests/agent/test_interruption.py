@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_imds import FakeImds
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptdl_elastic.agent.interruption import (
+    DISABLED_VARIABLE,
+    ENDPOINT_VARIABLE,
+    Identity,
+    MetadataClient,
+    MetadataError,
+    Notice,
+    NoticeKind,
+    Watcher,
+    discover,
+    on_ec2,
+    parse_instance_action,
+    parse_target_state,
+    watch,
+)
+
+Notices = queue.Queue[Notice]
+
+
+@pytest.fixture
+def imds() -> Iterator[FakeImds]:
+    fake = FakeImds()
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def ec2_firmware(tmp_path: Path) -> Path:
+    (tmp_path / "sys_vendor").write_text("Amazon EC2\n")
+    return tmp_path
+
+
+def test_identity_comes_from_the_service(imds: FakeImds) -> None:
+    found = discover({ENDPOINT_VARIABLE: imds.endpoint})
+    assert found == Identity("i-0123456789abcdef0", "g5.xlarge", "eu-central-1a", True, imds.endpoint)
+
+
+def test_every_request_carries_a_token_and_one_token_serves_all(imds: FakeImds) -> None:
+    client = MetadataClient(imds.endpoint)
+    assert client.get("meta-data/instance-id") == "i-0123456789abcdef0"
+    assert client.get("meta-data/spot/instance-action") is None
+    assert [method for method, _, _ in imds.requests] == ["PUT", "GET", "GET"]
+    assert {status for _, _, status in imds.requests} == {200, 404}
+
+
+def test_an_expired_token_is_replaced(imds: FakeImds) -> None:
+    client = MetadataClient(imds.endpoint)
+    client.get("meta-data/instance-id")
+    imds.expire_tokens()
+    assert client.get("meta-data/instance-type") == "g5.xlarge"
+
+
+def test_a_token_is_renewed_before_it_ends(imds: FakeImds) -> None:
+    now = [0.0]
+    client = MetadataClient(imds.endpoint, clock=lambda: now[0])
+    client.get("meta-data/instance-id")
+    now[0] = 20000.0
+    client.get("meta-data/instance-id")
+    assert sum(method == "PUT" for method, _, _ in imds.requests) == 2
+
+
+def test_off_ec2_nothing_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("a connection was opened")
+
+    monkeypatch.setattr(socket, "create_connection", never)
+    (tmp_path / "sys_vendor").write_text("QEMU\n")
+    assert not on_ec2(tmp_path)
+    assert discover({}, firmware=tmp_path) is None
+    assert discover({}, firmware=tmp_path / "absent") is None
+
+
+def test_disabled_by_the_variable_that_boto3_knows(ec2_firmware: Path) -> None:
+    assert on_ec2(ec2_firmware)
+    assert discover({DISABLED_VARIABLE: "true"}, firmware=ec2_firmware) is None
+
+
+def test_named_by_the_environment_without_a_service() -> None:
+    found = discover({"ADAPTDL_INSTANCE_ID": "local-1", "ADAPTDL_PREEMPTIBLE": "1", "ADAPTDL_ZONE": "here"})
+    assert found == Identity("local-1", None, "here", True, None)
+    assert watch(found, lambda _: None) is None
+    assert watch(None, lambda _: None) is None
+
+
+def test_a_hanging_service_is_given_up_quickly(imds: FakeImds, caplog: pytest.LogCaptureFixture) -> None:
+    imds.hang.set()
+    begin = time.monotonic()
+    assert discover({ENDPOINT_VARIABLE: imds.endpoint}, timeout=0.2) is None
+    assert time.monotonic() - begin < 5
+    assert "HttpPutResponseHopLimit" in caplog.text
+
+
+def test_an_absent_service_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        assert discover({ENDPOINT_VARIABLE: f"http://127.0.0.1:{closed.getsockname()[1]}"}, 0.5) is None
+    assert "does not answer" in caplog.text
+
+
+@pytest.mark.parametrize("address", ["https://169.254.169.254", "169.254.169.254", ""])
+def test_a_bad_address_is_named(address: str) -> None:
+    with pytest.raises(ValueError, match=ENDPOINT_VARIABLE):
+        MetadataClient(address)
+
+
+def test_the_spot_notice_is_told_within_two_looks_and_once(imds: FakeImds) -> None:
+    told: Notices = queue.Queue()
+    watcher = watch(Identity("i-1", endpoint=imds.endpoint), told.put, interval=0.02)
+    assert watcher is not None
+    try:
+        imds.wait_for("events/recommendations/rebalance")
+        assert told.empty()
+        end = imds.spot(120)
+        notice = told.get(timeout=10)
+        assert notice == Notice(NoticeKind.SPOT, "spot interruption: terminate", end)
+        assert notice.drain
+        imds.wait_for("events/recommendations/rebalance", 3)
+        assert told.empty()
+    finally:
+        watcher.stop()
+
+
+def test_rebalance_first_and_the_end_later(imds: FakeImds) -> None:
+    told: Notices = queue.Queue()
+    watcher = Watcher(MetadataClient(imds.endpoint), told.put)
+    imds.rebalance()
+    watcher.look_once()
+    risk = told.get_nowait()
+    assert (risk.kind, risk.drain, risk.deadline) == (NoticeKind.REBALANCE, False, None)
+    imds.target("Terminated")
+    watcher.look_once()
+    leaving = told.get_nowait()
+    assert (leaving.kind, leaving.drain) == (NoticeKind.LIFECYCLE, True)
+    imds.spot(30)
+    watcher.look_once()
+    watcher.look_once()
+    assert told.get_nowait().kind is NoticeKind.SPOT
+    assert told.empty()
+
+
+def test_an_earlier_deadline_is_told_again_a_later_one_is_not(imds: FakeImds) -> None:
+    told: Notices = queue.Queue()
+    watcher = Watcher(MetadataClient(imds.endpoint), told.put)
+    for seconds in (120, 200, 60):
+        imds.spot(seconds)
+        watcher.look_once()
+    assert told.qsize() == 2
+
+
+def test_a_service_that_fails_is_said_once_and_asked_again(
+    imds: FakeImds, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: Notices = queue.Queue()
+    watcher = Watcher(MetadataClient(imds.endpoint), told.put)
+    imds.broken = True
+    with caplog.at_level(logging.INFO):
+        watcher.look_once()
+        watcher.look_once()
+        assert caplog.text.count("still trying") == 1
+        imds.broken = False
+        imds.spot(60)
+        watcher.look_once()
+    assert told.get_nowait().kind is NoticeKind.SPOT
+    assert "answers again" in caplog.text
+
+
+def test_a_raising_listener_does_not_end_the_watch(imds: FakeImds, caplog: pytest.LogCaptureFixture) -> None:
+    told: Notices = queue.Queue()
+
+    def listener(notice: Notice) -> None:
+        told.put(notice)
+        raise RuntimeError("mine")
+
+    watcher = Watcher(MetadataClient(imds.endpoint), listener, interval=0.02).start()
+    try:
+        imds.spot(120)
+        told.get(timeout=10)
+        imds.target("Terminated")
+        assert told.get(timeout=10).kind is NoticeKind.LIFECYCLE
+    finally:
+        watcher.stop()
+    assert "goes on" in caplog.text
+
+
+def test_stop_ends_a_watch_that_hangs(imds: FakeImds) -> None:
+    imds.hang.set()
+    watcher = Watcher(MetadataClient(imds.endpoint, timeout=0.2), lambda _: None, interval=60).start()
+    begin = time.monotonic()
+    watcher.stop()
+    assert time.monotonic() - begin < 5
+
+
+@given(st.text())
+def test_any_body_of_the_action_is_a_notice_with_a_deadline(body: str) -> None:
+    notice = parse_instance_action(body, 1000.0)
+    assert notice.drain
+    assert notice.deadline is not None
+
+
+def test_the_time_is_utc() -> None:
+    body = '{"action": "stop", "time": "1970-01-01T00:10:00Z"}'
+    assert parse_instance_action(body, 0.0) == Notice(NoticeKind.SPOT, "spot interruption: stop", 600.0)
+
+
+@pytest.mark.parametrize("state", ["InService", "Pending", "Standby", "Warmed:Stopped", "", "Warmed:Running"])
+def test_states_that_are_no_end(state: str) -> None:
+    assert parse_target_state(state) is None
+
+
+def test_errors_are_one_kind(imds: FakeImds) -> None:
+    imds.broken = True
+    with pytest.raises(MetadataError, match="500"):
+        MetadataClient(imds.endpoint).get("meta-data/instance-id")
