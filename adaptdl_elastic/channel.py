@@ -15,6 +15,9 @@ replica → agent
     {"type": "event", "event": str, "time": float, ...fields}
                                               what belongs into the event log: epoch, batch_size,
                                               checkpoint, metrics, first_step, failure, ...
+    {"type": "step", "step": int, "time": float}
+                                              a finished optimizer step: the first of a generation at once,
+                                              then at most one a second, and the last one before the exit
     {"type": "hints", "hints": {...}}         sched_hints.JobHints, from rank 0 only
     {"type": "saved", "checkpoint": {"id","path","step"}, "request": int | None}   rank 0 only
 """

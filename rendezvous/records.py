@@ -135,6 +135,7 @@ class JobRequest:
     replicas: int | None = None  # adaptdl scale JOB --replicas N; None is --auto
     stop: bool = False
     checkpoint: int = 0  # counts up: agents with rank 0 save when it grows
+    run: str = ""  # JobSpec.run this is meant for; not obeyed by another
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -147,18 +148,44 @@ class Placement:
 
 
 @dataclass(frozen=True, config=_CONFIG)
+class Leaving:
+    """Replicas of an earlier generation that had not released their slots when a plan was written.
+
+    They are gone when `generations/<generation>/ended/<node>` exists, or the registration of this `agent` does not.
+    """
+
+    node: str
+    replicas: int
+    agent: str
+    generation: int
+
+
+@dataclass(frozen=True, config=_CONFIG)
 class Plan:
-    """The immutable definition of one generation. Ranks go by the order of `placements`."""
+    """The immutable definition of one generation. Ranks go by the order of `placements`.
+
+    A new leader writes every plan again with its own fence and the same generation, so that an old
+    leader's compare-and-swap fails; for a job without one it writes a claim (generation -1, no
+    placements). Agents act on a plan only when its run is theirs and its generation is greater than
+    what they have acted on.
+    """
 
     job: str
     run: str
     generation: int
-    placements: tuple[Placement, ...]  # none: the job stops
+    placements: tuple[Placement, ...]  # none: no replicas for now; the status says whether the job stopped
     cause: Cause
     transition: Transition
     reason: str  # for a person: which numbers led to it
     fence: int = 0  # revision of the leader who wrote it; only grows
     created: float = 0.0
+    leaving: tuple[Leaving, ...] = ()  # who must be gone before this generation starts
+    first: int = 0  # the first generation of this run: ADAPTDL_NUM_RESTARTS is generation - first
+
+    @property
+    def claim(self) -> bool:
+        """Whether this defines no generation yet and only fences off an older leader."""
+        return self.generation < self.first or self.generation < 0
 
     @property
     def replicas(self) -> int:
@@ -187,6 +214,7 @@ class MasterRecord:
     generation: int
     host: str
     port: int
+    collective_port: int = 0  # where rank 0 listens for the library's own collectives
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -206,6 +234,7 @@ class RunningRecord:
     generation: int
     time: float = 0.0
     first_step: float | None = None  # wall-clock end of the first step, once there was one
+    library: bool = False  # a replica said hello: written again when it does
 
 
 class Outcome(str, Enum):
@@ -266,6 +295,11 @@ class JobStatus:
     last_pause: float | None = None  # seconds, of the last change
     predicted_goodput: float | None = None  # examples/s, for the current plan
     updated: float = 0.0
+    prediction_error: float | None = None  # measured / predicted - 1 of this generation's goodput
+    pauses: tuple[float, ...] = ()  # seconds, of the last planned changes, newest last
+    failure_step: int | None = None  # step of the newest checkpoint when the last failure was counted
+    started: float | None = None  # when its first generation began
+    ended: float | None = None
 
 
 @dataclass(frozen=True, config=_CONFIG)
