@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import subprocess
 import sys
+import sysconfig
 import venv
 import zipfile
 from pathlib import Path
@@ -73,18 +74,30 @@ def test_a_wheel_in_a_clean_environment_has_everything(tmp_path: Path) -> None:
                 continue
             assert f"{package.replace('.', '/')}/{relative}" in names
     assert "adaptdl_elastic/py.typed" in names
-    # The clean environment sees this one's torch and the rest, but not this checkout.
+    # A clean environment that borrows the dependencies of this one. A directory named in a .pth file is
+    # searched, but .pth files in it are not read: this checkout's editable install stays invisible.
     venv.create(tmp_path / "venv", with_pip=False)
-    target = tmp_path / "venv" / "site"
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), str(wheel)]
+    python = tmp_path / "venv" / "bin" / "python"
+    site = (
+        tmp_path
+        / "venv"
+        / "lib"
+        / f"python{sys.version_info.major}.{sys.version_info.minor}"
+        / "site-packages"
+    )
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", str(wheel)]
     subprocess.run(install, check=True)
-    for script in ("adaptdl-run", "adaptdl"):
+    for arguments in (
+        ["-m", "adaptdl_elastic.agent", "--help"],
+        ["-m", "adaptdl_elastic.autoscaler", "--help"],
+        ["-c", "from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as r\n"
+               "import torch.distributed.run, sys\nsys.exit('adaptdl-etcd' not in r._registry)"],
+        ["-c", "import adaptdl_elastic.torch as a, sys; sys.exit('venv' not in a.__file__)"],
+    ):  # fmt: skip
         run = subprocess.run(
-            [sys.executable, str(target / "bin" / script), "--help"],
-            env={"PYTHONPATH": str(target), "PATH": "/usr/bin:/bin"},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
+            [str(python), *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
         )
-        assert run.returncode == 0, run.stderr
+        assert run.returncode == 0, (arguments, run.stderr)
+    for script in ("adaptdl-run", "adaptdl"):
+        assert (tmp_path / "venv" / "bin" / script).exists()

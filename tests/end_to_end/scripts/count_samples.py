@@ -1,0 +1,65 @@
+"""A training script that writes down which samples it applied: one line per optimizer step and replica.
+
+Each dataset item is its own index, so the file says exactly which samples each step's gradient held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+
+import adaptdl_elastic.torch as adl
+
+
+class Indices(torch.utils.data.Dataset[int]):
+    def __init__(self, size: int, work: int) -> None:
+        self.size, self.work = size, torch.randn(work, work)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        self.work @ self.work  # what a step costs, so that an epoch outlasts a rescale
+        return index
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--size", type=int, default=1003)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--work", type=int, default=320)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument(
+        "--crash-at", type=int, default=-1, help="kill -9 the last rank there, in generation 0"
+    )
+    args = parser.parse_args()
+
+    torch.manual_seed(3)
+    adl.init_process_group("gloo")
+    loader = adl.AdaptiveDataLoader(Indices(args.size, args.work), batch_size=args.batch_size, shuffle=True)
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-9)
+    model = adl.AdaptiveDataParallel(net, optimizer)
+    step = 0
+    generation = os.environ.get("ADAPTDL_NUM_RESTARTS", "0")
+    for epoch in adl.remaining_epochs_until(args.epochs):
+        for indices in loader:
+            optimizer.zero_grad()
+            model(indices.float().unsqueeze(1) / args.size).mean().backward()
+            optimizer.step()
+            with (args.out / f"applied-{generation}-{adl.rank()}").open("a") as applied:
+                print(epoch, *indices.tolist(), file=applied)
+            step += 1
+            if step % 5 == 0:
+                adl.report(steps=step, replicas=adl.world_size())
+            if generation == "0" and step == args.crash_at and adl.rank() == adl.world_size() - 1:
+                os.kill(os.getpid(), 9)
+    (args.out / f"parameters-{adl.rank()}").write_text(repr(net.state_dict()))
+
+
+if __name__ == "__main__":
+    main()

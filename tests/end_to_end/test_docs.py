@@ -1,0 +1,145 @@
+"""Every snippet in the README and the docs is run, and every link in them leads somewhere.
+
+A fenced block of `bash` or `python` names in its info string how it is run:
+
+    test=make      every line is a `make` target that exists
+    test=shell     as it stands, in a directory that has the repository's examples/
+    test=etcd      the same, with a real etcd in the place of etcd0:2379
+    test=job       the same, while a job called `images` runs there
+    test=module    a Python block, as a script
+    test=<file>    this block is run by tests/…/<file>.py, which reads it from the page
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from adaptdl_elastic.rendezvous.server import EtcdServer
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+RUN = ("make", "shell", "etcd", "job", "module")
+
+
+@dataclass(frozen=True)
+class Snippet:
+    page: str
+    line: int
+    language: str
+    how: str
+    text: str
+
+
+def snippets() -> Iterator[Snippet]:
+    for page in PAGES:
+        content = page.read_text()
+        for match in FENCE.finditer(content):
+            how = re.search(r"test=(\S+)", match[2])
+            line = content.count("\n", 0, match.start()) + 1
+            yield Snippet(page.name, line, match[1], how[1] if how else "", match[3])
+
+
+def of(how: str) -> list[pytest.param]:
+    return [pytest.param(s, id=f"{s.page}:{s.line}") for s in snippets() if s.how == how]
+
+
+def run(snippet: Snippet, directory: Path, endpoint: str = "", timeout: float = 280) -> str:
+    """Run a block as a user would, from a directory like a clone; returns what it printed."""
+    if not (directory / "examples").exists():
+        (directory / "examples").symlink_to(ROOT / "examples")
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "XDG_RUNTIME_DIR": str(directory),
+        "PYTHONPATH": str(ROOT),
+    }
+    if endpoint:
+        environment["ADAPTDL_ETCD"] = endpoint
+    text = snippet.text.replace("etcd0:2379", endpoint or "etcd0:2379")
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, f"{snippet.page}:{snippet.line}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_every_snippet_says_how_it_is_tested() -> None:
+    tests = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    for snippet in snippets():
+        if snippet.language in ("bash", "sh", "python", "console"):
+            assert snippet.how in RUN or snippet.how in tests, f"{snippet.page}:{snippet.line}"
+
+
+def test_every_relative_link_leads_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("snippet", of("make"))
+def test_make_targets_exist(snippet: Snippet) -> None:
+    for line in snippet.text.splitlines():
+        target = line.split("#")[0].split()
+        assert target[0] == "make"
+        subprocess.run(["make", "-n", *target[1:]], cwd=ROOT, check=True, capture_output=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("snippet", of("shell") + of("module"))
+def test_it_runs_as_it_stands(snippet: Snippet, tmp_path: Path) -> None:
+    if snippet.how == "module":
+        (tmp_path / "snippet.py").write_text(snippet.text)
+        snippet = Snippet(snippet.page, snippet.line, "bash", "", "python snippet.py")
+    run(snippet, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.etcd
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("snippet", of("etcd"))
+def test_it_runs_with_an_etcd(snippet: Snippet, tmp_path: Path) -> None:
+    with EtcdServer() as server:
+        run(snippet, tmp_path, server.endpoint)
+
+
+@pytest.mark.slow
+@pytest.mark.etcd
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("snippet", of("job"))
+def test_it_runs_while_a_job_does(snippet: Snippet, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    with EtcdServer() as server:
+        command = [
+            *(sys.executable, "-m", "adaptdl_elastic.agent", "--nnodes=1:8", "--nproc-per-node=1:2"),
+            *(f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=images", f"--event-log={tmp_path / 'events'}"),
+            *("examples/image_classification.py", "--epochs=1000"),
+        ]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        with subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+        ) as job:
+            try:
+                assert job.stdout is not None
+                next(line for line in job.stdout if "held-out" in line)
+                run(snippet, tmp_path, server.endpoint)
+                job.communicate(timeout=60)
+                assert job.returncode == 143  # the last command stops it
+            finally:
+                job.kill()

@@ -1,0 +1,102 @@
+"""The main path on real processes and a real etcd: rescaled by hand in mid-epoch, by the policy, resumed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from elastic_run import ROOT, ElasticRun
+
+SCRIPTS = Path(__file__).parent / "scripts"
+EXAMPLE = ROOT / "examples" / "image_classification.py"
+
+pytestmark = [pytest.mark.slow, pytest.mark.etcd, pytest.mark.timeout(300)]
+
+
+def applied(directory: Path, epoch: int = 0) -> Counter[int]:
+    """How often each sample was part of a finished step of that epoch, on whichever replica."""
+    counts: Counter[int] = Counter()
+    for path in directory.glob("applied-*"):
+        for line in path.read_text().splitlines():
+            at, *indices = (int(word) for word in line.split())
+            counts.update(indices if at == epoch else ())
+    return counts
+
+
+def test_twice_rescaled_in_an_epoch_applies_each_sample_exactly_once(tmp_path: Path) -> None:
+    arguments = ["--standalone", "--nproc-per-node=1:2", "--rdzv-id=count", "--rescale=restart"]
+    with ElasticRun([*arguments, str(SCRIPTS / "count_samples.py"), str(tmp_path)], tmp_path) as run:
+        run.wait_for_event("metrics", replicas=1)
+        assert run.adaptdl("scale", "count", "--replicas", "2").returncode == 0
+        run.wait_for_event("metrics", replicas=2)
+        seen = len(run.events)
+        assert run.adaptdl("scale", "count", "--replicas", "1").returncode == 0
+        run.wait_for_event("metrics", replicas=1, after=seen)
+        assert run.wait() == 0
+        generations = run.of("generation")
+    assert [g["replicas"] for g in generations] == [1, 2, 1]
+    assert [g["cause"] for g in generations] == ["start", "manual", "manual"]
+    assert applied(tmp_path) == Counter(range(1003))
+
+
+def test_the_policy_grows_the_example_and_names_goodput(tmp_path: Path) -> None:
+    arguments = ["--standalone", "--nproc-per-node=1:2", "--rdzv-id=grow", str(EXAMPLE), "--epochs=400"]
+    with ElasticRun(arguments, tmp_path) as run:
+        grown = run.wait_for_event("generation", replicas=2, timeout=120)
+        assert grown["cause"] == "policy"
+        assert "goodput" in grown["reason"]
+        status = json.loads(run.adaptdl("status", "grow", "--json").stdout)
+        assert status["replicas"] == 2
+        assert run.adaptdl("stop", "grow").returncode == 0
+        assert run.wait() == 143
+
+
+def test_a_stopped_job_resumes_where_it_was(tmp_path: Path) -> None:
+    arguments = ["--standalone", "--nproc-per-node=1", "--rdzv-id=again", "--checkpoint-path=state"]
+    arguments += [str(SCRIPTS / "count_samples.py"), str(tmp_path)]
+    for _ in range(2):
+        with ElasticRun(arguments, tmp_path) as run:
+            run.wait_for_event("metrics")
+            run.interrupt()
+            assert run.wait() == 143
+        for path in tmp_path.glob("applied-0-0"):  # each run counts its generations from 0
+            path.rename(path.with_name(f"applied-run{len(list(tmp_path.iterdir()))}-0"))
+    with ElasticRun(arguments, tmp_path) as run:
+        assert run.wait() == 0
+    assert applied(tmp_path) == Counter(range(1003))
+
+
+def test_a_killed_replica_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
+    arguments = ["--standalone", "--nproc-per-node=2", "--checkpoint-interval=0.2", "--rescale=restart"]
+    script = [str(SCRIPTS / "count_samples.py"), str(tmp_path), "--crash-at=20"]
+    with ElasticRun([*arguments, *script], tmp_path) as run:
+        failure = run.wait_for_event("failure")
+        assert failure["exit_code"] == -9
+        assert run.wait() == 0
+        assert [g["cause"] for g in run.of("generation")] == ["start", "failure"]
+    counts = applied(tmp_path)
+    assert set(counts) == set(range(1003))  # what was lost is done again, nothing is left out
+    repeated = sum(counts.values()) - 1003
+    assert repeated <= 20 * 16
+    first, second = ((tmp_path / f"parameters-{rank}").read_text() for rank in range(2))
+    assert first == second
+
+
+def test_an_etcd_that_goes_and_comes_back_does_not_end_the_run(tmp_path: Path) -> None:
+    from adaptdl_elastic.rendezvous.server import EtcdServer
+
+    with EtcdServer() as server:
+        arguments = [f"--rdzv-endpoint={server.endpoint}", "--nproc-per-node=1:2", "--rdzv-id=storm"]
+        script = [str(SCRIPTS / "count_samples.py"), str(tmp_path), "--size=2003"]
+        with ElasticRun([*arguments, "--nnodes=1", *script], tmp_path) as run:
+            run.wait_for_event("metrics")
+            server.kill()
+            seen = len(run.events)
+            run.wait_for_event("metrics", after=seen)  # training goes on meanwhile
+            server.start()
+            assert run.wait() == 0
+            assert run.of("generation")[0]["replicas"] == 1
+            assert not run.of("failure")
+    assert applied(tmp_path) == Counter(range(2003))

@@ -1,0 +1,174 @@
+"""Start `adaptdl-run` in a test, and wait for what its event log says instead of sleeping.
+
+The event log is a FIFO: a line is here as soon as it is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "ADAPTDL_TEST_MARK"  # inherited by every process a run starts, so that orphans can be found
+
+Event = dict[str, Any]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """This process's, with the checkout importable and the virtual environment's commands on PATH."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **extra}
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """The living processes whose environment carries this mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+class ElasticRun:
+    """One `adaptdl-run`, its events, and everything it started; killed and checked at the end."""
+
+    def __init__(
+        self, arguments: Sequence[str], directory: Path, env: Mapping[str, str] | None = None
+    ) -> None:
+        self.directory = directory
+        self.mark = uuid.uuid4().hex
+        self.events: list[Event] = []
+        self._changed = threading.Condition()
+        self._fifo = directory / f"events-{self.mark[:6]}"
+        os.mkfifo(self._fifo)
+        # Opened for both directions: the agent's open does not block, and its end is not our end-of-file.
+        self._descriptor = os.open(self._fifo, os.O_RDWR)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        extra = {MARK: self.mark, "XDG_RUNTIME_DIR": str(directory), **(env or {})}
+        self.output = (directory / f"output-{self.mark[:6]}").open("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "adaptdl_elastic.agent", f"--event-log={self._fifo}", *arguments],
+            cwd=directory,
+            env=environment(**extra),
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+        )
+
+    def _read(self) -> None:
+        with open(self._descriptor, closefd=False) as lines:
+            for line in lines:
+                if line == "\n":
+                    return
+                with self._changed:
+                    self.events.append(json.loads(line))
+                    self._changed.notify_all()
+
+    def wait_for(self, wanted: Callable[[Event], bool], timeout: float = 60, after: int = 0) -> Event:
+        """The first event from index `after` on that is `wanted`; fails with the output when none comes."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while True:
+                for event in self.events[after:]:
+                    if wanted(event):
+                        return event
+                left = deadline - time.monotonic()
+                assert left > 0, f"no such event in {timeout} s; events {self.events}\n{self.text()}"
+                assert self.process.poll() is None or self._changed.wait(1.0), (
+                    f"ended with {self.process.returncode} before such an event: {self.events}\n{self.text()}"
+                )
+                self._changed.wait(min(left, 1.0))
+
+    def wait_for_event(self, name: str, timeout: float = 60, after: int = 0, **fields: object) -> Event:
+        """The first `name` event with these field values."""
+        return self.wait_for(
+            lambda e: e["event"] == name and all(e.get(k) == v for k, v in fields.items()), timeout, after
+        )
+
+    def of(self, name: str) -> list[Event]:
+        """All events of that name so far."""
+        with self._changed:
+            return [event for event in self.events if event["event"] == name]
+
+    def wait(self, timeout: float = 120) -> int:
+        """The exit code."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout} s\n{self.text()}") from None
+        self._finish_reading()
+        return code
+
+    def _finish_reading(self) -> None:
+        if self._reader.is_alive():
+            os.write(self._descriptor, b"\n")  # what was written before it has been read by then
+            self._reader.join(10)
+
+    def text(self) -> str:
+        """What it printed so far."""
+        return Path(self.output.name).read_text()
+
+    def replicas(self) -> list[psutil.Process]:
+        """Its replica processes, by rank."""
+        found = {}
+        for process in marked(self.mark):
+            try:
+                rank = process.environ().get("ADAPTDL_REPLICA_RANK")
+            except psutil.Error:
+                continue
+            if rank is not None:
+                found[int(rank)] = process
+        return [found[rank] for rank in sorted(found)]
+
+    def adaptdl(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """The command `adaptdl`, as in another terminal."""
+        return subprocess.run(
+            [sys.executable, "-m", "adaptdl_elastic.autoscaler", *arguments],
+            env=environment(XDG_RUNTIME_DIR=str(self.directory)),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        self.process.send_signal(signal.SIGINT)
+
+    def orphans(self, timeout: float = 10) -> list[str]:
+        """What is still alive although the run has ended, after a moment to die."""
+        _, alive = psutil.wait_procs(marked(self.mark), timeout=timeout)
+        return [f"{p.pid} {' '.join(p.cmdline())}" for p in alive]
+
+    def __enter__(self) -> ElasticRun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        left = self.orphans()
+        for process in marked(self.mark):
+            process.kill()
+        self._finish_reading()
+        os.close(self._descriptor)
+        self.output.close()
+        if error is None:
+            assert not left, f"left behind: {left}\n{self.text()}"
