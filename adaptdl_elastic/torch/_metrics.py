@@ -148,7 +148,14 @@ class Metrics:
     `clock` is a monotonic clock in seconds. `background=False` leaves `refresh` to the caller.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.perf_counter, background: bool = True) -> None:
+    def __init__(
+        self,
+        session: _session.Session | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        background: bool = True,
+    ) -> None:
+        self._session = session or _session.current()
         self._clock = clock
         self._background = background
         self._interval = _report_interval()
@@ -207,7 +214,7 @@ class Metrics:
         now = self._clock()
         elapsed = now - (self._begun if self._ended is None else self._ended)
         self._begun, self._ended = None, now
-        session = _session.current()
+        session = self._session
         key = Key(session.nodes, session.replicas, self._atomic)
         if self._where != key:
             if self._where is not None and self._where[:2] != key[:2]:
@@ -344,7 +351,7 @@ class Metrics:
         limits, model = self._limits, self.get_goodput_fn()
         if limits is None or limits.maximum is None or model is None:
             return None
-        session = _session.current()
+        session = self._session
         low, high = limits.bounds or (1, limits.maximum)
         measured = [key.atomic_bsz for key in list(self._profiles)] or [limits.init]
         reach = max(int(GROWTH * max(measured)), math.ceil(limits.init / session.replicas), low)
@@ -366,7 +373,7 @@ class Metrics:
             return None
         if (best.atomic_bsz, best.accumulation_steps) == (now.atomic_bsz, now.accumulation_steps):
             return None
-        session = _session.current()
+        session = self._session
         if (
             len(self._profiles.get(Key(session.nodes, session.replicas, now.atomic_bsz), Profile()).optim)
             < ENOUGH
@@ -376,7 +383,7 @@ class Metrics:
 
     def _worth(self, model: GoodputFunction, choice: BatchSize) -> float:
         """Goodput of a choice: by measurement where it was measured, else by the model."""
-        session = _session.current()
+        session = self._session
         key = Key(session.nodes, session.replicas, choice.atomic_bsz)
         passes = choice.accumulation_steps
         accum_time, optim_time = self._fitted.get(key, (0.0, 0.0))
@@ -394,7 +401,7 @@ class Metrics:
 
     def hints(self) -> JobHints:
         """What is reported to those who decide on this job's size."""
-        session, limits, position = _session.current(), self._limits, self._position
+        session, limits, position = self._session, self._limits, self._position
         now, grads, model = self._current, self.grad_params(), self.get_goodput_fn()
         batch_size = session.replicas * now.atomic_bsz * (now.accumulation_steps + 1)
         throughput, (gain, lr_factor) = self.throughput(), self.gain()
@@ -454,7 +461,7 @@ class Metrics:
 
     def refresh(self) -> None:
         """Fit, look for a better batch size, report. What the background thread does."""
-        session = _session.current()
+        session = self._session
         if session.rank != 0:
             return
         self._refit()
@@ -501,7 +508,7 @@ class Metrics:
             "batch_size", "atomic_bsz", "accumulation_steps", "gain", "lr_factor", "predicted_goodput",
             "goodput", "throughput", "efficiency", "step", "epoch",
         )  # fmt: skip
-        _session.current().emit("batch_size", **{name: getattr(hints, name) for name in names})
+        self._session.emit("batch_size", **{name: getattr(hints, name) for name in names})
 
     def close(self) -> None:
         """End the thread."""
