@@ -1,0 +1,84 @@
+"""What botocore's errors mean to the person who runs the autoscaler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import botocore.exceptions as boto
+
+from adaptdl_elastic.autoscaler.providers.base import (
+    NoPermissionError,
+    ProviderError,
+    TryLaterError,
+    UnknownInstanceError,
+)
+
+_DENIED = frozenset(
+    {"AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "Client.UnauthorizedOperation"}
+)
+_CREDENTIALS = frozenset(
+    {"AuthFailure", "ExpiredToken", "ExpiredTokenException", "InvalidClientTokenId", "SignatureDoesNotMatch"}
+)
+_LATER = frozenset(
+    {
+        # throttling that outlived boto3's own retries
+        "Throttling",
+        "ThrottlingException",
+        "RequestLimitExceeded",
+        "RequestThrottled",
+        "ServiceUnavailable",
+        "InternalFailure",
+        "InternalError",
+        # the group is busy with itself
+        "ScalingActivityInProgress",
+        "ResourceContention",
+        "ResourceInUse",
+        # quotas and capacity
+        "LimitExceeded",
+        "InsufficientInstanceCapacity",
+        "InstanceLimitExceeded",
+        "VcpuLimitExceeded",
+        "MaxSpotInstanceCountExceeded",
+        "SpotMaxPriceTooLow",
+    }
+)
+
+
+def explain(error: Exception, action: str, what: str = "") -> ProviderError:
+    """The error that says what `action` (as IAM names it) on `what` failed of, and what to do."""
+    where = f" on {what}" if what else ""
+    if isinstance(error, boto.ClientError):
+        code = str(error.response.get("Error", {}).get("Code", ""))
+        message = str(error.response.get("Error", {}).get("Message", "")) or code
+        if code in _DENIED:
+            return NoPermissionError(
+                f"no permission for {action}{where}: add it to the role in use (docs/ec2.md has the policy)"
+            )
+        if code in _CREDENTIALS:
+            return NoPermissionError(
+                f"AWS refuses the credentials ({code}): renew them, or check AWS_PROFILE"
+            )
+        if code in _LATER:
+            return TryLaterError(f"{action}{where}: {code}: {message}")
+        if code == "ValidationError" and "not found" in message and "nstance" in message:
+            return UnknownInstanceError(f"{what} is not an instance of the group: {message}")
+        return ProviderError(f"{action}{where}: {code}: {message}")
+    if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError)):
+        return NoPermissionError("no AWS credentials: give the instance a role, or set AWS_PROFILE")
+    if isinstance(error, boto.NoRegionError):
+        return ProviderError("no AWS region: set AWS_REGION (or AWS_DEFAULT_REGION), or give --region")
+    if isinstance(error, boto.ProfileNotFound):
+        return ProviderError(f"{error}: check AWS_PROFILE or --profile")
+    if isinstance(error, (boto.ConnectionError, boto.HTTPClientError)):
+        return TryLaterError(f"{action}{where}: AWS can not be reached: {error}")
+    return ProviderError(f"{action}{where}: {error}")
+
+
+@contextmanager
+def explained(action: str, what: str = "") -> Iterator[None]:
+    """Turn botocore's errors inside into ours."""
+    try:
+        yield
+    except (boto.ClientError, boto.BotoCoreError) as error:
+        raise explain(error, action, what) from error

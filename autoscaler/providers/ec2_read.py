@@ -1,0 +1,208 @@
+"""What EC2's answers mean: pure functions from boto3's dictionaries to the provider's words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState, Pool, ProviderError
+
+Answer = Mapping[str, Any]
+
+_RUNNING = frozenset({"InService"})
+_PENDING = frozenset({"Pending", "Pending:Wait", "Pending:Proceed"})
+_GONE = frozenset({"Terminated", "Detached"})
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a group launches: the types, in order of preference, and on which terms."""
+
+    types: tuple[str, ...]
+    on_demand_base: int = 0
+    on_demand_above_base: float = 1.0  # fraction
+    mixed: bool = False
+
+    def next_is_spot(self, on_demand: int, spot: int) -> bool:
+        """Whether the next instance of a group that has so many of each would be a spot instance.
+
+        As EC2 Auto Scaling does: the base first, and above it the nearest to the fraction from above.
+        """
+        if on_demand < self.on_demand_base:
+            return False
+        above = on_demand + spot + 1 - self.on_demand_base
+        return on_demand - self.on_demand_base >= math.ceil(above * self.on_demand_above_base - 1e-9)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Per hour. `spot` by (type, zone)."""
+
+    on_demand: Mapping[str, float]
+    spot: Mapping[tuple[str, str], float]
+
+    def of(self, instance_type: str, zone: str, preemptible: bool) -> float:
+        """The price of one instance; a spot price that is not known is taken for on-demand's."""
+        if preemptible and (instance_type, zone) in self.spot:
+            return self.spot[instance_type, zone]
+        try:
+            return self.on_demand[instance_type]
+        except KeyError:
+            raise ProviderError(
+                f"no price is known for {instance_type}: give --price {instance_type}=PRICE or --prices FILE"
+            ) from None
+
+    def cheapest(self, types: Iterable[str], zones: Iterable[str], preemptible: bool) -> tuple[float, str]:
+        """The lowest price among the types (and, for spot, zones), and its type."""
+        zones = tuple(zones) or ("",)
+        return min((self.of(kind, zone, preemptible), kind) for kind in types for zone in zones)
+
+
+def check_group(group: Answer) -> None:
+    """Raise ProviderError for a group that can not be ruled one instance at a time."""
+    name = group["AutoScalingGroupName"]
+    overrides = _overrides(group)
+    if any(override.get("WeightedCapacity", "1") != "1" for override in overrides):
+        raise ProviderError(
+            f"{name}: counts its capacity in weights; remove WeightedCapacity from its overrides"
+        )
+    if any("InstanceRequirements" in override for override in overrides):
+        raise ProviderError(f"{name}: chooses types by attributes; list the instance types in its overrides")
+
+
+def _overrides(group: Answer) -> list[Answer]:
+    return list(group.get("MixedInstancesPolicy", {}).get("LaunchTemplate", {}).get("Overrides", []))
+
+
+def template_of(group: Answer) -> Answer | None:
+    """The launch template specification of a group, mixed or not; None with a launch configuration."""
+    mixed = group.get("MixedInstancesPolicy", {}).get("LaunchTemplate", {}).get("LaunchTemplateSpecification")
+    return mixed or group.get("LaunchTemplate")
+
+
+def kind_of(group: Answer, template: Answer) -> Kind:
+    """What a group launches. `template` is its launch template's data."""
+    own = template.get("InstanceType")
+    if "MixedInstancesPolicy" not in group:
+        spot = template.get("InstanceMarketOptions", {}).get("MarketType") == "spot"
+        return Kind((own,) if own else (), on_demand_above_base=0.0 if spot else 1.0)
+    types = tuple(o["InstanceType"] for o in _overrides(group) if "InstanceType" in o)
+    distribution = group["MixedInstancesPolicy"].get("InstancesDistribution", {})
+    return Kind(
+        types or ((own,) if own else ()),
+        int(distribution.get("OnDemandBaseCapacity", 0) or 0),
+        float(distribution.get("OnDemandPercentageAboveBaseCapacity", 100)) / 100,
+        mixed=True,
+    )
+
+
+def instance_state(lifecycle: str) -> InstanceState | None:
+    """The state of an instance whose group says `lifecycle`; None: it is no longer the group's."""
+    if lifecycle in _GONE:
+        return None
+    if lifecycle in _RUNNING:
+        return InstanceState.RUNNING
+    if lifecycle in _PENDING:
+        return InstanceState.PENDING
+    return InstanceState.LEAVING  # Terminating*, Detaching, EnteringStandby, Standby, Warmed:*
+
+
+def instances_of(
+    group: Answer, details: Mapping[str, Answer], prices: Prices, slots: Mapping[str, int]
+) -> tuple[Instance, ...]:
+    """A group's instances. `details` are DescribeInstances' by id; one it lacks is just being born."""
+    found = []
+    for entry in group.get("Instances", []):
+        state = instance_state(entry["LifecycleState"])
+        detail = details.get(entry["InstanceId"], {})
+        held = entry["LifecycleState"] == "Terminating:Wait"  # even if it is gone: the hook is to be completed
+        if state is None or (detail.get("State", {}).get("Name") == "terminated" and not held):
+            continue
+        if detail.get("State", {}).get("Name") in ("shutting-down", "stopping", "stopped"):
+            state = InstanceState.LEAVING
+        kind = entry.get("InstanceType") or detail.get("InstanceType", "")
+        zone = entry.get("AvailabilityZone", "")
+        preemptible = detail.get("InstanceLifecycle") == "spot"
+        launch = detail.get("LaunchTime")
+        found.append(
+            Instance(
+                entry["InstanceId"],
+                group["AutoScalingGroupName"],
+                state,
+                slots=slots.get(kind, 1),
+                preemptible=preemptible,
+                instance_type=kind,
+                zone=zone,
+                hourly_price=prices.of(kind, zone, preemptible),
+                launched=launch.timestamp() if isinstance(launch, datetime) else 0.0,
+                protected=bool(entry.get("ProtectedFromScaleIn", False)),
+                held=held,
+            )
+        )
+    return tuple(found)
+
+
+def pool_of(
+    group: Answer,
+    kind: Kind,
+    instances: Iterable[Instance],
+    prices: Prices,
+    slots: Mapping[str, int],
+    trouble: tuple[str, float] = ("", 0.0),
+) -> Pool:
+    """The pool that a group is, described by the instance it would launch next."""
+    staying = [i for i in instances if i.state is not InstanceState.LEAVING]
+    spot = sum(i.preemptible for i in staying)
+    preemptible = kind.next_is_spot(len(staying) - spot, spot)
+    zones = tuple(group.get("AvailabilityZones", ()))
+    if not kind.types:
+        raise ProviderError(f"{group['AutoScalingGroupName']}: its launch template names no instance type")
+    price, cheapest = prices.cheapest(kind.types, zones, preemptible)
+    return Pool(
+        group["AutoScalingGroupName"],
+        desired=int(group["DesiredCapacity"]),
+        minimum=int(group["MinSize"]),
+        maximum=int(group["MaxSize"]),
+        slots=min(slots.get(name, 1) for name in kind.types),
+        hourly_price=price,
+        preemptible=preemptible,
+        instance_type=cheapest,
+        zones=zones,
+        replaces_at_risk=bool(group.get("CapacityRebalance", False)),
+        trouble=trouble[0],
+        trouble_since=trouble[1],
+    )
+
+
+def trouble_of(activities: Iterable[Answer]) -> tuple[str, float]:
+    """Why the group's last launch failed, and since when; ("", 0) when it did not.
+
+    `activities` are DescribeScalingActivities', newest first.
+    """
+    failed: tuple[str, float] = ("", 0.0)
+    for activity in activities:
+        if not str(activity.get("Description", "")).startswith("Launching"):
+            continue
+        status = activity.get("StatusCode")
+        if status == "Successful":
+            break
+        if status in ("Failed", "Cancelled"):
+            since = activity["StartTime"]
+            moment = since.timestamp() if isinstance(since, datetime) else 0.0
+            failed = (
+                failed[0] or str(activity.get("StatusMessage") or activity.get("Cause", "launch failed")),
+                moment,
+            )
+    return failed
+
+
+def slots_of(types: Iterable[Answer]) -> dict[str, int]:
+    """Instance type → replicas that fit: its GPUs, or one where it has none (DescribeInstanceTypes)."""
+    found = {}
+    for entry in types:
+        gpus = sum(int(gpu.get("Count", 0)) for gpu in entry.get("GpuInfo", {}).get("Gpus", []))
+        found[str(entry["InstanceType"])] = gpus or 1
+    return found

@@ -1,0 +1,188 @@
+"""A provider that exists in memory: for the simulator, for tests, and for tests of your own.
+
+Time comes from `clock`, and nothing happens between two calls: `capacity` brings everything up to
+date first. Instances come up `boot_seconds` after they were ordered, unless the pool is in an outage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from adaptdl_elastic.autoscaler.providers.base import (
+    Capacity,
+    Instance,
+    InstanceState,
+    Pool,
+    Provider,
+    ProviderError,
+    Signal,
+    SignalKind,
+    UnknownInstanceError,
+)
+
+
+@dataclass
+class FakeProvider(Provider):
+    """Pools that give what is asked, as late and as unreliably as they are told to.
+
+    Knobs, all of which may be changed at any time: `boot_seconds`; `outage` (pool → what the cloud
+    says while it has none to give); `dead_on_arrival` (pools whose instances vanish as soon as they
+    are up); `errors` (method → exception to raise, once each).
+    """
+
+    pools: Mapping[str, Pool]
+    clock: Callable[[], float]
+    boot_seconds: float = 60.0
+    hooks: bool = False  # leaving instances are held until `let_go`
+    outage: dict[str, str] = field(default_factory=dict)
+    dead_on_arrival: set[str] = field(default_factory=set)
+    errors: dict[str, list[ProviderError]] = field(default_factory=dict)
+    name: str = "fake"
+
+    def __post_init__(self) -> None:
+        self._pools: dict[str, Pool] = dict(self.pools)
+        self._instances: dict[str, Instance] = {}
+        self._signals: list[Signal] = []
+        self._known: set[str] = set()
+        self._trouble: dict[str, float] = {}
+        self.launched = 0  # instances ever
+        self.calls: list[tuple[str, str]] = []  # what was changed, in order
+        self.ruled = False
+
+    def capacity(self) -> Capacity:
+        """Bring everything up to date, and tell."""
+        self._raise("capacity")
+        self._advance()
+        pools = tuple(self._described(pool) for pool in self._pools.values())
+        return Capacity(pools, tuple(self._instances.values()))
+
+    def request(self, pool: str, desired: int) -> None:
+        """Set the desired number, within the bounds."""
+        self._raise("request")
+        known = Capacity(tuple(self._pools.values())).pool(pool)
+        if not known.minimum <= desired <= known.maximum:
+            raise ProviderError(f"{pool}: {desired} is outside [{known.minimum}, {known.maximum}]")
+        there = sum(i.state is not InstanceState.LEAVING for i in self._instances.values() if i.pool == pool)
+        self.calls.append(("request", f"{pool}={desired}"))
+        self._pools[pool] = replace(known, desired=max(desired, min(there, known.desired)))
+        self._advance()
+
+    def release(self, instance: str, replace: bool = False) -> None:
+        """Take the instance away now, or hold it where hooks are on."""
+        self._raise("release")
+        if instance not in self._known:
+            raise UnknownInstanceError(f"{instance!r} is none of this provider's instances")
+        found = self._instances.get(instance)
+        if found is None or found.state is InstanceState.LEAVING:
+            return
+        pool = self._pools[found.pool]
+        if not replace and pool.desired <= pool.minimum:
+            raise ProviderError(f"{pool.name}: has its minimum of {pool.minimum}")
+        self.calls.append(("replace" if replace else "release", instance))
+        if not replace:
+            self._pools[pool.name] = _with_desired(pool, pool.desired - 1)
+        self._leave(found)
+
+    def protect(self, instances: Collection[str], protected: bool) -> None:
+        """Remember it; nothing here shrinks by itself."""
+        self._raise("protect")
+        for identifier in instances:
+            if identifier in self._instances:
+                self._instances[identifier] = replace(self._instances[identifier], protected=protected)
+
+    def signals(self) -> tuple[Signal, ...]:
+        """What `interrupt` and `recommend` announced."""
+        self._raise("signals")
+        told, self._signals = tuple(self._signals), []
+        return told
+
+    def hold(self, instance: str) -> None:
+        """A heartbeat, remembered in `calls`."""
+        self.calls.append(("hold", instance))
+
+    def let_go(self, instance: str) -> None:
+        """A held instance vanishes."""
+        self.calls.append(("let_go", instance))
+        self._instances.pop(instance, None)
+
+    def take_over(self) -> None:
+        """Remembered in `ruled`."""
+        self.ruled = True
+
+    def hand_back(self) -> None:
+        """Remembered in `ruled`."""
+        self.ruled = False
+
+    # -- what happens to instances, for whoever drives the fake
+
+    def interrupt(self, instance: str, notice_seconds: float = 120.0) -> None:
+        """Announce the end of a spot instance; `vanish` ends it."""
+        self._signals.append(
+            Signal(SignalKind.INTERRUPTION, instance, "spot interruption", self.clock() + notice_seconds)
+        )
+
+    def recommend(self, instance: str) -> None:
+        """Announce a rebalance recommendation; a pool that replaces early orders one more."""
+        self._signals.append(Signal(SignalKind.REBALANCE, instance, "rebalance recommendation"))
+        found = self._instances[instance]
+        if self._pools[found.pool].replaces_at_risk:
+            self._launch(self._pools[found.pool])
+
+    def vanish(self, instance: str) -> None:
+        """The instance is gone at once, without a word."""
+        self._instances.pop(instance, None)
+        self._signals.append(Signal(SignalKind.GONE, instance, "terminated"))
+
+    def _advance(self) -> None:
+        now = self.clock()
+        for instance in list(self._instances.values()):
+            if instance.state is InstanceState.PENDING and now >= instance.launched + self.boot_seconds:
+                if instance.pool in self.dead_on_arrival:
+                    self._instances.pop(instance.id)
+                else:
+                    self._instances[instance.id] = replace(instance, state=InstanceState.RUNNING)
+        for pool in self._pools.values():
+            there = sum(
+                i.pool == pool.name and i.state is not InstanceState.LEAVING for i in self._instances.values()
+            )
+            if pool.name in self.outage and there < pool.desired:
+                self._trouble.setdefault(pool.name, now)
+                continue
+            self._trouble.pop(pool.name, None)
+            for _ in range(pool.desired - there):
+                self._launch(pool)
+
+    def _launch(self, pool: Pool) -> None:
+        self.launched += 1
+        identifier = f"{pool.name}-{self.launched}"
+        self._known.add(identifier)
+        self._instances[identifier] = Instance(
+            identifier,
+            pool.name,
+            InstanceState.PENDING,
+            slots=pool.slots,
+            preemptible=pool.preemptible,
+            instance_type=pool.instance_type,
+            hourly_price=pool.hourly_price,
+            launched=self.clock(),
+        )
+
+    def _leave(self, instance: Instance) -> None:
+        if self.hooks:
+            self._instances[instance.id] = replace(instance, state=InstanceState.LEAVING, held=True)
+        else:
+            self._instances.pop(instance.id)
+
+    def _described(self, pool: Pool) -> Pool:
+        if pool.name not in self._trouble:
+            return pool
+        return replace(pool, trouble=self.outage.get(pool.name, ""), trouble_since=self._trouble[pool.name])
+
+    def _raise(self, method: str) -> None:
+        if self.errors.get(method):
+            raise self.errors[method].pop(0)
+
+
+def _with_desired(pool: Pool, desired: int) -> Pool:
+    return replace(pool, desired=desired)

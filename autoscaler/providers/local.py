@@ -1,0 +1,202 @@
+"""Nodes are agent processes on this machine: for laptops, demos and tests of the whole loop.
+
+A pool behaves as an auto-scaling group does: an agent that exits is replaced while the pool wants it.
+Nothing runs in the background; `capacity` brings the processes to what is desired.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from adaptdl_elastic.autoscaler.providers.base import (
+    Capacity,
+    Instance,
+    InstanceState,
+    Pool,
+    Provider,
+    ProviderError,
+    UnknownInstanceError,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Agent:
+    instance: Instance
+    process: subprocess.Popen[bytes]
+    kill_at: float | None = None  # by the monotonic clock
+
+
+class LocalProvider(Provider):
+    """Starts `command` once per node, in a session of its own, with its identity in the environment.
+
+    Args:
+        command: the agent's command line, e.g. `["adaptdl-run", "--etcd", …, "train.py"]`.
+        pools: what there is to be had; `desired` is where each begins.
+        directory: where each agent's output goes, as `<instance>.log`.
+        grace_seconds: how long an agent may take to leave before it is killed.
+        environment: more variables for one instance, e.g. the address of its fake metadata service.
+    """
+
+    name = "local"
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        pools: Sequence[Pool],
+        directory: Path,
+        grace_seconds: float = 60.0,
+        environment: Callable[[Instance], Mapping[str, str]] = lambda _: {},
+    ) -> None:
+        self._command = list(command)
+        self._pools = {pool.name: pool for pool in pools}
+        self._directory = directory
+        self._grace = grace_seconds
+        self._environment = environment
+        self._agents: dict[str, _Agent] = {}
+        self._known: set[str] = set()
+
+    def capacity(self) -> Capacity:
+        """Reap, kill what overstays, start what is missing; then tell."""
+        self._reconcile()
+        return Capacity(tuple(self._pools.values()), tuple(agent.instance for agent in self._agents.values()))
+
+    def request(self, pool: str, desired: int) -> None:
+        """Start agents until there are `desired`."""
+        known = Capacity(tuple(self._pools.values())).pool(pool)
+        if not known.minimum <= desired <= known.maximum:
+            raise ProviderError(f"{pool}: {desired} is outside [{known.minimum}, {known.maximum}]")
+        there = sum(1 for _ in self._staying(pool))
+        self._pools[pool] = replace(known, desired=max(desired, min(there, known.desired)))
+        self._reconcile()
+
+    def release(self, instance: str, replace: bool = False) -> None:
+        """Ask the agent to leave (SIGTERM), and kill it when it has not after the grace time."""
+        if instance not in self._known:
+            raise UnknownInstanceError(f"{instance!r} is none of this machine's agents")
+        agent = self._agents.get(instance)
+        if agent is None or agent.instance.state is InstanceState.LEAVING:
+            return
+        pool = self._pools[agent.instance.pool]
+        if not replace and pool.desired <= pool.minimum:
+            raise ProviderError(f"{pool.name}: has its minimum of {pool.minimum}")
+        if not replace:
+            self._pools[pool.name] = _with_desired(pool, pool.desired - 1)
+        agent.instance = _leaving(agent.instance)
+        agent.kill_at = time.monotonic() + self._grace
+        _signal(agent.process, signal.SIGTERM)
+
+    def terminate(self, instance: str) -> None:
+        """Take the machine away at once, as a cloud does at the end of a notice."""
+        agent = self._agents.get(instance)
+        if agent is not None:
+            _kill(agent.process)
+
+    def hand_back(self) -> None:
+        """Nothing outlives us: every agent is asked to leave, and killed after the grace time."""
+        for agent in self._agents.values():
+            _signal(agent.process, signal.SIGTERM)
+        end = time.monotonic() + self._grace
+        for agent in self._agents.values():
+            try:
+                agent.process.wait(max(0.1, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                logger.warning("%s did not leave within %.0f s: killed", agent.instance.id, self._grace)
+            _kill(agent.process)
+        self._agents.clear()
+
+    def _staying(self, pool: str) -> list[_Agent]:
+        return [
+            agent
+            for agent in self._agents.values()
+            if agent.instance.pool == pool and agent.instance.state is not InstanceState.LEAVING
+        ]
+
+    def _reconcile(self) -> None:
+        now = time.monotonic()
+        for name, agent in list(self._agents.items()):
+            if agent.process.poll() is not None:
+                logger.info("%s exited with %s", name, agent.process.returncode)
+                _kill(agent.process)  # what it may have left behind in its group
+                del self._agents[name]
+            elif agent.kill_at is not None and now >= agent.kill_at:
+                _kill(agent.process)
+        for pool in self._pools.values():
+            for _ in range(pool.desired - len(self._staying(pool.name))):
+                self._start(pool)
+
+    def _start(self, pool: Pool) -> None:
+        identifier = f"{pool.name}-{len(self._known) + 1}"
+        instance = Instance(
+            identifier,
+            pool.name,
+            InstanceState.RUNNING,
+            slots=pool.slots,
+            preemptible=pool.preemptible,
+            instance_type=pool.instance_type,
+            zone=pool.zones[0] if pool.zones else "",
+            hourly_price=pool.hourly_price,
+            launched=time.time(),
+        )
+        environ = os.environ | identity_variables(instance) | dict(self._environment(instance))
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with (self._directory / f"{identifier}.log").open("wb") as log:
+            try:
+                process = subprocess.Popen(
+                    self._command,
+                    env=environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+                )
+            except OSError as error:
+                raise ProviderError(f"can not start {self._command[0]!r}: {error.strerror}") from None
+        self._known.add(identifier)
+        self._agents[identifier] = _Agent(instance, process)
+
+
+def identity_variables(instance: Instance) -> dict[str, str]:
+    """What tells an agent which instance it runs on, where no metadata service does."""
+    return {
+        "ADAPTDL_INSTANCE_ID": instance.id,
+        "ADAPTDL_INSTANCE_TYPE": instance.instance_type,
+        "ADAPTDL_ZONE": instance.zone,
+        "ADAPTDL_PREEMPTIBLE": "1" if instance.preemptible else "0",
+    }
+
+
+def _with_desired(pool: Pool, desired: int) -> Pool:
+    return replace(pool, desired=desired)
+
+
+def _leaving(instance: Instance) -> Instance:
+    return replace(instance, state=InstanceState.LEAVING)
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    if process.poll() is None:
+        process.send_signal(number)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _die_with_parent() -> None:
+    """Between fork and exec: SIGTERM when the thread that started us ends (Linux, prctl(2))."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)

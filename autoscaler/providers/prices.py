@@ -1,0 +1,66 @@
+"""What an hour of an instance type costs: a table of one's own for on-demand, history for spot."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from adaptdl_elastic.autoscaler.providers.base import ProviderError
+
+
+def parse_prices(text: str, source: str = "price table") -> dict[str, float]:
+    """Instance type → price per hour, from `{"g5.xlarge": 1.006}` or lines `g5.xlarge,1.006`.
+
+    Raises ProviderError that names the line or entry that does not fit.
+    """
+    if text.lstrip().startswith("{"):
+        try:
+            entries: Iterable[tuple[str, object]] = list(json.loads(text).items())
+        except json.JSONDecodeError as error:
+            raise ProviderError(f"{source}: line {error.lineno}: {error.msg}") from None
+    else:
+        rows = (row for row in csv.reader(io.StringIO(text)) if row and not row[0].startswith("#"))
+        entries = [(row[0].strip(), row[1].strip() if len(row) == 2 else None) for row in rows]
+        entries = [entry for entry in entries if entry[0].lower() not in ("type", "instance_type")]
+    return {name: _price(source, name, value) for name, value in entries}
+
+
+def read_prices(path: Path) -> dict[str, float]:
+    """The table in a file."""
+    try:
+        return parse_prices(path.read_text(), str(path))
+    except OSError as error:
+        raise ProviderError(f"price table {path}: {error.strerror}") from None
+
+
+def parse_price_option(text: str) -> tuple[str, float]:
+    """`g5.xlarge=1.006` → its two parts."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ProviderError(f"price {text!r}: write TYPE=PRICE, e.g. g5.xlarge=1.006")
+    return name, _price("price", name, value)
+
+
+def _price(source: str, name: str, value: object) -> float:
+    try:
+        price = float(str(value))
+    except ValueError:
+        price = math.nan
+    if not (price >= 0 and math.isfinite(price)):
+        raise ProviderError(f"{source}: {name}: {value!r} is not a price per hour, e.g. 1.006")
+    return price
+
+
+def latest_spot_prices(history: Iterable[Mapping[str, object]]) -> dict[tuple[str, str], float]:
+    """(type, zone) → newest price, from entries of EC2's DescribeSpotPriceHistory in any order."""
+    newest: dict[tuple[str, str], tuple[object, float]] = {}
+    for entry in history:
+        key = (str(entry["InstanceType"]), str(entry["AvailabilityZone"]))
+        stamp = entry["Timestamp"]
+        if key not in newest or stamp > newest[key][0]:  # type: ignore[operator]
+            newest[key] = (stamp, float(str(entry["SpotPrice"])))
+    return {key: price for key, (_, price) in newest.items()}

@@ -1,0 +1,370 @@
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from typing import Any
+
+import boto3
+import pytest
+from botocore.config import Config
+from moto_process import REGION, Moto, make_group
+from thin_aws import AutoScaling
+
+from adaptdl_elastic.autoscaler.providers.base import (
+    InstanceState,
+    NoPermissionError,
+    ProviderError,
+    SignalKind,
+    UnknownInstanceError,
+    UnknownPoolError,
+)
+from adaptdl_elastic.autoscaler.providers.ec2 import RULED_TAG, Ec2Provider
+
+PRICES = {"g5.xlarge": 1.0, "g5.12xlarge": 5.0}
+
+
+def provider(moto: Moto, *groups: str, **more: Any) -> Ec2Provider:
+    return Ec2Provider(groups or ("workers",), PRICES, **more)
+
+
+def with_thin_fake(moto: Moto, *groups: str, **more: Any) -> tuple[Ec2Provider, AutoScaling]:
+    thin = AutoScaling(moto.client("autoscaling"))
+    return provider(moto, *groups, clients={"autoscaling": thin}, **more), thin
+
+
+def raw_group(moto: Moto, name: str = "workers") -> dict[str, Any]:
+    answer = moto.client("autoscaling").describe_auto_scaling_groups(AutoScalingGroupNames=[name])
+    return dict(answer["AutoScalingGroups"][0])
+
+
+def test_grows_from_zero_and_sees_its_instances(moto: Moto) -> None:
+    make_group(moto, "workers")
+    ours = provider(moto)
+    pool = ours.capacity().pool("workers")
+    assert (pool.desired, pool.minimum, pool.maximum) == (0, 0, 4)
+    assert (pool.slots, pool.hourly_price, pool.preemptible, pool.instance_type) == (
+        1,
+        1.0,
+        False,
+        "g5.xlarge",
+    )
+    ours.request("workers", 2)
+    ours.request("workers", 2)  # twice is once
+    now = ours.capacity()
+    assert now.pool("workers").desired == 2
+    assert [i.state for i in now.instances] == [InstanceState.RUNNING] * 2
+    assert all(i.id.startswith("i-") and i.zone == f"{REGION}a" and i.launched > 0 for i in now.instances)
+
+
+def test_slots_are_the_gpus_of_the_type(moto: Moto) -> None:
+    make_group(moto, "workers", types=("g5.12xlarge",), desired=1)
+    assert provider(moto).capacity().instances[0].slots == 4
+    assert provider(moto, slots=2).capacity().pool("workers").slots == 2
+
+
+def test_the_chosen_instance_goes_and_is_not_replaced(moto: Moto) -> None:
+    make_group(moto, "workers", desired=3)
+    ours = provider(moto)
+    chosen = ours.capacity().instances[1].id
+    ours.release(chosen)
+    ours.release(chosen)  # late, and twice
+    after = ours.capacity()
+    assert after.pool("workers").desired == 2
+    assert chosen not in {i.id for i in after.instances if i.state is not InstanceState.LEAVING}
+
+
+def test_a_replacement_takes_the_place_of_a_broken_one(moto: Moto) -> None:
+    make_group(moto, "workers", desired=1)
+    ours = provider(moto)
+    broken = ours.capacity().instances[0].id
+    ours.release(broken, replace=True)
+    after = ours.capacity()
+    assert after.pool("workers").desired == 1
+    assert [i.id for i in after.instances if i.state is InstanceState.RUNNING] != [broken]
+
+
+def test_a_reclaimed_instance_is_replaced_by_its_group(moto: Moto) -> None:
+    make_group(moto, "workers", desired=2, spot=True)
+    ours = provider(moto)
+    before = {i.id for i in ours.capacity().instances}
+    moto.client("ec2").terminate_instances(InstanceIds=[next(iter(before))])
+    after = ours.capacity()
+    running = {i.id for i in after.instances if i.state is InstanceState.RUNNING}
+    assert after.pool("workers").desired == 2
+    assert len(running) == 2
+    assert len(running & before) == 1
+
+
+def test_lowering_takes_back_only_what_has_not_come(moto: Moto) -> None:
+    make_group(moto, "workers", desired=2)
+    ours = provider(moto)
+    ours.capacity()
+    ours.request("workers", 0)
+    after = ours.capacity()
+    assert after.pool("workers").desired == 2
+    assert len(after.instances) == 2
+
+
+@pytest.mark.parametrize("desired", [-1, 5])
+def test_never_beyond_min_and_max(moto: Moto, desired: int) -> None:
+    make_group(moto, "workers")
+    with pytest.raises(ProviderError, match="Min 0 and Max 4"):
+        provider(moto).request("workers", desired)
+
+
+def test_at_its_minimum_a_group_says_so(moto: Moto) -> None:
+    make_group(moto, "workers", low=1, desired=1)
+    ours, _ = with_thin_fake(moto)
+    with pytest.raises(ProviderError, match="minSize"):
+        ours.release(ours.capacity().instances[0].id)
+
+
+def test_spot_prices_and_terms_come_from_what_the_group_launches(moto: Moto) -> None:
+    zone = f"{REGION}a"
+    prices = {("g5.xlarge", zone): 0.35, ("g5.12xlarge", zone): 1.5}
+    make_group(
+        moto,
+        "workers",
+        types=("g5.12xlarge", "g5.xlarge"),
+        mixed={"OnDemandBaseCapacity": 1, "OnDemandPercentageAboveBaseCapacity": 0},
+    )
+    ours = provider(moto, spot_prices=lambda: prices)
+    first = ours.capacity().pool("workers")
+    assert (first.preemptible, first.hourly_price, first.slots) == (False, 1.0, 1)
+    ours.request("workers", 1)
+    second = ours.capacity().pool("workers")
+    assert (second.preemptible, second.hourly_price) == (True, 0.35)
+
+
+def test_spot_price_history_is_read(moto: Moto) -> None:
+    make_group(moto, "workers", spot=True)
+    pool = provider(moto).capacity().pool("workers")
+    assert pool.preemptible
+    assert pool.hourly_price == pytest.approx(0.00001)  # what moto says of every type
+
+
+def test_two_groups_are_two_pools(moto: Moto) -> None:
+    make_group(moto, "spot", spot=True)
+    make_group(moto, "demand", desired=1)
+    now = provider(moto, "spot", "demand").capacity()
+    assert [(p.name, p.preemptible, p.desired) for p in now.pools] == [
+        ("spot", True, 0),
+        ("demand", False, 1),
+    ]
+
+
+def test_ruling_is_undone_even_after_a_crash(moto: Moto) -> None:
+    make_group(moto, "workers", desired=1)
+    first = provider(moto)
+    first.take_over()  # and dies
+    with provider(moto):
+        ruled = raw_group(moto)
+        assert [p["ProcessName"] for p in ruled["SuspendedProcesses"]] == ["AZRebalance"]
+        assert ruled["NewInstancesProtectedFromScaleIn"]
+    after = raw_group(moto)
+    assert after["SuspendedProcesses"] == []
+    assert not after["NewInstancesProtectedFromScaleIn"]
+    assert RULED_TAG not in {tag["Key"] for tag in after["Tags"]}
+
+
+def test_what_somebody_else_suspended_stays_suspended(moto: Moto) -> None:
+    make_group(moto, "workers", NewInstancesProtectedFromScaleIn=True)
+    moto.client("autoscaling").suspend_processes(
+        AutoScalingGroupName="workers", ScalingProcesses=["AZRebalance"]
+    )
+    with provider(moto):
+        pass
+    after = raw_group(moto)
+    assert [p["ProcessName"] for p in after["SuspendedProcesses"]] == ["AZRebalance"]
+    assert after["NewInstancesProtectedFromScaleIn"]
+
+
+def test_protection_is_set_once(moto: Moto) -> None:
+    make_group(moto, "workers", desired=2)
+    ours, thin = with_thin_fake(moto)
+    first, second = (i.id for i in ours.capacity().instances)
+    ours.protect([first], True)
+    now = {i.id: i.protected for i in ours.capacity().instances}
+    assert now == {first: True, second: False}
+    ours.protect([first], True)
+    assert thin.calls.count("set_instance_protection") == 1
+
+
+def test_a_hook_is_kept_waiting_and_completed(moto: Moto) -> None:
+    make_group(moto, "workers", desired=2)
+    moto.client("autoscaling").put_lifecycle_hook(
+        AutoScalingGroupName="workers",
+        LifecycleHookName="drain",
+        LifecycleTransition="autoscaling:EC2_INSTANCE_TERMINATING",
+        HeartbeatTimeout=60,
+    )
+    ours, thin = with_thin_fake(moto)
+    leaving = ours.capacity().instances[0].id
+    ours.release(leaving)
+    held = ours.capacity().instance(leaving)
+    assert held is not None
+    assert (held.state, held.held) == (InstanceState.LEAVING, True)
+    ours.hold(leaving)
+    assert thin.heartbeats == [leaving]
+    ours.let_go(leaving)
+    assert ours.capacity().instance(leaving) is None
+
+
+def test_a_group_that_does_not_exist(moto: Moto) -> None:
+    with pytest.raises(UnknownPoolError, match=f"no auto-scaling group 'workers' in {REGION}"):
+        provider(moto).capacity()
+
+
+def test_a_region_without_the_group(moto: Moto) -> None:
+    make_group(moto, "workers")
+    with pytest.raises(UnknownPoolError, match="us-west-2"):
+        provider(moto, region="us-west-2").capacity()
+
+
+def test_an_instance_of_somebody_else(moto: Moto) -> None:
+    make_group(moto, "workers", desired=1)
+    make_group(moto, "theirs", desired=1)
+    stranger = raw_group(moto, "theirs")["Instances"][0]["InstanceId"]
+    for unknown in (stranger, "i-00000000000000000", "box"):
+        with pytest.raises(UnknownInstanceError, match="not an instance of workers"):
+            provider(moto).release(unknown)
+    assert len(raw_group(moto, "theirs")["Instances"]) == 1
+
+
+def test_no_permission_names_the_action(moto: Moto) -> None:
+    make_group(moto, "workers")
+    ours, thin = with_thin_fake(moto)
+    thin.denied = {"set_desired_capacity"}
+    with pytest.raises(NoPermissionError, match="autoscaling:SetDesiredCapacity on workers"):
+        ours.request("workers", 1)
+
+
+def test_no_credentials(moto: Moto, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    with pytest.raises(NoPermissionError, match="AWS_PROFILE"):
+        provider(moto).capacity()
+
+
+def test_no_region(moto: Moto, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    with pytest.raises(ProviderError, match="AWS_REGION"):
+        provider(moto)
+
+
+def test_no_such_profile(moto: Moto) -> None:
+    with pytest.raises(ProviderError, match="--profile"):
+        provider(moto, profile="nobody")
+
+
+def test_no_price(moto: Moto) -> None:
+    make_group(moto, "workers", types=("p4d.24xlarge",))
+    with pytest.raises(ProviderError, match=r"--price p4d.24xlarge=PRICE"):
+        provider(moto).capacity()
+
+
+def test_min_above_max_is_refused(moto: Moto) -> None:
+    make_group(moto, "workers", low=3, high=2, desired=2)  # moto lets it pass; AWS does not
+    with pytest.raises(ProviderError, match="Min 3 and Max 2"):
+        provider(moto).capacity()
+
+
+def test_weights_are_refused(moto: Moto) -> None:
+    make_group(moto, "workers", mixed={"OnDemandBaseCapacity": 0}, weight="2")
+    with pytest.raises(ProviderError, match="WeightedCapacity"):
+        provider(moto).capacity()
+
+
+def test_why_a_launch_failed_is_told(moto: Moto) -> None:
+    make_group(moto, "workers")
+    ours, thin = with_thin_fake(moto)
+    thin.failures["workers"] = "We currently do not have sufficient g5.xlarge capacity"
+    pool = ours.capacity().pool("workers")
+    assert "sufficient g5.xlarge capacity" in pool.trouble
+    assert pool.trouble_since > 0
+    thin.denied = {"describe_scaling_activities"}
+    now = ours.capacity()
+    assert now.pool("workers").trouble == ""
+    assert "autoscaling:DescribeScalingActivities" in now.warnings[0]
+
+
+def test_an_unreachable_endpoint_is_said(moto: Moto, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    fast = Config(retries={"max_attempts": 1}, connect_timeout=1, read_timeout=1)
+    client = boto3.client("autoscaling", config=fast)
+    with pytest.raises(ProviderError, match="can not be reached"):
+        provider(moto, clients={"autoscaling": client}).capacity()
+
+
+def test_the_queue_brings_notices_about_our_instances(moto: Moto) -> None:
+    make_group(moto, "workers", desired=1, spot=True)
+    sqs = moto.client("sqs")
+    url = sqs.create_queue(QueueName="notices")["QueueUrl"]
+    ours = provider(moto, queue_url=url)
+    member = ours.capacity().instances[0].id
+    stamp = "2026-11-21T04:00:00Z"
+
+    def event(kind: str, **detail: str) -> str:
+        return json.dumps({"detail-type": kind, "source": "aws.ec2", "time": stamp, "detail": detail})
+
+    warning = "EC2 Spot Instance Interruption Warning"
+    bodies = [
+        event(warning, **{"instance-id": member, "instance-action": "terminate"}),
+        event(warning, **{"instance-id": "i-somebody", "instance-action": "terminate"}),
+        event("EC2 Instance Rebalance Recommendation", **{"instance-id": member}),
+        event("EC2 Instance State-change Notification", **{"instance-id": member, "state": "running"}),
+        event(warning),
+        "not json",
+        "[]",
+    ]
+    for body in bodies:
+        sqs.send_message(QueueUrl=url, MessageBody=body)
+    told = ours.signals()
+    assert {signal.kind for signal in told} == {SignalKind.INTERRUPTION, SignalKind.REBALANCE}
+    assert {signal.instance for signal in told} == {member}
+    end = next(s.deadline for s in told if s.kind is SignalKind.INTERRUPTION)
+    assert end == pytest.approx(1795233720.0)
+    assert ours.signals() == ()
+
+
+def test_eventbridge_delivers_into_the_queue(moto: Moto) -> None:
+    make_group(moto, "workers", desired=1, spot=True)
+    sqs, events = moto.client("sqs"), moto.client("events")
+    url = sqs.create_queue(QueueName="notices")["QueueUrl"]
+    arn = sqs.get_queue_attributes(QueueUrl=url, AttributeNames=["QueueArn"])["Attributes"]["QueueArn"]
+    pattern = {"source": ["test.ec2"], "detail-type": ["EC2 Spot Instance Interruption Warning"]}
+    events.put_rule(Name="spot", EventPattern=json.dumps(pattern))
+    events.put_targets(Rule="spot", Targets=[{"Id": "queue", "Arn": arn}])
+    ours = provider(moto, queue_url=url)
+    member = ours.capacity().instances[0].id
+    detail = {"instance-id": member, "instance-action": "terminate"}
+    events.put_events(
+        Entries=[
+            {
+                "Source": "test.ec2",
+                "DetailType": "EC2 Spot Instance Interruption Warning",
+                "Detail": json.dumps(detail),
+            }
+        ]
+    )
+    (notice,) = ours.signals()
+    assert (notice.kind, notice.instance) == (SignalKind.INTERRUPTION, member)
+    assert notice.deadline is not None
+    assert 60 < notice.deadline - time.time() <= 121
+
+
+def test_a_queue_that_does_not_exist(moto: Moto) -> None:
+    make_group(moto, "workers")
+    ours = provider(moto, queue_url=f"{moto.endpoint}/123456789012/none")
+    with pytest.raises(ProviderError, match="sqs:ReceiveMessage"):
+        ours.signals()
+
+
+def test_pools_are_values(moto: Moto) -> None:
+    make_group(moto, "workers")
+    pool = provider(moto).capacity().pool("workers")
+    assert replace(pool, desired=1) != pool

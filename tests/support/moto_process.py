@@ -1,0 +1,130 @@
+"""moto's HTTP server as a process of its own, and what a test needs to have in it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import boto3
+
+REGION = "eu-central-1"
+IMAGE = "ami-03cf127a"  # one that moto knows from the start
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "testing",
+    "AWS_DEFAULT_REGION": REGION,
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+class Moto:
+    """A running server. `environment` points boto3, in this process or another, at it."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**CREDENTIALS, "AWS_ENDPOINT_URL": self.endpoint}
+
+    def client(self, service: str) -> Any:
+        return boto3.session.Session(
+            aws_access_key_id="testing", aws_secret_access_key="testing", region_name=REGION
+        ).client(service, endpoint_url=self.endpoint)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        request = urllib.request.Request(f"{self.endpoint}/moto-api/reset", method="POST")
+        urllib.request.urlopen(request, timeout=10).close()
+
+
+@contextlib.contextmanager
+def running_moto() -> Iterator[Moto]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+            stdout=log,
+            stderr=log,
+            preexec_fn=_die_with_parent,
+        )
+        try:
+            moto = Moto(f"http://127.0.0.1:{port}")
+            _wait(process, moto, 60)
+            yield moto
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _wait(process: subprocess.Popen[bytes], moto: Moto, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise RuntimeError(f"moto's server exited with {process.returncode}")
+        try:
+            urllib.request.urlopen(f"{moto.endpoint}/moto-api/", timeout=2).close()
+        except OSError:
+            try:  # the kernel tells when somebody listens; there is nothing to be notified of
+                process.wait(0.1)
+            except subprocess.TimeoutExpired:
+                continue
+        else:
+            return
+    raise TimeoutError("moto's server does not answer")
+
+
+def make_group(
+    moto: Moto,
+    name: str,
+    *,
+    low: int = 0,
+    high: int = 4,
+    desired: int = 0,
+    types: tuple[str, ...] = ("g5.xlarge",),
+    spot: bool = False,
+    mixed: Mapping[str, object] | None = None,
+    weight: str | None = None,
+    **more: object,
+) -> None:
+    """An auto-scaling group and its launch template. `mixed`: an InstancesDistribution."""
+    ec2, autoscaling = moto.client("ec2"), moto.client("autoscaling")
+    data: dict[str, object] = {"ImageId": IMAGE, "InstanceType": types[0]}
+    if spot and mixed is None:
+        data["InstanceMarketOptions"] = {"MarketType": "spot"}
+    ec2.create_launch_template(LaunchTemplateName=name, LaunchTemplateData=data)
+    pointer = {"LaunchTemplateName": name, "Version": "$Latest"}
+    launch: dict[str, object] = {"LaunchTemplate": pointer}
+    if mixed is not None:
+        weights = {} if weight is None else {"WeightedCapacity": weight}
+        overrides = [{"InstanceType": kind, **weights} for kind in types]
+        launch = {
+            "MixedInstancesPolicy": {
+                "LaunchTemplate": {"LaunchTemplateSpecification": pointer, "Overrides": overrides},
+                "InstancesDistribution": dict(mixed),
+            }
+        }
+    autoscaling.create_auto_scaling_group(
+        AutoScalingGroupName=name,
+        MinSize=low,
+        MaxSize=high,
+        DesiredCapacity=desired,
+        AvailabilityZones=[f"{REGION}a"],
+        **launch,
+        **more,
+    )
