@@ -74,7 +74,7 @@ class AutoScaling:
             raise client_error("ValidationError", f"Instance Id not found - No managed instance {identifier}")
         group = self._group(found[0]["AutoScalingGroupName"])
         if arguments["ShouldDecrementDesiredCapacity"] and group["DesiredCapacity"] <= group["MinSize"]:
-            message = "Currently, desiredSize equals minSize. Terminating instance without replacement will violate it"
+            message = "Currently, desiredSize equals minSize."
             raise client_error("ValidationError", message, "TerminateInstanceInAutoScalingGroup")
         entry = next(i for i in group["Instances"] if i["InstanceId"] == identifier)
         answer = self._client.terminate_instance_in_auto_scaling_group(**arguments)
