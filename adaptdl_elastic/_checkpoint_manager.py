@@ -143,6 +143,8 @@ class CheckpointManager:
                     self.storage.path,
                     error,
                 )
+            except StorageError as error:  # not damage: an older one might be read and would lose training
+                raise CheckpointError(f"{error}: not going on from an older checkpoint") from error
             else:
                 logger.info("going on from checkpoint %s in %s", checkpoint_id, self.storage.path)
                 return checkpoint_id

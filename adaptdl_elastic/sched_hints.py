@@ -6,6 +6,8 @@ AdaptDL's names for the parts of it that AdaptDL had, kept for scripts that call
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -106,6 +108,70 @@ def decode(text: str | bytes) -> JobHints:
         raise MalformedHintsError(f"{where}: {first['msg']}") from None
 
 
-def post_sched_hints(sched_hints: dict[str, Any], job_key: str) -> None:
-    """AdaptDL's function; see docs/migrating.md. Validates the names and passes the hints to the agent."""
-    raise NotImplementedError
+_FIELDS = {
+    "initBatchSize": "init_batch_size",
+    "localBszBounds": "local_bsz_bounds",
+    "maxBatchSize": "max_batch_size",
+    "maxProfiledReplicas": "max_profiled_replicas",
+    "gradientAccumulation": "gradient_accumulation",
+    "gradParams": "grad_params",
+    "perfParams": "perf_params",
+}
+
+
+def from_adaptdl(sched_hints: Mapping[str, Any]) -> dict[str, Any]:
+    """AdaptDL's hints by the names of `JobHints`' fields; None values are left out.
+
+    Raises ValueError for a name that is not one of SCHED_HINTS (or, in perfParams, PERF_PARAMS).
+    """
+    fields: dict[str, Any] = {}
+    for name, value in sched_hints.items():
+        if name not in _FIELDS:
+            raise ValueError(f"no such hint: {name!r}; there are {', '.join(SCHED_HINTS)}")
+        if value is not None:
+            fields[_FIELDS[name]] = _PARTS[name](value) if name in _PARTS else value
+    return fields
+
+
+def _perf_params(value: Any) -> tuple[float, ...]:
+    if not isinstance(value, Mapping):
+        return tuple(value)
+    if set(value) != set(PERF_PARAMS):
+        raise ValueError(
+            f"perfParams needs exactly {', '.join(PERF_PARAMS)}, got {', '.join(map(str, value))}"
+        )
+    return tuple(value[name] for name in PERF_PARAMS)
+
+
+def _grad_params(value: Any) -> tuple[float, ...]:
+    if not isinstance(value, Mapping):
+        return tuple(value)
+    if not {"var"} < set(value) <= {"norm", "sqr", "var"} or len(value) != 2:
+        raise ValueError(f"gradParams needs norm and var, got {', '.join(map(str, value))}")
+    return (value["norm"] if "norm" in value else value["sqr"], value["var"])
+
+
+_PARTS: dict[str, Callable[[Any], Any]] = {
+    "perfParams": _perf_params,
+    "gradParams": _grad_params,
+    "localBszBounds": tuple,
+}
+
+
+def post_sched_hints(sched_hints: Mapping[str, Any], job_key: str | None = None) -> bool:
+    """Report hints of one's own, with AdaptDL's names, in place of the library's; whether an agent listens.
+
+    What is not given stays what the library has measured. `job_key` is accepted for AdaptDL's sake: a
+    job can report for itself only. Raises ValueError for an unknown name, MalformedHintsError for a
+    value that does not fit.
+    """
+    from dataclasses import asdict
+
+    from adaptdl_elastic import _session
+
+    session = _session.current()
+    hints = asdict(session.metrics.hints()) | from_adaptdl(sched_hints)
+    if session.rank != 0:
+        return False
+    text = encode(decode(json.dumps(hints)))
+    return session.send({"type": "hints", "hints": json.loads(text)})

@@ -1,0 +1,295 @@
+"""Sums over all samples of a loop, whatever replicas they were seen on and however often the job moved.
+
+::
+
+    stats = adl.Accumulator()
+    for inputs, targets in validation_loader:
+        ...
+        stats["loss"] += loss.item() * len(targets)
+        stats["total"] += len(targets)
+    with stats.synchronized():
+        print(stats["loss"] / stats["total"])
+
+An `Accumulator` is in one of two modes. In *accumulation mode* every replica adds to sums of its own
+and can not read them: `+=` and `-=` on a key or on the whole, `update`, `subtract`. Inside `with
+synchronized()` it is an ordinary dict of the sums over all replicas, the same on each; what is changed
+there must be changed in the same way on every replica, and stays changed.
+
+The sums are part of every checkpoint. Code outside of data loops may run again after a restart: a
+`synchronized()` block that was passed before then shows what it showed before, and additions that were
+made before are not made twice.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from adaptdl_elastic import _session, checkpoint, collective
+
+__all__ = ["Accumulator"]
+
+Sums = dict[Any, Any]
+
+_ALLOWED = "a number, a tensor, a numpy array, or a list, tuple or string that grows"
+_NDARRAY = "__ndarray__"  # marks a numpy array in a file that may hold tensors only
+_SCRATCH = "accumulators"
+
+
+class Accumulator(MutableMapping[Any, Any]):
+    """See the module's docstring. The arguments are those of `dict`: initial sums, counted once.
+
+    Construct it outside of data loops, in the same order on every replica (its state in the checkpoint
+    goes by epoch and order): RuntimeError inside one.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if _in_data_loop():
+            raise RuntimeError(
+                "an Accumulator can not be made inside a data loop, which does not run again from its start "
+                "after a restart: make it before the loop"
+            )
+        initial = dict(*args, **kwargs)
+        self._state = _State({key: _value(value, key) for key, value in initial.items()})
+        self._view: Sums | None = None  # in synchronized mode: what is read and changed
+        self._blocks: Counter[int | None] = Counter()  # synchronized() entered so far, by epoch
+        self._additions: Counter[int | None] = Counter()  # made outside of data loops so far, by epoch
+        checkpoint.load_state(self._state)
+
+    # ------------------------------------------------------------------------------ accumulation mode
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Add to several sums at once. The arguments are those of `dict.update`, which overwrites."""
+        self._add(_items(args, kwargs), 1)
+
+    def subtract(self, *args: Any, **kwargs: Any) -> None:
+        """Subtract from several sums at once."""
+        self._add(_items(args, kwargs), -1)
+
+    def __iadd__(self, other: Mapping[Any, Any] | Iterable[tuple[Any, Any]]) -> Accumulator:
+        self.update(other)
+        return self
+
+    def __isub__(self, other: Mapping[Any, Any] | Iterable[tuple[Any, Any]]) -> Accumulator:
+        self.subtract(other)
+        return self
+
+    def _add(self, items: Sums, sign: int) -> None:
+        values = {key: _value(value, key) for key, value in items.items()}
+        target = self._view
+        if target is None:
+            if self._is_replayed():
+                return
+            target = self._state.updates
+        for key, value in values.items():
+            _add_to(target, key, value if sign > 0 else _negative(value, key))
+
+    def _is_replayed(self) -> bool:
+        """Whether this addition was made before a restart. Those in a data loop never come again."""
+        if _in_data_loop():
+            return False
+        epoch = _session.current().epoch
+        self._additions[epoch] += 1
+        if self._additions[epoch] <= self._state.additions.get(epoch, 0):
+            return True
+        self._state.additions[epoch] = self._additions[epoch]
+        return False
+
+    # ------------------------------------------------------------------------------ synchronized mode
+
+    @contextmanager
+    def synchronized(self) -> Iterator[Accumulator]:
+        """Sum over all replicas; inside the block the sums can be read and changed like a dict's.
+
+        Every replica must enter it at the same place. A block inside a block changes nothing.
+        """
+        if self._view is not None:
+            yield self
+            return
+        self._view = self._enter()
+        try:
+            yield self
+        finally:
+            self._view = None
+
+    def _enter(self) -> Sums:
+        state, epoch = self._state, _session.current().epoch
+        if _in_data_loop():
+            state.sync()
+            return state.results
+        for other in [e for e in state.history if e is not None and e != epoch]:
+            del state.history[other]  # a finished epoch does not run again
+        shown = state.history.setdefault(epoch, [])
+        number = self._blocks[epoch]
+        self._blocks[epoch] += 1
+        if number < len(shown):
+            return copy.deepcopy(shown[number])
+        state.sync()
+        shown.append(copy.deepcopy(state.results))
+        return state.results
+
+    # --------------------------------------------------------------------------------- a dict's methods
+
+    def __getitem__(self, key: Hashable) -> Any:
+        return _Sum(self, key) if self._view is None else self._view[key]
+
+    def __setitem__(self, key: Hashable, value: Any) -> None:
+        if self._view is not None:
+            self._view[key] = _value(value, key)
+            return
+        if not isinstance(value, _Sum) or value.accumulator is not self or value.key != key:
+            raise TypeError(
+                f"outside of synchronized() a sum can only be added to or subtracted from: "
+                f"accumulator[{key!r}] += x or -= x"
+            )
+        for sign, amount in value.changes:
+            self._add({key: amount}, sign)
+
+    def __delitem__(self, key: Hashable) -> None:
+        del self._readable("delete a key")[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._readable("iterate over an Accumulator"))
+
+    def __len__(self) -> int:
+        return len(self._readable("take the length of an Accumulator"))
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._readable("look a key up")
+
+    def __eq__(self, other: object) -> bool:
+        return self is other if self._view is None else self._view == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Accumulator({'not synchronized' if self._view is None else self._view})"
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The sum, or `default`. Only inside synchronized()."""
+        return self._readable("read a sum").get(key, default)
+
+    def clear(self) -> None:
+        """Start all sums anew. Only inside synchronized(), and on every replica."""
+        self._readable("clear an Accumulator").clear()
+
+    def _readable(self, what: str) -> Sums:
+        if self._view is None:
+            raise RuntimeError(
+                f"can not {what} while replicas hold different parts of it: do it inside `with "
+                f"accumulator.synchronized():`"
+            )
+        return self._view
+
+
+class _Sum:
+    """What `accumulator[key]` is in accumulation mode: something to add to and not to read."""
+
+    def __init__(
+        self, accumulator: Accumulator, key: Hashable, changes: tuple[tuple[int, Any], ...] = ()
+    ) -> None:
+        self.accumulator, self.key, self.changes = accumulator, key, changes
+
+    def __add__(self, value: Any) -> _Sum:
+        return _Sum(self.accumulator, self.key, (*self.changes, (1, value)))
+
+    def __sub__(self, value: Any) -> _Sum:
+        return _Sum(self.accumulator, self.key, (*self.changes, (-1, value)))
+
+    def __repr__(self) -> str:
+        return f"<sum {self.key!r} of an Accumulator, to be read inside synchronized()>"
+
+
+class _State(checkpoint.TensorState):
+    """The sums in the checkpoint. Finished with its epoch, it is dropped."""
+
+    required = False  # one that was not reached before the checkpoint is not in it
+
+    def __init__(self, initial: Sums) -> None:
+        session = _session.current()
+        epoch = self.expires = session.epoch
+        counts: Counter[int | None] = session.scratch.setdefault(_SCRATCH, Counter())
+        super().__init__(f"adaptdl-accumulator-epoch{epoch}-{counts[epoch]}")
+        counts[epoch] += 1
+        self.results: Sums = initial  # over all replicas, up to the last sync
+        self.updates: Sums = {}  # of this replica, since then
+        self.history: dict[int | None, list[Sums]] = {}  # what each synchronized() block showed, by epoch
+        self.additions: dict[int | None, int] = {}  # made outside of data loops, by epoch
+
+    def sync(self) -> None:
+        """Sum over the replicas."""
+        total = collective.allreduce(self.updates, _merge, tag=self.name)
+        self.updates = {}
+        self.results = _merge(self.results, total)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "results": _encode(self.results),
+            "updates": _encode(self.updates),
+            "history": {epoch: [_encode(sums) for sums in shown] for epoch, shown in self.history.items()},
+            "additions": dict(self.additions),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = copy.deepcopy(state_dict)
+        self.results, self.updates = _decode(saved["results"]), _decode(saved["updates"])
+        self.history = {epoch: [_decode(s) for s in shown] for epoch, shown in saved["history"].items()}
+        self.additions = saved["additions"]
+
+
+def _in_data_loop() -> bool:
+    from adaptdl_elastic.torch.data import current_dataloader
+
+    return current_dataloader() is not None
+
+
+def _items(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sums:
+    if len(args) > 1:
+        raise TypeError(f"expected at most one positional argument, got {len(args)}")
+    return dict(*args, **kwargs)
+
+
+def _value(value: Any, key: Any) -> Any:
+    """A copy that holds on to no graph, no GPU and no caller's buffer; TypeError for what can not add up."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return value.copy()
+    if isinstance(value, bool | int | float | complex | str | list | tuple):
+        return list(value) if isinstance(value, list) else value
+    raise TypeError(f"can not add a {type(value).__name__} to {key!r}: a sum can be {_ALLOWED}")
+
+
+def _negative(value: Any, key: Any) -> Any:
+    try:
+        return -value
+    except TypeError:
+        raise TypeError(f"can not subtract a {type(value).__name__} from {key!r}") from None
+
+
+def _add_to(sums: Sums, key: Any, value: Any) -> None:
+    sums[key] = sums[key] + value if key in sums else value
+
+
+def _merge(a: Sums, b: Sums) -> Sums:
+    """Key by key, in the order in which the keys were first seen."""
+    merged = dict(a)
+    for key, value in b.items():
+        _add_to(merged, key, value)
+    return merged
+
+
+def _encode(sums: Sums) -> Sums:
+    return {k: {_NDARRAY: torch.from_numpy(v)} if isinstance(v, np.ndarray) else v for k, v in sums.items()}
+
+
+def _decode(sums: Sums) -> Sums:
+    return {k: v[_NDARRAY].numpy() if isinstance(v, dict) else v for k, v in sums.items()}
