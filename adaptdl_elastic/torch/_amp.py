@@ -1,0 +1,82 @@
+"""GradScaler and accumulation: a scaler's once-per-batch calls do nothing in the middle of a window.
+
+`scaler.unscale_` and `scaler.step` would divide a partial sum by the loss scale, and `scaler.update`
+without a step raises. The calls of the scaler that was given to AdaptiveDataParallel are left out while
+its window is under way; other optimizers that share the scaler are not touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "_adaptdl_elastic"
+
+
+class _Models:
+    """The models whose optimizers a scaler steps, and whether any has been since its last update."""
+
+    def __init__(self) -> None:
+        self.by_optimizer: dict[int, AdaptiveDataParallel] = {}
+        self.stepped = False
+
+
+def attach(scaler: Any, adp: AdaptiveDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Make `scaler` respect the windows of `adp`. Once per scaler and model; models can share one."""
+    for name in ("step", "unscale_", "update", "state_dict", "load_state_dict", "get_scale"):
+        if not callable(getattr(scaler, name, None)):
+            raise TypeError(f"mp_scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+    models: _Models | None = getattr(scaler, _ATTRIBUTE, None)
+    if models is None:
+        models = _Models()
+        setattr(scaler, _ATTRIBUTE, models)
+        _patch(scaler, models)
+    models.by_optimizer[id(optimizer)] = adp
+
+
+def _patch(scaler: Any, models: _Models) -> None:
+    step, unscale, update = scaler.step, scaler.unscale_, scaler.update
+
+    def patched_step(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        adp = models.by_optimizer.get(id(optimizer))
+        if adp is None:
+            models.stepped = True
+            return step(optimizer, *args, **kwargs)
+        if not adp.stepping:
+            return None
+        models.stepped = True
+        before = adp.gns.steps
+        result = step(optimizer, *args, **kwargs)
+        if adp.gns.steps == before:
+            adp.skipped_step()
+        return result
+
+    def patched_unscale(self: Any, optimizer: torch.optim.Optimizer) -> None:
+        adp = models.by_optimizer.get(id(optimizer))
+        if adp is None or adp.stepping:
+            unscale(optimizer)
+
+    def patched_update(self: Any, *args: Any, **kwargs: Any) -> None:
+        if models.stepped:
+            models.stepped = False
+            update(*args, **kwargs)
+
+    scaler.step = types.MethodType(patched_step, scaler)
+    scaler.unscale_ = types.MethodType(patched_unscale, scaler)
+    scaler.update = types.MethodType(patched_update, scaler)
+
+
+def loss_scale(scaler: Any) -> torch.Tensor | float:
+    """The factor that losses, and so gradients, are multiplied with; on its device, without waiting."""
+    if scaler is None or not scaler.is_enabled():
+        return 1.0
+    value = getattr(scaler, "_scale", None)  # get_scale() waits for the device
+    return value.detach().double() if isinstance(value, torch.Tensor) else float(scaler.get_scale())

@@ -1,0 +1,219 @@
+"""The communication hook: averages gradients, and reads two squared norms off each flat bucket.
+
+DDP hands over each bucket, a flat tensor of the gradients of some parameters. Its norm before the
+all-reduce is the replica's own, after it the average's; nothing is copied and no parameter has a hook
+of its own. On steps that are not sampled the hook only weighs and averages.
+"""
+
+# No `from __future__ import annotations`: DDP looks at the hook's annotations.
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+else:
+    GradBucket = dist.GradBucket
+
+logger = logging.getLogger(__name__)
+
+Divisor = Callable[[slice], torch.Tensor]
+"""What a slice of a flattened gradient is divided by."""
+
+Preconditioner = Callable[[torch.Tensor, dict[str, Any]], "Divisor | None"]
+"""The divisor of a parameter (of this group), None while there is none."""
+
+_CHUNK = {"cpu": 1 << 18}  # elements preconditioned at a time: stays in the cache
+_DEVICE_CHUNK = 1 << 26  # few launches, still no gradient-sized copy for large models
+
+
+def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
+    """|tensor|² as a 0-d tensor; 16-bit floats are accumulated in 32 bits."""
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    kind = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=kind)
+    return norm.square()
+
+
+class Norms:
+    """Squared norms by parameter group, of gradients as they are or preconditioned.
+
+    groups: the optimizer's. A preconditioned gradient is divided a slice at a time, so that no copy of
+    it comes to be. A parameter without a divisor yet counts as zero.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        preconditioner: Preconditioner | None = None,
+    ) -> None:
+        self._groups = list(groups)
+        self._preconditioner = preconditioner
+        self._group_of: dict[int, int] = {}
+        self._indexed = -1
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def _index(self) -> dict[int, int]:
+        size = sum(len(group["params"]) for group in self._groups)
+        if size != self._indexed:  # add_param_group, or a first use
+            self._group_of = {
+                id(param): index for index, group in enumerate(self._groups) for param in group["params"]
+            }
+            self._indexed = size
+        return self._group_of
+
+    def squares(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Σ |gradient|² of (parameter, gradient) pairs by group, float64, shape [groups]."""
+        group_of = self._index()
+        sums: list[list[torch.Tensor]] = [[] for _ in self._groups]
+        device = None
+        for param, grad in pairs:
+            device = grad.device
+            group = group_of.get(id(param))
+            if group is not None:  # else it is not trained by this optimizer
+                sums[group].extend(self._terms(param, grad, self._groups[group]))
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack([torch.stack(terms).double().sum() if terms else zero for terms in sums])
+
+    def bucket(
+        self, flat: torch.Tensor, params: list[torch.Tensor], grads: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """The same of a bucket; `grads` are views into `flat`. One pass where one group is all there is."""
+        if self._preconditioner is not None:
+            return self.squares(zip(params, grads, strict=True))
+        group_of = self._index()
+        groups = [group_of.get(id(param)) for param in params]
+        result = torch.zeros(len(self), dtype=torch.float64, device=flat.device)
+        offset = first = 0
+        for position, group in enumerate(groups):
+            offset += params[position].numel()
+            if position + 1 == len(groups) or groups[position + 1] != group:
+                if group is not None:
+                    result[group] += squared_norm(flat[first:offset])
+                first = offset
+        return result
+
+    def _terms(
+        self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]
+    ) -> Iterable[torch.Tensor]:
+        if self._preconditioner is None:
+            yield squared_norm(grad)
+            return
+        divisor = self._preconditioner(param, group)
+        if divisor is None:
+            return
+        flat = grad.reshape(-1)
+        chunk = _CHUNK.get(flat.device.type, _DEVICE_CHUNK)
+        for start in range(0, flat.numel(), chunk):
+            part = slice(start, start + chunk)
+            yield squared_norm(flat[part] / divisor(part))
+
+
+@dataclass
+class Recording:
+    """The squared norms of one synchronised backward pass, still on the device.
+
+    own: Σ over buckets of this replica's, once reduced: Σ over replicas. average: of the mean.
+    """
+
+    own: list[torch.Tensor] = field(default_factory=list)
+    average: list[torch.Tensor] = field(default_factory=list)
+    reduced: torch.Tensor | None = None
+    work: Any = None
+
+
+@dataclass
+class HookState:
+    """What the hook is told and what it tells. It holds no reference to the module: no cycle."""
+
+    norms: Norms
+    group: Any  # the process group
+    world_size: int
+    weight: float = 1.0  # what this replica's accumulated gradient is multiplied with before the sum
+    recording: Recording | None = None  # set: this backward pass is sampled
+    absorb: bool = False  # a failed all-reduce leaves zeros and `failure`, instead of raising
+    failure: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Remember the first failure of a step."""
+        if self.failure is None:
+            self.failure = error
+            logger.warning("gradient synchronisation failed: %s", error)
+
+
+def _finished(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    devices: Any = [tensor.device] if tensor.is_cuda else None
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+    future.set_result(tensor)
+    return future
+
+
+def reduce_bucket(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook: buffer ← Σ_r weight_r · buffer_r."""
+    buffer = bucket.buffer()
+    if state.weight != 1.0:
+        buffer.mul_(state.weight)
+    recording = state.recording
+    if state.failure is not None:  # the group is broken: nothing of this step will be used
+        return _finished(buffer.zero_())
+    if recording is None and state.world_size == 1:
+        return _finished(buffer)
+    if recording is not None:
+        recording.own.append(_bucket_norms(state, bucket, buffer))
+    if state.world_size == 1:
+        return _finished(buffer)
+    try:
+        future = dist.all_reduce(buffer, group=state.group, async_op=True).get_future()
+        if recording is not None and bucket.is_last():
+            _reduce_own(state, recording)
+    except RuntimeError as error:
+        if not state.absorb:
+            raise
+        state.fail(error)
+        return _finished(buffer.zero_())
+    return _finish(state, bucket, recording, future)
+
+
+def _bucket_norms(state: HookState, bucket: GradBucket, buffer: torch.Tensor) -> torch.Tensor:
+    return state.norms.bucket(buffer, bucket.parameters(), bucket.gradients())
+
+
+def _reduce_own(state: HookState, recording: Recording) -> None:
+    """Start summing the tiny vector of own norms; nobody waits for it on the step's way."""
+    recording.reduced = torch.stack(recording.own).sum(0)
+    recording.work = dist.all_reduce(recording.reduced, group=state.group, async_op=True)
+
+
+def _finish(
+    state: HookState, bucket: GradBucket, recording: Recording | None, future: Any
+) -> torch.futures.Future[torch.Tensor]:
+    if recording is not None:
+        # Allocated on this stream: a callback's stream must not own what others read later.
+        row = torch.empty(len(state.norms), dtype=torch.float64, device=bucket.buffer().device)
+        recording.average.append(row)
+        params, grads = bucket.parameters(), bucket.gradients()
+
+    def finish(done: Any) -> torch.Tensor:
+        try:
+            value = done.value()
+        except Exception as error:
+            if not state.absorb:
+                raise
+            state.fail(error)
+            # Zeros, not nan: nan would trip gradient clipping and GradScaler.
+            return bucket.buffer().zero_()
+        tensor: torch.Tensor = value[0] if isinstance(value, list) else value
+        if recording is not None:
+            row.copy_(state.norms.bucket(tensor, params, grads))
+        return tensor
+
+    chained: torch.futures.Future[torch.Tensor] = future.then(finish)
+    return chained

@@ -1,0 +1,178 @@
+"""From the squared norms of one step to the gradient noise scale, without waiting for them.
+
+A sampled step leaves 0-d and [groups]-shaped tensors on the device, and a tiny all-reduce that is
+still under way. They are looked at when the next step begins, by when they have long been there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from adaptdl_elastic.torch import _amp
+from adaptdl_elastic.torch._buckets import HookState, Recording
+from adaptdl_elastic.torch._noise import Measurement, balanced_signs
+from adaptdl_elastic.torch._window import Batch
+from adaptdl_elastic.torch.gradient_noise_scale import GradientNoiseScale
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Pending:
+    """A measurement on its way."""
+
+    step: int
+    scale: float
+    costly: bool
+    finish: Callable[[], torch.Tensor]  # [2, groups] on the host: |ḡ|², V
+
+
+class Sampler:
+    """Decides which steps are measured and by which estimator; see `adaptdl_elastic.torch._noise`."""
+
+    def __init__(self, gns: GradientNoiseScale, hook: HookState, scaler: Any) -> None:
+        self._gns, self._hook, self._scaler = gns, hook, scaler
+        self._batch = Batch()
+        self._sampled = False
+        self._recordings: list[Recording] = []
+        self._variances: list[torch.Tensor] = []  # of signed gradients
+        self._first: torch.Tensor | None = None  # |g₁|² of the window's first micro-batch
+        self._pending: _Pending | None = None
+        self._generator = torch.Generator()  # never the global one: the run must not depend on sampling
+        self._split_works = True
+        self.news = False  # something has been measured since this was last reset
+
+    def begin(self, batch: Batch, synchronised: bool) -> bool:
+        """A forward pass begins; whether its gradient is to be split by signs."""
+        self._batch = batch
+        self._sampled = batch.even and self._gns.due()
+        self._hook.recording = None
+        if not self._sampled:
+            return False
+        if synchronised:
+            self._hook.recording = Recording()
+            self._recordings.append(self._hook.recording)
+        return self._split_works and batch.replicas == 1 and batch.micro_batches == 1
+
+    def split(self, edges: list[Any], gradients: tuple[torch.Tensor | None, ...], local: int | None) -> None:
+        """Measure V = |g±|²: walk the graph below `edges` once more with the samples' signs flipped."""
+        reached = [(e, g) for e, g in zip(edges, gradients, strict=True) if g is not None]
+        params = [p for group in self._gns.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        try:
+            signed = self._signed([g for _, g in reached], local)
+            grads = torch.autograd.grad(
+                [e for e, _ in reached], params, signed, retain_graph=True, allow_unused=True
+            )
+        except (RuntimeError, ValueError) as error:
+            self._split_works = False
+            logger.warning(
+                "the gradient noise can not be measured by splitting the batch (%s): with one replica it "
+                "is known only with gradient accumulation",
+                str(error).splitlines()[0],
+            )
+            return
+        pairs = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
+        self._variances.append(self._hook.norms.squares(pairs))
+
+    def _signed(self, gradients: list[torch.Tensor], local: int | None) -> list[torch.Tensor]:
+        count = local if local is not None else gradients[0].shape[0] if gradients[0].ndim else 0
+        signs = balanced_signs(count, self._generator)
+        signed = []
+        for gradient in gradients:
+            dims = [d for d, size in enumerate(gradient.shape) if size == count]
+            if not dims:
+                raise ValueError(
+                    f"an output of shape {list(gradient.shape)} has no dimension of {count} samples"
+                )
+            shape = [1] * gradient.ndim
+            shape[dims[0]] = count
+            signed.append(gradient * signs.to(gradient.device, gradient.dtype).view(shape))
+        return signed
+
+    def first_part(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """The first micro-batch of a window has been accumulated; for one replica, its norm is a part's."""
+        if self._sampled and self._batch.replicas == 1 and self._batch.micro_batches > 1:
+            self._first = self._hook.norms.squares(pairs)
+
+    def drop(self) -> None:
+        """Forget what has been measured of a step that will not be taken."""
+        self._recordings, self._variances, self._first = [], [], None
+
+    def close(self, scale: float) -> None:
+        """The step has been taken: send what has been measured of it on its way."""
+        recordings = [r for r in self._recordings if r.own]
+        batch, step = self._batch, self._gns.steps
+        if recordings and self._sampled:
+            costly = batch.replicas * batch.micro_batches == 1
+            finish = self._moments(recordings)
+            if finish is not None:
+                self._pending = _Pending(step, scale, costly, self._unscaled(finish, recordings[0]))
+        self.drop()
+
+    def collect(self) -> None:
+        """Take in the measurement that is on its way, if any."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        mean_sqr, variance = pending.finish().numpy().copy()
+        schedule = self._gns.costly_schedule if pending.costly else self._gns.cheap_schedule
+        measurement = Measurement(mean_sqr, variance, pending.scale)
+        self.news |= self._gns.record(measurement, pending.step, schedule)
+
+    def _moments(self, recordings: list[Recording]) -> Callable[[], torch.Tensor] | None:
+        """A function to |ḡ|² and V, shape [2, groups], on the device."""
+        replicas, parts = self._batch.replicas, self._batch.micro_batches
+        first, variances = self._first, self._variances
+        if replicas > 1:
+            return lambda: _of_replicas(recordings, replicas)
+        mean = _total(recordings[-1].own)
+        if parts > 1 and first is not None:
+            return lambda: torch.stack([mean, (first - mean) / (parts - 1)])
+        if variances:
+            return lambda: torch.stack([mean, _total(variances)])
+        return None
+
+    def _unscaled(
+        self, moments: Callable[[], torch.Tensor], recording: Recording
+    ) -> Callable[[], torch.Tensor]:
+        """`moments` without the loss scale of now, on the host; on a GPU the copy is under way already."""
+        loss_scale = _amp.loss_scale(self._scaler)
+        square = loss_scale * loss_scale  # a new tensor: the scaler updates its own in place
+        if not recording.own[0].is_cuda:
+            return lambda: moments() / square
+        device = moments() / square
+        host = torch.empty(device.shape, dtype=device.dtype, pin_memory=True)
+        host.copy_(device, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+
+        def finish() -> torch.Tensor:
+            copied.synchronize()
+            return host
+
+        return finish
+
+
+def _total(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(rows).sum(0)
+
+
+def _of_replicas(recordings: list[Recording], replicas: int) -> torch.Tensor:
+    """|ḡ|² of the last backward pass, V summed over all of them.
+
+    A second synchronised pass (D(real), then D(fake)) adds its gradient to the average that is there,
+    which is the same on all replicas and so adds nothing to the difference of the norms.
+    """
+    variance: torch.Tensor | float = 0.0
+    for recording in recordings:
+        recording.work.wait()
+        mean = _total(recording.average)
+        # The norms are of buffers that were divided by R already: mean_r |g_r|² = R · Σ_r |g_r/R|².
+        assert recording.reduced is not None
+        variance = variance + (replicas * recording.reduced - mean) / (replicas - 1)
+    return torch.stack([mean, torch.as_tensor(variance)])

@@ -1,0 +1,338 @@
+"""AdaptiveDataParallel: DistributedDataParallel whose batch size may change while it trains."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic.torch import _amp, _buckets
+from adaptdl_elastic.torch._sampling import Sampler
+from adaptdl_elastic.torch._window import Batch, Window, watch
+from adaptdl_elastic.torch.gradient_noise_scale import AdamGradientNoiseScale, GradientNoiseScale
+from adaptdl_elastic.torch.scaling_rules import AdamScale, ScalingRuleBase, default_rule
+
+if TYPE_CHECKING:
+    from adaptdl_elastic.torch._noise import Array
+
+__all__ = ["AdaptiveDataParallel"]
+
+logger = logging.getLogger(__name__)
+
+
+class AdaptiveDataParallel(DistributedDataParallel):
+    """DistributedDataParallel that measures gradient noise and scales the learning rate.
+
+    Use it as `DistributedDataParallel`, on one replica too, after
+    `adaptdl_elastic.torch.init_process_group`. `optimizer.step()` and `optimizer.zero_grad()` are
+    replaced by the scaling rule's, which do nothing in the middle of an accumulation window: write the
+    loop as if every batch ended in a step. Model, optimizer, scheduler, scaler and statistics are part
+    of every checkpoint, and are loaded here when the job goes on from one.
+
+    model: trained by `optimizer`; moved to its device before. optimizer: any torch.optim.Optimizer,
+    one per AdaptiveDataParallel. lr_scheduler: saved and restored; stepping it is the script's.
+    mp_scaler: the torch.amp.GradScaler in use, if any; its step, unscale_ and update respect
+    accumulation. scaling_rule: how the learning rate follows the batch size, by default
+    `AdamScale` for Adam and AdamW, else `AdaScale`. name: of its state in checkpoints; give each
+    model of a script its own. ddp_kwargs: as DistributedDataParallel's.
+
+    Losses must be means over the samples of the local batch, as torch's are by default.
+
+    Raises TypeError or ValueError for arguments that are not that, RuntimeError without a process
+    group, CheckpointError when the saved state does not fit.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: Any = None,
+        mp_scaler: Any = None,
+        scaling_rule: ScalingRuleBase | None = None,
+        name: str = "adaptdl-dataparallel",
+        **ddp_kwargs: Any,
+    ) -> None:
+        _check_arguments(model, optimizer, lr_scheduler, scaling_rule, ddp_kwargs)
+        super().__init__(model, **ddp_kwargs)
+        self._ddp_kwargs = ddp_kwargs
+        self._user_no_sync = False
+        self._optimizer = optimizer
+        self._lr_scheduler = lr_scheduler
+        self._mp_scaler = mp_scaler
+        self.name = name
+        self.scaling_rule = scaling_rule if scaling_rule is not None else default_rule(optimizer)
+        kind = AdamGradientNoiseScale if isinstance(self.scaling_rule, AdamScale) else GradientNoiseScale
+        self.gns: GradientNoiseScale = kind(self, optimizer, mp_scaler)
+        self._window = Window(model.parameters())
+        self._batch = Batch()
+        self._initial_batch_size: int | None = None
+        self._attach_hook()
+        self.scaling_rule.initialize(self, optimizer, patch_optimizer=True)
+        if mp_scaler is not None:
+            _amp.attach(mp_scaler, self, optimizer)
+        self._state = _ParallelState(self, name)
+        checkpoint.load_state(self._state)
+
+    def _attach_hook(self) -> None:
+        """Register the communication hook with the reducer that DDP's constructor has just made."""
+        norms = _buckets.Norms(self._optimizer.param_groups, self.gns.preconditioner)
+        self._hook = _buckets.HookState(norms, self.process_group, self.process_group.size())
+        self._sampler = Sampler(self.gns, self._hook, self._mp_scaler)
+        self.register_comm_hook(self._hook, _buckets.reduce_bucket)
+
+    # What a script reads.
+
+    @property
+    def gain(self) -> float:
+        """How many steps of the initial batch size a step at the present one is worth, in [1, scale]."""
+        return self.gns.gain(self.scale)
+
+    @property
+    def scale(self) -> float:
+        """Batch size of the present step over the initial batch size; 1 without an AdaptiveDataLoader."""
+        return self._batch.scale
+
+    @property
+    def initial_batch_size(self) -> int | None:
+        """Global batch size that the data loader was made with; None before its first batch."""
+        return self._initial_batch_size
+
+    @property
+    def lr_factor(self) -> float | Array:
+        """What the scaling rule multiplies learning rates with now: a number, or one per group."""
+        return self.scaling_rule.scale_lr(self.scale)
+
+    def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:
+        """Write gradient statistics, gain, progress and learning-rate factors.
+
+        writer: a torch.utils.tensorboard.SummaryWriter. tag_prefix: put before the tags, with a slash.
+        """
+        prefix = tag_prefix if not tag_prefix or tag_prefix.endswith("/") else tag_prefix + "/"
+        scalars = {
+            "Gradient_Norm_Sqr": self.gns.sqr_avg(),
+            "Gradient_Variance": self.gns.var_avg(),
+            "Gain": self.gain,
+            "Scale": self.scale,
+            "Progress": self.gns.get_progress(),
+        }
+        factor = self.lr_factor
+        for index in range(len(self._optimizer.param_groups)):
+            value = factor if isinstance(factor, float | int) else factor[index]
+            scalars[f"Learning_Rate_Factor/{index}"] = float(value)
+        for tag, scalar in scalars.items():
+            writer.add_scalar(prefix + tag, scalar, global_step)
+
+    # The step.
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's output. Gradients are synchronised on the last micro-batch of a window only."""
+        if not torch.is_grad_enabled():
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        batch = self._begin_batch()
+        self.require_backward_grad_sync = not (batch.accumulating or self._user_no_sync)
+        split = self._sampler.begin(batch, self.require_backward_grad_sync)
+        # The first pass of a static graph does its all-reduce in a callback of the outermost backward.
+        if split and self.static_graph and not self._static_graph_delay_allreduce_enqueued:
+            split = False
+        output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if split or batch.micro_batches > 1 or batch.weight != 1.0:
+            return self._watch(output, batch, split)
+        return output
+
+    def no_sync(self) -> Any:
+        """As DistributedDataParallel's, for accumulation by hand; AdaptiveDataLoader's needs none."""
+        return _NoSync(self)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients; nothing in the middle of an accumulation window."""
+        if self.begin_zero_grad():
+            super().zero_grad(set_to_none=set_to_none)
+
+    def _begin_batch(self) -> Batch:
+        loader = _current_dataloader()
+        replicas = self._hook.world_size
+        if loader is None:
+            batch = Batch(replicas=replicas, scale=self.gns.accum_scale)
+        else:
+            micro_batches = loader.accumulation_steps + 1
+            initial, window = loader.batch_size, loader.window_samples
+            self._initial_batch_size = initial
+            batch = Batch(
+                replicas=replicas,
+                micro_batches=micro_batches,
+                accumulating=loader.is_accum_step(),
+                weight=loader.gradient_weight,
+                even=window == replicas * micro_batches * loader.current_local_bsz,
+                local=loader.local_samples,
+                # The short end of an epoch keeps the learning rate that it would have without us.
+                scale=max(window / initial, 1.0),
+            )
+            self.gns.set_accum_scale(batch.scale / micro_batches)
+        self._batch = batch
+        self._hook.weight = batch.share
+        return batch
+
+    def _watch(self, output: Any, batch: Batch, split: bool) -> Any:
+        def arrived(edges: list[Any], gradients: tuple[torch.Tensor | None, ...]) -> None:
+            if split:
+                self._sampler.split(edges, gradients, batch.local)
+            if batch.micro_batches > 1:
+                self._window.before_backward(batch)
+                torch.autograd.Variable._execution_engine.queue_callback(ended)
+
+        def ended() -> None:
+            self._window.after_backward(batch)
+            if batch.accumulating:
+                self.gns.count_micro_batch()
+            if self._window.passes == 1:
+                self._sampler.first_part(self._window.gradients())
+
+        watched = watch(output, batch.weight, arrived)
+        if watched is None and (batch.micro_batches > 1 or batch.weight != 1.0):
+            raise RuntimeError(
+                "the model's output holds no tensor that needs a gradient, in a tensor, tuple, list or "
+                "dict: accumulation and uneven batches need one"
+            )
+        return output if watched is None else watched
+
+    @property
+    def stepping(self) -> bool:
+        """Whether `optimizer.step()` now steps: not in the middle of an accumulation window."""
+        loader = _current_dataloader()
+        return loader is None or bool(loader.is_optim_step())
+
+    def begin_step(self, closure: bool = False) -> bool:
+        """For scaling rules: whether the optimizer is to step now."""
+        if not self.stepping:
+            if closure:
+                raise RuntimeError(
+                    "optimizer.step(closure) can not be combined with gradient accumulation: call "
+                    "autoscale_batch_size(..., gradient_accumulation=False)"
+                )
+            return False
+        if self._hook.failure is not None:
+            return False
+        self._sampler.collect()
+        return True
+
+    def end_step(self, factor: float | Array) -> None:
+        """For scaling rules: the optimizer has stepped at learning rates times `factor`."""
+        self._sampler.close(self.scale)
+        self._window.reset()
+        self.gns.advance(self.scale)
+        metrics = _session.current().metrics
+        metrics.update_progress(self.gns.get_progress())
+        if self._sampler.news:
+            self._sampler.news = False
+            metrics.update_grad_params(self.name, self.gns.sqr_avg(), self.gns.var_avg())
+        mean = factor if isinstance(factor, float | int) else float(sum(factor) / len(factor))
+        metrics.update_gain(self.name, self.gain, mean)
+
+    def skipped_step(self) -> None:
+        """For GradScaler: gradients were inf or nan, and the optimizer did not step."""
+        self._sampler.drop()
+        self._window.reset()
+        self.gns.reset_accumulation()
+        self.gns.skipped += 1
+        logger.info("step %d skipped: its gradients are inf or nan", self.gns.steps)
+
+    def begin_zero_grad(self) -> bool:
+        """For scaling rules: whether gradients are to be dropped now."""
+        if self._window.under_way:
+            return False
+        self._window.reset()
+        self._sampler.drop()
+        return True
+
+
+class _NoSync:
+    """`with model.no_sync():`."""
+
+    def __init__(self, adp: AdaptiveDataParallel) -> None:
+        self._adp = adp
+
+    def __enter__(self) -> None:
+        self._before = self._adp._user_no_sync
+        self._adp._user_no_sync = True
+
+    def __exit__(self, *error: Any) -> None:
+        self._adp._user_no_sync = self._before
+
+
+class _ParallelState(checkpoint.TensorState):
+    """Everything of one AdaptiveDataParallel that a checkpoint holds."""
+
+    def __init__(self, adp: AdaptiveDataParallel, name: str) -> None:
+        super().__init__(name)
+        self._adp = adp
+
+    def _parts(self) -> dict[str, Any]:
+        adp = self._adp
+        parts = {
+            "model": adp.module,
+            "optimizer": adp._optimizer,
+            "lr_scheduler": adp._lr_scheduler,
+            "mp_scaler": adp._mp_scaler,
+            "statistics": adp.gns,
+        }
+        return {key: part for key, part in parts.items() if part is not None}
+
+    def sync(self) -> None:
+        """Take in what is still on its way between the replicas."""
+        self._adp._sampler.collect()
+
+    def state_dict(self) -> Any:
+        """One state dict per part; the model's without DDP's prefix."""
+        return {key: part.state_dict() for key, part in self._parts().items()}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load the parts that this script has; ValueError where the checkpoint lacks one."""
+        parts = self._parts()
+        missing = sorted(parts.keys() - state_dict.keys())
+        if missing:
+            raise ValueError(f"it was saved without {', '.join(missing)}")
+        for key, part in parts.items():
+            part.load_state_dict(state_dict[key])
+        self._adp._window.reset()
+
+
+def _current_dataloader() -> Any:
+    """The helper of the data loop that runs, or None."""
+    from adaptdl_elastic.torch.data import current_dataloader  # data knows parallel's session, not it
+
+    return current_dataloader()
+
+
+_DDP_KEYWORDS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
+
+
+def _check_arguments(
+    model: Any, optimizer: Any, lr_scheduler: Any, scaling_rule: Any, ddp_kwargs: dict[str, Any]
+) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, DistributedDataParallel):
+        raise TypeError("pass the model itself: AdaptiveDataParallel is its DistributedDataParallel")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if lr_scheduler is not None and not hasattr(lr_scheduler, "state_dict"):
+        raise TypeError(f"lr_scheduler must have a state_dict, got {type(lr_scheduler).__name__}")
+    if scaling_rule is not None and not isinstance(scaling_rule, ScalingRuleBase):
+        raise TypeError(
+            f"scaling_rule must be an instance of a ScalingRuleBase, such as AdaScale(), got {scaling_rule!r}"
+        )
+    unknown = sorted(ddp_kwargs.keys() - _DDP_KEYWORDS)
+    if unknown:
+        raise TypeError(f"unknown argument {unknown[0]!r}: further ones are DistributedDataParallel's")
+    ours = {id(p) for p in model.parameters() if p.requires_grad}
+    if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError("the optimizer holds no parameter of the model that needs a gradient")
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "there is no process group: call adaptdl_elastic.torch.init_process_group('gloo' or 'nccl') first"
+        )

@@ -1,0 +1,227 @@
+"""How the learning rate follows the batch size.
+
+A rule multiplies each parameter group's learning rate for the time of `optimizer.step()` and puts it
+back afterwards, so that schedulers, checkpoints and the user's own code see the learning rate of the
+initial batch size. S below is the *scale*: batch size over initial batch size.
+
+======================  =====================================  ==========================================
+rule                    factor                                 source
+======================  =====================================  ==========================================
+`AdaScale`              (var + sqr)/(var/S + sqr), per group   Johnson et al., ICML 2020
+`AdamScale`             the same of preconditioned gradients,  square root for Adam: Malladi et al.,
+                        to the power ½                         NeurIPS 2022; gain for S: AdaptDL
+`LinearScale`           S                                      Goyal et al., 2017
+`SqrtScale`             √S                                     Krizhevsky, 2014
+`LEGWScale`             √S, warmed up over S times the epochs  You et al., SC 2019
+======================  =====================================  ==========================================
+
+A rule of one's own overrides `ScalingRuleBase.scale_lr`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from adaptdl_elastic.torch._noise import Array
+    from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
+
+__all__ = [
+    "AdaScale",
+    "AdamScale",
+    "LEGWScale",
+    "LinearScale",
+    "ScalingRuleBase",
+    "SqrtScale",
+    "default_rule",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class ScalingRuleBase:
+    """What every rule does around `optimizer.step()` and `optimizer.zero_grad()`.
+
+    Subclasses override `scale_lr`. One object serves one AdaptiveDataParallel.
+    """
+
+    def __init__(self) -> None:
+        self._adp: AdaptiveDataParallel | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._step: Any = None
+        self._zero_grad: Any = None
+
+    @property
+    def adp(self) -> AdaptiveDataParallel:
+        """The model that the rule serves. RuntimeError before `initialize`."""
+        if self._adp is None:
+            raise RuntimeError(
+                f"{type(self).__name__} is not in use yet: give it to AdaptiveDataParallel as scaling_rule"
+            )
+        return self._adp
+
+    def initialize(
+        self, adp: AdaptiveDataParallel, optimizer: torch.optim.Optimizer, patch_optimizer: bool = False
+    ) -> None:
+        """Serve `adp`. With `patch_optimizer`, optimizer.step and optimizer.zero_grad become the rule's."""
+        if self._adp is not None and self._adp is not adp:
+            raise RuntimeError(f"one {type(self).__name__} serves one model: make another for this one")
+        self._adp, self._optimizer = adp, optimizer
+        self._step, self._zero_grad = optimizer.step, optimizer.zero_grad
+        if patch_optimizer:
+            # Bound methods, because torch's schedulers unbind and wrap whatever `step` is.
+            def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+                return self.step(*args, **kwargs)
+
+            def zero_grad(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+                self.zero_grad(*args, **kwargs)
+
+            optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+            optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+
+    def scale_lr(self, scale: float) -> float | Array:
+        """The factor of the learning rate at `scale`: a number, or one per parameter group."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how the learning rate scales")
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's step at the scaled learning rate; nothing in the middle of a window."""
+        if not self.adp.begin_step(closure=bool(args or kwargs.get("closure"))):
+            return None
+        assert self._optimizer is not None
+        scale = self.adp.scale
+        factor = self.scale_lr(scale)
+        with _scaled(self._optimizer, factor):
+            result = self._step(*args, **kwargs)
+        self.adp.end_step(factor)
+        return result
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Drop gradients; nothing in the middle of an accumulation window."""
+        if self.adp.begin_zero_grad():
+            self._zero_grad(*args, **kwargs)
+
+
+@contextmanager
+def _scaled(optimizer: torch.optim.Optimizer, factor: float | Array) -> Iterator[None]:
+    """Learning rates times `factor`, for as long as the context lasts. A factor of 1 touches nothing."""
+    groups = optimizer.param_groups
+    factors = np.broadcast_to(np.asarray(factor, dtype=np.float64), (len(groups),)).tolist()
+    changed = [(group, group["lr"]) for group, f in zip(groups, factors, strict=True) if f != 1.0]
+    if not all(math.isfinite(f) and f >= 0.0 for f in factors):
+        raise ValueError(f"the scaling rule's factor of the learning rate must be 0 or more, got {factors}")
+    try:
+        for group, f in zip(groups, factors, strict=True):
+            if f != 1.0:
+                group["lr"] = group["lr"] * f  # a tensor stays one: a new one, so that the old is as it was
+        yield
+    finally:
+        for group, lr in changed:
+            group["lr"] = lr
+
+
+class AdaScale(ScalingRuleBase):
+    """AdaScale (Johnson, Agrawal, Gu, Guestrin, *AdaScale SGD*, ICML 2020), for SGD. The default.
+
+    The factor of each parameter group is its gain r = (var + sqr)/(var/S + sqr): between 1, where a
+    larger batch tells nothing new, and S, where gradients are all noise. Derived for SGD (momentum
+    included, section 4 there).
+    """
+
+    def scale_lr(self, scale: float) -> float | Array:
+        """r by parameter group, shape [groups]."""
+        if scale == 1.0:
+            return 1.0
+        return self.adp.gns.lr_gain(scale)
+
+
+class AdamScale(AdaScale):
+    """AdaScale's gain in Adam's own metric, to the power `power` (½).
+
+    The noise scale is that of g/P, P being Adam's denominator (see AdamGradientNoiseScale). Where
+    gradients are all noise the factor is √S, the square-root rule for adaptive methods (Malladi, Lyu,
+    Panigrahi, Arora, *On the SDEs and Scaling Rules for Adaptive Gradient Algorithms*, NeurIPS 2022);
+    where there is none it is 1. The default for Adam and AdamW, good for others with their second moment.
+
+    power: > 0 and ≤ 1.
+    """
+
+    def __init__(self, power: float = 0.5) -> None:
+        super().__init__()
+        if not 0.0 < power <= 1.0:
+            raise ValueError(f"power must be above 0 and at most 1, got {power!r}")
+        self.power = power
+
+    def scale_lr(self, scale: float) -> float | Array:
+        """r to the power `power` by parameter group, shape [groups]."""
+        return super().scale_lr(scale) ** self.power
+
+
+class LinearScale(ScalingRuleBase):
+    """S (Goyal et al., *Accurate, Large Minibatch SGD*, 2017)."""
+
+    def scale_lr(self, scale: float) -> float | Array:
+        """S."""
+        return scale
+
+
+class SqrtScale(ScalingRuleBase):
+    """√S (Krizhevsky, *One Weird Trick for Parallelizing Convolutional Neural Networks*, 2014)."""
+
+    def scale_lr(self, scale: float) -> float | Array:
+        """√S."""
+        return math.sqrt(scale)
+
+
+class LEGWScale(ScalingRuleBase):
+    """Linear-epoch gradual warm-up (You et al., *Large-Batch Training for LSTM and Beyond*, SC 2019).
+
+    √S, reached linearly over S · base_warmup_epochs epochs. With a batch size that changes on the way,
+    epochs are counted in samples seen.
+
+    base_warmup_epochs: of the initial batch size, ≥ 0. data_size: samples in an epoch, > 0. Needs an
+    AdaptiveDataLoader, which knows the initial batch size.
+    """
+
+    def __init__(self, base_warmup_epochs: float, data_size: int) -> None:
+        super().__init__()
+        if base_warmup_epochs < 0:
+            raise ValueError(f"base_warmup_epochs must be 0 or more, got {base_warmup_epochs!r}")
+        if data_size <= 0:
+            raise ValueError(f"data_size is the number of samples in an epoch, got {data_size!r}")
+        self._warmup_epochs = base_warmup_epochs
+        self._data_size = data_size
+
+    def scale_lr(self, scale: float) -> float | Array:
+        """√S · min(1, epochs seen, this step's samples included, / (S · base_warmup_epochs))."""
+        initial = self.adp.initial_batch_size
+        if initial is None:
+            raise RuntimeError("LEGWScale counts epochs: train from an AdaptiveDataLoader")
+        warmup = scale * self._warmup_epochs
+        epochs = (self.adp.gns.batches_seen + scale) * initial / self._data_size
+        return math.sqrt(scale) * (min(1.0, epochs / warmup) if warmup else 1.0)
+
+
+_DERIVED_FOR_SGD = (torch.optim.SGD,)
+_DERIVED_FOR_ADAM = (torch.optim.Adam, torch.optim.AdamW)
+
+
+def default_rule(optimizer: torch.optim.Optimizer) -> ScalingRuleBase:
+    """AdamScale for Adam and AdamW, AdaScale for SGD, and for others with a warning that says so."""
+    if isinstance(optimizer, _DERIVED_FOR_ADAM):
+        return AdamScale()
+    if not isinstance(optimizer, _DERIVED_FOR_SGD):
+        logger.warning(
+            "AdaScale, derived for SGD, is chosen to scale the learning rate of %s: pass scaling_rule="
+            "AdaScale() to say that this is meant, AdamScale() if it divides by a second moment as Adam "
+            "does, LinearScale() or SqrtScale() otherwise",
+            type(optimizer).__name__,
+        )
+    return AdaScale()
