@@ -1,0 +1,8 @@
+"""`python -m adaptdl_elastic.agent` is adaptdl-run."""
+
+import sys
+
+from adaptdl_elastic.agent.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""`adaptdl-run`, also `python -m adaptdl_elastic.agent`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from adaptdl_elastic.agent.options import OptionError, parse
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code is the job's (2: the command line can not be used)."""
+    logging.basicConfig(
+        level=os.environ.get("ADAPTDL_LOGLEVEL", "WARNING").upper(),
+        format="adaptdl-run: %(name)s: %(message)s",
+    )
+    try:
+        options = parse(arguments)
+    except OptionError as error:
+        print(f"adaptdl-run: error: {error}", file=sys.stderr)
+        return 2
+    from adaptdl_elastic.agent.launch import (
+        LaunchError,
+        StreamOptionError,
+        complain,
+        launch,
+        start_fork_server,
+    )
+    from adaptdl_elastic.rendezvous.options import StoreOptionError
+
+    for note in options.notes:
+        complain(note)
+    # a signal that comes before the agent listens has nothing to save yet
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
+    try:
+        return launch(options, start_fork_server(), complain)
+    except (LaunchError, StreamOptionError, StoreOptionError) as error:
+        complain(f"error: {error}")
+        return 2 if isinstance(error, (StreamOptionError, StoreOptionError)) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,572 @@
+"""The elastic agent: carries out what `decisions` decides, for one node and one job.
+
+Derived from torch's SimpleElasticAgent, whose worker group, results and metrics it keeps, and whose
+polling loop and all-or-nothing process context it replaces: every replica has its own handle, and one
+loop waits for messages, ends, the store, signals and timers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from adaptdl_elastic.agent import decisions as d
+from adaptdl_elastic.agent import failures
+from adaptdl_elastic.agent.child import Command
+from adaptdl_elastic.agent.coordinator_host import CoordinatorChild
+from adaptdl_elastic.agent.environ import JobEnvironment, free_port, listen, replica_environment
+from adaptdl_elastic.agent.forkserver import Exited, ForkServer, Spawned
+from adaptdl_elastic.agent.journal import Journal
+from adaptdl_elastic.agent.loop import Loop
+from adaptdl_elastic.agent.mirror import Mirror
+from adaptdl_elastic.agent.output import Output
+from adaptdl_elastic.agent.replica import ReplicaHandle
+from adaptdl_elastic.agent.storelink import Connection, KeyChanged, Keyspace, Registration, Watcher, Writer
+from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.records import (
+    CheckpointRecord,
+    EndedRecord,
+    MasterRecord,
+    Plan,
+    RunningRecord,
+    encode,
+)
+from adaptdl_elastic.rendezvous.store import Store
+from adaptdl_elastic.sched_hints import MalformedHintsError
+from adaptdl_elastic.sched_hints import decode as decode_hints
+
+logger = logging.getLogger(__name__)
+
+_SECRET = "adaptdl/secret"  # in the generation's TCPStore; never in etcd
+_JOIN_SECONDS = 30.0  # for reaching rank 0's TCPStore
+_FLUSH_SECONDS = 10.0  # for the last writes to the store
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the agent is given; constant."""
+
+    me: d.Identity
+    host: str  # address by which other nodes reach this one
+    ports: tuple[int, int] | None
+    command: Command
+    environment: JobEnvironment
+    coordinator: tuple[str, ...]  # arguments of the coordinator's command
+    max_restarts: int
+
+
+@dataclass(frozen=True)
+class _Signal:
+    number: int
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """The secret of a generation came, or did not."""
+
+    plan: Plan
+    master: MasterRecord
+    secret: str | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class _Said:
+    text: str
+
+
+class AdaptiveAgent(SimpleElasticAgent):
+    """One node's agent. `run` returns when the job, or this node's part in it, is over."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        setting: Setting,
+        store: Store,
+        keys: Keys,
+        registration: Registration,
+        fork_server: ForkServer,
+        output: Output,
+        journal: Journal,
+        say: Callable[[str], None],
+        restart_fork_server: Callable[[], ForkServer],
+    ) -> None:
+        super().__init__(spec)
+        self._worker_group.workers = []
+        self._setting, self._store_link, self._keys = setting, store, keys
+        self._registration, self._forks, self._output = registration, fork_server, output
+        self._journal, self._say, self._restart_forks = journal, say, restart_fork_server
+        self.state = d.State(me=setting.me)
+        self.exit_code, self.exit_reason = 1, ""
+        self._loop = Loop()
+        self._writer = Writer(self._loop.post)
+        self._mirror = Mirror(keys, setting.me.job, setting.me.node)
+        self._watchers = [Watcher(store, prefix, self._loop.post) for prefix in self._mirror.prefixes]
+        self._replicas: dict[int, ReplicaHandle] = {}  # by their number at the fork server
+        self._numbers = 0
+        self._masters: dict[int, TCPStore] = {}
+        self._secrets: dict[int, str] = {}
+        self._joining: Plan | None = None
+        self._plan: Plan | None = None  # of the held generation
+        self._coordinator: CoordinatorChild | None = None
+        self._claiming = False
+        self._signals = 0
+        self._checkpoint_asked = 0
+        self._last_exits: list[tuple[ReplicaHandle, int]] = []
+
+    @property
+    def post(self) -> Callable[[object], None]:
+        """Hand in an event from any thread."""
+        return self._loop.post
+
+    # SimpleElasticAgent's methods ---------------------------------------------------------------
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        self._loop.on_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), _Signal)
+        self._loop.add(self._forks, self._fork_news)
+        self._writer.start()
+        for watcher in self._watchers:
+            watcher.start()
+        while not self.state.exiting:
+            for event in self._loop.wait(self._next_time()):
+                self._take(event)
+            if not self.state.exiting:
+                self._decide(d.Tick())
+            if (due := self._journal.due()) is not None and time.time() >= due:
+                self._journal.flush()
+        return self._result()
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        plan, group = self._plan, worker_group
+        if plan is None:
+            raise RuntimeError("there is no plan to act on")
+        group.group_rank = [  # type: ignore[assignment]
+            p.node for p in plan.placements
+        ].index(self._setting.me.node)
+        group.group_world_size = plan.nodes  # type: ignore[assignment]
+        group.workers = [
+            Worker(i, rank, rank, plan.replicas, plan.replicas)
+            for i, rank in enumerate(plan.ranks(self._setting.me.node))
+        ]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        return {handle.local_rank: handle.number for handle in self._replicas.values()}
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        return RunResult(WorkerState.HEALTHY if self._replicas else WorkerState.STOPPED)
+
+    def _record_worker_events(self, result: RunResult) -> None:
+        # every event looks this host up in the DNS, which is not to be waited for in vain
+        if self._worker_group.spec.event_log_handler != "null":
+            super()._record_worker_events(result)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Whatever way `run` ends: nothing of ours survives it."""
+        if self._coordinator is not None:
+            self._coordinator.close()
+            self._coordinator = None
+        for watcher in self._watchers:
+            watcher.close()
+        if self._writer.is_alive():
+            self._writer.close(_FLUSH_SECONDS)
+        self._forks.close()
+        for handle in self._replicas.values():
+            handle.close()
+        self._replicas.clear()
+        self._masters.clear()
+        self._loop.close()
+
+    def _result(self) -> RunResult:
+        failed = self.exit_code not in (0, d.STOPPED)
+        state = {0: WorkerState.SUCCEEDED, d.STOPPED: WorkerState.STOPPED}.get(
+            self.exit_code, WorkerState.FAILED
+        )
+        broken = {
+            handle.rank: ProcessFailure(handle.local_rank, handle.pid or 0, code, handle.error_file)
+            for handle, code in self._last_exits
+            if failed and code not in (0, d.STOPPED)
+        }
+        fine = {w.global_rank: None for w in self._worker_group.workers if w.global_rank not in broken}
+        return RunResult(state, fine, broken)
+
+    # Events -------------------------------------------------------------------------------------
+
+    def _next_time(self) -> float | None:
+        times = [d.deadline(self.state)]
+        if (due := self._journal.due()) is not None:
+            times.append(time.monotonic() + max(0.0, due - time.time()))
+        return min((t for t in times if t is not None), default=None)
+
+    def _take(self, event: object) -> None:
+        match event:
+            case Keyspace() | KeyChanged():
+                for heard in self._mirror.learn(event):
+                    self._decide(heard)
+                self._look_around()
+            case _Signal(number):
+                self._on_signal(signal.Signals(number))
+            case _Joined():
+                self._joined(event)
+            case _Said(text):
+                self._say(text)
+            case Connection(up, why):
+                self._say("the store is back" if up else f"the store is away, training goes on: {why}")
+                if up:
+                    self._look_around()
+            case _:
+                self._decide(event)  # type: ignore[arg-type]
+
+    def _decide(self, event: d.Event) -> None:
+        self.state, actions = d.decide(self.state, event, time.monotonic())
+        for action in actions:
+            self._act(action)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            self._decide(d.LeaveNow(f"{number.name} twice"))
+            return
+        self._say(f"{number.name}: saving and stopping; once more stops at once")
+        self._decide(d.Leave(number.name))
+
+    def _look_around(self) -> None:
+        """What the store asks of this agent beside its plan."""
+        mirror, me = self._mirror, self._setting.me
+        drain = mirror.drain
+        if drain is not None and self.state.departure is None:
+            record = self._registration.record
+            if drain.instance in (None, record.instance):
+                self._journal.emit("drain", node=me.node, deadline=drain.deadline, reason=drain.reason)
+                self._decide(d.Leave(drain.reason, drain.deadline))
+        asked = mirror.request
+        if asked is not None and asked.run in ("", me.run) and asked.checkpoint > self._checkpoint_asked:
+            self._checkpoint_asked = asked.checkpoint
+            for handle in self._replicas.values():
+                if handle.rank == 0 and handle.library:
+                    handle.send({"type": "checkpoint", "request": asked.checkpoint})
+        self._mind_coordinator()
+
+    def _mind_coordinator(self) -> None:
+        mirror, me = self._mirror, self._setting.me
+        mine = mirror.host == me.agent
+        if mine and self._coordinator is None and not self.state.exiting:
+            log = self._output.directory / "coordinator.log"
+            self._coordinator = CoordinatorChild(
+                self._setting.coordinator, log, lambda text: self._loop.post(_Said(text))
+            )
+        elif not mine and mirror.host is not None and self._coordinator is not None:
+            child, self._coordinator = self._coordinator, None
+            threading.Thread(target=child.close, daemon=True).start()
+        if mirror.host is None and mirror.leader is None and not self._claiming:
+            self._claiming = True
+            self._writer.submit(self._claim)
+
+    def _claim(self) -> None:
+        """In the writer's thread."""
+        try:
+            self._registration.claim(self._keys.coordinator_host, self._setting.me.agent)
+        finally:
+            self._claiming = False
+
+    # Actions ------------------------------------------------------------------------------------
+
+    def _act(self, action: d.Action) -> None:
+        match action:
+            case d.OpenMaster(generation):
+                self._open_master(generation)
+            case d.StartReplicas(plan, master):
+                self._start(plan, master)
+            case d.AskToStop(local_ranks, reason):
+                self._ask_to_stop(local_ranks, reason)
+            case d.Kill(local_ranks, reason):
+                self._kill(local_ranks, reason)
+            case d.WriteRunning(generation, library):
+                self._write_running(generation, library)
+            case d.WriteEnded(record):
+                self._write_ended(record)
+            case d.WriteDraining(reason, when):
+                self._writer.submit(partial(self._write_draining, when))
+            case d.Say(text):
+                self._say(text)
+            case d.Exit(code, reason):
+                self.exit_code, self.exit_reason = code, reason
+
+    def _write_draining(self, deadline: float | None) -> None:
+        self._registration.update(draining=True, deadline=deadline)
+
+    def _open_master(self, generation: int) -> None:
+        host = self._setting.host
+        with_socket = listen(host, self._setting.ports)
+        port = int(with_socket.getsockname()[1])
+        store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_JOIN_SECONDS),
+            master_listen_fd=with_socket.detach(),
+        )
+        self._secrets[generation] = os.environ.get("ADAPTDL_SECRET") or secrets.token_hex(16)
+        store.set(_SECRET, self._secrets[generation])
+        self._masters[generation] = store
+        record = MasterRecord(generation, host, port, free_port(host, self._setting.ports))
+        key = self._keys.generation(self._setting.me.job, generation, "master")
+        self._put(key, encode(record))
+        self._decide(d.MasterSeen(record))
+
+    def _start(self, plan: Plan, master: MasterRecord) -> None:
+        self._masters = {g: s for g, s in self._masters.items() if g == plan.generation}
+        secret = self._secrets.get(plan.generation) or os.environ.get("ADAPTDL_SECRET")
+        self._joining = plan
+        if secret is not None:
+            self._joined(_Joined(plan, master, secret))
+        else:
+            threading.Thread(target=self._join, args=(plan, master), name="join", daemon=True).start()
+
+    def _join(self, plan: Plan, master: MasterRecord) -> None:
+        """In a thread: another node's TCPStore may be slow, or gone."""
+        try:
+            store = TCPStore(
+                master.host, master.port, is_master=False, timeout=timedelta(seconds=_JOIN_SECONDS)
+            )
+            joined = _Joined(plan, master, store.get(_SECRET).decode())
+        except RuntimeError as error:  # torch's DistError and its kin
+            joined = _Joined(plan, master, None, str(error).splitlines()[0])
+        self._loop.post(joined)
+
+    def _joined(self, joined: _Joined) -> None:
+        plan = joined.plan
+        if self._joining is not plan:
+            return  # given up meanwhile
+        self._joining = None
+        if joined.secret is None:
+            where = f"{joined.master.host}:{joined.master.port}"
+            self._never_started(plan, 1, f"can not reach rank 0's node at {where}: {joined.why}")
+            return
+        self._plan = plan
+        self._last_exits.clear()
+        for local_rank, rank in enumerate(plan.ranks(self._setting.me.node)):
+            self._spawn(plan, joined.master, local_rank, rank, joined.secret)
+        self._initialize_workers(self._worker_group)
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        self._rendezvous(worker_group)
+        for local_rank, number in self._start_workers(worker_group).items():
+            worker_group.workers[local_rank].id = number
+        worker_group.state = WorkerState.HEALTHY
+
+    def _spawn(self, plan: Plan, master: MasterRecord, local_rank: int, rank: int, secret: str) -> None:
+        self._numbers += 1
+        destination = self._output.open(plan.generation, local_rank, rank)
+        handle = ReplicaHandle(self._numbers, plan.generation, local_rank, rank, destination.error_file)
+        checkpoint = self._mirror.checkpoint
+        environment = replica_environment(
+            self._setting.environment,
+            plan,
+            master,
+            local_rank,
+            secret,
+            checkpoint.id if checkpoint is not None else None,
+            destination.error_file,
+            os.environ,
+        )
+        command = replace(self._setting.command, env=environment)
+        theirs = handle.theirs.fileno()
+        sys.stdout.flush()
+        try:
+            self._forks.spawn(handle.number, command, destination.stdout, destination.stderr, theirs)
+        except OSError as error:
+            logger.warning("the fork server is gone: %s", error)
+        destination.close()
+        handle.theirs.close()
+        self._replicas[handle.number] = handle
+        self._loop.add(handle, partial(self._channel_news, handle))
+
+    def _never_started(self, plan: Plan, code: int, why: str) -> None:
+        for local_rank in range(len(plan.ranks(self._setting.me.node))):
+            self._decide(d.ReplicaExited(plan.generation, local_rank, code, time.time(), why))
+
+    def _give_up_joining(self, code: int) -> bool:
+        plan, self._joining = self._joining, None
+        if plan is not None:
+            self._loop.post(d.Tick())
+            for local_rank in range(len(plan.ranks(self._setting.me.node))):
+                self._loop.post(d.ReplicaExited(plan.generation, local_rank, code, time.time()))
+        return plan is not None
+
+    def _held(self, local_ranks: tuple[int, ...]) -> list[ReplicaHandle]:
+        return [h for h in self._replicas.values() if h.local_rank in local_ranks]
+
+    def _ask_to_stop(self, local_ranks: tuple[int, ...], reason: str) -> None:
+        if self._give_up_joining(d.STOPPED):
+            return
+        for handle in self._held(local_ranks):
+            if not handle.library or not handle.send({"type": "stop", "reason": reason}):
+                self._forks.signal(handle.number, signal.SIGTERM)
+
+    def _kill(self, local_ranks: tuple[int, ...], reason: str) -> None:
+        if self._give_up_joining(-signal.SIGKILL):
+            return
+        logger.info("killing local ranks %s: %s", local_ranks, reason)
+        for handle in self._held(local_ranks):
+            self._forks.signal(handle.number, signal.SIGKILL)
+
+    def _write_running(self, generation: int, library: bool) -> None:
+        first = min((h.first_step for h in self._replicas.values() if h.first_step), default=None)
+        node = self._setting.me.node
+        record = RunningRecord(node, generation, time.time(), first, library)
+        self._put(self._keys.generation(self._setting.me.job, generation, "running", node), encode(record))
+
+    def _write_ended(self, record: EndedRecord) -> None:
+        self._journal.ended()
+        record = replace(record, last_step=self._journal.last_step, time=time.time())
+        if record.failure is not None:
+            status = self.state.status
+            used = min((status.restarts_used if status else 0) + 1, self._setting.max_restarts)
+            self._journal.failure(record.failure, used, self._setting.max_restarts)
+            what = f"replica {record.failure.rank} failed ({failures.exit_name(record.failure.exit_code)})"
+            self._say(f"{what}: {record.failure.message}")
+        me = self._setting.me
+        self._put(self._keys.generation(me.job, record.generation, "ended", me.node), encode(record))
+
+    def _put(self, key: str, value: str) -> None:
+        self._writer.submit(lambda: self._store_put(key, value))
+
+    def _store_put(self, key: str, value: str) -> None:
+        self._store_link.put(key, value)
+
+    # Replicas -----------------------------------------------------------------------------------
+
+    def _fork_news(self) -> None:
+        news = self._forks.receive()
+        if news is None:
+            self._fork_server_died()
+            return
+        for item in news:
+            handle = self._replicas.get(item.id)
+            if handle is None:
+                continue
+            if isinstance(item, Spawned):
+                self._spawned(handle, item.pid)
+            elif isinstance(item, Exited):
+                self._exited(handle, item.exit_code)
+
+    def _fork_server_died(self) -> None:
+        """The kernel has killed its replicas with it."""
+        self._say("the fork server died and its replicas with it; starting another")
+        self._loop.remove(self._forks)
+        self._forks.close()
+        self._forks = self._restart_forks()
+        self._loop.add(self._forks, self._fork_news)
+        for handle in list(self._replicas.values()):
+            self._exited(handle, -signal.SIGKILL)
+
+    def _spawned(self, handle: ReplicaHandle, pid: int) -> None:
+        handle.pid = pid
+        self._decide(d.ReplicaStarted(handle.generation, handle.local_rank, pid))
+        plan = self._plan
+        mine = [h for h in self._replicas.values() if h.generation == handle.generation]
+        if plan is not None and all(h.pid is not None for h in mine):
+            pids = {h.rank: h.pid for h in mine if h.pid is not None}
+            self._journal.started(plan, pids, self._last_step_elsewhere(plan))
+
+    def _last_step_elsewhere(self, plan: Plan) -> float | None:
+        times = [
+            record.last_step
+            for (generation, _), record in self._mirror.ended.items()
+            if plan.first <= generation < plan.generation and record.last_step is not None
+        ]
+        return max(times, default=None)
+
+    def _exited(self, handle: ReplicaHandle, code: int) -> None:
+        while select.select([handle], [], [], 0)[0]:  # its last words come before its end
+            if not self._channel_news(handle):
+                break
+        self._loop.remove(handle)
+        self._replicas.pop(handle.number, None)
+        handle.close()
+        self._last_exits.append((handle, code))
+        message = ""
+        if code not in (0, d.STOPPED):
+            message = failures.describe(code, handle.error_file, self._setting.command.argv[0])
+        self._decide(d.ReplicaExited(handle.generation, handle.local_rank, code, time.time(), message))
+
+    def _channel_news(self, handle: ReplicaHandle) -> bool:
+        messages = handle.receive()
+        if messages is None:
+            self._loop.remove(handle)
+            return False
+        for message in messages:
+            try:
+                self._hear(handle, message)
+            except (KeyError, TypeError, ValueError) as error:
+                logger.warning("replica %d: message %.80r: %s", handle.rank, message, error)
+        return True
+
+    def _hear(self, handle: ReplicaHandle, message: dict[str, Any]) -> None:
+        match message["type"]:
+            case "hello":
+                handle.library = True
+                self._journal.hello()
+                self._decide(d.ReplicaHello(handle.generation, handle.local_rank))
+            case "step":
+                self._heard_step(handle, int(message["step"]), float(message["time"]))
+            case "event":
+                fields = {k: v for k, v in message.items() if k not in ("type", "event", "time")}
+                self._journal.emit(str(message["event"]), message.get("time"), **fields)
+            case "hints":
+                self._heard_hints(message["hints"])
+            case "saved":
+                self._heard_saved(handle, message["checkpoint"])
+
+    def _heard_step(self, handle: ReplicaHandle, step: int, when: float) -> None:
+        handle.last_step = when
+        self._journal.step(when)
+        if handle.first_step is None:
+            handle.first_step = when
+            if all(h.first_step is None or h is handle for h in self._replicas.values()):
+                self._write_running(handle.generation, library=True)
+        self._decide(d.ReplicaStep(handle.generation, handle.local_rank, step))
+
+    def _heard_hints(self, hints: dict[str, Any]) -> None:
+        text = json.dumps({"v": 1, **hints})
+        try:
+            decode_hints(text)
+        except MalformedHintsError as error:
+            logger.warning("hints that do not fit the schema: %s", error)
+            return
+        key = self._keys.job(self._setting.me.job, "hints")
+        self._writer.submit_latest(key, lambda: self._store_put(key, text))
+
+    def _heard_saved(self, handle: ReplicaHandle, saved: dict[str, Any]) -> None:
+        record = CheckpointRecord(
+            str(saved["id"]), str(saved["path"]), handle.generation, int(saved.get("step") or 0), time.time()
+        )
+        self._mirror.checkpoint = record  # what comes next on this node must not wait for the store's echo
+        self._put(self._keys.job(self._setting.me.job, "checkpoint"), encode(record))

@@ -1,0 +1,141 @@
+"""The environment of a replica (docs/architecture.md has the table), and ports to listen on."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from adaptdl_elastic.rendezvous.records import MasterRecord, Plan
+
+
+class NoPortError(RuntimeError):
+    """Nothing is free to listen on."""
+
+
+@dataclass(frozen=True)
+class JobEnvironment:
+    """What is the same for all replicas of this agent."""
+
+    node: str
+    role: str
+    checkpoint_path: str
+    checkpoint_timeout: float
+    checkpoint_interval: float
+    share_path: str
+    max_restarts: int
+    threads: int | None
+    rescale: str = "auto"
+    virtual_local_rank: bool = False
+
+
+def replica_environment(
+    job: JobEnvironment,
+    plan: Plan,
+    master: MasterRecord,
+    local_rank: int,
+    secret: str,
+    checkpoint: str | None,
+    error_file: str,
+    inherited: Mapping[str, str],
+) -> dict[str, str]:
+    """The variables of one replica, on top of the `inherited` ones."""
+    ranks = plan.ranks(job.node)
+    group = [placement.node for placement in plan.placements].index(job.node)
+    rank, world, restarts = ranks[local_rank], plan.replicas, plan.generation - plan.first
+    values: dict[str, object] = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": len(ranks),
+        "GROUP_RANK": group,
+        "GROUP_WORLD_SIZE": plan.nodes,
+        "ROLE_NAME": job.role,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world,
+        "MASTER_ADDR": master.host,
+        "MASTER_PORT": master.port,
+        "TORCHELASTIC_RESTART_COUNT": restarts,
+        "TORCHELASTIC_MAX_RESTARTS": job.max_restarts,
+        "TORCHELASTIC_RUN_ID": plan.job,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        "ADAPTDL_MASTER_ADDR": master.host,
+        "ADAPTDL_MASTER_PORT": master.collective_port,
+        "ADAPTDL_NUM_REPLICAS": world,
+        "ADAPTDL_REPLICA_RANK": rank,
+        "ADAPTDL_NUM_NODES": plan.nodes,
+        "ADAPTDL_NUM_RESTARTS": restarts,
+        "ADAPTDL_JOB_ID": plan.job,
+        "ADAPTDL_CHECKPOINT_PATH": job.checkpoint_path,
+        "ADAPTDL_CHECKPOINT_TIMEOUT": f"{job.checkpoint_timeout:g}",
+        "ADAPTDL_CHECKPOINT_INTERVAL": f"{job.checkpoint_interval:g}",
+        "ADAPTDL_CHECKPOINT_ID": checkpoint or "",
+        "ADAPTDL_SHARE_PATH": job.share_path,
+        "ADAPTDL_RESCALE": job.rescale,
+        "ADAPTDL_SECRET": secret,
+    }
+    if job.threads is not None:
+        values["OMP_NUM_THREADS"] = job.threads
+    if job.virtual_local_rank:
+        values["LOCAL_RANK"] = 0
+        values["CUDA_VISIBLE_DEVICES"] = _nth_device(inherited.get("CUDA_VISIBLE_DEVICES"), local_rank)
+    return {name: str(value) for name, value in values.items()}
+
+
+def _nth_device(visible: str | None, local_rank: int) -> str:
+    devices = [part.strip() for part in (visible or "").split(",") if part.strip()]
+    return devices[local_rank] if local_rank < len(devices) else str(local_rank)
+
+
+def listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
+    """A listening socket on one interface, within the range of ports if there is one."""
+    candidates = [0]
+    if ports is not None:
+        candidates = list(range(ports[0], ports[1] + 1))
+        random.shuffle(candidates)  # agents of several jobs on a node do not all try the same one first
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in candidates:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+            sock.listen(2048)
+        except OSError as error:
+            sock.close()
+            problem = error
+            continue
+        return sock
+    where = f"{host}, ports {ports[0]} to {ports[1]}" if ports else host
+    raise NoPortError(f"can not listen on {where}: {problem.strerror}; see --port-range and --local-addr")
+
+
+def free_port(host: str, ports: tuple[int, int] | None) -> int:
+    """A port that somebody else will listen on in a moment."""
+    with listen(host, ports) as sock:
+        return int(sock.getsockname()[1])
+
+
+def address_towards(endpoint: str) -> str:
+    """The address by which this machine reaches an etcd: others reach us by it too."""
+    host, _, port = endpoint.split(",")[0].split("://")[-1].rstrip("/").rpartition(":")
+    host, port = (host, port) if host else (port, "2379")
+    try:
+        infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        for family, kind, protocol, _, address in infos:
+            with socket.socket(family, kind, protocol) as sock:
+                sock.connect(address)  # sends nothing
+                return str(sock.getsockname()[0])
+    except (OSError, ValueError):
+        pass
+    return "127.0.0.1"
+
+
+def share_path(environ: Mapping[str, str], job: str, runtime: Path) -> str:
+    """A directory for what replicas of this node share between generations."""
+    path = Path(environ.get("ADAPTDL_SHARE_PATH") or runtime / f"{job}-share")
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return str(path)

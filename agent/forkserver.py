@@ -1,0 +1,261 @@
+"""A process that has imported what every replica needs, and forks replicas in milliseconds.
+
+`import torch` takes seconds, and so does what the first DistributedDataParallel imports; a fork of a
+process that has done both takes 30 ms. The server runs in a process of its own (`start`), with a
+single thread and nothing initialised: no process group, no CUDA context, no random numbers drawn.
+
+The agent's end is `ForkServer`: `spawn`, `signal` and `receive`. On the wire, over a socket pair, are
+lines of JSON; the descriptors of a replica travel as ancillary data with its line. The server is the
+replicas' parent. When the agent's end closes, whatever way the agent went, it kills every replica's
+process group and ends; when the server itself dies the kernel kills the replicas.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from adaptdl_elastic.agent.child import Command, become, run
+
+PRELOAD_VARIABLE = "ADAPTDL_PRELOAD"  # more modules to import, separated by commas
+_PRELOAD = ("numpy", "torch", "torch.distributed", "torch._dynamo", "adaptdl_elastic.torch")
+_PR_SET_CHILD_SUBREAPER = 36
+_BOOT = "import sys; sys.path[:1] = []; from adaptdl_elastic.agent import forkserver; forkserver.main({})"
+_CHUNK = 1 << 16
+_STREAMS = ("stdout", "stderr", "channel")
+
+
+@dataclass(frozen=True)
+class Spawned:
+    """A replica has started."""
+
+    id: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A replica has ended; the code is negative when a signal ended it."""
+
+    id: int
+    exit_code: int
+
+
+class ForkServer:
+    """The agent's end."""
+
+    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+        self.process = process
+        self._socket = sock
+        self._buffer = b""
+
+    @classmethod
+    def start(cls, environ: dict[str, str] | None = None) -> ForkServer:
+        """Start a server that warms up in the background; requests wait until it is ready."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-c", _BOOT.format(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env=environ,
+            )
+        return cls(process, ours)
+
+    def fileno(self) -> int:
+        """For selectors: readable when `receive` has something."""
+        return self._socket.fileno()
+
+    def spawn(
+        self,
+        number: int,
+        command: Command,
+        stdout: int | None = None,
+        stderr: int | None = None,
+        channel: int | None = None,
+    ) -> None:
+        """Ask for a replica; descriptors left out are the agent's own. OSError when the server is gone."""
+        streams = dict(zip(_STREAMS, (stdout, stderr, channel), strict=True))
+        given = [(name, value) for name, value in streams.items() if value is not None]
+        line = _line(op="spawn", id=number, streams=[name for name, _ in given], command=asdict(command))
+        if given:
+            sent = socket.send_fds(self._socket, [line], [value for _, value in given])
+            line = line[sent:]
+        self._socket.sendall(line)
+
+    def signal(self, number: int, what: int) -> None:
+        """Send a signal to a replica's whole process group; nothing happens when it has ended."""
+        with suppress(OSError):
+            self._socket.sendall(_line(op="signal", id=number, signal=int(what)))
+
+    def receive(self) -> list[Spawned | Exited] | None:
+        """What has happened since; None when the server is gone. Blocks only when there is nothing."""
+        try:
+            data = self._socket.recv(_CHUNK)
+        except OSError:
+            data = b""
+        if not data:
+            return None
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        return [_news(json.loads(line)) for line in lines]
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Kill what still runs, and wait for the server's end."""
+        self._socket.close()
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def _news(message: dict[str, Any]) -> Spawned | Exited:
+    if message["op"] == "spawned":
+        return Spawned(message["id"], message["pid"])
+    return Exited(message["id"], message["exit_code"])
+
+
+def _line(**message: object) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def main(number: int) -> None:
+    """The server's process; in a replica it returns into the user's script."""
+    with suppress(OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # an interrupt is the agent's business: it closes our socket when it has done what it wants
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_IGN)
+    preload((*_PRELOAD, *filter(None, os.environ.get(PRELOAD_VARIABLE, "").split(","))))
+    command = _Server(socket.socket(fileno=number)).serve()
+    if command is not None:
+        run(command)
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Import what can be imported; a replica that needs what is missing says so itself."""
+    for name in modules:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a replica shall not copy every page
+
+
+class _Server:
+    """One thread, one selector: requests of the agent, and ends of replicas."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._pids: dict[int, int] = {}  # replica's id → pid
+        self._buffer = b""
+        self._descriptors: list[int] = []
+        self._wake, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        self._wake.setblocking(False)
+
+    def serve(self) -> Command | None:
+        """Until the agent is gone: None. In a replica: what it is to run."""
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            selector.register(self._wake, selectors.EVENT_READ)
+            while True:
+                ready = {key.fileobj for key, _ in selector.select()}
+                if self._wake in ready:
+                    with suppress(BlockingIOError):
+                        self._wake.recv(_CHUNK)
+                    self._reap()
+                if self._socket in ready:
+                    lines = self._read()
+                    if lines is None:
+                        self._kill_all()
+                        return None
+                    for line in lines:
+                        command = self._handle(json.loads(line))
+                        if command is not None:
+                            return command
+
+    def _read(self) -> list[bytes] | None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, _CHUNK, 64)
+        except OSError:
+            return None
+        self._descriptors += descriptors
+        if not data:
+            return None
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        return lines
+
+    def _handle(self, message: dict[str, Any]) -> Command | None:
+        if message["op"] == "signal":
+            self._signal_group(self._pids.get(message["id"]), message["signal"])
+            return None
+        count = len(message["streams"])
+        mine, self._descriptors = self._descriptors[:count], self._descriptors[count:]
+        pid = os.fork()
+        if pid == 0:
+            self._leave()
+            fields = dict(message["command"], argv=tuple(message["command"]["argv"]))
+            command = Command(**fields)
+            streams: dict[str, int] = dict(zip(message["streams"], mine, strict=True))
+            become(command, streams.get("stdout"), streams.get("stderr"), streams.get("channel"))
+            return command
+        for number in mine:
+            os.close(number)
+        self._pids[message["id"]] = pid
+        self._send(op="spawned", id=message["id"], pid=pid)
+        return None
+
+    def _leave(self) -> None:
+        """In a replica: nothing of the server's is to be held on to."""
+        signal.set_wakeup_fd(-1)
+        for sock in (self._socket, self._wake, self._waker):
+            sock.close()
+        for number in self._descriptors:  # of replicas that were asked for in the same breath
+            os.close(number)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            for number, known in list(self._pids.items()):
+                if known == pid:
+                    del self._pids[number]
+                    # what it has started and left behind: data loading processes, mostly
+                    self._signal_group(pid, signal.SIGTERM if status == 0 else signal.SIGKILL)
+                    self._send(op="exited", id=number, exit_code=os.waitstatus_to_exitcode(status))
+
+    def _signal_group(self, pid: int | None, number: int) -> None:
+        if pid is None:
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, number)
+            return
+        with suppress(ProcessLookupError):  # it had no time for setsid yet
+            if pid in self._pids.values():
+                os.kill(pid, number)
+
+    def _kill_all(self) -> None:
+        for pid in self._pids.values():
+            self._signal_group(pid, signal.SIGKILL)
+
+    def _send(self, **message: object) -> None:
+        with suppress(OSError):
+            self._socket.sendall(_line(**message))

@@ -1,0 +1,140 @@
+"""How an agent comes into a job: the job's specification, its run, and the node's name."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from adaptdl_elastic.agent.storelink import LEASE_SECONDS, NameTakenError, Registration
+from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.records import (
+    JobSpec,
+    JobState,
+    JobStatus,
+    MalformedRecordError,
+    NodeRecord,
+    decode,
+    encode,
+)
+from adaptdl_elastic.rendezvous.store import Store
+
+_ATTEMPTS = 20
+
+
+class JoinError(RuntimeError):
+    """This agent can not take part; the message says why and what to do."""
+
+
+def join_job(store: Store, keys: Keys, fresh: JobSpec, version: str, say: Callable[[str], None]) -> JobSpec:
+    """The job's specification: `fresh` where there is none to join, else the one of the run that goes on."""
+    key = keys.job(fresh.job, "spec")
+    for _ in range(_ATTEMPTS):
+        found = store.get(key)
+        agents = live_agents(store, keys, fresh.job)
+        _check_versions(agents, version)
+        if found is None:
+            if store.compare_and_swap(key, encode(fresh), 0) is not None:
+                return fresh
+            continue
+        try:
+            spec = decode(JobSpec, found.value, key)
+        except MalformedRecordError as error:
+            raise JoinError(
+                f"{error}; another program writes under our prefix: choose another --cluster"
+            ) from None
+        status = _status(store, keys, fresh.job)
+        ended = status is not None and status.run == spec.run and status.state.ended
+        if not ended and any(agent.run == spec.run for agent in agents):
+            return spec
+        if store.compare_and_swap(key, encode(fresh), found.mod_revision) is not None:
+            _start_anew(store, keys, spec, status if ended else None, say)
+            return fresh
+    raise JoinError(f"job {fresh.job!r}: other agents keep changing its specification; try again")
+
+
+def _start_anew(
+    store: Store, keys: Keys, old: JobSpec, status: JobStatus | None, say: Callable[[str], None]
+) -> None:
+    state = status.state if status is not None else None
+    if state is JobState.DONE:
+        store.delete(keys.job(old.job, "checkpoint"))
+        say(f"job {old.job!r} (run {old.run}) is done: starting it anew as another run")
+    elif state is None:
+        say(f"job {old.job!r} (run {old.run}) has no agent any more: going on from its last checkpoint")
+    else:
+        say(f"job {old.job!r} (run {old.run}) has {state.value}: going on from its last checkpoint")
+
+
+def live_agents(store: Store, keys: Keys, job: str) -> list[NodeRecord]:
+    """Who is registered for a job."""
+    records = []
+    for item in store.range(keys.nodes).items:
+        if item.key.rpartition("/")[2] == job:
+            try:
+                records.append(decode(NodeRecord, item.value, item.key))
+            except MalformedRecordError:
+                continue
+    return records
+
+
+def _check_versions(agents: list[NodeRecord], version: str) -> None:
+    for agent in agents:
+        if agent.version and agent.version != version:
+            raise JoinError(
+                f"node {agent.node} runs adaptdl-elastic {agent.version}, this one {version}: "
+                f"install the same on all"
+            )
+
+
+def _status(store: Store, keys: Keys, job: str) -> JobStatus | None:
+    key = keys.job(job, "status")
+    found = store.get(key)
+    try:
+        return None if found is None else decode(JobStatus, found.value, key)
+    except MalformedRecordError:
+        return None
+
+
+def node_name(host: str) -> str:
+    """A host's name as a node's."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", host).strip("-._") or "node"
+
+
+def register(store: Store, keys: Keys, record: NodeRecord, exact: bool) -> Registration:
+    """Register under `record.node`; when it is taken, under the first free variant unless `exact`."""
+    deadline = time.monotonic() + LEASE_SECONDS + 1.0
+    tried = 1
+    while True:
+        name = record.node if tried == 1 or exact else f"{record.node}-{tried}"
+        registration = Registration(store, keys, replace(record, node=name))
+        try:
+            registration.register()
+        except NameTakenError:
+            tried += 1
+            if not exact:
+                continue
+            if time.monotonic() > deadline:
+                raise JoinError(
+                    f"--node-name={record.node} is taken by a live agent of job {record.job!r}: "
+                    f"choose another"
+                ) from None
+            # the lease of an agent that was killed a moment ago still runs
+            _wait_for_removal(store, keys.node(record.node, record.job), deadline)
+        else:
+            return registration
+
+
+def _wait_for_removal(store: Store, key: str, deadline: float) -> None:
+    revision = store.range(key).revision
+    if store.get(key) is None:
+        return
+    with store.watch(key, revision + 1) as watch:
+        timer = threading.Timer(max(0.1, deadline - time.monotonic()), watch.close)
+        timer.start()
+        for change in watch:
+            if change.kind == "delete":
+                break
+        timer.cancel()

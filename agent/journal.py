@@ -1,0 +1,107 @@
+"""Turns what happens on this node into events of the event log (docs/architecture.md, Events)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from adaptdl_elastic.agent.eventlog import Event
+from adaptdl_elastic.rendezvous.records import Failure, Plan
+
+PLAIN_AFTER = 10.0  # seconds without a hello after which a script is taken for one without the library
+
+
+@dataclass
+class _Begun:
+    """A generation whose event is not written yet."""
+
+    plan: Plan
+    started: float  # wall clock
+    before: float | None  # end of the last step before it
+    library: bool = False
+
+
+@dataclass
+class Journal:
+    """Knows what has been written, so that each generation is written once."""
+
+    write: Callable[[Event], None]
+    _begun: _Begun | None = None
+    _last_step: float | None = None
+    _pauses: list[float] = field(default_factory=list)
+
+    def emit(self, event: str, when: float | None = None, **fields: Any) -> None:
+        """Write one event."""
+        self.write({"time": time.time() if when is None else when, "event": event, **fields})
+
+    def started(self, plan: Plan, pids: dict[int, int], last_step: float | None) -> None:
+        """This node's replicas have started; `last_step` is what other nodes said of the one before."""
+        self.flush()
+        known = [t for t in (self._last_step, last_step) if t is not None]
+        self._begun = _Begun(plan, time.time(), max(known, default=None))
+        self.emit("started", generation=plan.generation, pids={str(rank): pid for rank, pid in pids.items()})
+
+    def hello(self) -> None:
+        """A replica uses the library: its first step is the beginning."""
+        if self._begun is not None:
+            self._begun.library = True
+
+    def step(self, when: float) -> None:
+        """A step was finished."""
+        self._last_step = max(when, self._last_step or when)
+        if self._begun is not None:
+            self._write_generation(self._begun, when)
+
+    def flush(self) -> None:
+        """The generation ends, or says nothing for long: write what is known of it."""
+        if self._begun is not None:
+            self._write_generation(self._begun, None if self._begun.library else self._begun.started)
+
+    def ended(self) -> None:
+        """The generation is over; for a script without the library that is the end of its last step."""
+        begun = self._begun
+        self.flush()
+        if self._last_step is None or (begun is not None and not begun.library):
+            self._last_step = time.time()
+
+    def due(self) -> float | None:
+        """Wall-clock time at which `flush` is due."""
+        begun = self._begun
+        return None if begun is None or begun.library else begun.started + PLAIN_AFTER
+
+    @property
+    def last_step(self) -> float | None:
+        """Wall-clock end of the newest step that was reported here."""
+        return self._last_step
+
+    def failure(self, failure: Failure, used: int, most: int) -> None:
+        """A replica failed by itself."""
+        self.emit(
+            "failure",
+            rank=failure.rank,
+            exit_code=failure.exit_code,
+            message=failure.message,
+            restarts_used=used,
+            max_restarts=most,
+        )
+
+    def _write_generation(self, begun: _Begun, first_step: float | None) -> None:
+        self._begun = None
+        plan = begun.plan
+        pause = None
+        if first_step is not None and begun.before is not None:
+            pause = max(0.0, first_step - begun.before)
+        self.emit(
+            "generation",
+            when=first_step,
+            generation=plan.generation,
+            replicas=plan.replicas,
+            nodes=plan.nodes,
+            placements={p.node: p.replicas for p in plan.placements},
+            cause=plan.cause.value,
+            transition=plan.transition.value,
+            reason=plan.reason,
+            pause_s=pause,
+        )

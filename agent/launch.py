@@ -1,0 +1,303 @@
+"""From a checked command line to an exit code: start what the agent needs, run it, clean up."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import adaptdl_elastic
+from adaptdl_elastic.agent import interruption, joining
+from adaptdl_elastic.agent.child import Command
+from adaptdl_elastic.agent.environ import JobEnvironment, address_towards, share_path
+from adaptdl_elastic.agent.eventlog import EventLog
+from adaptdl_elastic.agent.forkserver import ForkServer
+from adaptdl_elastic.agent.options import MANY_REPLICAS, PROGRAM, OptionError, Options
+from adaptdl_elastic.agent.output import Output, StreamOptionError, Streams
+from adaptdl_elastic.rendezvous import runtime_file
+from adaptdl_elastic.rendezvous.connect import connect
+from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.options import StoreOptions
+from adaptdl_elastic.rendezvous.records import JobSpec, NodeRecord, Rescale
+from adaptdl_elastic.rendezvous.server import EtcdServer, EtcdServerError
+from adaptdl_elastic.rendezvous.store import Store, StoreError
+
+logger = logging.getLogger(__name__)
+
+# what one machine needs: sizes change within seconds of a reason to
+_STANDALONE_INTERVAL = "3"
+
+
+class LaunchError(RuntimeError):
+    """The run can not start; the message says what to do."""
+
+
+def launch(options: Options, fork_server: ForkServer, say: Callable[[str], None]) -> int:
+    """Run this node's part of the job; the exit code. LaunchError when it can not start."""
+    with ExitStack() as stack:
+        stack.callback(fork_server.close)
+        redirects = Streams.parse("--redirects", options.redirects)
+        tee = Streams.parse("--tee", options.tee)
+        check_checkpoint_path(options.checkpoint_path)
+        events = _open_event_log(options)
+        stack.callback(events.close)
+        endpoint, store = _store(options, stack)
+        from adaptdl_elastic.agent.display import Display
+
+        display = Display(options, say)
+        events.listeners.append(display.event)
+        stack.callback(display.close)
+        output = Output(
+            options.job,
+            options.log_dir,
+            redirects,
+            tee,
+            options.local_ranks_filter,
+            options.role,
+            display.show,
+        )
+        stack.callback(output.close)
+        keys = Keys(options.cluster)
+        if options.standalone:
+            note = runtime_file.RuntimeFile(endpoint, options.cluster, options.job, os.getpid())
+            runtime_file.write(note)
+            stack.callback(runtime_file.remove, options.job, os.getpid())
+        found = _join(options, store, keys, endpoint, display.say)
+        return _run(options, found, endpoint, store, keys, fork_server, output, events, display)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The job as it was joined, and the node as it was registered."""
+
+    spec: JobSpec
+    registration: Any
+    identity: interruption.Identity | None
+    host: str
+
+
+def _store(options: Options, stack: ExitStack) -> tuple[str, Store]:
+    """The endpoint and the connection; a private etcd is started where that was asked for."""
+    given: dict[str, object] = {"ca": options.etcd_ca, "cert": options.etcd_cert, "key": options.etcd_key}
+    if options.endpoint is None:
+        try:
+            server = stack.enter_context(EtcdServer())
+        except EtcdServerError as error:
+            raise LaunchError(f"--standalone: {error}") from None
+        endpoint, store_options = server.endpoint, StoreOptions()
+    else:
+        endpoint = options.endpoint
+        store_options = StoreOptions.from_environment(os.environ, timeout=options.etcd_timeout, **given)
+    try:
+        store = connect(endpoint, api=options.etcd_api, options=store_options)  # type: ignore[arg-type]
+    except StoreError as error:
+        raise LaunchError(f"no store: {error}; see --rdzv-endpoint and `adaptdl doctor`") from None
+    stack.callback(store.close)
+    return endpoint, store
+
+
+def check_checkpoint_path(path: str) -> None:
+    """Find out now that nothing can be saved, not after an hour of training."""
+    if "://" in path:
+        return
+    directory = Path(path)
+    probe = directory / f".probe-{uuid.uuid4().hex[:8]}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise LaunchError(
+            f"checkpoints can not be written to {path}: {error.strerror}; "
+            f"give a directory that can be, with --checkpoint-path"
+        ) from None
+
+
+def _open_event_log(options: Options) -> EventLog:
+    try:
+        return EventLog(options.event_log)
+    except OSError as error:
+        raise LaunchError(f"--event-log {options.event_log}: {error.strerror}") from None
+
+
+def _join(options: Options, store: Store, keys: Keys, endpoint: str, say: Callable[[str], None]) -> _Found:
+    host = options.local_addr or ("127.0.0.1" if options.standalone else address_towards(endpoint))
+    identity = interruption.discover()
+    try:
+        spec = joining.join_job(store, keys, job_spec(options), adaptdl_elastic.__version__, say)
+        record = NodeRecord(
+            node=options.node_name or joining.node_name(socket.gethostname()),
+            job=options.job,
+            run=spec.run,
+            agent=uuid.uuid4().hex[:12],
+            host=host,
+            slots=options.slots,
+            min_slots=options.min_slots,
+            version=adaptdl_elastic.__version__,
+            pid=os.getpid(),
+            gpus=_count_gpus(),
+            instance=identity.instance if identity else None,
+            instance_type=identity.instance_type if identity else None,
+            zone=identity.zone if identity else None,
+            preemptible=identity.preemptible if identity else False,
+            joined=time.time(),
+        )
+        registration = joining.register(store, keys, record, exact=options.node_name is not None)
+    except (joining.JoinError, StoreError) as error:
+        raise LaunchError(str(error)) from None
+    return _Found(spec, registration, identity, host)
+
+
+def _count_gpus() -> int:
+    # without a CUDA context: NVML's view through the driver's files
+    return (
+        len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+        if Path("/proc/driver/nvidia/gpus").is_dir()
+        else 0
+    )
+
+
+def job_spec(options: Options) -> JobSpec:
+    """What the command line says about the job, as a new run."""
+    return JobSpec(
+        job=options.job,
+        run=f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}",
+        command=options.command,
+        min_nodes=options.min_nodes,
+        max_nodes=options.max_nodes,
+        min_replicas=options.min_nodes * options.min_slots,
+        max_replicas=options.slots if options.max_nodes == 1 else MANY_REPLICAS,
+        max_restarts=options.max_restarts,
+        rescale=Rescale(options.rescale),
+        rescale_timeout=options.rescale_timeout,
+        checkpoint_path=options.checkpoint_path,
+        checkpoint_timeout=options.checkpoint_timeout,
+        autoscale=options.autoscale,
+        curve_key=_digest(options),
+        created=time.time(),
+    )
+
+
+def _digest(options: Options) -> str:
+    """Jobs that run the same script with the same arguments share their profiles."""
+    text = json.dumps(options.command).encode()
+    if options.mode == "script" and Path(options.script).is_file():
+        text += Path(options.script).read_bytes()
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def _run(
+    options: Options,
+    found: _Found,
+    endpoint: str,
+    store: Store,
+    keys: Keys,
+    fork_server: ForkServer,
+    output: Output,
+    events: EventLog,
+    display: Any,
+) -> int:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+    from adaptdl_elastic.agent import decisions as d
+    from adaptdl_elastic.agent.elastic import AdaptiveAgent, Setting
+    from adaptdl_elastic.agent.journal import Journal
+    from adaptdl_elastic.agent.rendezvous_handler import PlanHandler
+
+    record = found.registration.record
+    setting = Setting(
+        me=d.Identity(
+            record.node,
+            record.agent,
+            options.job,
+            found.spec.run,
+            options.checkpoint_timeout,
+            options.hang_timeout,
+        ),
+        host=found.host,
+        ports=options.port_range,
+        command=Command(options.mode, options.command, str(Path.cwd()), {}, options.threads),
+        environment=JobEnvironment(
+            node=record.node,
+            role=options.role,
+            checkpoint_path=options.checkpoint_path,
+            checkpoint_timeout=options.checkpoint_timeout,
+            checkpoint_interval=options.checkpoint_interval,
+            share_path=share_path(os.environ, options.job, runtime_file.runtime_directory()),
+            max_restarts=options.max_restarts,
+            threads=options.threads,
+            rescale=options.rescale,
+            virtual_local_rank=options.virtual_local_rank,
+        ),
+        coordinator=coordinator_arguments(options, endpoint),
+        max_restarts=options.max_restarts,
+    )
+    spec = WorkerSpec(
+        role=options.role,
+        local_world_size=options.slots,
+        rdzv_handler=PlanHandler(options.job),
+        entrypoint=options.script,
+        max_restarts=options.max_restarts,
+        event_log_handler=options.event_log_handler,
+    )
+    journal = Journal(events.write)
+    agent = AdaptiveAgent(
+        spec,
+        setting,
+        store,
+        keys,
+        found.registration,
+        fork_server,
+        output,
+        journal,
+        display.say,
+        start_fork_server,
+    )
+    watcher = None
+    if found.identity is not None:
+        watcher = interruption.watch(found.identity, lambda notice: agent.post(notice))
+    try:
+        agent.run()
+    finally:
+        if watcher is not None:
+            watcher.stop()
+        found.registration.close()
+    journal.emit("exit", exit_code=agent.exit_code, reason=agent.exit_reason)
+    display.finish(agent.exit_code, agent.exit_reason, output.directory if output.keep else None)
+    return agent.exit_code
+
+
+def coordinator_arguments(options: Options, endpoint: str) -> tuple[str, ...]:
+    """Of the coordinator that this agent may come to keep; credentials go by the environment."""
+    for name, value in (("CA", options.etcd_ca), ("CERT", options.etcd_cert), ("KEY", options.etcd_key)):
+        if value is not None and not options.standalone:
+            os.environ[f"ADAPTDL_ETCD_{name}"] = value
+    arguments = ["--etcd", endpoint, "--cluster", options.cluster, "--etcd-api", options.etcd_api]
+    if options.standalone:
+        arguments += ["--interval", _STANDALONE_INTERVAL]
+    return tuple(arguments)
+
+
+def start_fork_server() -> ForkServer:
+    """Warm up in the background, while the rest of the agent starts."""
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", "1")  # no pool of threads before the fork
+    return ForkServer.start(environment)
+
+
+def complain(text: str) -> None:
+    """One line for the person at the terminal."""
+    print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
+
+
+__all__ = ["LaunchError", "OptionError", "StreamOptionError", "complain", "launch", "start_fork_server"]

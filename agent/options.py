@@ -1,0 +1,307 @@
+"""What the command line says: torchrun's options and ours, checked before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adaptdl_elastic.rendezvous.keys import check_name
+
+PROGRAM = "adaptdl-run"
+MANY_REPLICAS = 65536  # as many as the nodes have room for
+# torchrun's options that have no meaning where plans come from a coordinator, and why
+_NO_MEANING = {
+    "rdzv_backend": "plans come from the coordinator, through etcd",
+    "rdzv_conf": "see --etcd-timeout and --rescale-timeout",
+    "node_rank": "the coordinator gives out ranks",
+    "master_addr": "the node of rank 0 publishes its address",
+    "master_port": "the node of rank 0 publishes its port; --port-range confines it",
+    "monitor_interval": "the agent waits for events and does not poll",
+    "start_method": "replicas are forked from a warm server, or executed with --no-python",
+    "signals_to_handle": "SIGINT, SIGTERM and SIGHUP stop in an orderly way, a second one at once",
+    "logs_specs": "logs are written as --log-dir, --redirects and --tee say",
+}
+
+
+class OptionError(ValueError):
+    """An option can not be used; the message says what was given and what to write instead."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """A checked command line."""
+
+    script: str
+    script_args: tuple[str, ...]
+    mode: str  # "script", "module" or "exec"
+    job: str
+    min_nodes: int
+    max_nodes: int
+    min_slots: int
+    slots: int
+    standalone: bool
+    endpoint: str | None
+    etcd_api: str
+    etcd_ca: str | None
+    etcd_cert: str | None
+    etcd_key: str | None
+    etcd_timeout: float | None
+    cluster: str
+    node_name: str | None
+    local_addr: str | None
+    port_range: tuple[int, int] | None
+    checkpoint_path: str
+    checkpoint_timeout: float
+    checkpoint_interval: float
+    rescale: str
+    rescale_timeout: float
+    max_restarts: int
+    hang_timeout: float | None
+    autoscale: bool
+    event_log: Path | None
+    plot: Path | None
+    summary: bool | None  # None: when a person is watching
+    log_dir: Path | None
+    redirects: str
+    tee: str
+    local_ranks_filter: frozenset[int] | None
+    role: str
+    threads: int | None  # OMP_NUM_THREADS of a replica, unless the environment says it
+    virtual_local_rank: bool
+    event_log_handler: str
+    notes: tuple[str, ...] = ()  # one line each, for the person who typed it
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What is run, as it is shown to people."""
+        return (self.script, *self.script_args)
+
+
+def parser() -> argparse.ArgumentParser:
+    """torchrun's parser, with our options added. Imports torch."""
+    from torch.distributed.run import get_args_parser
+
+    made: argparse.ArgumentParser = get_args_parser()
+    made.prog = PROGRAM
+    made.description = (
+        "Run a PyTorch job whose replicas, batch size and learning rate adapt while it runs. "
+        "Takes what torchrun takes, and the options under 'adaptdl-elastic'."
+    )
+    made.set_defaults(max_restarts=int(os.environ.get("PET_MAX_RESTARTS", "3")))
+    _add_ours(made.add_argument_group("adaptdl-elastic"))
+    return made
+
+
+def _add_ours(group: Any) -> None:
+    add = group.add_argument
+    add("--etcd", metavar="HOST:PORT", help="etcd of the cluster; the same as --rdzv-endpoint (ADAPTDL_ETCD)")
+    add("--etcd-api", choices=["auto", "v2", "v3"], default="auto", help="force a driver (default: ask etcd)")
+    add("--etcd-ca", metavar="PEM", help="CA that etcd's certificate is signed by (ADAPTDL_ETCD_CA)")
+    add("--etcd-cert", metavar="PEM", help="client certificate (ADAPTDL_ETCD_CERT)")
+    add("--etcd-key", metavar="PEM", help="its key (ADAPTDL_ETCD_KEY); user and password: environment only")
+    add("--etcd-timeout", type=float, metavar="S", help="time-out of one operation (default 5)")
+    add("--cluster", default="default", help="several clusters share one etcd by name (default: default)")
+    add("--node-name", metavar="NAME", help="this node's name (default: the host's, made unique)")
+    add("--port-range", metavar="LOW:HIGH", help="ports to listen on (default: any free one)")
+    add("--checkpoint-path", metavar="DIR", help="default: ADAPTDL_CHECKPOINT_PATH, else ./.adaptdl/<job>")
+    add("--checkpoint-timeout", type=float, default=120.0, metavar="S", help="a stop takes at most this long")
+    add("--checkpoint-interval", type=float, default=30.0, metavar="S", help="between periodic checkpoints")
+    add("--rescale", choices=["auto", "inplace", "restart"], default="auto", help="how the size changes")
+    add("--rescale-timeout", type=float, default=60.0, metavar="S", help="newcomers must be ready by then")
+    add("--hang-timeout", type=float, metavar="S", help="kill a replica that takes no step for so long")
+    add("--no-autoscale", action="store_true", help="only `adaptdl scale` changes the size")
+    add("--event-log", type=Path, metavar="FILE", help="append one JSON object per event")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the run when it has ended")
+    add("--summary", action=argparse.BooleanOptionalAction, help="sum the run up (default: on a terminal)")
+
+
+def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> Options:
+    """The checked options; OptionError when they can not be used, SystemExit for --help and the unknown."""
+    made = parser()
+    return check(made.parse_args(arguments), _given(made, arguments), environ)
+
+
+def _given(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> set[str]:
+    """Which options were typed, by their destination."""
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    names = {name: action.dest for action in made._actions for name in action.option_strings}
+    return {names[word.partition("=")[0]] for word in typed if word.partition("=")[0] in names}
+
+
+def check(
+    args: argparse.Namespace, given: set[str], environ: Mapping[str, str], slots_of: Any = None
+) -> Options:
+    """Pure apart from looking at the files that are named: a namespace → Options."""
+    mode = _mode(args)
+    job = _job(args)
+    min_nodes, max_nodes = parse_range("--nnodes", args.nnodes)
+    min_slots, slots = parse_slots(args.nproc_per_node, slots_of or count_devices)
+    endpoint = args.etcd or args.rdzv_endpoint or environ.get("ADAPTDL_ETCD") or None
+    if args.etcd and args.rdzv_endpoint and args.etcd != args.rdzv_endpoint:
+        raise OptionError(f"--etcd {args.etcd} and --rdzv-endpoint {args.rdzv_endpoint} differ: give one")
+    if args.standalone and max_nodes > 1:
+        raise OptionError(f"--standalone is one node, --nnodes={args.nnodes} is not: give --rdzv-endpoint")
+    standalone = bool(args.standalone) or (endpoint is None and max_nodes == 1)
+    if endpoint is None and not standalone:
+        raise OptionError(
+            f"--nnodes={args.nnodes} needs an etcd that all nodes reach: --rdzv-endpoint HOST:PORT"
+        )
+    path = args.checkpoint_path or environ.get("ADAPTDL_CHECKPOINT_PATH") or str(Path(".adaptdl") / job)
+    if "://" not in path:
+        path = str(Path(path).absolute())
+    _check_numbers(args)
+    if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise OptionError(f"--plot {args.plot}: write a name that ends in .png, .svg or .pdf")
+    return Options(
+        script=args.training_script,
+        script_args=tuple(args.training_script_args),
+        mode=mode,
+        job=job,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        min_slots=min_slots,
+        slots=slots,
+        standalone=standalone,
+        endpoint=None if standalone else endpoint,
+        etcd_api=args.etcd_api,
+        etcd_ca=args.etcd_ca,
+        etcd_cert=args.etcd_cert,
+        etcd_key=args.etcd_key,
+        etcd_timeout=args.etcd_timeout,
+        cluster=check_option("--cluster", args.cluster),
+        node_name=check_option("--node-name", args.node_name) if args.node_name else None,
+        local_addr=args.local_addr,
+        port_range=parse_ports(args.port_range) if args.port_range else None,
+        checkpoint_path=path,
+        checkpoint_timeout=args.checkpoint_timeout,
+        checkpoint_interval=args.checkpoint_interval,
+        rescale=args.rescale,
+        rescale_timeout=args.rescale_timeout,
+        max_restarts=args.max_restarts,
+        hang_timeout=args.hang_timeout,
+        autoscale=not args.no_autoscale,
+        event_log=args.event_log,
+        plot=args.plot,
+        summary=args.summary,
+        log_dir=Path(args.log_dir) if args.log_dir else None,
+        redirects=args.redirects,
+        tee=args.tee,
+        local_ranks_filter=_ranks(args.local_ranks_filter),
+        role=args.role,
+        threads=None if "OMP_NUM_THREADS" in environ or slots == 1 else 1,
+        virtual_local_rank=bool(getattr(args, "virtual_local_rank", False)),
+        event_log_handler=getattr(args, "event_log_handler", "null"),
+        notes=_notes(args, given, standalone),
+    )
+
+
+def _mode(args: argparse.Namespace) -> str:
+    if args.no_python and args.module:
+        raise OptionError("--no-python and --module exclude each other: a module needs Python")
+    if args.module:
+        return "module"
+    if args.no_python and not getattr(args, "run_path", False):
+        return "exec"
+    script = Path(args.training_script)
+    if not script.exists():
+        raise OptionError(
+            f"there is no script {args.training_script!r}: give a path that exists from {Path.cwd()}"
+        )
+    return "script"
+
+
+def _job(args: argparse.Namespace) -> str:
+    if args.rdzv_id and args.rdzv_id != "none":
+        return check_option("--rdzv-id", args.rdzv_id)
+    stem = args.training_script.rpartition(".")[2] if args.module else Path(args.training_script).stem
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "job"
+
+
+def check_option(option: str, name: str) -> str:
+    """A name that can be part of a key in the store."""
+    try:
+        return check_name(option, name)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+
+
+def parse_range(option: str, text: str) -> tuple[int, int]:
+    """`N` or `MIN:MAX` with 1 <= MIN <= MAX."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if match is None:
+        raise OptionError(f"{option}={text} is neither a number nor MIN:MAX, as in {option}=1:8")
+    low, high = int(match[1]), int(match[2] or match[1])
+    if not 1 <= low <= high:
+        raise OptionError(
+            f"{option}={text}: MIN must be at least 1 and not more than MAX, as in {option}=1:8"
+        )
+    return low, high
+
+
+def parse_slots(text: str, count: Any) -> tuple[int, int]:
+    """(min_slots, slots): `N` and words such as `gpu` stand for all of them together."""
+    if re.fullmatch(r"[\d:]+", text):
+        return parse_range("--nproc-per-node", text)
+    low, colon, high = text.partition(":")
+    if colon and low.isdigit() and high in ("auto", "gpu", "cpu", "xpu"):
+        slots = count(high)
+        return parse_range("--nproc-per-node", f"{low}:{slots}")
+    slots = count(text)
+    return slots, slots
+
+
+def count_devices(word: str) -> int:
+    """torchrun's `auto`, `cpu`, `gpu`, `xpu`."""
+    from torch.distributed.run import determine_local_world_size
+
+    try:
+        return int(determine_local_world_size(word))
+    except ValueError as error:
+        raise OptionError(
+            f"--nproc-per-node={word}: {str(error).rstrip('.')}; write a number, MIN:MAX, auto, gpu or cpu"
+        ) from None
+
+
+def parse_ports(text: str) -> tuple[int, int]:
+    """`LOW:HIGH` (or `LOW-HIGH`), inclusive."""
+    match = re.fullmatch(r"(\d+)[:-](\d+)", text)
+    if match is None or not 1024 <= int(match[1]) <= int(match[2]) <= 65535:
+        raise OptionError(f"--port-range={text} is not LOW:HIGH between 1024 and 65535, as in 29500:29600")
+    return int(match[1]), int(match[2])
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    if args.max_restarts < 0:
+        raise OptionError(f"--max-restarts={args.max_restarts} must not be negative; 0 means none")
+    for name in (
+        "checkpoint_timeout",
+        "checkpoint_interval",
+        "rescale_timeout",
+        "hang_timeout",
+        "etcd_timeout",
+    ):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise OptionError(f"--{name.replace('_', '-')}={value:g} must be a positive number of seconds")
+
+
+def _ranks(text: str) -> frozenset[int] | None:
+    if not text:
+        return None
+    try:
+        return frozenset(int(part) for part in text.split(","))
+    except ValueError:
+        raise OptionError(f"--local-ranks-filter={text} is not a list of numbers, as in 0,1") from None
+
+
+def _notes(args: argparse.Namespace, given: set[str], standalone: bool) -> tuple[str, ...]:
+    notes = [f"--{n.replace('_', '-')} has no effect: {why}" for n, why in _NO_MEANING.items() if n in given]
+    if standalone and "rdzv_endpoint" in given and args.standalone:
+        notes.append(f"--rdzv-endpoint={args.rdzv_endpoint} has no effect with --standalone")
+    return tuple(notes)

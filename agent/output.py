@@ -1,0 +1,220 @@
+"""Where the replicas' output goes: the terminal, a file, or both, as torchrun's options say.
+
+`<log-dir>/<job>_<random>/attempt_<generation>/<local rank>/{stdout.log,stderr.log,error.json}`, kept
+when the generation and the run are over. What is shown on the terminal and also kept (`--tee`), and
+what must not tear a live display, goes through pipes that one thread reads.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import BinaryIO
+
+OUT, ERR = 1, 2
+_CHUNK = 1 << 16
+
+
+class StreamOptionError(ValueError):
+    """--redirects or --tee can not be read."""
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Which streams (1 stdout, 2 stderr, 3 both, 0 none) of which local rank; `default` for the rest."""
+
+    default: int = 0
+    by_rank: tuple[tuple[int, int], ...] = ()
+
+    def has(self, local_rank: int, stream: int) -> bool:
+        """Whether a stream of a local rank is meant."""
+        return bool(dict(self.by_rank).get(local_rank, 0 if self.by_rank else self.default) & stream)
+
+    @classmethod
+    def parse(cls, option: str, text: str) -> Streams:
+        """torchrun's form: `3`, or `0:1,1:2`."""
+        if re.fullmatch(r"[0-3]", text):
+            return cls(int(text))
+        if re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
+            pairs = (part.split(":") for part in text.split(","))
+            return cls(by_rank=tuple((int(rank), int(streams)) for rank, streams in pairs))
+        raise StreamOptionError(
+            f"{option}={text}: write 1 (stdout), 2 (stderr) or 3 (both), or a list RANK:STREAMS as in 0:3,1:2"
+        )
+
+
+@dataclass
+class Destination:
+    """Descriptors for one replica, to be closed once it has them; None: the agent's own."""
+
+    directory: Path
+    stdout: int | None = None
+    stderr: int | None = None
+
+    @property
+    def error_file(self) -> str:
+        """Where the replica writes why it failed."""
+        return str(self.directory / "error.json")
+
+    def close(self) -> None:
+        """Let go of our copies."""
+        for number in (self.stdout, self.stderr):
+            if number is not None:
+                os.close(number)
+        self.stdout = self.stderr = None
+
+
+class Output:
+    """Opens destinations, and carries what goes through pipes."""
+
+    def __init__(
+        self,
+        job: str,
+        log_dir: Path | None,
+        redirects: Streams,
+        tee: Streams,
+        shown: frozenset[int] | None,
+        role: str = "default",
+        show: Callable[[str], None] | None = None,
+        prefix: str | None = None,
+    ) -> None:
+        base = log_dir or Path(tempfile.gettempdir()) / f"adaptdl-logs-{os.getuid()}"
+        base.mkdir(mode=0o755 if log_dir else 0o700, parents=True, exist_ok=True)
+        self.directory = Path(tempfile.mkdtemp(prefix=f"{job}_", dir=base))
+        self.keep = log_dir is not None  # asked for by name
+        self._redirects, self._tee, self._shown = redirects, tee, shown
+        self._role, self._show = role, show
+        self._prefix = Template(prefix or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or "")
+        self._pump: Pump | None = None
+
+    def open(self, generation: int, local_rank: int, rank: int) -> Destination:
+        """The streams of one replica."""
+        directory = self.directory / f"attempt_{generation}" / str(local_rank)
+        directory.mkdir(parents=True, exist_ok=True)
+        made = Destination(directory)
+        made.stdout = self._open_one(directory, OUT, local_rank, rank)
+        made.stderr = self._open_one(directory, ERR, local_rank, rank)
+        return made
+
+    def _open_one(self, directory: Path, stream: int, local_rank: int, rank: int) -> int | None:
+        path = directory / ("stdout.log" if stream == OUT else "stderr.log")
+        tee = self._tee.has(local_rank, stream)
+        visible = self._shown is None or local_rank in self._shown
+        if not tee and self._redirects.has(local_rank, stream):
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        if not tee and not visible:
+            return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        if not tee and self._show is None:
+            return None
+        file = path.open("ab", buffering=0) if tee else None
+        default = f"[{self._role}{local_rank}]:" if tee else ""
+        prefix = (
+            self._prefix.safe_substitute(role_name=self._role, local_rank=local_rank, rank=rank) or default
+        )
+        shown = self._print(stream, prefix) if visible else None
+        if self._pump is None:
+            self._pump = Pump()
+        return self._pump.pipe(file, shown)
+
+    def _print(self, stream: int, prefix: str) -> Callable[[bytes], None]:
+        show = self._show
+
+        def one(line: bytes) -> None:
+            text = prefix + line.decode(errors="replace").rstrip("\n")
+            if show is not None:
+                show(text)
+            else:
+                print(text, file=sys.stdout if stream == OUT else sys.stderr, flush=True)
+
+        return one
+
+    def close(self) -> None:
+        """Show what is left in the pipes, and remove the directory if nobody asked for it and it is empty."""
+        if self._pump is not None:
+            self._pump.close()
+        if not self.keep:
+            for directory, _, _ in sorted(os.walk(self.directory), reverse=True):
+                with suppress(OSError):
+                    Path(directory).rmdir()
+
+
+class Pump(threading.Thread):
+    """Reads pipes, writes all of it to a file and line by line to the terminal."""
+
+    def __init__(self) -> None:
+        super().__init__(name="output", daemon=True)
+        self._selector = selectors.DefaultSelector()
+        self._lock = threading.Lock()
+        self._wake_read, self._wake_write = os.pipe()
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._closing = False
+        self.start()
+
+    def pipe(self, file: BinaryIO | None, shown: Callable[[bytes], None] | None) -> int:
+        """The end to write to; the reading one ends when every writer has closed."""
+        read, write = os.pipe()
+        with self._lock:
+            self._selector.register(read, selectors.EVENT_READ, _Flow(file, shown))
+        os.write(self._wake_write, b"\0")
+        return write
+
+    def run(self) -> None:
+        """The thread."""
+        while True:
+            ready = self._selector.select(0.2 if self._closing else None)
+            if self._closing and not any(key.data for key, _ in ready):
+                break
+            for key, _ in ready:
+                data = os.read(key.fd, _CHUNK)
+                if key.data is None:
+                    continue
+                if data:
+                    key.data.feed(data)
+                else:
+                    with self._lock:
+                        self._selector.unregister(key.fd)
+                    os.close(key.fd)
+                    key.data.end()
+
+    def close(self) -> None:
+        """Carry what is there, then end."""
+        self._closing = True
+        os.write(self._wake_write, b"\0")
+        self.join(5)
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                key.data.end()
+            os.close(key.fd)
+        os.close(self._wake_write)
+        self._selector.close()
+
+
+class _Flow:
+    """One stream of one replica on its way."""
+
+    def __init__(self, file: BinaryIO | None, shown: Callable[[bytes], None] | None) -> None:
+        self._file, self._shown, self._rest = file, shown, b""
+
+    def feed(self, data: bytes) -> None:
+        if self._file is not None:
+            self._file.write(data)
+        if self._shown is not None:
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                self._shown(line)
+
+    def end(self) -> None:
+        if self._shown is not None and self._rest:
+            self._shown(self._rest)
+        self._rest = b""
+        if self._file is not None:
+            self._file.close()
