@@ -62,6 +62,7 @@ class Session:
         self.identity = identity
         self.channel = channel
         self.states: dict[str, State] = {}  # in the order of registration
+        self.scratch: dict[str, Any] = {}  # what one module keeps for itself, by its name
         self.reducer: Reducer | None = None  # the library's collectives, once connected
         self.step = 0  # optimizer steps finished since the job began
         self.epoch: int | None = None  # of the epoch loop that runs
@@ -103,7 +104,7 @@ class Session:
             if self._metrics is None:
                 from adaptdl_elastic.torch._metrics import Metrics
 
-                self._metrics = Metrics()
+                self._metrics = Metrics(self)
             return self._metrics
 
     @property
@@ -124,6 +125,14 @@ class Session:
     def start(self) -> None:
         """Say hello to the agent and take its orders, and the terminal's. Again does nothing."""
         self.control.start()
+
+    def on_control(self, sender: int, message: Any) -> None:
+        """Another replica's control message arrived (in the reducer's thread)."""
+        self.control.on_message(sender, message)
+
+    def on_lost(self, rank: int) -> None:
+        """Another replica is gone (in the reducer's thread)."""
+        self.control.on_lost(rank)
 
     def hello(self) -> dict[str, Any]:
         """What an agent is told first."""

@@ -1,1 +1,80 @@
-"""TODO"""
+"""What a training script imports: AdaptDL's names, on `torch.distributed`.
+
+    import adaptdl_elastic.torch as adl
+
+    adl.init_process_group("gloo")
+    loader = adl.AdaptiveDataLoader(dataset, batch_size=64, shuffle=True)
+    loader.autoscale_batch_size(1024)
+    model = adl.AdaptiveDataParallel(model, optimizer, lr_scheduler)
+    for epoch in adl.remaining_epochs_until(30):
+        for inputs, targets in loader:
+            ...
+
+Names are imported when they are used (PEP 562): a script that needs only the loaders does not wait for
+the rest.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from adaptdl_elastic.torch._process_group import init_process_group
+    from adaptdl_elastic.torch._report import rank, report, world_size
+    from adaptdl_elastic.torch.accumulator import Accumulator
+    from adaptdl_elastic.torch.data import (
+        AdaptiveDataLoader,
+        AdaptiveDataLoaderHelper,
+        AdaptiveDataLoaderMixin,
+        ElasticSampler,
+        current_dataloader,
+    )
+    from adaptdl_elastic.torch.epoch import current_epoch, finished_epochs, remaining_epochs_until
+    from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
+
+__all__ = [
+    "Accumulator",
+    "AdaptiveDataLoader",
+    "AdaptiveDataLoaderHelper",
+    "AdaptiveDataLoaderMixin",
+    "AdaptiveDataParallel",
+    "ElasticSampler",
+    "current_dataloader",
+    "current_epoch",
+    "finished_epochs",
+    "init_process_group",
+    "rank",
+    "remaining_epochs_until",
+    "report",
+    "world_size",
+]
+
+_HOMES = {
+    "Accumulator": "accumulator",
+    "AdaptiveDataLoader": "data",
+    "AdaptiveDataLoaderHelper": "data",
+    "AdaptiveDataLoaderMixin": "data",
+    "AdaptiveDataParallel": "parallel",
+    "ElasticSampler": "data",
+    "current_dataloader": "data",
+    "current_epoch": "epoch",
+    "finished_epochs": "epoch",
+    "init_process_group": "_process_group",
+    "rank": "_report",
+    "remaining_epochs_until": "epoch",
+    "report": "_report",
+    "world_size": "_report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

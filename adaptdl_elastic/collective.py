@@ -1,0 +1,110 @@
+"""Collectives on small Python objects, for a script's own counters and decisions.
+
+Not for tensors on their way through the network at every step: that is what torch.distributed is for.
+Every replica must call the same functions in the same order; each call carries the place in the script
+that made it, and replicas that have come apart get an error instead of a wrong result. A script that is
+alone needs no `initialize`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from adaptdl_elastic import _session, env
+from adaptdl_elastic.reducer import Future, ReduceFn, Reducer, default_reduce_fn
+
+__all__ = ["allreduce", "allreduce_async", "broadcast", "initialize", "teardown"]
+
+_HERE = str(Path(__file__).parent)
+
+
+def initialize(
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    replica_rank: int | None = None,
+    num_replicas: int | None = None,
+) -> None:
+    """Connect to the other replicas; every one of them must call it.
+
+    `adaptdl_elastic.torch.init_process_group` does this. Arguments that are None are read from the
+    environment (see `adaptdl_elastic.env`).
+
+    Raises:
+        RuntimeError: when it has been called already, or the others can not be reached.
+    """
+    session = _session.current()
+    if session.reducer is not None:
+        raise RuntimeError("the collectives are initialized already; call teardown() first")
+    replicas = session.replicas if num_replicas is None else num_replicas
+    session.reducer = Reducer(
+        session.rank if replica_rank is None else replica_rank,
+        replicas,
+        env.master_addr() if master_addr is None else master_addr,
+        env.master_port() if master_port is None else master_port,
+        secret=env.secret(),
+        on_control=session.on_control,
+        on_lost=session.on_lost,
+    )
+
+
+def teardown() -> None:
+    """Disconnect from the other replicas.
+
+    Raises:
+        RuntimeError: when there is nothing to tear down.
+    """
+    session = _session.current()
+    if session.reducer is None:
+        raise RuntimeError("the collectives are not initialized")
+    session.reducer.close()
+    session.reducer = None
+
+
+def allreduce(value: Any, reduce_fn: ReduceFn = default_reduce_fn, *, tag: str | None = None) -> Any:
+    """Every replica's `value` combined in the order of the ranks; the same result on every replica.
+
+    Args:
+        value: Any object that can be pickled.
+        reduce_fn: Combines two values into one; runs on rank 0, on values that it may change.
+        tag: What this call is, compared between replicas. None: the line of the script that calls.
+
+    Raises:
+        RuntimeError: when a replica is gone (`reducer.PeerLostError`), or stands elsewhere in the script
+            (`reducer.CollectiveMismatchError`), or the collectives are not initialized.
+    """
+    return _reducer().allreduce(value, reduce_fn, _tag("allreduce", tag))
+
+
+def allreduce_async(value: Any, reduce_fn: ReduceFn = default_reduce_fn, *, tag: str | None = None) -> Future:
+    """As `allreduce`, returning a `reducer.Future` whose `result()` waits."""
+    return _reducer().allreduce_async(value, reduce_fn, _tag("allreduce", tag))
+
+
+def broadcast(value: Any, *, tag: str | None = None) -> Any:
+    """Rank 0's `value`, on every replica. What the others pass is ignored. Errors as `allreduce`."""
+    return _reducer().broadcast(value, _tag("broadcast", tag))
+
+
+def _reducer() -> Reducer:
+    session = _session.current()
+    if session.reducer is None:
+        if session.replicas > 1:
+            raise RuntimeError(
+                f"this is one of {session.replicas} replicas and they are not connected: call "
+                f"adaptdl_elastic.torch.init_process_group (or collective.initialize) first"
+            )
+        session.reducer = Reducer(0, 1)
+    return session.reducer
+
+
+def _tag(kind: str, tag: str | None) -> str:
+    """What the replicas compare: the call, its place in the script, and the epoch."""
+    if tag is None:
+        frame = sys._getframe(2)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+            frame = frame.f_back
+        tag = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    epoch = _session.current().epoch
+    return f"{kind} {tag}" if epoch is None else f"{kind} {tag} in epoch {epoch}"

@@ -1,0 +1,417 @@
+"""Collectives on small Python objects between replicas, apart from torch's.
+
+A star: rank 0 listens, the others connect. Every call has a sequence number and a tag (where in the
+script it stands); rank 0 combines the contributions of one number in the order of the ranks and sends
+the result to everybody. Different tags under one number mean that the replicas' control flow has come
+apart, and are an error on every replica instead of a wrong sum. A replica that is gone fails every
+collective that needs it, at once; nothing waits for it.
+
+The same connections carry the library's control messages (`send_control`), which any thread may send at
+any time. With one replica there are no sockets and no threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from adaptdl_elastic import _wire
+
+log = logging.getLogger(__name__)
+
+ReduceFn = Callable[[Any, Any], Any]
+ControlHandler = Callable[[int, Any], None]
+
+_CONTRIBUTION, _RESULT, _FAILURE, _CONTROL, _GOODBYE = range(5)
+CONNECT_TIMEOUT = 120.0
+
+
+class CollectiveError(RuntimeError):
+    """A collective could not be carried out."""
+
+
+class PeerLostError(CollectiveError):
+    """A replica that the collective needs is gone."""
+
+
+class CollectiveMismatchError(CollectiveError):
+    """The replicas called different collectives."""
+
+
+def default_reduce_fn(a: Any, b: Any) -> Any:
+    """The sum."""
+    return a + b
+
+
+class Future:
+    """The result of a collective that may not have finished yet."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._value: Any = None
+        self._error: Exception | None = None
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        return self._done.is_set()
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the result. TimeoutError after `timeout` seconds; CollectiveError when it failed."""
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"the other replicas did not answer within {timeout} s")
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def _set(self, value: Any = None, error: Exception | None = None) -> None:
+        if not self._done.is_set():
+            self._value, self._error = value, error
+            self._done.set()
+
+
+class _Call:
+    """One collective on rank 0, while contributions come in."""
+
+    def __init__(self) -> None:
+        self.contributions: dict[int, bytes] = {}
+        self.reduce_fn: ReduceFn | None = None
+        self.own: Any = None
+        self.tag: str | None = None  # None: rank 0 itself has not called yet
+        self.future = Future()
+
+
+class Reducer:
+    """One replica's connections to the others.
+
+    Args:
+        rank: This replica's.
+        replicas: How many there are.
+        root_host: Host that rank 0 listens on, and the others connect to.
+        root_port: Its port; 0 on rank 0 takes a free one (see `port`).
+        secret: Key that both sides must know. None: only plain types are exchanged.
+        timeout: Seconds until all replicas must be connected.
+        on_control: Called with (sender's rank, message) for every control message, in a thread of ours.
+        on_lost: Called with the rank of a replica that went without a goodbye, in a thread of ours.
+        publish: Called on rank 0 with the port, before it waits for the others.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        replicas: int,
+        root_host: str = "127.0.0.1",
+        root_port: int = 0,
+        *,
+        secret: bytes | None = None,
+        timeout: float = CONNECT_TIMEOUT,
+        on_control: ControlHandler | None = None,
+        on_lost: Callable[[int], None] | None = None,
+        publish: Callable[[int], None] | None = None,
+    ) -> None:
+        if not 0 <= rank < replicas:
+            raise ValueError(f"rank {rank} of {replicas} replicas: a rank counts from 0")
+        self.rank, self.replicas, self.port = rank, replicas, root_port
+        self.on_control, self.on_lost = on_control, on_lost
+        self._trusted = secret is not None
+        self._lock = threading.Lock()
+        self._sequence = 0
+        self._calls: dict[int, _Call] = {}  # rank 0
+        self._futures: dict[int, Future] = {}  # the others
+        self._lost: dict[int, str] = {}
+        self._closing = False
+        self._send_locks: dict[int, threading.Lock] = {}
+        self._peers: dict[int, socket.socket] = {}
+        if replicas == 1:
+            return
+        if rank == 0:
+            self._listen(root_host, root_port, secret, timeout, publish)
+        else:
+            self._connect(root_host, root_port, secret, timeout)
+        self._send_locks = {peer: threading.Lock() for peer in self._peers}
+        threading.Thread(target=self._read_loop, name="adaptdl-reducer", daemon=True).start()
+
+    # -- connecting --------------------------------------------------------------------------------
+
+    def _listen(
+        self,
+        host: str,
+        port: int,
+        secret: bytes | None,
+        timeout: float,
+        publish: Callable[[int], None] | None,
+    ) -> None:
+        deadline = time.monotonic() + timeout
+        with _bind(host, port, self.replicas) as server:
+            self.port = server.getsockname()[1]
+            if publish is not None:
+                publish(self.port)
+            while len(self._peers) < self.replicas - 1:
+                left = deadline - time.monotonic()
+                server.settimeout(max(left, 0.001))
+                try:
+                    sock, address = server.accept()
+                except TimeoutError:
+                    missing = sorted(set(range(1, self.replicas)) - set(self._peers))
+                    raise CollectiveError(
+                        f"ranks {missing} have not connected to {host}:{self.port} within {timeout:.0f} s"
+                    ) from None
+                self._welcome(sock, address, secret, min(max(left, 0.001), 10.0))
+
+    def _welcome(self, sock: socket.socket, address: Any, secret: bytes | None, timeout: float) -> None:
+        try:
+            rank = _wire.answer(sock, secret, timeout)
+            if not 0 < rank < self.replicas or rank in self._peers:
+                raise ConnectionError(f"a second rank {rank} of {self.replicas} replicas")
+        except OSError as error:
+            log.warning("refused a connection from %s: %s", address[0], error)
+            sock.close()
+            return
+        self._peers[rank] = _tuned(sock)
+
+    def _connect(self, host: str, port: int, secret: bytes | None, timeout: float) -> None:
+        deadline, delay = time.monotonic() + timeout, 0.005
+        while True:
+            try:
+                sock = socket.create_connection((host, port), timeout=min(timeout, 10.0))
+                try:
+                    _wire.introduce(sock, secret, self.rank, timeout)
+                except BaseException:
+                    sock.close()
+                    raise
+            except _wire.AuthenticationError:
+                raise
+            except OSError as error:
+                if time.monotonic() + delay > deadline:
+                    raise CollectiveError(
+                        f"rank 0 does not answer at {host}:{port} within {timeout:.0f} s ({error}); "
+                        f"ADAPTDL_MASTER_ADDR and ADAPTDL_MASTER_PORT say where it is"
+                    ) from None
+                time.sleep(delay)
+                delay = min(delay * 1.5, 0.5)
+            else:
+                self._peers[0] = _tuned(sock)
+                return
+
+    # -- collectives -------------------------------------------------------------------------------
+
+    def allreduce(self, value: Any, reduce_fn: ReduceFn = default_reduce_fn, tag: str = "") -> Any:
+        """`value` of every replica combined by `reduce_fn`, in the order of the ranks, on every replica."""
+        return self.allreduce_async(value, reduce_fn, tag).result()
+
+    def allreduce_async(self, value: Any, reduce_fn: ReduceFn = default_reduce_fn, tag: str = "") -> Future:
+        """As `allreduce`, without waiting. `reduce_fn` runs on rank 0."""
+        return self._start(value, reduce_fn, tag)
+
+    def broadcast(self, value: Any, tag: str = "") -> Any:
+        """Rank 0's `value`, on every replica."""
+        return self._start(value if self.rank == 0 else None, _first, tag).result()
+
+    def barrier(self, tag: str = "") -> None:
+        """Return once every replica has called it."""
+        self.broadcast(None, tag)
+
+    def _start(self, value: Any, reduce_fn: ReduceFn, tag: str) -> Future:
+        if self.replicas == 1:
+            future = Future()
+            future._set(value)
+            return future
+        payload = b"" if self.rank == 0 else _wire.dumps((tag, value))
+        with self._lock:
+            if self._closing:
+                raise CollectiveError("the collectives have been torn down")
+            sequence = self._sequence
+            self._sequence += 1
+            if self.rank != 0:
+                future = self._futures[sequence] = Future()
+                lost = self._lost.get(0)
+            else:
+                call = self._calls.setdefault(sequence, _Call())
+                call.own, call.reduce_fn, call.tag = value, reduce_fn, tag
+                future, lost = call.future, None
+        if self.rank == 0:
+            self._advance(sequence)
+        elif lost is not None:
+            future._set(error=PeerLostError(lost))
+        else:
+            self._send(0, _CONTRIBUTION, sequence.to_bytes(8, "big") + payload)
+        return future
+
+    def _advance(self, sequence: int) -> None:
+        """Rank 0: finish the call if nothing is missing any more, or can come."""
+        with self._lock:
+            call = self._calls.get(sequence)
+            if call is None or call.tag is None:
+                return
+            missing = set(range(1, self.replicas)) - set(call.contributions)
+            lost = sorted(missing & set(self._lost))
+            if missing and not lost:
+                return
+            del self._calls[sequence]
+        try:
+            if lost:
+                raise PeerLostError(self._lost[lost[0]])
+            value = self._combine(call)
+            payload = _wire.dumps(value)
+        except Exception as error:  # the user's reduce_fn included: everybody must hear of it
+            failure = error if isinstance(error, CollectiveError) else CollectiveError(f"{error!r}")
+            failure.__cause__ = None if failure is error else error
+            self._spread(_FAILURE, sequence, _wire.dumps((type(failure).__name__, str(failure))))
+            call.future._set(error=failure)
+        else:
+            self._spread(_RESULT, sequence, payload)
+            call.future._set(value)
+
+    def _combine(self, call: _Call) -> Any:
+        assert call.reduce_fn is not None
+        value = call.own
+        for rank in range(1, self.replicas):
+            tag, other = _wire.loads(call.contributions[rank], self._trusted)
+            if tag != call.tag:
+                raise CollectiveMismatchError(
+                    f"rank {rank} is at {tag or 'an unnamed collective'} while rank 0 is at "
+                    f"{call.tag or 'an unnamed collective'}: every replica must call the same collectives "
+                    f"in the same order (is one of them under a condition that differs between replicas?)"
+                )
+            value = call.reduce_fn(value, other)
+        return value
+
+    def _spread(self, kind: int, sequence: int, payload: bytes) -> None:
+        for peer in list(self._peers):
+            self._send(peer, kind, sequence.to_bytes(8, "big") + payload)
+
+    # -- control messages --------------------------------------------------------------------------
+
+    def send_control(self, rank: int, message: Any) -> None:
+        """Send `message` to rank 0, or from rank 0 to `rank`; to oneself it is delivered at once."""
+        if rank == self.rank:
+            if self.on_control is not None:
+                self.on_control(self.rank, message)
+        elif rank in self._peers:
+            self._send(rank, _CONTROL, _wire.dumps(message))
+
+    def _send(self, peer: int, kind: int, payload: bytes) -> None:
+        try:
+            with self._send_locks[peer]:
+                _wire.send_frame(self._peers[peer], kind, payload)
+        except (OSError, KeyError):
+            pass  # the reading side notices that the peer is gone, and says so
+
+    # -- receiving ---------------------------------------------------------------------------------
+
+    def _read_loop(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for peer, sock in self._peers.items():
+                selector.register(sock, selectors.EVENT_READ, peer)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    peer = key.data
+                    try:
+                        kind, payload = _wire.receive_frame(self._peers[peer])
+                    except (OSError, ValueError) as error:
+                        selector.unregister(key.fileobj)
+                        self._on_lost(peer, str(error))
+                        continue
+                    try:
+                        if not self._on_frame(peer, kind, payload):
+                            selector.unregister(key.fileobj)
+                    except Exception:  # a control handler's mistake must not end the reading
+                        log.exception("control message from rank %d", peer)
+
+    def _on_frame(self, peer: int, kind: int, payload: bytes) -> bool:
+        if kind == _CONTRIBUTION:
+            sequence = int.from_bytes(payload[:8], "big")
+            with self._lock:
+                self._calls.setdefault(sequence, _Call()).contributions[peer] = payload[8:]
+            self._advance(sequence)
+        elif kind in (_RESULT, _FAILURE):
+            self._finish(int.from_bytes(payload[:8], "big"), kind, payload[8:])
+        elif kind == _CONTROL and self.on_control is not None:
+            self.on_control(peer, _wire.loads(payload, self._trusted))
+        elif kind == _GOODBYE:
+            self._gone(peer, f"rank {peer} has finished")
+            return False
+        return True
+
+    def _finish(self, sequence: int, kind: int, payload: bytes) -> None:
+        with self._lock:
+            future = self._futures.pop(sequence, None)
+        if future is None:
+            return
+        try:
+            value = _wire.loads(payload, self._trusted)
+        except Exception as error:
+            future._set(error=CollectiveError(str(error)))
+            return
+        if kind == _RESULT:
+            future._set(value)
+        else:
+            future._set(error=_ERRORS.get(value[0], CollectiveError)(value[1]))
+
+    def _on_lost(self, peer: int, reason: str) -> None:
+        with self._lock:
+            closing = self._closing
+        if closing:
+            return
+        self._gone(peer, f"rank {peer} is gone ({reason})")
+        if self.on_lost is not None:
+            self.on_lost(peer)
+
+    def _gone(self, peer: int, reason: str) -> None:
+        with self._lock:
+            self._lost[peer] = reason
+            waiting = list(self._calls)
+            futures = list(self._futures.values())
+            self._futures.clear()
+        for future in futures:
+            future._set(error=PeerLostError(reason))
+        for sequence in waiting:
+            self._advance(sequence)
+
+    def close(self) -> None:
+        """Say goodbye and disconnect. Whoever still waits for a result gets a CollectiveError."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        for peer in list(self._peers):
+            self._send(peer, _GOODBYE, b"")
+        for sock in self._peers.values():
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+        with self._lock:
+            waiting = [*self._futures.values(), *(call.future for call in self._calls.values())]
+        for future in waiting:
+            future._set(error=CollectiveError("the collectives have been torn down"))
+
+
+_ERRORS: dict[str, type[CollectiveError]] = {
+    kind.__name__: kind for kind in (CollectiveError, PeerLostError, CollectiveMismatchError)
+}
+
+
+def _first(a: Any, b: Any) -> Any:
+    return a
+
+
+def _bind(host: str, port: int, backlog: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=max(backlog, 16))
+    except OSError as error:
+        raise CollectiveError(
+            f"rank 0 can not listen on {host}:{port} ({error.strerror or error}); set ADAPTDL_MASTER_ADDR to "
+            f"an address of this machine and ADAPTDL_MASTER_PORT to a free port"
+        ) from None
+
+
+def _tuned(sock: socket.socket) -> socket.socket:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return sock

@@ -1,0 +1,495 @@
+"""What every elastic data loader has in common: position, batch size, and the pace of its loop.
+
+`AdaptiveDataLoaderHelper` is for loaders of one's own, used as AdaptDL's::
+
+    class MyLoader(AdaptiveDataLoaderMixin):
+        def __iter__(self):
+            with self._elastic.context():
+                if self._elastic.skipdone():
+                    return
+                while self._elastic.current_index < self._elastic.end_index:
+                    batch = ...  # current_local_bsz samples of this replica
+                    with self._elastic.profile():
+                        yield batch
+                        self._elastic.current_index += ...  # samples of all replicas
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from adaptdl_elastic import _session, collective
+from adaptdl_elastic.torch._loops import Loops, loops
+from adaptdl_elastic.torch._partition import Window, local_batch, share
+
+if TYPE_CHECKING:
+    from adaptdl_elastic.torch._control import Command
+
+_SCRATCH = "data"
+
+
+class LoaderRegistry:
+    """The loaders of a session."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.current: AdaptiveDataLoaderHelper | None = None  # whose loop is under way
+        self.training: AdaptiveDataLoaderHelper | None = None  # the one that models are trained with
+
+
+def registry() -> LoaderRegistry:
+    """The loaders of this process's session."""
+    scratch = _session.current().scratch
+    found = scratch.setdefault(_SCRATCH, LoaderRegistry())
+    assert isinstance(found, LoaderRegistry)
+    return found
+
+
+def current_dataloader() -> AdaptiveDataLoaderHelper | None:
+    """The helper of the loader whose loop is under way in this process, None outside of data loops."""
+    return registry().current
+
+
+class AdaptiveDataLoaderHelper:
+    """Position, batch size and pace of one loader.
+
+    Args:
+        batch_size: Samples per optimizer step over all replicas, at first.
+    """
+
+    def __init__(self, batch_size: int = 1) -> None:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(
+                f"batch_size={batch_size!r}: give the number of samples per step over all replicas, 1 or more"
+            )
+        self.batch_size = batch_size
+        self.end_index: int = 0
+        self._registry = registry()
+        self.number = self._registry.count
+        self._registry.count += 1
+        self._max_batch_size: int | None = None
+        self._local_bounds: tuple[int, int] | None = None
+        self._accumulation = False
+        self._atomic = local_batch(batch_size, self.replicas)
+        self._accum = 0
+        self._generation: int | None = None  # whose best batch size was asked for
+        self._loops: Loops | None = None
+        self._skipped = False
+        # the window under way
+        self._window: Window | None = None  # None: a loader of one's own, whose windows are not planned
+        self._chunk = 0
+
+    # -- where it is -------------------------------------------------------------------------------
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas share the data."""
+        return _session.current().replicas
+
+    @property
+    def current_index(self) -> int:
+        """Samples that this loop has handed out so far, on all replicas together, over all passes."""
+        return self._running().index
+
+    @current_index.setter
+    def current_index(self, index: int) -> None:
+        self._running().index = index
+
+    def _running(self) -> Loops:
+        if self._loops is None:
+            raise RuntimeError("the position of a data loop is known only inside of its context()")
+        return self._loops
+
+    # -- batch size --------------------------------------------------------------------------------
+
+    @property
+    def max_batch_size(self) -> int | None:
+        """Largest batch size that may be chosen; None: it stays as it was given."""
+        return self._max_batch_size
+
+    @property
+    def local_bsz_bounds(self) -> tuple[int, int] | None:
+        """Smallest and largest atomic batch size, None where any will do."""
+        return self._local_bounds
+
+    @property
+    def current_local_bsz(self) -> int:
+        """Samples of a full batch on this replica: the atomic batch size."""
+        return self._atomic
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Batches without an optimizer step in the window under way; the last of an epoch may have fewer."""
+        if self._window is not None:
+            return len(self._window) - 1
+        return self._accum if self.training else 0
+
+    @property
+    def current_batch_size(self) -> int:
+        """Samples of a full optimizer step, over all replicas."""
+        return self.replicas * self._atomic * (self._accum + 1 if self.training else 1)
+
+    def is_accum_step(self) -> bool:
+        """Whether the batch just handed out is followed by others before the optimizer steps."""
+        return self._chunk < self.accumulation_steps
+
+    def is_optim_step(self) -> bool:
+        """Whether the optimizer steps after the batch just handed out."""
+        return not self.is_accum_step()
+
+    @property
+    def window_samples(self) -> int:
+        """Samples of the present optimizer step: all replicas, all its batches."""
+        return self.current_batch_size if self._window is None else sum(self._window)
+
+    @property
+    def local_samples(self) -> int:
+        """Samples of the batch just handed out that count: 0 where it only fills a gap."""
+        if self._window is None:
+            return self._atomic
+        return share(self._window[self._chunk], self.replicas, _session.current().rank)
+
+    @property
+    def gradient_weight(self) -> float:
+        """What this batch's mean gradient has to be multiplied by: 1 unless the window is uneven.
+
+        Relative to the plain mean over replicas and over the window's batches.
+        """
+        if self._window is None:
+            return 1.0
+        return self.local_samples * self.replicas * len(self._window) / sum(self._window)
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the batch size is chosen while training."""
+        return self._max_batch_size is not None
+
+    @property
+    def training(self) -> bool:
+        """Whether models are trained with this loader."""
+        return self._registry.training is self
+
+    @property
+    def training_unknown(self) -> bool:
+        """Whether no loader has been used for training yet."""
+        return self._registry.training is None
+
+    @property
+    def settled(self) -> tuple[int, int, int]:
+        """Changes whenever the shares of the replicas do: the iterator has to begin anew."""
+        return _session.current().generation, self._atomic, self._accum
+
+    def train(self) -> None:
+        """Make this the loader that models are trained with. There can be one only.
+
+        AdaptiveDataParallel calls it when a module in training mode is fed from this loader.
+        """
+        known = self._registry.training
+        if known is self:
+            return
+        if known is not None and known.adaptive:
+            raise RuntimeError(
+                "a second loader would be used for training: autoscale_batch_size was called on another one"
+            )
+        self._registry.training = self
+        self._announce_limits()
+
+    def _announce_limits(self) -> None:
+        metrics = _session.current().metrics
+        metrics.set_batch_size(self.batch_size, self._max_batch_size, self._local_bounds, self._accumulation)
+        metrics.current(self._atomic, self._accum)
+
+    def autoscale_batch_size(
+        self,
+        max_batch_size: int,
+        local_bsz_bounds: tuple[int | None, int | None] | None = None,
+        gradient_accumulation: bool = False,
+    ) -> None:
+        """Have the batch size chosen while training, and make this the loader to train with.
+
+        Args:
+            max_batch_size: Largest batch size, over all replicas.
+            local_bsz_bounds: Smallest and largest batch of one replica, as memory allows; None: no bound.
+            gradient_accumulation: Whether several batches may be accumulated to one step.
+
+        Raises:
+            ValueError: when the initial batch size does not fit these limits.
+        """
+        bounds = _check_bounds(self.batch_size, max_batch_size, local_bsz_bounds)
+        if bounds is not None and not gradient_accumulation:
+            local = local_batch(self.batch_size, self.replicas)
+            if bounds[1] < local:
+                raise ValueError(
+                    f"local_bsz_bounds={local_bsz_bounds}: a batch of {self.batch_size} is {local} on each "
+                    f"of {self.replicas} replicas, above the largest; raise it, or give "
+                    f"gradient_accumulation=True"
+                )
+        known = self._registry.training
+        if known is not None and known is not self and known.adaptive:
+            raise RuntimeError("autoscale_batch_size was called on another loader already; only one trains")
+        self._max_batch_size, self._local_bounds = max_batch_size, bounds
+        self._accumulation = gradient_accumulation
+        self._registry.training = self
+        self._generation = None
+        self._announce_limits()
+
+    def _sync_local_bsz(self) -> int:
+        """Settle the batch size of this generation, the same on every replica; the atomic batch size."""
+        session = _session.current()
+        if self._generation != session.generation:
+            self._generation = session.generation
+            self._atomic, self._accum = self._initial()
+            if self.adaptive:
+                best = session.metrics.best_batch_size() if session.rank == 0 else None
+                chosen = None if best is None else (best.atomic_bsz, best.accumulation_steps)
+                chosen = collective.broadcast(chosen, tag="batch size")
+                if chosen is not None:
+                    self._atomic, self._accum = chosen
+                session.control.handlers["batch_size"] = self._change
+                if self._poll not in session.control.polls:
+                    session.control.polls.append(self._poll)
+            if self.training:
+                session.metrics.current(self._atomic, self._accum)
+        return self._atomic
+
+    def _initial(self) -> tuple[int, int]:
+        """The batch size that was given, on the replicas that there are, within the bounds."""
+        atomic = local_batch(self.batch_size, self.replicas)
+        if self._local_bounds is None:
+            return atomic, 0
+        low, high = self._local_bounds
+        passes = -(-atomic // high)
+        return max(-(-atomic // passes), low), passes - 1
+
+    def _poll(self) -> Command | None:
+        """In rank 0's control thread: a better batch size, if one was found."""
+        better = _session.current().metrics.suggestion()
+        if better is None or (better.atomic_bsz, better.accumulation_steps) == (self._atomic, self._accum):
+            return None
+        return {
+            "kind": "batch_size",
+            "atomic": better.atomic_bsz,
+            "accumulation": better.accumulation_steps,
+        }
+
+    def _change(self, command: Command) -> None:
+        """At an agreed boundary, on every replica."""
+        self._atomic, self._accum = command["atomic"], command["accumulation"]
+        _session.current().metrics.current(self._atomic, self._accum)
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """All of a data loop happens inside of this.
+
+        Raises:
+            RuntimeError: outside of an epoch loop, or inside another data loop.
+        """
+        session = _session.current()
+        session.start()
+        state = loops()
+        if self._registry.current is not None and state.looping:
+            state.enter()  # raises
+        self._registry.current = self
+        ended = False
+        try:
+            self._skipped = not state.enter()
+            self._loops, self._chunk, self._window = state, 0, None
+            if state.index == 0 and not self._skipped:
+                state.start_progress = session.metrics.get_progress() if self.adaptive else 0.0
+            try:
+                yield
+                ended = True
+            except GeneratorExit:  # the loop's body said `break`
+                ended = True
+                raise
+        finally:
+            if state.looping:
+                state.leave(ended and not self._skipped)
+            self._registry.current = None
+            self._loops = self._window = None
+            self.pause()
+
+    def pause(self) -> None:
+        """What happens until the next batch is no part of a step."""
+        if self.training:
+            _session.current().metrics.pause()
+
+    def skipdone(self) -> bool:
+        """Whether this loop had ended already before a restart, and must hand out nothing now."""
+        if self._loops is None:
+            raise RuntimeError("skipdone() belongs inside of context()")
+        return self._skipped
+
+    @contextmanager
+    def profile(self, commit: bool = True) -> Iterator[None]:
+        """Around the `yield` of one batch: measures it, and at its end does what all replicas agreed on.
+
+        The body must have moved `current_index` on when it ends. With `commit` False the time is not
+        recorded (the first batch after an iterator has started).
+        """
+        self.begin_batch()
+        yield
+        self.end_batch(commit)
+
+    def begin_window(self, window: Window) -> None:
+        """The next batches are those of `window`."""
+        self._window, self._chunk = window, 0
+
+    def begin_batch(self) -> None:
+        """A batch is about to be handed out."""
+        if self.training:
+            _session.current().metrics.profile_step_start(self._atomic)
+
+    def end_batch(self, commit: bool = True, even: bool = True) -> None:
+        """The loop's body has done with the batch, and `current_index` is behind it."""
+        session, state, training = _session.current(), self._running(), self.training
+        accumulating = self.is_accum_step()
+        if training:
+            if commit and even:
+                session.metrics.profile_step_commit(accumulating)
+            else:
+                session.metrics.pause()
+        if accumulating:
+            self._chunk += 1
+            return
+        self._chunk = 0
+        if training or self._registry.training is None:
+            session.step += 1
+            if self._window is not None or training:
+                state.samples += self.window_samples
+            session.last_step_time = time.time()
+            if training:
+                self._report_position(session, state)
+        session.control.report_step()
+        state.boundary()
+
+    def _report_position(self, session: _session.Session, state: Loops) -> None:
+        done = total = None
+        if self.end_index:
+            done = float(state.finished * self.end_index + min(state.index, self.end_index))
+            total = None if state.until is None else float(state.until * self.end_index)
+        session.metrics.update_position(
+            step=session.step,
+            epoch=state.finished,
+            epochs=state.until,
+            samples_done=done,
+            samples_total=total,
+        )
+
+    def epoch_done(self) -> bool:
+        """With autoscaling: whether this loop has made the progress of one pass at the initial batch size.
+
+        Rank 0's view, on every replica. Progress is counted in steps of the initial batch size; a pass
+        of n samples is n / batch_size of them, and the last one is rounded.
+        """
+        session, state = _session.current(), self._running()
+        made = session.metrics.get_progress() - state.start_progress
+        done = made + 0.5 >= self.end_index / self.batch_size
+        return bool(collective.broadcast(done, tag="end of epoch"))
+
+    # -- telling -----------------------------------------------------------------------------------
+
+    def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:
+        """Write batch sizes to a `torch.utils.tensorboard.SummaryWriter`. On rank 0 only."""
+        if _session.current().rank != 0:
+            return
+        if tag_prefix and not tag_prefix.endswith("/"):
+            tag_prefix += "/"
+        values = {
+            "Total_Batch_Size": self.current_batch_size,
+            "Local_Batch_Size": self._atomic,
+            "Accumulation_Steps": self._accum,
+        }
+        for name, value in values.items():
+            writer.add_scalar(tag_prefix + name, value, global_step)
+
+
+class AdaptiveDataLoaderMixin:
+    """The public side of `AdaptiveDataLoaderHelper`, for loaders of one's own.
+
+    Args:
+        batch_size: Samples per optimizer step over all replicas, at first.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self._elastic = AdaptiveDataLoaderHelper(batch_size)
+
+    def autoscale_batch_size(
+        self,
+        max_batch_size: int,
+        local_bsz_bounds: tuple[int | None, int | None] | None = None,
+        gradient_accumulation: bool = False,
+    ) -> None:
+        """See `AdaptiveDataLoaderHelper.autoscale_batch_size`."""
+        self._elastic.autoscale_batch_size(max_batch_size, local_bsz_bounds, gradient_accumulation)
+
+    @property
+    def current_local_bsz(self) -> int:
+        """Samples of a full batch on this replica."""
+        return self._elastic.current_local_bsz
+
+    @property
+    def current_batch_size(self) -> int:
+        """Samples of a full optimizer step, over all replicas."""
+        return self._elastic.current_batch_size
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Batches without an optimizer step before each one with it."""
+        return self._elastic.accumulation_steps
+
+    @property
+    def training(self) -> bool:
+        """Whether models are trained with this loader."""
+        return self._elastic.training
+
+    def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:
+        """See `AdaptiveDataLoaderHelper.to_tensorboard`."""
+        self._elastic.to_tensorboard(writer, global_step, tag_prefix)
+
+
+def _check_bounds(
+    batch_size: int, max_batch_size: int, given: tuple[int | None, int | None] | None
+) -> tuple[int, int] | None:
+    """The bounds with their defaults filled in; ValueError where they contradict each other."""
+    if isinstance(max_batch_size, bool) or not isinstance(max_batch_size, int) or max_batch_size < batch_size:
+        raise ValueError(
+            f"max_batch_size={max_batch_size!r}: give an integer of at least the batch size, {batch_size}"
+        )
+    if given is None:
+        return None
+    try:
+        low, high = given
+    except (TypeError, ValueError):
+        raise ValueError(f"local_bsz_bounds={given!r}: give a pair (smallest, largest)") from None
+    low = 1 if low is None else low
+    high = max_batch_size if high is None else high
+    if not (isinstance(low, int) and isinstance(high, int) and 1 <= low <= high):
+        raise ValueError(f"local_bsz_bounds={given!r}: 1 <= smallest <= largest is needed")
+    if low > batch_size:
+        raise ValueError(
+            f"local_bsz_bounds={given!r}: the smallest is above the batch size, {batch_size}, which one "
+            f"replica starts with"
+        )
+    return low, min(high, max_batch_size)
+
+
+def initial_seed(loader: AdaptiveDataLoaderHelper, generator: torch.Generator | None) -> int:
+    """The seed of a loader's order: the generator's or the user's `torch.manual_seed`, rank 0's for all.
+
+    Once settled it is kept in checkpoints: a script that does not seed goes on in the order it began in.
+    """
+    state = loops()
+    known = state.seed(loader.number)
+    if known is None:
+        own = generator.initial_seed() if generator is not None else torch.initial_seed()
+        known = int(collective.broadcast(own & (2**63 - 1), tag="seed"))
+        state.seeds[loader.number] = known
+    return known

@@ -1,0 +1,129 @@
+"""Where a script is: which epochs and data loops are behind it, and how far it is in the present one.
+
+This is what lets a script be run again from its top after a restart: epochs that have ended are not
+offered again, data loops of the present epoch that have ended are skipped, and the loop that was under
+way goes on at the sample it had reached. A data loop is known by its number within its epoch.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic._session import Session
+
+_SCRATCH = "loops"
+
+
+class Loops(checkpoint.TensorState):
+    """The position of a script, and the seeds of its loaders. One a session; see `loops()`."""
+
+    required = False
+
+    def __init__(self, session: Session) -> None:
+        super().__init__("adaptdl-loops")
+        self._session = session
+        self.finished = 0  # epochs
+        self.finished_loops = 0  # of the present epoch
+        self.index = 0  # samples that the present data loop has handed out, on all replicas together
+        self.start_progress = 0.0  # statistical progress when the present data loop began
+        self.seeds: list[int] = []  # of the loaders, in the order of their construction
+        self.samples = 0  # of the present epoch, in training loops
+        self.until: int | None = None  # remaining_epochs_until's argument
+        self.entered = 0  # data loops of the present epoch that this process has come to
+        self.looping = False  # inside a data loop
+        self.epoch_began = time.monotonic()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has to outlive a generation."""
+        return {
+            "finished": self.finished,
+            "finished_loops": self.finished_loops,
+            "index": self.index,
+            "start_progress": self.start_progress,
+            "seeds": list(self.seeds),
+            "samples": self.samples,
+            "step": self._session.step,
+        }
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Be where `state_dict` says."""
+        self.finished = state_dict["finished"]
+        self.finished_loops = state_dict["finished_loops"]
+        self.index = state_dict["index"]
+        self.start_progress = state_dict["start_progress"]
+        self.seeds = list(state_dict["seeds"])
+        self.samples = state_dict["samples"]
+        self._session.step = state_dict["step"]
+
+    # -- epochs ------------------------------------------------------------------------------------
+
+    def begin_epoch(self) -> int:
+        """Enter the next unfinished epoch."""
+        session = self._session
+        self.entered = 0
+        self.epoch_began = time.monotonic()
+        session.epoch = self.finished
+        session.control.boundary((self.finished, 0, 0))
+        return self.finished
+
+    def end_epoch(self) -> None:
+        """The body of the epoch loop has run to its end."""
+        session, epoch = self._session, self.finished
+        seconds = time.monotonic() - self.epoch_began
+        session.emit("epoch", epoch=epoch, seconds=seconds, samples=self.samples)
+        self.finished += 1
+        self.finished_loops = self.index = self.samples = 0
+        checkpoint.end_epoch(epoch)
+
+    # -- data loops --------------------------------------------------------------------------------
+
+    def enter(self) -> bool:
+        """Come to a data loop; whether it has to be run, having not ended before a restart."""
+        if self._session.epoch is None:
+            raise RuntimeError(
+                "a data loop outside of an epoch loop: put it inside "
+                "`for epoch in adaptdl_elastic.torch.remaining_epochs_until(n)`, which is what lets it go "
+                "on where it was after a restart"
+            )
+        if self.looping:
+            raise RuntimeError(
+                "a data loop inside another one: only one can be under way at a time, because only one "
+                "position can be restored after a restart. Let the outer loop end first (to evaluate during "
+                "training, do it between epochs, or make the epochs shorter)"
+            )
+        self.looping = True
+        self.entered += 1
+        if self.entered <= self.finished_loops:
+            return False
+        self._session.control.boundary((self.finished, self.entered, self.index))
+        return True
+
+    def leave(self, ended: bool) -> None:
+        """Leave a data loop; it `ended` unless it was skipped, or broken off by an error or a stop."""
+        self.looping = False
+        if ended:
+            self.finished_loops = self.entered
+            self.index = 0
+
+    def boundary(self) -> None:
+        """Pass the end of an optimizer step (or of an evaluated batch) of the present data loop."""
+        session = self._session
+        session.control.boundary((self.finished, self.entered, self.index))
+
+    def seed(self, loader: int) -> int | None:
+        """The seed of the `loader`-th loader, None until it is settled."""
+        self.seeds.extend([-1] * (loader + 1 - len(self.seeds)))
+        return None if self.seeds[loader] < 0 else self.seeds[loader]
+
+
+def loops() -> Loops:
+    """The position of this process's script, restored from the checkpoint by the first call."""
+    session = _session.current()
+    found = session.scratch.get(_SCRATCH)
+    if found is None:
+        found = session.scratch[_SCRATCH] = Loops(session)
+        checkpoint.load_state(found)
+    assert isinstance(found, Loops)
+    return found

@@ -1,0 +1,151 @@
+"""Connecting the replicas of a generation: torch's process group, and the library's own collectives."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from typing import Any
+
+import torch.distributed
+
+from adaptdl_elastic import _session, checkpoint, collective, env
+from adaptdl_elastic._session import Identity, Session
+from adaptdl_elastic.reducer import Reducer
+
+dist: Any = torch.distributed  # its stub does not export the stores
+_ADDRESS = "adaptdl/address"
+
+
+def init_process_group(
+    backend: str,
+    init_method: str | None = None,
+    world_size: int | None = None,
+    rank: int | None = None,
+) -> None:
+    """Connect this replica to the others, whoever has started them.
+
+    Alone (a plain `python script.py`) the world is this one process, and nothing listens. Under
+    `adaptdl-run` and `torchrun` everything comes from them. By hand each replica is given
+    `ADAPTDL_NUM_REPLICAS`, `ADAPTDL_REPLICA_RANK`, and where rank 0 listens: `ADAPTDL_MASTER_ADDR` and
+    `ADAPTDL_MASTER_PORT`; with the same `ADAPTDL_SECRET` for all of them they may exchange objects of
+    any type.
+
+    Args:
+        backend: Of `torch.distributed`: "gloo", "nccl", …
+        init_method: Where torch's own replicas meet; None: as the environment says.
+        world_size: Number of replicas; None: as the environment says.
+        rank: This replica's; None: as the environment says.
+
+    Raises:
+        RuntimeError: it was called before, or the others can not be reached.
+        ValueError: the environment contradicts itself.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "torch's process group exists already: adaptdl_elastic.torch.init_process_group makes it, so "
+            "leave torch.distributed.init_process_group out"
+        )
+    session = _session.current()
+    if world_size is not None or rank is not None:
+        session.identity = Identity(
+            session.rank if rank is None else rank,
+            session.replicas if world_size is None else world_size,
+            session.nodes,
+            session.generation,
+            session.job,
+        )
+    if session.replicas == 1:
+        _alone(session, backend, init_method)
+    elif os.environ.get("MASTER_PORT") and "RANK" in os.environ:
+        _launched(session, backend, init_method)
+    else:
+        _by_hand(session, backend, init_method)
+    session.start()
+    checkpoint.agree(lambda value: collective.broadcast(value, tag="checkpoint"))
+
+
+def _alone(session: Session, backend: str, init_method: str | None) -> None:
+    if init_method is not None:
+        dist.init_process_group(backend, init_method=init_method, world_size=1, rank=0)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), world_size=1, rank=0)
+    session.reducer = session.reducer or Reducer(0, 1)
+
+
+def _launched(session: Session, backend: str, init_method: str | None) -> None:
+    """By an agent, ours or torchrun's, which keeps a store at MASTER_ADDR:MASTER_PORT."""
+    store, _, _ = next(dist.rendezvous(init_method or "env://", session.rank, session.replicas))
+    store = dist.PrefixStore(f"adaptdl/{session.generation}", store)
+    if os.environ.get("ADAPTDL_MASTER_PORT"):
+        _connect(session, env.master_addr(), env.master_port(), env.secret())
+    else:
+        _connect_through(session, store)
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("torch", store), rank=session.rank, world_size=session.replicas
+    )
+
+
+def _by_hand(session: Session, backend: str, init_method: str | None) -> None:
+    """No launcher: rank 0's port is the library's, and what torch needs goes through it."""
+    host, port = env.master_addr(), env.master_port()
+    if not port:
+        raise ValueError(
+            f"{session.replicas} replicas and no ADAPTDL_MASTER_PORT: say where rank 0 listens by "
+            f"ADAPTDL_MASTER_ADDR and ADAPTDL_MASTER_PORT, or start the script with adaptdl-run"
+        )
+    _connect(session, host, port, env.secret())
+    if init_method is not None:
+        dist.init_process_group(
+            backend, init_method=init_method, rank=session.rank, world_size=session.replicas
+        )
+        return
+    store: Any = None
+    if session.rank == 0:
+        store = dist.TCPStore(host, 0, session.replicas, is_master=True, wait_for_workers=False)
+    found = collective.broadcast(None if store is None else store.port, tag="store")
+    if store is None:
+        store = dist.TCPStore(host, found, session.replicas, is_master=False, wait_for_workers=False)
+    dist.init_process_group(backend, store=store, rank=session.rank, world_size=session.replicas)
+
+
+def _connect_through(session: Session, store: Any) -> None:
+    """Rank 0 takes a free port and tells the others through torch's store, with a key of its own."""
+    if session.rank == 0:
+        host, key = _listening_host(), env.secret() or secrets.token_hex(16).encode()
+
+        def publish(port: int) -> None:
+            store.set(_ADDRESS, json.dumps([host, port, key.decode()]))
+
+        _connect(session, host, 0, key, publish)
+    else:
+        host, port, text = json.loads(store.get(_ADDRESS))
+        _connect(session, host, port, text.encode())
+
+
+def _listening_host() -> str:
+    """The address of rank 0's machine as its launcher gave it, when it is one of this machine's."""
+    host = env.master_addr()
+    try:
+        with socket.create_server((host, 0)):
+            return host
+    except OSError:  # a name of the launcher's that leads elsewhere, e.g. through address translation
+        return socket.gethostbyname(socket.gethostname())
+
+
+def _connect(session: Session, host: str, port: int, key: bytes | None, publish: Any = None) -> None:
+    if session.reducer is not None:
+        if session.reducer.replicas == session.replicas:
+            return  # collective.initialize was called by the script
+        session.reducer.close()
+    session.reducer = Reducer(
+        session.rank,
+        session.replicas,
+        host,
+        port,
+        secret=key,
+        on_control=session.on_control,
+        on_lost=session.on_lost,
+        publish=publish,
+    )

@@ -1,0 +1,120 @@
+"""Samplers that can begin anywhere in a pass, on any number of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.data import Sampler
+
+from adaptdl_elastic import _session
+from adaptdl_elastic.torch import _partition
+
+if TYPE_CHECKING:
+    from adaptdl_elastic.torch._partition import Window
+
+
+class ElasticSampler(Sampler[int]):
+    """This replica's indices of a pass over `dataset`, from any position on.
+
+    The order is a function of the seed and the epoch alone. Replica r of R takes every R-th sample from
+    the position on, beginning with the r-th; nothing is padded, so that replicas may get numbers of
+    samples that differ by one.
+
+    Args:
+        dataset: Anything with a length.
+        shuffle: Whether to go through it in a random order that differs between epochs.
+        seed: Of that order; None: rank 0's `torch.initial_seed()` must be the same everywhere.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int | None = None) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.index = 0
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas share the pass."""
+        return _session.current().replicas
+
+    @property
+    def rank(self) -> int:
+        """This replica's."""
+        return _session.current().rank
+
+    def set_epoch(self, epoch: int, index: int = 0) -> None:
+        """Go to a position: `index` samples of `epoch` have been taken, on all replicas together.
+
+        An `index` beyond the length of the data set is in a further pass over it, in another order.
+        """
+        if epoch < 0 or index < 0:
+            raise ValueError(f"set_epoch({epoch}, {index}): both count from 0")
+        self.epoch, self.index = epoch, index
+
+    def order(self) -> torch.Tensor:
+        """The order of the present pass, for all replicas: int64 indices, shape (len(dataset),)."""
+        size = len(self.dataset)
+        seed = torch.initial_seed() if self.seed is None else self.seed
+        return _partition.order(size, self.shuffle, seed, self.epoch, self.index // size if size else 0)
+
+    def __iter__(self) -> Iterator[int]:
+        size = len(self.dataset)
+        if size:
+            yield from self.order()[self.index % size + self.rank :: self.num_replicas].tolist()
+
+    def __len__(self) -> int:
+        size = len(self.dataset)
+        return _partition.share(size - self.index % size, self.num_replicas, self.rank) if size else 0
+
+
+class ElasticBatchSampler(Sampler[list[int]]):
+    """This replica's batches from a position to the end of its pass.
+
+    It is set before every iterator and then left alone, because a loader with workers runs ahead of what
+    has been handed out. `plan` yields what it is going to do.
+
+    Args:
+        sampler: Knows the order and the position.
+    """
+
+    def __init__(self, sampler: ElasticSampler, drop_last: bool) -> None:
+        self.sampler = sampler
+        self.drop_last = drop_last
+        self.local = 1
+        self.accumulation = 0
+        self.fill = False  # give a replica that would have nothing a sample that does not count
+
+    def plan(self) -> Iterator[Window]:
+        """The windows from the sampler's position to the end of the pass."""
+        size = len(self.sampler.dataset)
+        return _partition.windows(
+            self.sampler.index % size if size else 0,
+            size,
+            self.sampler.num_replicas,
+            self.local,
+            self.accumulation,
+            self.drop_last,
+        )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        sampler = self.sampler
+        size, replicas, rank = len(sampler.dataset), sampler.num_replicas, sampler.rank
+        if not size:
+            return
+        order, position = sampler.order(), sampler.index % size
+        for window in self.plan():
+            for chunk in window:
+                mine = order[position : position + chunk][rank::replicas].tolist()
+                if not mine and self.fill:
+                    mine = order[position : position + 1].tolist()
+                if mine:
+                    yield mine
+                position += chunk
+
+    def __len__(self) -> int:
+        """Batches of a whole pass at the present size."""
+        size = len(self.sampler.dataset)
+        return _partition.count_chunks(0, size, self.sampler.num_replicas, self.local, self.drop_last)

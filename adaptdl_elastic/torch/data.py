@@ -1,0 +1,184 @@
+"""Data loaders whose batch size and position survive any change of the number of replicas.
+
+    loader = AdaptiveDataLoader(dataset, batch_size=64, shuffle=True, drop_last=True)
+    loader.autoscale_batch_size(1024, local_bsz_bounds=(16, 128), gradient_accumulation=True)
+    for epoch in remaining_epochs_until(30):
+        for inputs, targets in loader:
+            ...
+
+Rules, all of them held by errors: a data loop runs inside an epoch loop; one at a time; the loader makes
+the samplers. `batch_size` is the total over all replicas. Without autoscaling every sample of the data
+set is handed out exactly once per epoch, whatever happens to the number of replicas meanwhile (with
+`drop_last`, the rest that does not fill a batch is not). With autoscaling an epoch is over when as much
+statistical progress has been made as one pass at the initial batch size makes; a sample does not come
+twice before all others have come, and a further pass has another order. The order depends on the user's
+seed (`torch.manual_seed`, or the `generator`'s) and the epoch only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from adaptdl_elastic import _session
+from adaptdl_elastic.torch._data_helper import (
+    AdaptiveDataLoaderHelper,
+    AdaptiveDataLoaderMixin,
+    current_dataloader,
+    initial_seed,
+)
+from adaptdl_elastic.torch._data_iterable import iterate_stream, wrap_stream
+from adaptdl_elastic.torch._loops import loops
+from adaptdl_elastic.torch._partition import derive_seed
+from adaptdl_elastic.torch._sampler import ElasticBatchSampler, ElasticSampler
+
+__all__ = [
+    "AdaptiveDataLoader",
+    "AdaptiveDataLoaderHelper",
+    "AdaptiveDataLoaderMixin",
+    "ElasticSampler",
+    "current_dataloader",
+]
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
+    """A `torch.utils.data.DataLoader` that is elastic.
+
+    Args:
+        dataset: A map-style data set, or an `IterableDataset` that yields the same stream on every
+            replica, of which each takes its share (it is read by all of them).
+        batch_size: Samples per optimizer step over all replicas, at first. Each replica gets an equal
+            share, rounded up.
+        shuffle: Whether to go through the data set in a random order.
+        **kwargs: As DataLoader's, except `sampler` and `batch_sampler`, which are made here.
+
+    Raises:
+        ValueError: an argument that an elastic loader can not honour.
+    """
+
+    def __init__(
+        self, dataset: Dataset[T_co], batch_size: int = 1, shuffle: bool = False, **kwargs: Any
+    ) -> None:
+        for name in ("sampler", "batch_sampler"):
+            if kwargs.pop(name, None) is not None:
+                raise ValueError(
+                    f"{name} was given: an elastic loader makes its own, because who gets which sample "
+                    f"changes with the number of replicas. Order the data set instead, or use shuffle=True"
+                )
+        drop_last = bool(kwargs.pop("drop_last", False))
+        self._seed_generator: torch.Generator | None = kwargs.pop("generator", None)
+        self._stream = isinstance(dataset, IterableDataset)
+        AdaptiveDataLoaderMixin.__init__(self, batch_size)
+        self._workers_generator = torch.Generator()
+        if self._stream:
+            self._elastic_batches: Any = None
+            wrapped: Any = wrap_stream(dataset, shuffle, drop_last, kwargs)
+            super().__init__(
+                wrapped,
+                batch_size=None,
+                collate_fn=wrapped.collate,
+                generator=self._workers_generator,
+                **kwargs,
+            )
+            return
+        if not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"{type(dataset).__name__} has no length: a map-style data set needs __len__, a stream must "
+                f"be a torch.utils.data.IterableDataset"
+            )
+        sampler = ElasticSampler(dataset, shuffle)
+        self._elastic_batches = ElasticBatchSampler(sampler, drop_last)
+        self._elastic_batches.local = self._elastic.current_local_bsz
+        super().__init__(
+            dataset, batch_sampler=self._elastic_batches, generator=self._workers_generator, **kwargs
+        )
+
+    def autoscale_batch_size(
+        self,
+        max_batch_size: int,
+        local_bsz_bounds: tuple[int | None, int | None] | None = None,
+        gradient_accumulation: bool = False,
+    ) -> None:
+        """See `AdaptiveDataLoaderHelper.autoscale_batch_size`. Not for streams."""
+        if self._stream:
+            raise ValueError(
+                "autoscale_batch_size on an IterableDataset: an epoch with autoscaling is as long as one "
+                "pass, and a stream does not say how long that is; use a map-style data set"
+            )
+        super().autoscale_batch_size(max_batch_size, local_bsz_bounds, gradient_accumulation)
+
+    def __len__(self) -> int:
+        """Batches that each replica gets in one pass at the present batch size."""
+        if self._stream:
+            raise TypeError("a loader of an IterableDataset has no length")
+        self._elastic_batches.local = self._elastic.current_local_bsz
+        return len(self._elastic_batches)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        helper = self._elastic
+        with helper.context():
+            if helper.skipdone():
+                return
+            if self._stream:
+                stream: Any = self.dataset
+                yield from iterate_stream(stream, helper, super().__iter__, self._seed_workers)
+                return
+            helper.end_index = len(self.dataset)  # type: ignore[arg-type]
+            self._elastic_batches.sampler.seed = initial_seed(helper, self._seed_generator)
+            while not self._ended():
+                yield from self._segment()
+
+    def _ended(self) -> bool:
+        helper, size = self._elastic, self._elastic.end_index
+        if helper.current_index < size:
+            return False
+        if not (helper.adaptive and helper.training) or not len(self._elastic_batches):
+            return True
+        return helper.epoch_done()
+
+    def _segment(self) -> Iterator[Any]:
+        """Hand out batches of one size, to the end of the pass or until the size changes."""
+        helper, batches, size = self._elastic, self._elastic_batches, self._elastic.end_index
+        local, settled = helper._sync_local_bsz(), helper.settled
+        begun = helper.current_index
+        batches.local = local
+        batches.accumulation = helper._accum if helper.training else 0
+        batches.fill = self._fills()
+        batches.sampler.set_epoch(loops().finished, begun)
+        self._seed_workers()
+        iterator: Iterator[Any] = super().__iter__()
+        helper.pause()
+        for window in batches.plan():
+            helper.begin_window(window)
+            for chunk in window:
+                if helper.local_samples or batches.fill:
+                    batch = next(iterator)
+                    helper.begin_batch()
+                    yield batch
+                helper.current_index += chunk
+                helper.end_batch(even=chunk == local * helper.replicas)
+            if helper.settled != settled or (begun >= size and self._ended()):
+                return
+        helper.current_index = (begun // size + 1) * size  # drop_last: what is left fills no window
+
+    def _fills(self) -> bool:
+        """Whether every replica must get a batch each time, because the backward pass needs all of them."""
+        helper = self._elastic
+        if helper.training:
+            return True
+        return bool(
+            helper.training_unknown and torch.is_grad_enabled() and self._elastic_batches.sampler.shuffle
+        )
+
+    def _seed_workers(self) -> None:
+        """Random augmentation in workers: another seed for every replica, epoch and position."""
+        session, state = _session.current(), loops()
+        seed = initial_seed(self._elastic, self._seed_generator)
+        self._workers_generator.manual_seed(
+            derive_seed(seed, state.finished, state.entered, state.index, session.rank)
+        )

@@ -1,0 +1,73 @@
+"""Epoch loops that go on where they were.
+
+    for epoch in remaining_epochs_until(30):
+        for inputs, targets in training_loader:
+            ...
+        for inputs, targets in validation_loader:
+            ...
+        lr_scheduler.step()
+
+After a restart the script runs again from its top; the loop then begins with the epoch that was under
+way, data loops of it that had ended are skipped, and the one that was under way goes on at its sample.
+So code *before* an epoch loop, and code of the epoch *before* the data loop that was under way, may run
+again. What must happen once per epoch, as `lr_scheduler.step()`, belongs at the end of the body, after
+its last data loop: it has then either not run yet, or the epoch is over and is not offered again. An
+epoch is over when its body has ended (by `continue`, too). `break` leaves the epoch unfinished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from adaptdl_elastic import _session
+from adaptdl_elastic.torch._loops import loops
+
+__all__ = ["current_epoch", "finished_epochs", "remaining_epochs_until"]
+
+
+def remaining_epochs_until(epoch: int) -> Iterator[int]:
+    """Iterate over the epochs that are left of `epoch`, counted from 0, after any number of restarts.
+
+    A second loop goes on counting: `remaining_epochs_until(10)` followed by
+    `remaining_epochs_until(15)` runs epochs 0 to 9, then 10 to 14.
+
+    Args:
+        epoch: How many epochs shall have been run when the loop ends, 0 or more.
+
+    Raises:
+        ValueError: `epoch` is negative or not an integer.
+        RuntimeError: another epoch loop is still under way.
+    """
+    if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+        raise ValueError(f"remaining_epochs_until({epoch!r}): give the number of epochs, 0 or more")
+    return _run(epoch)
+
+
+def _run(until: int) -> Iterator[int]:
+    session, state = _session.current(), loops()
+    if session.epoch is not None:
+        raise RuntimeError(
+            f"an epoch loop is under way (epoch {session.epoch}): a new one can begin only after it has ended"
+        )
+    session.start()
+    state.until = until
+    ran = False
+    try:
+        while state.finished < until:
+            yield state.begin_epoch()
+            state.end_epoch()
+            ran = True
+        if ran:
+            session.control.save("exit")
+    finally:
+        session.epoch = None
+
+
+def current_epoch() -> int | None:
+    """The epoch that is under way, counted from 0; None outside of an epoch loop."""
+    return _session.current().epoch
+
+
+def finished_epochs() -> int:
+    """How many epochs have been finished, in this generation and before."""
+    return loops().finished
