@@ -181,6 +181,9 @@ class Plan:
     created: float = 0.0
     leaving: tuple[Leaving, ...] = ()  # who must be gone before this generation starts
     first: int = 0  # the first generation of this run: ADAPTDL_NUM_RESTARTS is generation - first
+    restarts: int = 0  # how much of the restart budget is used, this generation included
+    failed_step: int = 0  # step of the newest checkpoint when a restart was last counted
+    predicted_goodput: float | None = None  # examples/s that the model promised for this allocation
 
     @property
     def claim(self) -> bool:
@@ -297,7 +300,6 @@ class JobStatus:
     updated: float = 0.0
     prediction_error: float | None = None  # measured / predicted - 1 of this generation's goodput
     pauses: tuple[float, ...] = ()  # seconds, of the last planned changes, newest last
-    failure_step: int | None = None  # step of the newest checkpoint when the last failure was counted
     started: float | None = None  # when its first generation began
     ended: float | None = None
 

@@ -1,0 +1,194 @@
+"""The command `adaptdl`: what there is, how a store is found, and how errors are said.
+
+Every subcommand lives in its own module, which is imported only when it is used: `adaptdl --help` and
+`adaptdl ls` must not wait for numpy or boto3.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from adaptdl_elastic.rendezvous.store import Store
+
+_HERE = "adaptdl_elastic.autoscaler"
+_COMMANDS: dict[str, tuple[str, str]] = {
+    "ls": (f"{_HERE}.cli_jobs:ls", "What runs: jobs, their size, batch size, goodput and progress."),
+    "status": (f"{_HERE}.cli_jobs:status", "One job in detail."),
+    "explain": (f"{_HERE}.cli_explain:explain", "Why a job has what it has."),
+    "scale": (f"{_HERE}.cli_jobs:scale", "Choose a job's size by hand, or hand it back to the policy."),
+    "checkpoint": (f"{_HERE}.cli_jobs:checkpoint", "Save a job's state now."),
+    "stop": (f"{_HERE}.cli_jobs:stop", "Save a job's state and end it; it can be resumed."),
+    "drain": (f"{_HERE}.cli_cluster:drain", "Move replicas off a node."),
+    "nodes": (f"{_HERE}.cli_cluster:nodes", "The nodes of the cluster and who uses them."),
+    "events": (f"{_HERE}.cli_cluster:events", "What the coordinator did of late."),
+    "doctor": (f"{_HERE}.cli_doctor:doctor", "Check this node and the store, and name the remedies."),
+    "coordinator": (f"{_HERE}.cli_cluster:coordinator", "Serve every job of a cluster."),
+    "simulate": (f"{_HERE}.simulator.cli:simulate", "Replay a workload against a policy."),
+    "autoscale": (f"{_HERE}.autoscale_cli:autoscale", "Let a cloud give and take nodes."),
+}
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class CommandError(click.ClickException):
+    """One line that says what is wrong and what to do; exit code 1."""
+
+    def show(self, file: Any = None) -> None:
+        """Print the line."""
+        click.echo(f"adaptdl: {self.format_message()}", file=file, err=file is None)
+
+
+class _LazyGroup(click.Group):
+    """Subcommands by name of the module they are in."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, name = _COMMANDS[cmd_name][0].partition(":")
+        try:
+            command = getattr(importlib.import_module(module), name)
+        except ModuleNotFoundError as error:
+            raise CommandError(
+                f"{cmd_name} needs the module {error.name!r}, which is not installed"
+            ) from error
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="adaptdl-elastic", prog_name="adaptdl")
+def adaptdl() -> None:
+    """See and steer elastic PyTorch jobs.
+
+    The store is found by --etcd HOST:PORT, else by ADAPTDL_ETCD, else by the note that a standalone
+    adaptdl-run of this user leaves on this machine.
+    """
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which store, and which cluster in it."""
+
+    etcd: str | None = None
+    api: Literal["auto", "v2", "v3"] = "auto"
+    cluster: str | None = None
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    user: str | None = None
+
+    def locate(self, job: str | None = None) -> tuple[str, str]:
+        """(endpoint, cluster); CommandError when nothing says where."""
+        endpoint = self.etcd or os.environ.get("ADAPTDL_ETCD")
+        cluster = self.cluster or os.environ.get("ADAPTDL_CLUSTER")
+        if endpoint:
+            return endpoint, cluster or "default"
+        from adaptdl_elastic.rendezvous import runtime_file
+
+        try:
+            found = runtime_file.find(job)
+            others = runtime_file.read_all() if found is None else []
+        except runtime_file.RuntimeFileError as error:
+            raise CommandError(str(error)) from error
+        if found is not None:
+            return found.endpoint, cluster or found.cluster
+        if others:
+            names = ", ".join(sorted(one.job for one in others))
+            raise CommandError(f"no job {job!r} runs standalone on this machine; there is: {names}")
+        raise CommandError(
+            "no store given and no standalone job runs here: say --etcd HOST:PORT, or set ADAPTDL_ETCD"
+        )
+
+    def connect(self, job: str | None = None) -> tuple[Store, str]:
+        """The store and the cluster; CommandError when it can not be had."""
+        from adaptdl_elastic.rendezvous.connect import StoreOptions, connect
+        from adaptdl_elastic.rendezvous.store import StoreAuthError, StoreError
+
+        endpoint, cluster = self.locate(job)
+        try:
+            options = StoreOptions.from_environment(ca=self.ca, cert=self.cert, key=self.key, user=self.user)
+            return connect(endpoint, api=self.api, options=options), cluster
+        except StoreAuthError as error:
+            raise CommandError(
+                f"{error}; set ADAPTDL_ETCD_USER and ADAPTDL_ETCD_PASSWORD_FILE, or --ca/--cert/--key"
+            ) from error
+        except StoreError as error:
+            raise CommandError(f"{error} (store: {endpoint})") from error
+
+
+def store_options(command: F) -> F:
+    """The options by which a command finds its store; it gets them as `where`."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        names = ("etcd", "api", "cluster", "ca", "cert", "key", "user")
+        where = Where(**{name: kwargs.pop(f"store_{name}") for name in names})
+        return command(*args, where=where, **kwargs)
+
+    wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
+    wrapped.__click_params__ = getattr(command, "__click_params__", [])  # type: ignore[attr-defined]
+    for option in reversed(
+        (
+            click.option("--etcd", "--rdzv-endpoint", "store_etcd", metavar="HOST:PORT", help="The store."),
+            click.option(
+                "--etcd-api",
+                "store_api",
+                type=click.Choice(["auto", "v2", "v3"]),
+                default="auto",
+                show_default=True,
+                help="Which of etcd's APIs to speak.",
+            ),
+            click.option(
+                "--cluster", "store_cluster", metavar="NAME", help="Which cluster. [default: default]"
+            ),
+            click.option("--etcd-ca", "store_ca", metavar="FILE", help="CA of the store's certificate."),
+            click.option("--etcd-cert", "store_cert", metavar="FILE", help="Our certificate."),
+            click.option("--etcd-key", "store_key", metavar="FILE", help="Our certificate's key."),
+            click.option("--etcd-user", "store_user", metavar="NAME", help="etcd user."),
+        )
+    ):
+        wrapped = option(wrapped)  # type: ignore[assignment]
+    return wrapped  # type: ignore[return-value]
+
+
+def json_option(command: F) -> F:
+    """`--json`, as the parameter `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help="One JSON value instead of a table.")(command)
+
+
+def main() -> None:
+    """Entry point: no traceback of ours reaches a user."""
+    try:
+        code = adaptdl.main(standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # `adaptdl ls | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except Exception as error:
+        from adaptdl_elastic.rendezvous.store import StoreError
+
+        if not isinstance(error, StoreError):
+            raise
+        click.echo(f"adaptdl: {error}", err=True)
+        sys.exit(1)
+    sys.exit(code if isinstance(code, int) else 0)

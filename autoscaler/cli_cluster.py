@@ -1,0 +1,219 @@
+"""`adaptdl coordinator`, `nodes`, `drain` and `events`: what concerns the cluster as a whole."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+import time
+from typing import Any
+
+import click
+
+from adaptdl_elastic.autoscaler.cli import CommandError, Where, json_option, store_options
+from adaptdl_elastic.rendezvous import records
+from adaptdl_elastic.rendezvous.keys import Keys, check_name
+
+
+@click.command()
+@store_options
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=0.05),
+    default=60.0,
+    show_default=True,
+    help="Seconds between rounds of the policy that nothing asks for.",
+)
+@click.option("--fairness", type=float, default=None, help="Exponent p of the power mean of the speedups.")
+@click.option(
+    "--objective",
+    type=click.Choice(["completion", "speedup"]),
+    default=None,
+    help="What the policy maximises.",
+)
+@click.option(
+    "--default-pause",
+    type=click.FloatRange(min=0),
+    default=None,
+    help="Seconds that a change costs a job that was never changed.",
+)
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    default=None,
+    help="Serve Prometheus metrics. [default: off]",
+)
+@click.option("--metrics-host", default="127.0.0.1", show_default=True, help="Address to serve them on.")
+@click.option("--parent-fd", type=int, default=None, help="Stop when this pipe is closed.")
+@click.option(
+    "--log-level",
+    default="warning",
+    show_default=True,
+    type=click.Choice(["debug", "info", "warning", "error"]),
+)
+def coordinator(
+    where: Where,
+    interval: float,
+    fairness: float | None,
+    objective: str | None,
+    default_pause: float | None,
+    metrics_port: int | None,
+    metrics_host: str,
+    parent_fd: int | None,
+    log_level: str,
+) -> None:
+    """Serve every job of a cluster: several may run, one leads."""
+    from importlib.metadata import version
+
+    from adaptdl_elastic.autoscaler.coordinator import Coordinator, stop_with_parent
+    from adaptdl_elastic.autoscaler.coordinator_types import Settings
+    from adaptdl_elastic.autoscaler.policy import allocate
+    from adaptdl_elastic.autoscaler.policy.types import Objective
+    from adaptdl_elastic.autoscaler.policy.types import Settings as PolicySettings
+    from adaptdl_elastic.rendezvous.store import StoreAuthError
+
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s coordinator %(levelname)s %(message)s")
+    given: dict[str, Any] = {
+        "fairness": fairness,
+        "objective": None if objective is None else Objective(objective),
+        "default_pause": default_pause,
+    }
+    policy_settings = PolicySettings(**{name: value for name, value in given.items() if value is not None})
+    settings = Settings(interval=interval, policy=policy_settings)
+    store, cluster = where.connect()
+    observers: list[Any] = []
+    if metrics_port is not None:
+        from adaptdl_elastic.autoscaler.metrics import serve
+
+        try:
+            observers.append(serve(metrics_host, metrics_port))
+        except OSError as error:
+            raise CommandError(
+                f"metrics can not be served on {metrics_host}:{metrics_port}: {error.strerror}; "
+                f"choose another --metrics-port, or 0 for any"
+            ) from error
+    with store:
+        served = Coordinator(
+            store,
+            Keys(cluster),
+            settings,
+            allocate,
+            observers=observers,
+            version=version("adaptdl-elastic"),
+        )
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: served.stop())
+        if parent_fd is not None:
+            stop_with_parent(parent_fd, served.stop)
+        try:
+            served.run()
+        except StoreAuthError as error:
+            raise CommandError(f"the store refuses us: {error}") from error
+
+
+@click.command()
+@store_options
+@json_option
+def nodes(where: Where, as_json: bool) -> None:
+    """Show the nodes of the cluster and who uses them."""
+    from adaptdl_elastic.autoscaler.coordinator_slots import Ledger
+    from adaptdl_elastic.autoscaler.report import load, node_rows
+
+    view = load(where)
+    rows = node_rows(view, Ledger(view))
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    from adaptdl_elastic.autoscaler.report import show_table
+
+    show_table(
+        ("NODE", "SLOTS", "FREE", "HOST", "JOBS", "STATE"),
+        [
+            (
+                row["node"],
+                row["slots"],
+                row["free"],
+                row["host"],
+                ", ".join(f"{job}:{count}" for job, count in row["jobs"].items()) or "-",
+                row["state"],
+            )
+            for row in rows
+        ],
+        empty="no node is registered",
+    )
+
+
+@click.command()
+@click.argument("node")
+@store_options
+@click.option("--reason", default="adaptdl drain", show_default=True)
+@click.option(
+    "--deadline", type=click.FloatRange(min=0), default=None, help="Seconds until the node is gone."
+)
+@click.option("--cancel", is_flag=True, help="Let the node be used again.")
+@click.option("--wait", is_flag=True, help="Until no replica is left on it.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds to --wait."
+)
+def drain(
+    node: str, where: Where, reason: str, deadline: float | None, cancel: bool, wait: bool, timeout: float
+) -> None:
+    """Move every replica off NODE, in an orderly way, and put none there until --cancel."""
+    from adaptdl_elastic.autoscaler.coordinator_slots import Ledger
+    from adaptdl_elastic.autoscaler.report import read, wait_until
+
+    try:
+        check_name("node", node)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    store, cluster = where.connect()
+    keys = Keys(cluster)
+    with store:
+        view = read(store, keys)
+        known = {name for agents in view.nodes.values() for name in agents}
+        if cancel:
+            if not store.delete(keys.drain(node)):
+                raise CommandError(f"{node} is not being drained by request")
+            click.echo(f"{node} may be used again")
+            return
+        if node not in known:
+            there = ", ".join(sorted(known)) or "none"
+            raise CommandError(f"no node {node!r} is registered in cluster {cluster!r}; registered: {there}")
+        now = time.time()
+        request = records.DrainRequest(
+            node, reason, deadline=None if deadline is None else now + deadline, created=now
+        )
+        store.put(keys.drain(node), records.encode(request))
+        click.echo(f"{node} is being drained")
+        if wait and not wait_until(store, keys, lambda v: not _busy(Ledger(v), v, node), timeout):
+            raise CommandError(f"{node} still has replicas after {timeout:g} s; see adaptdl nodes")
+
+
+def _busy(ledger: Any, view: Any, node: str) -> bool:
+    return any(ledger.held(job).get(node) for job in view.jobs)
+
+
+@click.command()
+@store_options
+@json_option
+@click.option("--tail", type=click.IntRange(min=1), default=20, show_default=True, help="How many.")
+def events(where: Where, as_json: bool, tail: int) -> None:
+    """Show what the coordinator did of late."""
+    store, cluster = where.connect()
+    keys = Keys(cluster)
+    with store:
+        items = store.range(keys.events).items[-tail:]
+    for item in items:
+        try:
+            event = json.loads(item.value)
+        except ValueError:
+            continue
+        if as_json:
+            click.echo(json.dumps(event))
+            continue
+        when = time.strftime("%H:%M:%S", time.localtime(event.pop("time", 0)))
+        name = event.pop("event", "?")
+        event.pop("fence", None)
+        text = "  ".join(f"{key}={value}" for key, value in event.items() if value not in (None, "", {}, []))
+        click.echo(f"{when}  {name:<10}  {text}", file=sys.stdout)

@@ -1,0 +1,284 @@
+"""`adaptdl ls`, `status`, `scale`, `checkpoint` and `stop`: see a job, and ask something of it.
+
+A request is one record in the store, changed by compare-and-swap; the coordinator carries it out.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import click
+
+from adaptdl_elastic.autoscaler.cli import CommandError, Where, json_option, store_options
+from adaptdl_elastic.autoscaler.report import (
+    Row,
+    find_job,
+    job_row,
+    load,
+    read,
+    show,
+    show_table,
+    wait_until,
+)
+from adaptdl_elastic.autoscaler.state import JobView, View
+from adaptdl_elastic.rendezvous import records
+from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.records import JobRequest
+from adaptdl_elastic.rendezvous.store import Store
+
+_ATTEMPTS = 20
+
+
+@click.command(name="ls")
+@store_options
+@json_option
+@click.option("--all", "everything", is_flag=True, help="Those that have ended too.")
+def ls(where: Where, as_json: bool, everything: bool) -> None:
+    """Show what runs: jobs, their size, batch size, goodput and progress."""
+    view = load(where)
+    rows = [job_row(view, job) for _, job in sorted(view.jobs.items()) if job.spec is not None]
+    if not everything:
+        rows = [row for row in rows if row["state"] not in ("done", "stopped", "failed")]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    show_table(
+        (
+            "JOB",
+            "STATE",
+            "REPLICAS",
+            "NODES",
+            "BATCH",
+            "GOODPUT",
+            "EFFICIENCY",
+            "PROGRESS",
+            "RESTARTS",
+            "WHY",
+        ),
+        [
+            (
+                row["job"],
+                row["state"],
+                row["replicas"],
+                row["nodes"],
+                row["batch_size"],
+                row["goodput"],
+                _percent(row["efficiency"]),
+                _progress(row),
+                f"{row['restarts_used']}/{row['max_restarts']}",
+                row["reason"],
+            )
+            for row in rows
+        ],
+        empty="nothing runs" + ("" if everything else " (adaptdl ls --all shows what has ended)"),
+    )
+
+
+@click.command()
+@click.argument("job")
+@store_options
+@json_option
+def status(job: str, where: Where, as_json: bool) -> None:
+    """Show one job in detail."""
+    view = load(where, job)
+    found = find_job(view, job, where.locate(job)[1])
+    row = {**job_row(view, found), **_details(found)}
+    if as_json:
+        click.echo(json.dumps(row, indent=2))
+        return
+    error = row["prediction_error"]
+    lines = [
+        ("job", f"{job}   {row['state']}   generation {show(row['generation'])}"),
+        ("why", row["reason"]),
+        ("size", f"{row['replicas']} replicas on {row['nodes']} nodes   {_places(row)}"),
+        (
+            "batch",
+            f"{show(row['batch_size'])} = {show(row['atomic_bsz'])} a replica and pass, "
+            f"{show(row['accumulation_steps'])} accumulated; gain {show(row['gain'])}, "
+            f"learning rate x{show(row['lr_factor'])}",
+        ),
+        (
+            "goodput",
+            f"{show(row['goodput'])} examples/s (predicted {show(row['predicted_goodput'])}"
+            f"{'' if error is None else f', off by {error:+.0%}'}); throughput {show(row['throughput'])}, "
+            f"efficiency {_percent(row['efficiency'])}",
+        ),
+        ("progress", _progress(row)),
+        ("last rescale", "-" if row["last_pause"] is None else f"{row['last_pause']:.2f} s without a step"),
+        ("restarts", f"{row['restarts_used']} of {row['max_restarts']}"),
+        ("checkpoint", show(row["checkpoint"])),
+    ]
+    if row["requested"] is not None:
+        lines.append(("asked for", f"{row['requested']} replicas (adaptdl scale {job} --auto to undo)"))
+    lines += [("failure", text) for text in row["failures"]]
+    for name, text in lines:
+        click.echo(f"{name:<13} {text}")
+
+
+def _details(job: JobView) -> Row:
+    assert job.spec is not None
+    spec = job.spec.record
+    status = job.status.record if job.status and job.status.record.run == spec.run else None
+    request = job.request.record if job.request and job.request.record.run in ("", spec.run) else None
+    return {
+        "run": spec.run,
+        "command": list(spec.command),
+        "bounds": {
+            "nodes": [spec.min_nodes, spec.max_nodes],
+            "replicas": [spec.min_replicas, spec.max_replicas],
+        },
+        "requested": request.replicas if request else None,
+        "pauses": list(status.pauses) if status else [],
+        "failures": [
+            f"rank {f.rank} exit code {f.exit_code} {f.message}".strip()
+            for f in (status.failures if status else ())
+        ],
+        "checkpoint_path": spec.checkpoint_path,
+    }
+
+
+@click.command()
+@click.argument("job")
+@click.option("--replicas", type=click.IntRange(min=1), default=None, help="Exactly so many, until --auto.")
+@click.option("--auto", is_flag=True, help="Let the policy choose again.")
+@click.option("--wait", is_flag=True, help="Until the job runs at that size.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds to --wait."
+)
+@store_options
+def scale(job: str, where: Where, replicas: int | None, auto: bool, wait: bool, timeout: float) -> None:
+    """Choose JOB's size by hand, or hand it back to the policy."""
+    if (replicas is None) == (not auto):
+        raise click.UsageError("say either --replicas N or --auto")
+
+    def check(found: JobView) -> None:
+        assert found.spec is not None
+        spec = found.spec.record
+        if replicas is not None and not spec.min_replicas <= replicas <= spec.max_replicas:
+            raise CommandError(
+                f"{job} was started for {spec.min_replicas} to {spec.max_replicas} replicas, not {replicas}"
+            )
+
+    store, keys = _open(where, job)
+    with store:
+        _ask(store, keys, job, lambda request: replace(request, replicas=replicas), check)
+        click.echo(f"{job}: " + ("sized by the policy again" if auto else f"{replicas} replicas asked for"))
+        if wait and not auto and not wait_until(store, keys, lambda v: _runs_at(v, job, replicas), timeout):
+            row = job_row(read(store, keys), read(store, keys).jobs[job])
+            raise CommandError(
+                f"{job} has {row['replicas']} replicas after {timeout:g} s: {row['reason']} "
+                f"(adaptdl explain {job} says more)"
+            )
+
+
+def _runs_at(view: View, name: str, replicas: int | None) -> bool:
+    job = view.jobs.get(name)
+    if job is None or job.plan is None or job.plan.record.replicas != replicas:
+        return False
+    plan = job.plan.record
+    return all((plan.generation, p.node) in job.running for p in plan.placements)
+
+
+@click.command()
+@click.argument("job")
+@click.option("--wait", is_flag=True, help="Until it has saved its state and stopped.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds to --wait."
+)
+@store_options
+def stop(job: str, where: Where, wait: bool, timeout: float) -> None:
+    """Save JOB's state and end it; the same command line resumes it."""
+    store, keys = _open(where, job)
+    with store:
+        _ask(store, keys, job, lambda request: replace(request, stop=True), _not_ended(job))
+        click.echo(f"{job} is stopping")
+        if wait and not wait_until(store, keys, lambda v: _state_ended(v, job), timeout):
+            raise CommandError(f"{job} has not stopped after {timeout:g} s; see adaptdl status {job}")
+
+
+def _state_ended(view: View, name: str) -> bool:
+    job = view.jobs.get(name)
+    return job is None or (job.status is not None and job.status.record.state.ended)
+
+
+def _not_ended(name: str) -> Callable[[JobView], None]:
+    def check(job: JobView) -> None:
+        status = job.status.record if job.status else None
+        if status is not None and job.spec and status.run == job.spec.record.run and status.state.ended:
+            raise CommandError(f"{name} has already ended: {status.state.value} ({status.reason})")
+
+    return check
+
+
+@click.command()
+@click.argument("job")
+@click.option("--wait", is_flag=True, help="Until a newer checkpoint is recorded.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds to --wait."
+)
+@store_options
+def checkpoint(job: str, where: Where, wait: bool, timeout: float) -> None:
+    """Save JOB's state now; it goes on."""
+    store, keys = _open(where, job)
+    with store:
+        before = read(store, keys).jobs.get(job)
+        newest = before.checkpoint.record.id if before and before.checkpoint else None
+        _ask(store, keys, job, lambda r: replace(r, checkpoint=r.checkpoint + 1), _not_ended(job))
+        click.echo(f"{job} is asked for a checkpoint")
+        if wait and not wait_until(store, keys, lambda v: _newer(v, job, newest), timeout):
+            raise CommandError(f"{job} has recorded no new checkpoint after {timeout:g} s")
+
+
+def _newer(view: View, name: str, newest: str | None) -> bool:
+    job = view.jobs.get(name)
+    return job is not None and job.checkpoint is not None and job.checkpoint.record.id != newest
+
+
+def _open(where: Where, job: str) -> tuple[Store, Keys]:
+    store, cluster = where.connect(job)
+    return store, Keys(cluster)
+
+
+def _ask(
+    store: Store,
+    keys: Keys,
+    name: str,
+    change: Callable[[JobRequest], JobRequest],
+    check: Callable[[JobView], None],
+) -> None:
+    """Change the job's request, whoever else changes it meanwhile."""
+    for attempt in range(_ATTEMPTS):
+        view = read(store, keys)
+        job = find_job(view, name, keys.cluster)
+        check(job)
+        assert job.spec is not None
+        run = job.spec.record.run
+        old = job.request.record if job.request else JobRequest()
+        if old.run not in ("", run):
+            old = JobRequest(checkpoint=old.checkpoint)  # what was asked of an earlier run is over
+        wanted = records.encode(replace(change(old), run=run))
+        revision = job.request.revision if job.request else 0
+        if store.compare_and_swap(keys.job(name, "request"), wanted, revision) is not None:
+            return
+        time.sleep(0.01 * attempt)
+    raise CommandError(f"the request of {name} keeps changing; try again")
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _progress(row: Row) -> str:
+    epoch = (
+        "-"
+        if row["epoch"] is None
+        else f"epoch {row['epoch']}" + (f"/{row['epochs']}" if row["epochs"] else "")
+    )
+    return epoch if row["progress"] is None else f"{row['progress']:.0%} ({epoch})"
+
+
+def _places(row: Row) -> str:
+    return " ".join(f"{node}:{count}" for node, count in row["placements"].items())

@@ -1,0 +1,514 @@
+"""The coordinator's decisions, without any I/O: `decide(view, memory, …)` says what to write.
+
+The order of a round:
+
+1. **Fence.** A plan that another leader wrote is written again with our fence, and a job without one
+   gets a claim; until that has gone through nothing else is decided about the job. An older leader's
+   compare-and-swap fails from then on.
+2. **What can not wait**, job by job: stop, failure, lost nodes, drains, nodes that do not start.
+3. **The policy**, when its interval is over or when what it would be asked has changed, decides for
+   all other jobs together.
+4. **Targets** become plans as soon as the slots they need are free: what another job holds is used only
+   after that job has released it.
+5. **Statuses**, derived from the view; **events**; and what nobody needs any more is collected.
+
+Everything that must survive this process is in the store (the restart budget is in the plan, the last
+pauses in the status), so that a successor goes on where we were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from adaptdl_elastic.autoscaler import coordinator_job as jobs
+from adaptdl_elastic.autoscaler.coordinator_job import Change, Condition, Phase
+from adaptdl_elastic.autoscaler.coordinator_policy import Policy, Question, ask, targets
+from adaptdl_elastic.autoscaler.coordinator_slots import (
+    Ledger,
+    holding,
+    in_plan,
+    nearest,
+    released,
+    rooms,
+    smallest,
+)
+from adaptdl_elastic.autoscaler.coordinator_status import (
+    describe,
+    differs,
+    exhausted,
+    impossible,
+    restarts_after_failure,
+    why_pending,
+)
+from adaptdl_elastic.autoscaler.coordinator_types import (
+    Action,
+    CompareAndSwap,
+    Decided,
+    DeletePrefix,
+    Memory,
+    Say,
+    Settings,
+    Target,
+)
+from adaptdl_elastic.autoscaler.policy.types import Settings as PolicySettings
+from adaptdl_elastic.autoscaler.state import JobView, View
+from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.records import Cause, Placement, Plan, Transition
+
+
+def decide(
+    view: View, memory: Memory, *, keys: Keys, fence: int, settings: Settings, policy: Policy
+) -> Decided:
+    """What the leader with this `fence` does about what it sees. Pure if `policy` is."""
+    return _Round(view, memory, keys, fence, settings, policy).run()
+
+
+@dataclass
+class _Notes:
+    """What one round has found out about one job beyond its condition."""
+
+    waits_for: str = ""
+    planned: bool = False  # a plan was written in this round: the rest is for the next
+
+
+class _Round:
+    """One call of `decide`; lives no longer."""
+
+    def __init__(
+        self, view: View, memory: Memory, keys: Keys, fence: int, settings: Settings, policy: Policy
+    ) -> None:
+        self.view, self.keys, self.fence, self.settings, self.policy = view, keys, fence, settings, policy
+        self.memory = memory
+        self.actions: list[Action] = []
+        self.wake_at = view.now + settings.interval
+        self.ledger = Ledger(view)
+        self.conditions: dict[str, Condition] = {}
+        self.notes: dict[str, _Notes] = {name: _Notes() for name in view.jobs}
+        self.late = dict(memory.late)
+
+    def run(self) -> Decided:
+        fenced = [job for job in self.view.jobs.values() if self._fence(job)]
+        for job in fenced:
+            self.conditions[job.job] = jobs.examine(self.view, job, self.settings)
+        for job in fenced:
+            self._urgent(job, self.conditions[job.job])
+        self._remember_waiting()
+        self._ask_policy()
+        for name in sorted(self.memory.targets, key=self._turn):
+            self._apply(name, self.memory.targets[name])
+        for job in fenced:
+            self._status(job, self.conditions[job.job])
+            self._collect(job, self.conditions[job.job])
+        self._forget_ended()
+        memory = replace(self.memory, late=MappingProxyType(self.late))
+        return Decided(tuple(self.actions), memory, max(self.wake_at, self.view.now))
+
+    # -- 1. fence
+
+    def _fence(self, job: JobView) -> bool:
+        """Make sure that this job's plan is ours; whether it is already."""
+        if job.spec is None:
+            return False
+        spec, key = job.spec.record, self.keys.job(job.job, "plan")
+        if job.plan is None:
+            claim = Plan(
+                job=job.job,
+                run=spec.run,
+                generation=-1,
+                placements=(),
+                cause=Cause.START,
+                transition=Transition.RESTART,
+                reason="no plan yet",
+                fence=self.fence,
+                created=self.view.wall,
+            )
+            self.actions.append(CompareAndSwap(key, claim, 0))
+            return False
+        plan = job.plan.record
+        if plan.run != spec.run:
+            claim = Plan(
+                job=job.job,
+                run=spec.run,
+                generation=plan.generation,
+                placements=(),
+                cause=Cause.START,
+                transition=Transition.RESTART,
+                reason="no plan yet for this run",
+                fence=self.fence,
+                created=self.view.wall,
+                leaving=tuple(holding(self.view, job)),
+                first=plan.generation + 1,
+            )
+            self.actions.append(CompareAndSwap(key, claim, job.plan.revision))
+            self.actions.append(Say("rerun", {"job": job.job, "run": spec.run}))
+            return False
+        if plan.fence != self.fence:
+            self.actions.append(CompareAndSwap(key, replace(plan, fence=self.fence), job.plan.revision))
+            return False
+        return True
+
+    # -- 2. what can not wait
+
+    def _urgent(self, job: JobView, condition: Condition) -> None:
+        if condition.phase in (Phase.UNKNOWN, Phase.OVER, Phase.FINISHED, Phase.LEFT, Phase.EMPTY):
+            return
+        assert condition.plan is not None
+        if jobs.stop_requested(job):
+            broken = condition.phase is Phase.BROKEN
+            how = Transition.ABORT if broken else Transition.RESTART
+            self._publish(job, Change({}, Cause.STOP, how, "a person asked for it"))
+        elif condition.phase is Phase.BROKEN:
+            self._mend(job, condition, condition.plan)
+        else:
+            self._wake(condition.health.settled_at)
+            if not self._drain(job, condition, condition.plan):
+                self._late(job, condition, condition.plan)
+
+    def _mend(self, job: JobView, condition: Condition, plan: Plan) -> None:
+        """Plan again after replicas failed or nodes vanished."""
+        lost = condition.health.lost
+        if lost:
+            restarts = plan.restarts - (1 if self._wrongly_counted(job, plan, lost) else 0)
+            why = f"lost {', '.join(lost)}"
+            self._replan(job, plan, Cause.NODE_LOST, Transition.ABORT, why, restarts, plan.failed_step)
+            return
+        if exhausted(self.view, job, condition, self.settings):
+            return  # the status ends the job
+        restarts = restarts_after_failure(self.view, job, plan, self.settings)
+        not_before = jobs.failed_at(job, plan.generation) + jobs.pause_before_restart(restarts, self.settings)
+        found = jobs.failures(job, plan.generation)
+        what = (
+            f"rank {found[0].rank} failed: {found[0].message or found[0].exit_code}"
+            if found
+            else "a replica was killed"
+        )
+        if self.view.now < not_before:
+            self._wake(not_before)
+            self.notes[job.job].waits_for = f"{what}; restart {restarts} follows after a pause"
+            return
+        assert job.spec is not None
+        why = f"{what} (restart {restarts} of {job.spec.record.max_restarts})"
+        step = job.checkpoint.record.step if job.checkpoint else 0
+        self._replan(job, plan, Cause.FAILURE, Transition.ABORT, why, restarts, step)
+
+    def _wrongly_counted(self, job: JobView, plan: Plan, lost: tuple[str, ...]) -> bool:
+        """Whether the failure that led to `plan` was the loss of a node that we only see now."""
+        silent = {one.node for one in plan.leaving if (one.generation, one.node) not in job.ended}
+        never_ran = {node for node in lost if (plan.generation, node) not in job.running}
+        return plan.cause is Cause.FAILURE and bool(silent & never_ran)
+
+    def _drain(self, job: JobView, condition: Condition, plan: Plan) -> bool:
+        """Move away from nodes that are to be left; whether there is one."""
+        agents, health = self.view.agents(job.job), condition.health
+        leaving = [
+            node
+            for node in (*health.running, *health.starting)
+            if node in agents and self.view.draining(agents[node].record)
+        ]
+        if not leaving:
+            return False
+        self._replan(job, plan, Cause.DRAIN, None, f"drains {', '.join(leaving)}")
+        return True
+
+    def _late(self, job: JobView, condition: Condition, plan: Plan) -> None:
+        """Plan without nodes that have not started in time, if enough others are there."""
+        starting = set(condition.health.starting)
+        if not starting or job.plan is None or job.spec is None:
+            return
+        for leaver in plan.leaving:
+            if not released(self.view, job, leaver.node, leaver.agent, leaver.generation):
+                return  # nobody can start yet, and their own time-out is running
+        gone = [s.seen for s in job.ended.values() if s.record.generation < plan.generation]
+        due = max([job.plan.seen, *gone]) + job.spec.record.rescale_timeout
+        ready = {node for (g, node) in job.ready if g == plan.generation}
+        if plan.transition is Transition.INPLACE:
+            starting -= ready
+        if self.view.now < due:
+            self._wake(due)
+            return
+        if starting == set(in_plan(plan)) or not starting:
+            return  # nobody has: there is no better plan than to go on waiting
+        agents = self.view.agents(job.job)
+        without = {**self.late, **{(job.job, n): (agents[n].record.agent, self.view.now) for n in starting}}
+        names = ", ".join(sorted(starting))
+        why = f"{names} did not start within {job.spec.record.rescale_timeout:g} s"
+        kept, self.late = self.late, without
+        if not self._replan(job, plan, Cause.NODE_LOST, Transition.ABORT, why, feasible_only=True):
+            self.late = kept
+            self.notes[job.job].waits_for = f"{why}, and there is no other node"
+
+    def _replan(
+        self,
+        job: JobView,
+        plan: Plan,
+        cause: Cause,
+        transition: Transition | None,
+        why: str,
+        restarts: int | None = None,
+        failed_step: int | None = None,
+        feasible_only: bool = False,
+    ) -> bool:
+        """Publish a plan as near to the present size as what is left allows; an empty one if nothing is."""
+        assert job.spec is not None
+        spec, now = job.spec.record, in_plan(plan)
+        avoided = {node for (name, node) in self.late if name == job.job}
+        places = rooms(
+            self.view,
+            job,
+            self.ledger,
+            avoided & jobs.late_nodes(self._with_late(), self.view, job, self.settings),
+        )
+        wanted = jobs.requested_replicas(job) or plan.replicas
+        found = None if impossible(spec) else nearest(spec, wanted, places, now)
+        if found is None:
+            if feasible_only:
+                return False
+            found, why = {}, f"{why}; {why_pending(spec, rooms(self.view, job), places, self.ledger)}"
+        elif sum(found.values()) != plan.replicas:
+            why = f"{why}: {sum(found.values())} replicas are left of {plan.replicas}"
+        how = transition or jobs.planned_transition(job, spec, plan, found)
+        return self._publish(job, Change(found, cause, how, why, restarts, failed_step))
+
+    def _with_late(self) -> Memory:
+        return replace(self.memory, late=MappingProxyType(self.late))
+
+    # -- 3. the policy
+
+    def _remember_waiting(self) -> None:
+        waiting = {
+            name: self.memory.waiting.get(name, self.view.now)
+            for name, condition in self.conditions.items()
+            if condition.phase is Phase.EMPTY
+        }
+        self.memory = replace(self.memory, waiting=MappingProxyType(waiting))
+
+    def _ask_policy(self) -> None:
+        conditions = {
+            name: condition for name, condition in self.conditions.items() if not self.notes[name].planned
+        }
+        for name, condition in conditions.items():
+            if condition.phase is Phase.STEADY and not jobs.uses_library(self.view.jobs[name]):
+                self._wake(condition.health.started_at + self.settings.hello_grace, future_only=True)
+        question = ask(self.view, conditions, self._with_late(), self.ledger, self.settings)
+        if not question.jobs:
+            self.memory = replace(self.memory, targets=MappingProxyType({}), asked=question.fingerprint)
+            return
+        last, now = self.memory.round_at, self.view.now
+        changed = question.fingerprint != self.memory.asked
+        gap = max(self.settings.min_gap, 10 * self.memory.policy_seconds)
+        due = last + (min(gap, self.settings.interval) if changed else self.settings.interval)
+        if now < due and not (changed and self._somebody_starts(conditions) and now >= last):
+            self._wake(due)
+            return
+        fallback: dict[str, Target] = {}
+        seconds, wait = self.memory.policy_seconds, None
+        try:
+            decision = self.policy(
+                question.jobs, question.nodes, question.current, now, self.settings.policy or PolicySettings()
+            )
+        except Exception as error:  # the loop must go on without its policy
+            self.actions.append(Say("policy_failed", {"message": f"{type(error).__name__}: {error}"}))
+            fallback = self._without_policy(question, conditions)
+        else:
+            fallback = targets(question, decision, self.view, conditions)
+            seconds, wait = decision.seconds, decision.preferred_wait
+            for name, text in decision.pending.items():
+                if name in self.notes:
+                    self.notes[name].waits_for = self.notes[name].waits_for or text
+        self.memory = replace(
+            self.memory,
+            round_at=now,
+            asked=question.fingerprint,
+            targets=MappingProxyType(fallback),
+            policy_seconds=seconds,
+        )
+        self._wake(now + min(self.settings.interval, wait or self.settings.interval))
+
+    def _somebody_starts(self, conditions: Mapping[str, Condition]) -> bool:
+        """Whether a job that was never started waits: it need not wait for the gap between rounds."""
+        return any(
+            condition.phase is Phase.EMPTY and condition.plan is None and name not in self.memory.targets
+            for name, condition in conditions.items()
+        )
+
+    def _without_policy(self, question: Question, conditions: Mapping[str, Condition]) -> dict[str, Target]:
+        """Start what waits with the least it can begin with, give people what they ask; nothing else."""
+        found: dict[str, Target] = {}
+        for info in question.jobs:
+            job, condition = self.view.jobs[info.name], conditions[info.name]
+            assert job.spec is not None
+            free, now = rooms(self.view, job, self.ledger), in_plan(condition.plan)
+            if info.requested_replicas is not None:
+                asked_for = nearest(job.spec.record, info.requested_replicas, free, now)
+                cause, text = question.causes.get(info.name, (Cause.POLICY, "as before"))
+                if asked_for is not None:
+                    found[info.name] = Target(asked_for, cause, text)
+            elif condition.phase is Phase.EMPTY:
+                least = smallest(job.spec.record, free)
+                if least is not None:
+                    found[info.name] = Target(least, Cause.START, "the least it can begin with")
+        return found
+
+    # -- 4. targets
+
+    def _turn(self, name: str) -> tuple[bool, float, str]:
+        """Shrinking jobs first, since they make room; then who has waited longest."""
+        job, target = self.view.jobs.get(name), self.memory.targets[name]
+        now = sum(in_plan(jobs.this_run(job) if job else None).values())
+        return (sum(target.allocation.values()) >= now, self.memory.waiting.get(name, self.view.now), name)
+
+    def _apply(self, name: str, target: Target) -> None:
+        job, condition = self.view.jobs.get(name), self.conditions.get(name)
+        if job is None or condition is None or self.notes[name].planned or jobs.stop_requested(job):
+            return
+        if condition.phase not in (Phase.EMPTY, Phase.STEADY):
+            return
+        now = in_plan(condition.plan)
+        if dict(target.allocation) == now:
+            return
+        assert job.spec is not None
+        agents = self.view.agents(name)
+        for node, replicas in target.allocation.items():
+            if node not in agents or self.view.draining(agents[node].record):
+                return  # the world has moved on: the next round will know
+            free = self.ledger.free_for(name, node)
+            if free < replicas:
+                self.notes[name].waits_for = (
+                    f"waits for {replicas - free} slots on {node} that another job is about to leave"
+                    if condition.phase is Phase.EMPTY
+                    else ""
+                )
+                return
+        how = jobs.planned_transition(job, job.spec.record, condition.plan, target.allocation)
+        self._publish(
+            job,
+            Change(
+                target.allocation,
+                target.cause,
+                how,
+                target.reason,
+                predicted_goodput=target.predicted_goodput,
+            ),
+        )
+
+    def _publish(self, job: JobView, change: Change) -> bool:
+        """Write the job's next plan."""
+        assert job.plan is not None
+        assert job.spec is not None
+        before, mine = job.plan.record, jobs.this_run(job)
+        if not change.allocation and (mine is None or not mine.placements):
+            return False  # it has nothing already
+        agents = self.view.agents(job.job)
+        restarts = before.restarts if mine is not None else 0
+        if change.restarts is not None:
+            restarts = change.restarts
+        elif mine is not None and jobs.refilled(self.view, job, mine, self.settings):
+            restarts = 0
+        plan = Plan(
+            job=job.job,
+            run=job.spec.record.run,
+            generation=before.generation + 1,
+            placements=tuple(
+                Placement(node, replicas, agents[node].record.agent)
+                for node, replicas in change.allocation.items()
+            ),
+            cause=change.cause,
+            transition=change.transition,
+            reason=change.reason,
+            fence=self.fence,
+            created=self.view.wall,
+            leaving=tuple(holding(self.view, job)),
+            first=before.first,
+            restarts=max(0, restarts),
+            failed_step=before.failed_step if change.failed_step is None else change.failed_step,
+            predicted_goodput=change.predicted_goodput,
+        )
+        self.actions.append(CompareAndSwap(self.keys.job(job.job, "plan"), plan, job.plan.revision))
+        self.actions.append(Say("plan", _plan_event(plan)))
+        self.ledger.hold(job.job, change.allocation)
+        self.notes[job.job].planned = True
+        return True
+
+    # -- 5. statuses, and what is left behind
+
+    def _status(self, job: JobView, condition: Condition) -> None:
+        note = self.notes[job.job]
+        if note.planned or job.spec is None or condition.phase in (Phase.OVER, Phase.UNKNOWN):
+            return
+        waits_for = note.waits_for
+        if condition.phase is Phase.EMPTY and not waits_for:
+            places = rooms(self.view, job)
+            free = rooms(self.view, job, self.ledger)
+            waits_for = why_pending(job.spec.record, places, free, self.ledger)
+        status = describe(self.view, job, condition, self.settings, waits_for)
+        old = job.status
+        if status is None or not differs(status, old.record if old else None):
+            return
+        self.actions.append(
+            CompareAndSwap(self.keys.job(job.job, "status"), status, old.revision if old else 0)
+        )
+        was = old.record if old else None
+        if was is None or was.state is not status.state or was.run != status.run:
+            self.actions.append(
+                Say("state", {"job": job.job, "state": status.state.value, "reason": status.reason})
+            )
+        if status.prediction_error is not None and (was is None or was.prediction_error is None):
+            self.actions.append(Say("prediction", _prediction_event(job, status.prediction_error)))
+
+    def _collect(self, job: JobView, condition: Condition) -> None:
+        """Delete the keys of generations that nobody reads any more."""
+        if job.plan is None:
+            return
+        needed = {leaver.generation for leaver in holding(self.view, job)}
+        oldest = job.plan.record.generation - 1
+        if condition.phase is Phase.OVER and not self.view.agents(job.job):
+            oldest = job.plan.record.generation + 1
+        for generation in sorted(job.generations):
+            if generation < oldest and generation not in needed:
+                self.actions.append(DeletePrefix(self.keys.generation(job.job, generation)))
+
+    def _forget_ended(self) -> None:
+        """Keep the statuses of only so many jobs that have ended."""
+        over = [
+            (job.status.revision, name)
+            for name, condition in self.conditions.items()
+            if condition.phase is Phase.OVER
+            and (job := self.view.jobs[name]).status is not None
+            and not self.view.agents(name)
+        ]
+        for _, name in sorted(over)[: max(0, len(over) - self.settings.keep_ended)]:
+            self.actions.append(DeletePrefix(self.keys.job(name)))
+
+    def _wake(self, at: float, future_only: bool = False) -> None:
+        if not future_only or at > self.view.now:
+            self.wake_at = min(self.wake_at, at)
+
+
+def _plan_event(plan: Plan) -> dict[str, Any]:
+    return {
+        "job": plan.job,
+        "generation": plan.generation,
+        "replicas": plan.replicas,
+        "nodes": plan.nodes,
+        "placements": in_plan(plan),
+        "cause": plan.cause.value,
+        "transition": plan.transition.value,
+        "reason": plan.reason,
+        "restarts": plan.restarts,
+        "predicted_goodput": plan.predicted_goodput,
+    }
+
+
+def _prediction_event(job: JobView, error: float) -> dict[str, Any]:
+    hints = job.hints.record if job.hints else None
+    plan = job.plan.record if job.plan else None
+    return {
+        "job": job.job,
+        "generation": plan.generation if plan else None,
+        "predicted": (plan.predicted_goodput if plan else None) or (hints and hints.predicted_goodput),
+        "measured": hints.goodput if hints else None,
+        "error": error,
+    }

@@ -1,0 +1,314 @@
+"""One job, looked at by itself: in what phase it is, and what must happen to it before any policy is asked.
+
+Pure functions of the view. What they answer is carried out by `coordinator_core`, which alone knows of
+the other jobs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from adaptdl_elastic.autoscaler.coordinator_types import Allocation, Memory, Settings
+from adaptdl_elastic.autoscaler.state import JobView, Seen, View
+from adaptdl_elastic.rendezvous.records import (
+    Cause,
+    Failure,
+    JobSpec,
+    NodeRecord,
+    Outcome,
+    Placement,
+    Plan,
+    Rescale,
+    Transition,
+)
+
+FOREVER = float("inf")
+
+
+class Phase(str, Enum):
+    """Where a job stands.
+
+    UNKNOWN   no specification yet: nothing can be done
+    OVER      it has ended, and its status says so
+    EMPTY     it has no replicas and may get some
+    CHANGING  a plan is out and not all of its nodes have started their replicas
+    STEADY    every node of the plan runs its replicas
+    BROKEN    replicas failed or vanished: it needs another plan
+    FINISHED  every replica ended well
+    LEFT      every replica was stopped, and not by us
+    """
+
+    UNKNOWN = "unknown"
+    OVER = "over"
+    EMPTY = "empty"
+    CHANGING = "changing"
+    STEADY = "steady"
+    BROKEN = "broken"
+    FINISHED = "finished"
+    LEFT = "left"
+
+
+@dataclass(frozen=True)
+class Health:
+    """The placements of the current plan, sorted by what has become of them."""
+
+    running: tuple[str, ...] = ()
+    starting: tuple[str, ...] = ()
+    done: tuple[str, ...] = ()
+    stopped: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()  # failed or aborted, unasked
+    lost: tuple[str, ...] = ()  # registration gone, and there is evidence or patience is over
+    missing: tuple[str, ...] = ()  # registration gone, patience is not over
+    settled_at: float = FOREVER  # when patience with the missing ends
+    started_at: float = 0.0  # when the last of the running was seen to run
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What `examine` found."""
+
+    phase: Phase
+    health: Health = Health()
+    plan: Plan | None = None  # of this run; None: a claim, another run's, or none
+
+
+@dataclass(frozen=True)
+class Change:
+    """A plan that ought to be written next."""
+
+    allocation: Allocation
+    cause: Cause
+    transition: Transition
+    reason: str
+    restarts: int | None = None  # None: as before
+    failed_step: int | None = None
+    predicted_goodput: float | None = None
+
+
+def this_run(job: JobView) -> Plan | None:
+    """The plan of the job's present run; None when there is none but a claim or another run's."""
+    if job.plan is None or job.spec is None:
+        return None
+    plan = job.plan.record
+    return plan if plan.run == job.spec.record.run and not plan.claim else None
+
+
+def has_ended(job: JobView) -> bool:
+    """Whether the status says that the present run is over."""
+    if job.status is None or job.spec is None:
+        return False
+    status = job.status.record
+    return status.run == job.spec.record.run and status.state.ended
+
+
+def stop_requested(job: JobView) -> bool:
+    """Whether a person asked for the present run to stop."""
+    request = job.request.record if job.request else None
+    return bool(request and request.stop and job.spec and request.run in ("", job.spec.record.run))
+
+
+def requested_replicas(job: JobView) -> int | None:
+    """How many replicas a person asked for; None where the policy is to say."""
+    request = job.request.record if job.request else None
+    if request is None or job.spec is None or request.run not in ("", job.spec.record.run):
+        return None
+    return request.replicas
+
+
+def uses_library(job: JobView) -> bool:
+    """Whether the script has said hello, in any generation of this run."""
+    first = job.plan.record.first if job.plan else 0
+    if any(seen.record.library for (g, _), seen in job.running.items() if g >= first):
+        return True
+    return job.hints is not None and job.hints.record.generation >= first
+
+
+def examine(view: View, job: JobView, settings: Settings) -> Condition:
+    """In what phase a job is."""
+    if job.spec is None:
+        return Condition(Phase.UNKNOWN)
+    plan = this_run(job)
+    if has_ended(job):
+        return Condition(Phase.OVER, plan=plan)
+    if plan is None or not plan.placements:
+        return Condition(Phase.EMPTY, plan=plan)
+    health = inspect(view, job, plan, settings)
+    return Condition(_phase(plan, health), health, plan)
+
+
+def _phase(plan: Plan, health: Health) -> Phase:
+    if len(health.done) == len(plan.placements):
+        return Phase.FINISHED
+    if health.failed or health.lost:
+        return Phase.BROKEN
+    if len(health.done) + len(health.stopped) == len(plan.placements):
+        return Phase.LEFT
+    if health.starting or health.missing:
+        return Phase.CHANGING
+    return Phase.STEADY
+
+
+def inspect(view: View, job: JobView, plan: Plan, settings: Settings) -> Health:
+    """What has become of each node of the current plan."""
+    agents = view.agents(job.job)
+    sorted_: dict[str, list[str]] = {
+        name: [] for name in ("running", "starting", "done", "stopped", "failed")
+    }
+    absent: list[Placement] = []
+    started_at = 0.0
+    for placement in plan.placements:
+        node = placement.node
+        ended = job.ended.get((plan.generation, node))
+        running = job.running.get((plan.generation, node))
+        if ended is not None:
+            sorted_[_ENDED_AS[ended.record.outcome]].append(node)
+        elif _gone(agents.get(node), placement):
+            absent.append(placement)
+        elif running is not None:
+            sorted_["running"].append(node)
+            started_at = max(started_at, running.seen)
+        else:
+            sorted_["starting"].append(node)
+    lost, missing, settled_at = _sort_absent(view, job, absent, bool(sorted_["failed"]), settings)
+    return Health(
+        **{name: tuple(nodes) for name, nodes in sorted_.items()},
+        lost=lost,
+        missing=missing,
+        settled_at=settled_at,
+        started_at=started_at,
+    )
+
+
+_ENDED_AS = {
+    Outcome.DONE: "done",
+    Outcome.STOPPED: "stopped",
+    Outcome.FAILED: "failed",
+    Outcome.ABORTED: "failed",
+}
+
+
+def _gone(registration: Seen[NodeRecord] | None, placement: Placement) -> bool:
+    return registration is None or (placement.agent != "" and registration.record.agent != placement.agent)
+
+
+def _sort_absent(
+    view: View, job: JobView, absent: list[Placement], evidence: bool, settings: Settings
+) -> tuple[tuple[str, ...], tuple[str, ...], float]:
+    """Which absent nodes are lost now, which are missing still, and until when.
+
+    A lease that ran out while the store was away proves nothing: its agent may be as well as its
+    replicas. So after a break (or our own start) an agent has one lease time to come back, unless
+    another one has taken its place, or the replicas of others have failed for want of its.
+    """
+    lost, missing, settled_at = [], [], FOREVER
+    for placement in absent:
+        replaced = placement.node in view.agents(job.job)
+        gone = view.gone.get((job.job, placement.node))
+        since = gone.seen if gone is not None else view.steady_since
+        shaken = gone is None or since - view.steady_since < settings.steady
+        patience = max(since, view.steady_since) + (settings.node_ttl if shaken else 0.0)
+        if replaced or evidence or view.now >= patience:
+            lost.append(placement.node)
+        else:
+            missing.append(placement.node)
+            settled_at = min(settled_at, patience)
+    return tuple(lost), tuple(missing), settled_at
+
+
+# -- failures
+
+
+def failures(job: JobView, generation: int) -> tuple[Failure, ...]:
+    """The failed replicas of a generation, the first to be heard of first: it is likely the root cause."""
+    found = [
+        (seen.seen, seen.record.failure)
+        for (g, _), seen in job.ended.items()
+        if g == generation and seen.record.failure is not None and seen.record.outcome is Outcome.FAILED
+    ]
+    return tuple(failure for _, failure in sorted(found, key=lambda item: (item[0], item[1].time)))
+
+
+def root_exit_code(job: JobView, generation: int) -> int:
+    """The exit code a job fails with: that of its root cause, a signal as the shell says it."""
+    codes = [failure.exit_code for failure in failures(job, generation)]
+    codes += [s.record.exit_code for (g, _), s in job.ended.items() if g == generation]
+    for code in codes:
+        if code:
+            return code if code > 0 else 128 - code
+    return 1
+
+
+def refilled(view: View, job: JobView, plan: Plan, settings: Settings) -> bool:
+    """Whether the job has come on since its last restart, so that the budget is whole again.
+
+    It has when this generation has lived for `refill_after` and has saved a checkpoint beyond the one
+    that the last restart began from.
+    """
+    if plan.restarts == 0 or job.checkpoint is None or job.plan is None:
+        return False
+    lived = view.now - job.plan.seen
+    return lived >= settings.refill_after and job.checkpoint.record.step > plan.failed_step
+
+
+def pause_before_restart(restarts: int, settings: Settings) -> float:
+    """Seconds to wait before the restart that makes the count `restarts`: none before the first."""
+    if restarts <= 1:
+        return 0.0
+    return min(settings.max_backoff, settings.backoff * float(2 ** min(restarts - 2, 30)))
+
+
+def failed_at(job: JobView, generation: int) -> float:
+    """When we first saw that the generation had failed."""
+    return min((s.seen for (g, _), s in job.ended.items() if g == generation), default=0.0)
+
+
+# -- transitions
+
+
+def planned_transition(job: JobView, spec: JobSpec, plan: Plan | None, allocation: Allocation) -> Transition:
+    """How to carry out a planned change: in place where script, backend and `--rescale` allow it."""
+    hints = job.hints.record if job.hints else None
+    if spec.rescale is Rescale.RESTART or hints is None or plan is None or hints.generation < plan.first:
+        return Transition.RESTART
+    survivors = {p.node for p in plan.placements} & set(allocation)
+    return Transition.INPLACE if hints.inplace and survivors else Transition.RESTART
+
+
+def pause(job: JobView, plan: Plan) -> float | None:
+    """Seconds without a step before a plan's first one; None before that, and for a job's first.
+
+    Both ends are read from one machine's clock where one machine has both; otherwise by when we
+    heard of them.
+    """
+    firsts = {
+        node: seen
+        for (g, node), seen in job.running.items()
+        if g == plan.generation and seen.record.first_step is not None
+    }
+    lasts = {
+        node: seen
+        for (g, node), seen in job.ended.items()
+        if g == plan.generation - 1 and seen.record.last_step is not None
+    }
+    if not firsts or not lasts:
+        return None
+    for node in firsts.keys() & lasts.keys():
+        first, last = firsts[node].record.first_step, lasts[node].record.last_step
+        if first is not None and last is not None and first >= last:
+            return first - last
+    heard = min(s.seen for s in firsts.values()) - max(s.seen for s in lasts.values())
+    return heard if heard >= 0 else None
+
+
+def late_nodes(memory: Memory, view: View, job: JobView, settings: Settings) -> set[str]:
+    """Nodes that did not start this job's replicas in time and are not tried again yet."""
+    agents = view.agents(job.job)
+    return {
+        node
+        for (name, node), (agent, when) in memory.late.items()
+        if name == job.job
+        and node in agents
+        and agents[node].record.agent == agent
+        and view.now - when < settings.late_pardon
+    }

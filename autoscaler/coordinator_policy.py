@@ -1,0 +1,287 @@
+"""Between the store's records and the policy: what it is asked about, when, and what its answer means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from adaptdl_elastic.autoscaler import coordinator_job as jobs
+from adaptdl_elastic.autoscaler.coordinator_job import Condition, Phase
+from adaptdl_elastic.autoscaler.coordinator_slots import Ledger, Room, everything, in_plan, nearest, rooms
+from adaptdl_elastic.autoscaler.coordinator_status import impossible, typical_pause
+from adaptdl_elastic.autoscaler.coordinator_types import Allocation, Memory, Settings, Target
+from adaptdl_elastic.autoscaler.policy.types import Decision, GoodputModel, JobInfo, NodeInfo, NodeLimit
+from adaptdl_elastic.autoscaler.state import JobView, View
+from adaptdl_elastic.goodput import GradParams, PerfParams
+from adaptdl_elastic.rendezvous.records import Cause, JobSpec
+from adaptdl_elastic.sched_hints import JobHints
+
+Policy = Callable[
+    [Sequence[JobInfo], Sequence[NodeInfo], Mapping[str, Allocation], float, Any],
+    Decision,
+]
+"""`adaptdl_elastic.autoscaler.policy.allocate`, or one that stands in for it."""
+
+_ACTIVE = (Phase.EMPTY, Phase.CHANGING, Phase.STEADY, Phase.BROKEN)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the policy is asked."""
+
+    jobs: tuple[JobInfo, ...]
+    nodes: tuple[NodeInfo, ...]
+    current: Mapping[str, Allocation]
+    causes: Mapping[str, tuple[Cause, str]]  # for jobs whose size somebody else chose: why, in words
+    fingerprint: Any  # two questions with the same one need not both be asked
+
+
+def policy_inputs(
+    view: View, settings: Settings | None = None
+) -> tuple[tuple[JobInfo, ...], tuple[NodeInfo, ...], Mapping[str, Allocation]]:
+    """(jobs, nodes, current) as the policy would be asked about this view now."""
+    settings = settings or Settings()
+    conditions = {name: jobs.examine(view, job, settings) for name, job in view.jobs.items()}
+    question = ask(view, conditions, Memory(), Ledger(view), settings)
+    return question.jobs, question.nodes, question.current
+
+
+def ask(
+    view: View,
+    conditions: Mapping[str, Condition],
+    memory: Memory,
+    ledger: Ledger,
+    settings: Settings,
+) -> Question:
+    """Put the state of the cluster into the policy's terms."""
+    shared = _shared_hints(view)
+    infos: list[JobInfo] = []
+    current: dict[str, Allocation] = {}
+    causes: dict[str, tuple[Cause, str]] = {}
+    prints: list[Any] = []
+    for name in sorted(conditions):
+        job, condition = view.jobs[name], conditions[name]
+        if condition.phase not in _ACTIVE or job.spec is None or job.plan is None:
+            continue
+        if jobs.stop_requested(job) or impossible(job.spec.record):
+            continue
+        late = jobs.late_nodes(memory, view, job, settings)
+        places = rooms(view, job, None, late)
+        if not places:
+            continue
+        info, why = _job(view, job, condition, places, memory, settings, shared)
+        infos.append(info)
+        current[name] = in_plan(condition.plan)
+        if why is not None:
+            causes[name] = why
+        prints.append(_fingerprint(job, condition, info, places, settings))
+    asked_about = {info.name for info in infos}
+    nodes = _nodes(view, ledger, asked_about)
+    return Question(tuple(infos), nodes, current, causes, (tuple(prints), nodes))
+
+
+def _nodes(view: View, ledger: Ledger, asked_about: set[str]) -> tuple[NodeInfo, ...]:
+    """Every node with the slots that the jobs in question may share."""
+    elsewhere: dict[str, int] = {}
+    for name in view.jobs:
+        if name not in asked_about:
+            for node, slots in ledger.held(name).items():
+                elsewhere[node] = elsewhere.get(node, 0) + slots
+    facts: dict[str, NodeInfo] = {}
+    for agents in view.nodes.values():
+        for node, seen in agents.items():
+            record = seen.record
+            was = facts.get(node)
+            facts[node] = NodeInfo(
+                name=node,
+                slots=max(0, ledger.capacity[node] - elsewhere.get(node, 0)),
+                preemptible=record.preemptible or (was is not None and was.preemptible),
+                draining=view.draining(record) or (was is not None and was.draining),
+                at_risk=record.at_risk or (was is not None and was.at_risk),
+            )
+    return tuple(facts[node] for node in sorted(facts))
+
+
+def _job(
+    view: View,
+    job: JobView,
+    condition: Condition,
+    places: Mapping[str, Room],
+    memory: Memory,
+    settings: Settings,
+    shared: Mapping[str, JobHints],
+) -> tuple[JobInfo, tuple[Cause, str] | None]:
+    assert job.spec is not None
+    assert job.plan is not None
+    spec, now = job.spec.record, in_plan(condition.plan)
+    size = sum(now.values())
+    hints = own_hints(job) or shared.get(spec.curve_key)
+    fixed, why, places = _fixed_size(view, job, condition, places, settings)
+    unsettled = condition.phase in (Phase.CHANGING, Phase.BROKEN)
+    if unsettled:
+        fixed, why = size, None
+    info = JobInfo(
+        name=job.job,
+        min_replicas=max(1, spec.min_replicas),
+        max_replicas=spec.max_replicas,
+        min_nodes=spec.min_nodes,
+        max_nodes=spec.max_nodes,
+        limits={name: NodeLimit(room.least, room.most) for name, room in places.items()},
+        model=None if hints is None else model(hints),
+        max_profiled_replicas=0 if hints is None else hints.max_profiled_replicas,
+        requested_replicas=fixed,
+        preemptible=spec.preemptible and not unsettled,
+        avoid_preemptible_nodes=spec.avoid_preemptible_nodes,
+        weight=spec.weight,
+        remaining=None if hints is None else hints.remaining_samples,
+        attained=_attained(hints),
+        pause=typical_pause(job),
+        submitted=job.spec.seen,
+        waiting_since=memory.waiting.get(job.job, view.now) if not size else None,
+        last_change=job.plan.seen if now else None,
+    )
+    return info, why
+
+
+def _fixed_size(
+    view: View, job: JobView, condition: Condition, places: Mapping[str, Room], settings: Settings
+) -> tuple[int | None, tuple[Cause, str] | None, Mapping[str, Room]]:
+    """The size of a job that the policy is not to choose, and why; None where it is."""
+    assert job.spec is not None
+    spec, now = job.spec.record, in_plan(condition.plan)
+    wanted = jobs.requested_replicas(job)
+    if wanted is not None:
+        possible = nearest(spec, wanted, places, now)
+        size = sum((possible or {}).values()) or max(1, spec.min_replicas)
+        text = f"adaptdl scale: {wanted} replicas"
+        return (
+            size,
+            (Cause.MANUAL, text if size == wanted else f"{text}, of which {size} are possible"),
+            places,
+        )
+    if not spec.autoscale:
+        return (sum(now.values()) or None), None, places
+    if condition.phase is Phase.STEADY and not jobs.uses_library(job):
+        if view.now - condition.health.started_at < settings.hello_grace:
+            return sum(now.values()), None, places
+        least = {name: replace(room, most=room.least) for name, room in places.items()}
+        wide = everything(spec, least, now)
+        if wide is not None and sum(wide.values()) >= sum(now.values()):
+            text = f"the script reports nothing to decide by: every node there is ({len(wide)})"
+            return sum(wide.values()), (Cause.JOIN, text), {n: least[n] for n in wide}
+        return sum(now.values()), None, places
+    return None, None, places
+
+
+def own_hints(job: JobView) -> JobHints | None:
+    """The last good report of the job's present run."""
+    if job.hints is None or job.plan is None or job.spec is None:
+        return None
+    if job.plan.record.run != job.spec.record.run or job.hints.record.generation < job.plan.record.first:
+        return None
+    return job.hints.record
+
+
+def model(hints: JobHints) -> GoodputModel | None:
+    """A report's goodput model; None while it has none, or one that makes no sense."""
+    if hints.perf_params is None or hints.grad_params is None:
+        return None
+    square, variance = hints.grad_params
+    if square < 0 or variance < 0 or min(hints.perf_params[:6]) < 0 or hints.init_batch_size < 1:
+        return None
+    try:
+        return GoodputModel(
+            perf_params=PerfParams(*hints.perf_params),
+            grad_params=GradParams(square, variance),
+            init_batch_size=hints.init_batch_size,
+            max_batch_size=hints.max_batch_size,
+            local_bsz_bounds=hints.local_bsz_bounds,
+            accumulation=hints.gradient_accumulation,
+        )
+    except ValueError:
+        return None
+
+
+def _shared_hints(view: View) -> dict[str, JobHints]:
+    """For every `curve_key` the report that has seen the largest size: jobs of one script share it."""
+    found: dict[str, JobHints] = {}
+    for job in view.jobs.values():
+        if job.spec is None or not job.spec.record.curve_key:
+            continue
+        hints = own_hints(job)
+        if hints is None or hints.perf_params is None:
+            continue
+        key = job.spec.record.curve_key
+        if key not in found or found[key].max_profiled_replicas < hints.max_profiled_replicas:
+            found[key] = replace(hints, remaining_samples=None, progress=None)
+    return found
+
+
+def _attained(hints: JobHints | None) -> float:
+    if hints is None or not hints.progress or hints.remaining_samples is None or hints.progress >= 1:
+        return 0.0
+    return hints.remaining_samples * hints.progress / (1 - hints.progress)
+
+
+def _fingerprint(
+    job: JobView, condition: Condition, info: JobInfo, places: Mapping[str, Room], settings: Settings
+) -> Any:
+    hints = job.hints.record if job.hints else None
+    forecast = None
+    if hints is not None and hints.predicted_goodput and hints.predicted_goodput > 0:
+        forecast = (hints.generation, round(math.log(hints.predicted_goodput) / math.log1p(settings.drift)))
+    return (
+        job.job,
+        condition.phase,
+        info.requested_replicas,
+        info.model is None,
+        info.max_profiled_replicas,
+        forecast,
+        tuple(places),
+    )
+
+
+# -- the answer
+
+
+def targets(
+    question: Question, decision: Decision, view: View, conditions: Mapping[str, Condition]
+) -> dict[str, Target]:
+    """What each job is to have, by the policy's answer."""
+    found: dict[str, Target] = {}
+    for name, allocation in decision.allocations.items():
+        if name not in conditions:
+            continue
+        spec = view.jobs[name].spec
+        assert spec is not None
+        now = question.current.get(name, {})
+        reason = decision.reasons.get(name)
+        cause, text = _cause(question, name, conditions[name], spec.record)
+        if reason is not None and reason.text and (cause is not Cause.MANUAL or not text):
+            text = reason.text if not text else f"{text}: {reason.text}"
+        found[name] = Target(
+            allocation=_survivors_first(allocation, now),
+            cause=cause,
+            reason=text,
+            predicted_goodput=None if reason is None else reason.goodput,
+        )
+    return found
+
+
+def _cause(question: Question, name: str, condition: Condition, spec: JobSpec) -> tuple[Cause, str]:
+    if name in question.causes:
+        return question.causes[name]
+    if condition.phase is Phase.EMPTY:
+        if condition.plan is None:
+            return Cause.START, ""
+        if condition.plan.cause in (Cause.FAILURE, Cause.NODE_LOST, Cause.DRAIN):
+            return condition.plan.cause, "resumes"
+    return Cause.POLICY, ""
+
+
+def _survivors_first(allocation: Allocation, now: Allocation) -> dict[str, int]:
+    """The same allocation with the nodes that stay first, in the order of their ranks."""
+    order = [node for node in now if node in allocation] + [node for node in allocation if node not in now]
+    return {node: allocation[node] for node in order if allocation[node] > 0}

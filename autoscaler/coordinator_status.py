@@ -1,0 +1,175 @@
+"""What the coordinator says about a job: derived from the view alone, so that any leader says the same."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import replace
+
+from adaptdl_elastic.autoscaler import coordinator_job as jobs
+from adaptdl_elastic.autoscaler.coordinator_job import Condition, Phase
+from adaptdl_elastic.autoscaler.coordinator_slots import Ledger, Room, holding, smallest
+from adaptdl_elastic.autoscaler.coordinator_types import Settings
+from adaptdl_elastic.autoscaler.state import JobView, View
+from adaptdl_elastic.rendezvous.records import Cause, JobSpec, JobState, JobStatus, Plan
+
+MAX_PAUSES = 5
+_PLANNED = (Cause.POLICY, Cause.MANUAL, Cause.JOIN, Cause.DRAIN)
+
+
+def restarts_after_failure(view: View, job: JobView, plan: Plan, settings: Settings) -> int:
+    """What the count of restarts becomes if the failed generation `plan` is followed by another."""
+    return (0 if jobs.refilled(view, job, plan, settings) else plan.restarts) + 1
+
+
+def exhausted(view: View, job: JobView, condition: Condition, settings: Settings) -> bool:
+    """Whether a failed job may not be restarted any more."""
+    if condition.phase is not Phase.BROKEN or condition.health.lost or condition.plan is None:
+        return False
+    assert job.spec is not None
+    return restarts_after_failure(view, job, condition.plan, settings) > job.spec.record.max_restarts
+
+
+def describe(
+    view: View, job: JobView, condition: Condition, settings: Settings, waits_for: str = ""
+) -> JobStatus | None:
+    """The status that a job should show now; None where there is nothing to say."""
+    if job.spec is None or condition.phase is Phase.OVER:
+        return None
+    spec = job.spec.record
+    old = job.status.record if job.status and job.status.record.run == spec.run else None
+    plan = condition.plan
+    base = old or JobStatus(job=spec.job, run=spec.run, state=JobState.PENDING)
+    state, reason, exit_code = _state(view, job, condition, settings, waits_for)
+    status = replace(base, state=state, reason=reason, exit_code=exit_code)
+    if plan is not None:
+        status = _of_plan(job, plan, status, base)
+        if exhausted(view, job, condition, settings):
+            status = replace(status, restarts_used=plan.restarts)
+    if status.started is None and plan is not None and plan.placements:
+        status = replace(status, started=view.wall)
+    if state.ended:
+        status = replace(status, ended=view.wall)
+    return replace(status, updated=view.wall)
+
+
+def differs(status: JobStatus, old: JobStatus | None) -> bool:
+    """Whether writing it tells anybody anything."""
+    return old is None or replace(status, updated=old.updated) != old
+
+
+def _state(
+    view: View, job: JobView, condition: Condition, settings: Settings, waits_for: str
+) -> tuple[JobState, str, int | None]:
+    plan, phase, health = condition.plan, condition.phase, condition.health
+    if phase is Phase.FINISHED:
+        return JobState.DONE, "every replica ended well", 0
+    if phase is Phase.LEFT:
+        return JobState.STOPPED, "its replicas were stopped from outside; state saved", 143
+    if exhausted(view, job, condition, settings):
+        assert plan is not None
+        return _given_up(job, plan)
+    if jobs.stop_requested(job):
+        if phase is Phase.EMPTY and not holding(view, job):
+            return JobState.STOPPED, "stopped as asked; state saved", 143
+        return JobState.STOPPING, "a person asked for it", None
+    if phase is Phase.EMPTY:
+        return JobState.PENDING, waits_for or "waits for a decision", None
+    assert plan is not None
+    if waits_for:
+        return JobState.RUNNING, waits_for, None
+    if phase is Phase.CHANGING and health.missing:
+        return JobState.RUNNING, f"has not heard from {', '.join(health.missing)} for a moment", None
+    return JobState.RUNNING, plan.reason, None
+
+
+def _given_up(job: JobView, plan: Plan) -> tuple[JobState, str, int]:
+    assert job.spec is not None
+    found = jobs.failures(job, plan.generation)
+    what = f": rank {found[0].rank}: {found[0].message or found[0].exit_code}" if found else ""
+    allowed = job.spec.record.max_restarts
+    text = f"failed after {plan.restarts} of {allowed} restarts{what}"
+    return JobState.FAILED, text, jobs.root_exit_code(job, plan.generation)
+
+
+def _of_plan(job: JobView, plan: Plan, status: JobStatus, old: JobStatus) -> JobStatus:
+    """The fields that belong to the current generation."""
+    new = old.generation != plan.generation
+    last_pause, pauses = (None if new else old.last_pause), old.pauses
+    if last_pause is None and plan.placements and plan.generation > plan.first:
+        last_pause = jobs.pause(job, plan)
+        if last_pause is not None and plan.cause in _PLANNED:
+            pauses = (*pauses, last_pause)[-MAX_PAUSES:]
+    found = jobs.failures(job, plan.generation) or jobs.failures(job, plan.generation - 1)
+    return replace(
+        status,
+        generation=plan.generation,
+        restarts_used=plan.restarts,
+        failures=found or old.failures,
+        last_pause=last_pause,
+        pauses=pauses,
+        predicted_goodput=plan.predicted_goodput,
+        prediction_error=_error(job, plan, None if new else old.prediction_error),
+    )
+
+
+def _error(job: JobView, plan: Plan, old: float | None) -> float | None:
+    """measured / predicted - 1 of this generation; small movements keep the old value."""
+    hints = job.hints.record if job.hints else None
+    if hints is None or hints.generation != plan.generation or not hints.goodput:
+        return old
+    predicted = plan.predicted_goodput or hints.predicted_goodput
+    if not predicted or predicted <= 0:
+        return old
+    error = round(hints.goodput / predicted - 1, 3)
+    return error if old is None or abs(error - old) >= 0.05 else old
+
+
+def typical_pause(job: JobView) -> float | None:
+    """Median seconds that this job's last planned changes cost; None before the first."""
+    status = job.status.record if job.status else None
+    if status is None or not status.pauses or (job.spec and status.run != job.spec.record.run):
+        return None
+    return float(statistics.median(status.pauses))
+
+
+# -- why a job waits
+
+
+def impossible(spec: JobSpec) -> str | None:
+    """What is wrong with bounds that no cluster could meet; None when nothing is."""
+    if spec.min_replicas > spec.max_replicas:
+        return f"min_replicas {spec.min_replicas} is more than max_replicas {spec.max_replicas}"
+    if spec.min_nodes > spec.max_nodes:
+        return f"min_nodes {spec.min_nodes} is more than max_nodes {spec.max_nodes}"
+    if spec.max_replicas < 1 or spec.max_nodes < 1:
+        return f"max_replicas {spec.max_replicas} and max_nodes {spec.max_nodes} must be at least 1"
+    if spec.min_nodes > spec.max_replicas:
+        return f"min_nodes {spec.min_nodes} is more than max_replicas {spec.max_replicas}"
+    return None
+
+
+def why_pending(spec: JobSpec, places: Mapping[str, Room], free: Mapping[str, Room], ledger: Ledger) -> str:
+    """Why a job without replicas has none, with the numbers that say what would help."""
+    wrong = impossible(spec)
+    if wrong is not None:
+        return f"can never run: {wrong}; submit it with other bounds"
+    need = f"{_count(max(1, spec.min_replicas), 'replica')} on {_count(max(1, spec.min_nodes), 'node')}"
+    if not places:
+        return f"waits for nodes: needs at least {need}, none is registered that could take it"
+    least = smallest(spec, places)
+    if least is None:
+        room = sum(place.most for place in places.values())
+        return (
+            f"waits for nodes: needs at least {need}, registered: "
+            f"{_count(len(places), 'node')} with {_count(room, 'slot')}"
+        )
+    if smallest(spec, free) is None:
+        room = sum(place.most for place in free.values())
+        others = sum(ledger.capacity.get(n, 0) - ledger.free_for(spec.job, n) for n in places)
+        return f"waits for slots: needs {need}, {room} free, other jobs have {others}"
+    return "waits for its turn"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,0 +1,97 @@
+"""What goes into the coordinator's decisions, and what comes out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from adaptdl_elastic.rendezvous.records import Cause
+
+Allocation = Mapping[str, int]
+"""node -> replicas, in the order of ranks."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The coordinator's knobs. Times are in seconds."""
+
+    interval: float = 60.0  # between rounds of the policy: 60 on a cluster, a few on one machine
+    min_gap: float = 1.0  # between rounds that events ask for
+    node_ttl: float = 5.0  # lease time of a node's registration: patience with one that is missing
+    steady: float = 15.0  # a break of the store this recent is blamed for a missing registration
+    hello_grace: float = 30.0  # a script that has not said hello for so long does not use the library
+    backoff: float = 1.0  # before the second restart in a row; doubles
+    max_backoff: float = 60.0
+    refill_after: float = 300.0  # a generation that lives so long and saves pays the restarts back
+    late_pardon: float = 600.0  # a node that did not start in time is tried again after so long
+    drift: float = 0.15  # a report that changes the predicted goodput by so much asks for a round
+    max_events: int = 1000
+    keep_ended: int = 200  # jobs that have ended, whose status stays readable
+    policy: Any = None  # adaptdl_elastic.autoscaler.policy's own settings; None: its defaults
+
+    def __post_init__(self) -> None:
+        for name in ("interval", "min_gap", "node_ttl", "backoff"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative: {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a job is to have, as soon as the slots are free."""
+
+    allocation: Allocation
+    cause: Cause
+    reason: str
+    predicted_goodput: float | None = None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a leader knows beyond the store. Losing it costs a round of the policy and nothing else."""
+
+    round_at: float = float("-inf")  # when the policy was last asked
+    asked: Any = None  # what it was asked about: a round is due when this differs
+    targets: Mapping[str, Target] = field(default_factory=lambda: MappingProxyType({}))
+    late: Mapping[tuple[str, str], tuple[str, float]] = field(  # (job, node) -> (agent, when)
+        default_factory=lambda: MappingProxyType({})
+    )
+    waiting: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # job -> since when
+    policy_seconds: float = 0.0  # wall time of the last round
+
+
+@dataclass(frozen=True)
+class CompareAndSwap:
+    """Write `record` if the key still stands at `expected_revision` (0: does not exist)."""
+
+    key: str
+    record: Any
+    expected_revision: int
+
+
+@dataclass(frozen=True)
+class DeletePrefix:
+    """Collect what nobody needs any more."""
+
+    prefix: str
+
+
+@dataclass(frozen=True)
+class Say:
+    """A line of the coordinator's log in the store."""
+
+    event: str
+    fields: Mapping[str, Any]
+
+
+Action = CompareAndSwap | DeletePrefix | Say
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What to do now, what to remember, and when to look again though nothing has happened."""
+
+    actions: tuple[Action, ...]
+    memory: Memory
+    wake_at: float

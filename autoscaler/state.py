@@ -1,0 +1,363 @@
+"""What is known of a cluster: a frozen `View` of the store's records, and the `Keeper` that follows them.
+
+Nothing here decides and nothing here does I/O. The keeper is fed with a range and then with changes,
+in order; it decodes each value once, keeps the last good hints of a job when a newer report is
+garbage, and says once what it could not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+from adaptdl_elastic import sched_hints
+from adaptdl_elastic.rendezvous import records
+from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.store import Change, KeyValue, Snapshot
+from adaptdl_elastic.sched_hints import JobHints
+
+R = TypeVar("R")
+K = TypeVar("K")
+V = TypeVar("V")
+
+NodeOfGeneration = tuple[int, str]
+"""(generation, node)."""
+
+
+def _empty() -> Mapping[Any, Any]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Seen(Generic[R]):
+    """A record, the revision it stands at, and when *this* process first saw it so (its own clock)."""
+
+    record: R
+    revision: int
+    seen: float
+
+
+@dataclass(frozen=True)
+class JobView:
+    """Everything in the store about one job."""
+
+    job: str
+    spec: Seen[records.JobSpec] | None = None
+    request: Seen[records.JobRequest] | None = None
+    status: Seen[records.JobStatus] | None = None
+    plan: Seen[records.Plan] | None = None
+    hints: Seen[JobHints] | None = None
+    checkpoint: Seen[records.CheckpointRecord] | None = None
+    ready: Mapping[NodeOfGeneration, Seen[records.ReadyRecord]] = field(default_factory=_empty)
+    running: Mapping[NodeOfGeneration, Seen[records.RunningRecord]] = field(default_factory=_empty)
+    ended: Mapping[NodeOfGeneration, Seen[records.EndedRecord]] = field(default_factory=_empty)
+    generations: frozenset[int] = frozenset()  # those that have any key
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A registration that is no longer there."""
+
+    agent: str
+    seen: float
+
+
+@dataclass(frozen=True)
+class View:
+    """A cluster as of `revision`. `now` and every `seen` are readings of the same local clock."""
+
+    now: float
+    wall: float  # seconds since the epoch, to be shown to people
+    nodes: Mapping[str, Mapping[str, Seen[records.NodeRecord]]] = field(default_factory=_empty)  # job, node
+    jobs: Mapping[str, JobView] = field(default_factory=_empty)
+    drains: Mapping[str, Seen[records.DrainRequest]] = field(default_factory=_empty)
+    gone: Mapping[tuple[str, str], Missing] = field(default_factory=_empty)  # (job, node) seen to vanish
+    leader: Seen[records.LeaderRecord] | None = None
+    steady_since: float = float("-inf")  # since when the store has answered without a break
+    revision: int = 0
+
+    def agents(self, job: str) -> Mapping[str, Seen[records.NodeRecord]]:
+        """The registrations of one job, by node."""
+        return self.nodes.get(job, _empty())
+
+    def draining(self, node: records.NodeRecord) -> bool:
+        """Whether a node is to be left, by its own word or by a request for it."""
+        if node.draining:
+            return True
+        request = self.drains.get(node.node)
+        if request is None:
+            return False
+        instance = request.record.instance
+        return instance is None or node.instance is None or instance == node.instance
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A value under our prefix that is not what its key promises."""
+
+    key: str
+    message: str
+
+
+class Keeper:
+    """Follows the store's keys of one cluster; `view` freezes what it knows.
+
+    Not thread-safe: feed and read it from one thread.
+    """
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+        self._nodes: dict[str, Mapping[str, Seen[records.NodeRecord]]] = {}
+        self._jobs: dict[str, JobView] = {}
+        self._drains: dict[str, Seen[records.DrainRequest]] = {}
+        self._gone: dict[tuple[str, str], Missing] = {}
+        self._leader: Seen[records.LeaderRecord] | None = None
+        self._revision = 0
+        self._known: set[str] = set()
+        self._problems: list[Problem] = []
+        self._complained: set[str] = set()
+        self.events: dict[str, int] = {}  # event key -> revision; values are not kept
+
+    @property
+    def revision(self) -> int:
+        """The newest revision that has been applied."""
+        return self._revision
+
+    def load(self, snapshot: Snapshot, now: float) -> None:
+        """Take a whole range: what is not in it has vanished."""
+        for key in self._known - {item.key for item in snapshot.items}:
+            self._remove(key, now)
+        for item in snapshot.items:
+            self._put(item.key, item.value, item.mod_revision, now)
+        self._revision = max(self._revision, snapshot.revision)
+
+    def apply(self, change: Change, now: float) -> None:
+        """Take one change; one that is older than what is known of its key does nothing."""
+        current = self._find(change.key)
+        if current is not None and current.revision >= change.revision:
+            return
+        if change.kind == "delete" or change.value is None:
+            self._remove(change.key, now)
+        else:
+            self._put(change.key, change.value, change.revision, now)
+        self._revision = max(self._revision, change.revision)
+
+    def note(self, key: str, record: object, revision: int, now: float) -> None:
+        """Take a write of our own without waiting for the watch to bring it back."""
+        self._put(key, record, revision, now)
+
+    def forget(self, prefix: str, now: float) -> None:
+        """Take a deletion of our own without waiting for the watch to bring it back."""
+        for key in [key for key in self._known if key.startswith(prefix)]:
+            self._remove(key, now)
+
+    def problems(self) -> list[Problem]:
+        """What could not be read since the last call, each key once per distinct complaint."""
+        found, self._problems = self._problems, []
+        return found
+
+    def view(self, now: float, wall: float, steady_since: float = float("-inf")) -> View:
+        """What is known, frozen."""
+        return View(
+            now=now,
+            wall=wall,
+            nodes=MappingProxyType(dict(self._nodes)),
+            jobs=MappingProxyType(dict(self._jobs)),
+            drains=MappingProxyType(dict(self._drains)),
+            gone=MappingProxyType(dict(self._gone)),
+            leader=self._leader,
+            steady_since=steady_since,
+            revision=self._revision,
+        )
+
+    # -- decoding
+
+    def _find(self, key: str) -> Seen[Any] | None:
+        match self._parts(key):
+            case ["nodes", node, job]:
+                return self._nodes.get(job, {}).get(node)
+            case ["drains", node]:
+                return self._drains.get(node)
+            case ["coordinator", "leader"]:
+                return self._leader
+            case ["jobs", job, ("spec" | "request" | "status" | "plan" | "hints" | "checkpoint") as name]:
+                view = self._jobs.get(job)
+                found: Seen[Any] | None = getattr(view, name) if view else None
+                return found
+            case ["jobs", job, "generations", g, ("ready" | "running" | "ended") as name, node] if (
+                g.isdigit()
+            ):
+                view = self._jobs.get(job)
+                table: Mapping[NodeOfGeneration, Seen[Any]] = getattr(view, name) if view else {}
+                return table.get((int(g), node))
+        return None
+
+    def _parts(self, key: str) -> list[str]:
+        root = self._keys.root
+        return key[len(root) :].split("/") if key.startswith(root) else []
+
+    def _decode(self, kind: type[R], key: str, value: object, revision: int, now: float) -> Seen[R] | None:
+        if isinstance(value, kind):
+            return Seen(value, revision, now)
+        try:
+            return Seen(records.decode(kind, str(value), key), revision, now)
+        except records.MalformedRecordError as error:
+            self._complain(key, str(error))
+            return None
+
+    def _complain(self, key: str, message: str) -> None:
+        if message not in self._complained:
+            if len(self._complained) > 10_000:
+                self._complained.clear()
+            self._complained.add(message)
+            self._problems.append(Problem(key, message))
+
+    def _put(self, key: str, value: object, revision: int, now: float) -> None:
+        self._known.add(key)
+        parts = self._parts(key)
+        match parts:
+            case ["nodes", node, job]:
+                self._put_node(key, node, job, value, revision, now)
+            case ["drains", node]:
+                drain = self._decode(records.DrainRequest, key, value, revision, now)
+                if drain is not None:
+                    self._drains[node] = drain
+            case ["coordinator", "leader"]:
+                self._leader = self._decode(records.LeaderRecord, key, value, revision, now)
+            case ["jobs", job, *rest]:
+                self._put_job(key, job, rest, value, revision, now)
+            case ["events", _]:
+                self.events[key] = revision
+
+    def _put_node(self, key: str, node: str, job: str, value: object, revision: int, now: float) -> None:
+        found = self._decode(records.NodeRecord, key, value, revision, now)
+        if found is None:
+            return
+        record = found.record
+        if (record.node, record.job) != (node, job):
+            self._complain(key, f"{key}: says it is node {record.node!r} of job {record.job!r}")
+            return
+        if record.slots < 1 or record.min_slots < 1 or record.min_slots > record.slots:
+            self._complain(
+                key,
+                f"{key}: slots {record.slots} (at least {record.min_slots}) can not be: "
+                f"1 <= min_slots <= slots; the node is not used",
+            )
+            self._forget_node(node, job)
+            return
+        self._nodes[job] = MappingProxyType({**self._nodes.get(job, {}), node: found})
+        self._gone.pop((job, node), None)
+
+    def _forget_node(self, node: str, job: str) -> Seen[records.NodeRecord] | None:
+        of_job = dict(self._nodes.get(job, {}))
+        was = of_job.pop(node, None)
+        if of_job:
+            self._nodes[job] = MappingProxyType(of_job)
+        else:
+            self._nodes.pop(job, None)
+        return was
+
+    _SINGLE: Mapping[str, type[Any]] = MappingProxyType(
+        {
+            "spec": records.JobSpec,
+            "request": records.JobRequest,
+            "status": records.JobStatus,
+            "plan": records.Plan,
+            "checkpoint": records.CheckpointRecord,
+        }
+    )
+    _OF_GENERATION: Mapping[str, type[Any]] = MappingProxyType(
+        {"ready": records.ReadyRecord, "running": records.RunningRecord, "ended": records.EndedRecord}
+    )
+
+    def _put_job(self, key: str, job: str, rest: list[str], value: object, revision: int, now: float) -> None:
+        view = self._jobs.get(job, JobView(job))
+        match rest:
+            case ["hints"]:
+                hints = self._decode_hints(key, value, revision, now)
+                if hints is not None and hints.record.job == job:
+                    view = replace(view, hints=hints)
+            case [name] if name in self._SINGLE:
+                found = self._decode(self._SINGLE[name], key, value, revision, now)
+                if found is None:
+                    return
+                view = _with(view, name, found)
+            case ["generations", g, name, node] if g.isdigit() and name in self._OF_GENERATION:
+                found = self._decode(self._OF_GENERATION[name], key, value, revision, now)
+                generations = view.generations | {int(g)}
+                if found is not None:
+                    table = {**getattr(view, name), (int(g), node): found}
+                    view = _with(view, name, MappingProxyType(table))
+                view = replace(view, generations=generations)
+            case ["generations", g, *_] if g.isdigit():
+                view = replace(view, generations=view.generations | {int(g)})
+            case _:
+                return
+        self._jobs[job] = view
+
+    def _decode_hints(self, key: str, value: object, revision: int, now: float) -> Seen[JobHints] | None:
+        if isinstance(value, JobHints):
+            return Seen(value, revision, now)
+        try:
+            return Seen(sched_hints.decode(str(value)), revision, now)
+        except sched_hints.MalformedHintsError as error:
+            self._complain(key, f"{key}: {error}; the last good report is kept")
+            return None
+
+    def _remove(self, key: str, now: float) -> None:
+        self._known.discard(key)
+        match self._parts(key):
+            case ["nodes", node, job]:
+                was = self._forget_node(node, job)
+                if was is not None:
+                    self._gone[job, node] = Missing(was.record.agent, now)
+            case ["drains", node]:
+                self._drains.pop(node, None)
+            case ["coordinator", "leader"]:
+                self._leader = None
+            case ["jobs", job, *rest] if job in self._jobs:
+                self._remove_of_job(job, rest)
+            case ["events", _]:
+                self.events.pop(key, None)
+
+    def _remove_of_job(self, job: str, rest: list[str]) -> None:
+        view = self._jobs[job]
+        match rest:
+            case [name] if name in self._SINGLE or name == "hints":
+                view = _with(view, name, None)
+            case ["generations", g, name, node] if g.isdigit() and name in self._OF_GENERATION:
+                table = {at: seen for at, seen in getattr(view, name).items() if at != (int(g), node)}
+                view = _with(view, name, MappingProxyType(table))
+                view = replace(view, generations=_generations(view))
+            case ["generations", g, *_] if g.isdigit():
+                view = replace(view, generations=_generations(view))
+        if view == JobView(job):
+            del self._jobs[job]
+            for where in [where for where in self._gone if where[0] == job]:
+                del self._gone[where]
+        else:
+            self._jobs[job] = view
+
+
+def _with(view: JobView, name: str, value: Any) -> JobView:
+    changes: dict[str, Any] = {name: value}
+    return replace(view, **changes)
+
+
+def _generations(view: JobView) -> frozenset[int]:
+    tables: Iterable[Mapping[NodeOfGeneration, Seen[Any]]] = (view.ready, view.running, view.ended)
+    return frozenset(generation for table in tables for generation, _ in table)
+
+
+def view_of(keys: Keys, snapshot: Snapshot, now: float, wall: float) -> View:
+    """The view of one range, for commands that look once."""
+    keeper = Keeper(keys)
+    keeper.load(snapshot, now)
+    return keeper.view(now, wall)
+
+
+def single(item: KeyValue | None, kind: type[R]) -> R | None:
+    """The record in one key, None when there is none."""
+    return None if item is None else records.decode(kind, item.value, item.key)

@@ -1,0 +1,232 @@
+"""Agents that only keep the protocol with the coordinator: no processes, no training.
+
+`FakeAgent.step` looks at the store once and does what a real agent would do next, so a test decides who
+moves when. On a real store `FakeAgent.follow` steps whenever something changes, in a thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from adaptdl_elastic import sched_hints
+from adaptdl_elastic.rendezvous import records
+from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.records import (
+    EndedRecord,
+    Failure,
+    JobSpec,
+    JobStatus,
+    NodeRecord,
+    Outcome,
+    Plan,
+    RunningRecord,
+)
+from adaptdl_elastic.rendezvous.store import Lease, Store, StoreError, Watch
+from adaptdl_elastic.sched_hints import JobHints
+
+GOOD_PERF = (0.1, 0.001, 0.005, 0.0005, 0.003, 0.0003, 1.5)
+"""A model that scales well: half a millisecond a sample, cheap synchronisation."""
+
+
+def spec_of(job: str, **changes: object) -> JobSpec:
+    """A job that may have one to many replicas anywhere."""
+    fields: dict[str, object] = {"max_nodes": 64, "max_replicas": 64, "rescale_timeout": 20.0}
+    return JobSpec(job=job, run=f"{job}-1", **{**fields, **changes})  # type: ignore[arg-type]
+
+
+def hints_of(job: str, generation: int, replicas: int, **changes: object) -> JobHints:
+    """A report of a job that would gain from more replicas."""
+    fields: dict[str, object] = {
+        "init_batch_size": 128,
+        "batch_size": 128,
+        "atomic_bsz": 128,
+        "max_batch_size": 4096,
+        "local_bsz_bounds": (16, 512),
+        "max_profiled_replicas": replicas,
+        "grad_params": (0.01, 10.0),
+        "perf_params": GOOD_PERF,
+        "predicted_goodput": 1000.0 * replicas,
+        "goodput": 1000.0 * replicas,
+        "remaining_samples": 1e7,
+    }
+    fields.update(changes)
+    return JobHints(job=job, generation=generation, nodes=1, replicas=replicas, **fields)  # type: ignore[arg-type]
+
+
+@dataclass
+class FakeAgent:
+    """One agent of one job on one node."""
+
+    store: Store
+    keys: Keys
+    node: str
+    job: str
+    slots: int = 1
+    min_slots: int = 1
+    library: bool = True
+    serial: int = 0
+    clock: Callable[[], float] = lambda: 0.0
+    generation: int = -1  # what it has acted on
+    running: int | None = None  # the generation whose replicas run here
+    waiting: Plan | None = None  # a plan that starts when the others have left
+    lease: Lease | None = None
+    exit_code: int | None = None
+    history: list[tuple[int, int]] = field(default_factory=list)  # (generation, replicas) that ran here
+    reports: bool = True
+    holds_start: bool = False  # a node that does not get its replicas up
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _watch: Watch | None = None
+
+    @property
+    def agent(self) -> str:
+        return f"{self.node}-{self.job}-{self.serial}"
+
+    def record(self, **changes: object) -> NodeRecord:
+        run = self._spec().run
+        record = NodeRecord(
+            self.node, self.job, run, self.agent, "127.0.0.1", self.slots, min_slots=self.min_slots
+        )
+        return replace(record, **changes)  # type: ignore[arg-type]
+
+    def _spec(self) -> JobSpec:
+        item = self.store.get(self.keys.job(self.job, "spec"))
+        assert item is not None
+        return records.decode(JobSpec, item.value)
+
+    def register(self, **changes: object) -> FakeAgent:
+        self.lease = self.lease or self.store.lease(5.0)
+        self.store.put(
+            self.keys.node(self.node, self.job), records.encode(self.record(**changes)), self.lease
+        )
+        return self
+
+    def _get(self, kind: type, *parts: str):  # type: ignore[no-untyped-def, type-arg]
+        item = self.store.get(self.keys.job(self.job, *parts))
+        return None if item is None else records.decode(kind, item.value)
+
+    def step(self) -> bool:
+        """Do the next thing; whether there was one."""
+        if self.exit_code is not None:
+            return False
+        run = self._spec().run
+        status = self._get(JobStatus, "status")
+        if status is not None and status.run == run and status.state.ended:
+            self._end(Outcome.ABORTED)
+            self.leave(status.exit_code or 0)
+            return True
+        plan: Plan | None = self._get(Plan, "plan")
+        if plan is None or plan.claim or plan.run != run:
+            return False
+        if plan.generation > self.generation:
+            self._take(plan)
+            return True
+        if self.waiting is not None and not self.holds_start and self._all_left(self.waiting):
+            self._start(self.waiting)
+            return True
+        return False
+
+    def _take(self, plan: Plan) -> None:
+        self._end(Outcome.STOPPED)
+        self.generation = plan.generation
+        mine = [p for p in plan.placements if p.node == self.node and p.agent == self.agent]
+        self.waiting = plan if mine else None
+
+    def _all_left(self, plan: Plan) -> bool:
+        for one in plan.leaving:
+            if self._get(EndedRecord, "generations", str(one.generation), "ended", one.node) is not None:
+                continue
+            item = self.store.get(self.keys.node(one.node, self.job))
+            if item is not None and records.decode(NodeRecord, item.value).agent == one.agent:
+                return False
+        return True
+
+    def _start(self, plan: Plan) -> None:
+        self.running, self.waiting = plan.generation, None
+        replicas = len(plan.ranks(self.node))
+        self.history.append((plan.generation, replicas))
+        now = self.clock()
+        running = RunningRecord(self.node, plan.generation, now, first_step=now, library=self.library)
+        self._put(running, plan.generation, "running")
+        if self.reports and self.library and plan.placements[0].node == self.node:
+            self.report(plan)
+
+    def report(self, plan: Plan, **changes: object) -> None:
+        hints = hints_of(self.job, plan.generation, plan.replicas, **changes)
+        self.store.put(self.keys.job(self.job, "hints"), sched_hints.encode(hints))
+
+    def _end(self, outcome: Outcome, failure: Failure | None = None) -> None:
+        generation = self.running if self.running is not None else None
+        if generation is None and self.waiting is not None:
+            generation = self.waiting.generation
+        self.running = self.waiting = None
+        if generation is not None:
+            now = self.clock()
+            code = 0 if failure is None else failure.exit_code
+            self._put(
+                EndedRecord(self.node, generation, outcome, code, failure, last_step=now, time=now),
+                generation,
+                "ended",
+            )
+
+    def _put(self, record: object, generation: int, what: str) -> None:
+        self.store.put(self.keys.generation(self.job, generation, what, self.node), records.encode(record))
+
+    # -- what befalls it
+
+    def finish(self) -> None:
+        """Its replicas exit 0."""
+        self._end(Outcome.DONE)
+
+    def fail(self, message: str = "boom", exit_code: int = 1) -> None:
+        """A replica of it fails."""
+        self._end(Outcome.FAILED, Failure(0, exit_code, message))
+
+    def leave(self, exit_code: int = 0) -> None:
+        """Exit in an orderly way."""
+        self.exit_code = exit_code
+        if self.lease is not None:
+            self.lease.revoke()
+        self.stop()
+
+    def vanish(self) -> None:
+        """The machine is gone: on the store as if its lease had run out."""
+        self.exit_code = -9
+        if self.lease is not None:
+            self.lease.revoke()
+        self.stop()
+
+    # -- on a real store
+
+    def follow(self) -> FakeAgent:
+        """Step whenever something changes, in a thread, until `stop`."""
+        threading.Thread(target=self._follow, daemon=True, name=f"fake-{self.agent}").start()
+        return self
+
+    def _follow(self) -> None:
+        while not self._stop.is_set():
+            with suppress(StoreError):
+                snapshot = self.store.range(self.keys.job(self.job))
+                while self.step():
+                    pass
+                with self.store.watch(self.keys.job(self.job), snapshot.revision + 1) as watch:
+                    self._watch = watch
+                    if self._stop.is_set():
+                        return
+                    for _ in watch:
+                        while not self._stop.is_set() and self.step():
+                            pass
+            self._stop.wait(0.05)
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        if self._watch is not None:
+            self._watch.close()
+
+
+def submit(store: Store, keys: Keys, spec: JobSpec) -> None:
+    """Write a job's specification, as its first agent does."""
+    store.put(keys.job(spec.job, "spec"), records.encode(spec))
