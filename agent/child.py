@@ -116,9 +116,12 @@ def _fresh_interpreter(command: Command) -> None:
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
-    if command.threads is not None and "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(command.threads)
-    if "numpy" in sys.modules:  # every process would draw the server's numbers
+    # every process would draw the server's numbers
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+        if command.threads is not None:
+            sys.modules["torch"].set_num_threads(command.threads)
+    if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
 
 

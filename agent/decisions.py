@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+
 from adaptdl_elastic.rendezvous.records import (
     EndedRecord,
     Failure,

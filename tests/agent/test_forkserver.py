@@ -1,0 +1,224 @@
+"""The fork server: a replica must not notice that it was forked."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from adaptdl_elastic.agent.child import Command
+from adaptdl_elastic.agent.forkserver import Exited, ForkServer, Spawned
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer.start({**os.environ, "OMP_NUM_THREADS": "1"})
+    yield server
+    server.close()
+
+
+class Runner:
+    """Runs one command at a time and waits for its end."""
+
+    def __init__(self, server: ForkServer, directory: Path) -> None:
+        self.server, self.directory, self.number = server, directory, int(time.monotonic() * 1000)
+
+    def news(self, timeout: float = 60) -> list[Spawned | Exited]:
+        assert select.select([self.server], [], [], timeout)[0], "the fork server is silent"
+        news = self.server.receive()
+        assert news is not None
+        return news
+
+    def start(self, mode: str, *argv: str, env: dict[str, str] | None = None, threads: int | None = None) -> int:
+        self.number += 1
+        out = [(self.directory / name).open("w") for name in ("out", "err")]
+        command = Command(mode, argv, str(self.directory), env or {}, threads)
+        self.server.spawn(self.number, command, *(file.fileno() for file in out))
+        for file in out:
+            file.close()
+        spawned = [item for item in self.news() if isinstance(item, Spawned)]
+        return spawned[0].pid
+
+    def wait(self) -> int:
+        while True:
+            for item in self.news():
+                if isinstance(item, Exited) and item.id == self.number:
+                    return item.exit_code
+
+    def run(self, text: str, *arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
+        script = self.directory / "script.py"
+        script.write_text(text)
+        self.start("script", str(script), *arguments, env=env)
+        return (self.wait(), *self.said())
+
+    def said(self) -> tuple[str, str]:
+        return (self.directory / "out").read_text(), (self.directory / "err").read_text()
+
+
+@pytest.fixture
+def runner(server: ForkServer, tmp_path: Path) -> Runner:
+    return Runner(server, tmp_path)
+
+
+def plainly(directory: Path, *arguments: str) -> tuple[int, str, str]:
+    """What `python -u` does with the same script."""
+    done = subprocess.run(
+        [sys.executable, "-u", *arguments], cwd=directory, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+SAME = {
+    "arguments, names and paths": """
+import sys, os
+print(sys.argv, __name__, __file__, sys.path[0], os.getcwd())
+print(sys.modules["__main__"].__dict__ is globals(), __spec__, __builtins__)
+""",
+    "an error": """
+def f():
+    raise ValueError("boom")
+f()
+""",
+    "an error with a cause": """
+try:
+    1 / 0
+except ZeroDivisionError as e:
+    raise RuntimeError("second") from e
+""",
+    "a syntax error": "def f(:\\n",
+    "exit code": "import sys; sys.exit(3)",
+    "exit message": "import sys; sys.exit('no way')",
+    "exit without a code": "import sys; sys.exit()",
+    "atexit and a thread": """
+import atexit, threading, time, sys
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (time.sleep(0.05), print("thread"))).start()
+sys.stdout.write("no newline")
+""",
+    "excepthook": """
+import sys
+sys.excepthook = lambda kind, error, trace: print("hook", kind.__name__, trace.tb_lineno)
+raise KeyError(1)
+""",
+    "pickling what is defined here": """
+import pickle
+class A: pass
+print(type(pickle.loads(pickle.dumps(A()))) is A)
+""",
+    "a process of its own by spawn": """
+import multiprocessing as mp
+def child(): print("child", __name__)
+if __name__ == "__main__":
+    p = mp.get_context("spawn").Process(target=child); p.start(); p.join(); print(p.exitcode)
+""",
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_script_runs_as_python_runs_it(runner: Runner, tmp_path: Path, name: str) -> None:
+    found = runner.run(SAME[name], "a", "--b")
+    script = str(tmp_path / "script.py")
+    assert found == plainly(tmp_path, script, "a", "--b")
+
+
+def test_a_module_runs_as_python_runs_it(runner: Runner, tmp_path: Path) -> None:
+    (tmp_path / "mod.py").write_text("import sys; print(__name__, __spec__.name, sys.argv); raise OSError('x')")
+    runner.start("module", "mod", "a")
+    code, out, err = runner.wait(), *runner.said()
+    expected = plainly(tmp_path, "-m", "mod", "a")
+    assert (code, out) == expected[:2]
+    assert err.splitlines()[-3:] == expected[2].splitlines()[-3:]
+    assert "forkserver" not in err
+    assert "child.py" not in err
+
+
+def test_a_program_is_executed_plainly(runner: Runner) -> None:
+    runner.start("exec", "sh", "-c", "echo $0 $X; exit 7", "name", env={"X": "y"})
+    assert (runner.wait(), *runner.said()) == (7, "name y\n", "")
+
+
+def test_a_program_that_is_not_there_is_said_in_one_line(runner: Runner) -> None:
+    runner.start("exec", "/nowhere/at-all")
+    assert runner.wait() == 127
+    assert runner.said()[1] == "adaptdl-run: can not run '/nowhere/at-all': No such file or directory\n"
+
+
+def test_an_interrupt_that_nobody_catches_is_reported_as_one(runner: Runner, tmp_path: Path) -> None:
+    code, out, err = runner.run("import atexit; atexit.register(print, 'bye'); raise KeyboardInterrupt")
+    assert (code, out) == (-signal.SIGINT, "bye\n")
+    assert err.splitlines()[-1] == "KeyboardInterrupt"
+
+
+def test_the_error_file_is_the_one_torch_reads(runner: Runner, tmp_path: Path) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    path = tmp_path / "error.json"
+    code, _, _ = runner.run("raise ValueError('boom')", env={"TORCHELASTIC_ERROR_FILE": str(path)})
+    failure = ProcessFailure(0, 1, code, str(path))
+    assert failure.message["message"] == "ValueError: boom"
+    assert "script.py" in failure.message["extraInfo"]["py_callstack"]
+    assert "child.py" not in failure.message["extraInfo"]["py_callstack"]
+
+
+def test_replicas_draw_different_random_numbers(runner: Runner) -> None:
+    draw = "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(1).item())"
+    first, second = (runner.run(draw)[1].split() for _ in range(2))
+    assert all(a != b for a, b in zip(first, second, strict=True))
+
+
+def test_the_server_is_warm_and_touches_nothing(runner: Runner) -> None:
+    code, out, err = runner.run(
+        "import sys, torch, os\n"
+        "print('torch._dynamo' in sys.modules, torch.cuda.is_initialized(), torch.distributed.is_initialized(),"
+        " len(os.listdir('/proc/self/task')), len(os.listdir('/proc/self/fd')))"
+    )
+    assert (code, err) == (0, "")
+    assert out == "True False False 1 4\n"
+
+
+def test_threads_are_set_in_the_replica(runner: Runner, tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("import torch; print(torch.get_num_threads())")
+    runner.start("script", str(tmp_path / "s.py"), threads=3)
+    assert (runner.wait(), runner.said()[0]) == (0, "3\n")
+
+
+def test_a_signal_reaches_the_whole_group(runner: Runner, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "ready")
+    pid = runner.start("exec", "sh", "-c", "sleep 1000 & echo $! > ready; wait")
+    grandchild = psutil.Process(int((tmp_path / "ready").read_text()))
+    assert os.getpgid(grandchild.pid) == pid != os.getpgid(0)
+    runner.server.signal(runner.number, signal.SIGKILL)
+    assert runner.wait() == -signal.SIGKILL
+    psutil.wait_procs([grandchild], timeout=10)
+    assert not grandchild.is_running()
+
+
+def test_what_a_replica_leaves_behind_is_killed(runner: Runner, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "ready")
+    runner.start("exec", "sh", "-c", "sleep 1000 & echo $! > ready; exit 1")
+    grandchild = psutil.Process(int((tmp_path / "ready").read_text()))
+    assert runner.wait() == 1
+    psutil.wait_procs([grandchild], timeout=10)
+    assert not grandchild.is_running()
+
+
+@pytest.mark.parametrize("how", ["the agent goes", "the server is killed"])
+def test_replicas_end_with_the_agent_and_with_the_server(tmp_path: Path, how: str) -> None:
+    server = ForkServer.start({**os.environ, "OMP_NUM_THREADS": "1"})
+    runner = Runner(server, tmp_path)
+    replica = psutil.Process(runner.start("exec", "sleep", "1000"))
+    if how == "the server is killed":
+        server.process.kill()
+        assert server.receive() is None
+    server.close()
+    psutil.wait_procs([replica], timeout=10)
+    assert not replica.is_running()
+    assert server.process.poll() is not None
