@@ -97,7 +97,7 @@ class CheckpointManager:
         self._memory: dict[str, Any] = {}
         self._history: tuple[str, ...] = ()
         self._damaged: set[str] = set()
-        self._queue: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._pending: list[_Job] = []
         self._thread: threading.Thread | None = None
         self._swept = False
@@ -281,9 +281,16 @@ class CheckpointManager:
                 return False
         return True
 
+    def close(self) -> None:
+        """Let go of open files, and end the thread behind what it still has to write."""
+        self._queue.put(None)
+        with self._lock:
+            for unclaimed in self._unclaimed.values():
+                unclaimed.file.close()
+            self._unclaimed.clear()
+
     def _run(self) -> None:
-        while True:
-            job = self._queue.get()
+        while (job := self._queue.get()) is not None:
             try:
                 job.result = self._write(job)
                 job.on_done(job.result)

@@ -167,6 +167,11 @@ class Session:
         """Hang up on everybody. For tests, and for the end of a process."""
         if self._control is not None:
             self._control.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        for kept in list(self.scratch.values()):
+            if callable(close := getattr(kept, "close", None)):
+                close()
         if self.reducer is not None:
             self.reducer.close()
             self.reducer = None

@@ -515,8 +515,7 @@ class Metrics:
         self._closed = True
         self._wake.set()
         if self._thread is not None:
-            self._thread.join(timeout=5)
-        checkpoint.unregister(self._state)
+            self._thread.join(timeout=1)
 
     # -------------------------------------------------------------------------------- being saved
 

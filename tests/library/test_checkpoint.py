@@ -1,0 +1,493 @@
+from __future__ import annotations
+
+import errno
+import io
+import json
+import logging
+import os
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pytest
+import torch
+from fresh import Script
+
+from adaptdl_elastic import _session, _storage, checkpoint
+from adaptdl_elastic._storage import DirectoryStorage
+from adaptdl_elastic.checkpoint import CheckpointError, CheckpointSaveError, State, TensorState
+from adaptdl_elastic.torch._copying import copy_to_host
+
+
+class Number(State):
+    def __init__(self, name: str, value: int = 0, load: bool = True) -> None:
+        super().__init__(name)
+        self.value = value
+        self.loaded = checkpoint.load_state(self) if load else False
+
+    def save(self, fileobj: BinaryIO) -> None:
+        fileobj.write(b"%d" % self.value)
+
+    def load(self, fileobj: BinaryIO) -> None:
+        self.value = int(fileobj.read())
+
+
+class Model(TensorState):
+    def __init__(self, module: torch.nn.Module, name: str = "model") -> None:
+        super().__init__(name)
+        self.module = module
+        self.loaded = checkpoint.load_state(self)
+
+    def state_dict(self) -> Any:
+        return self.module.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.module.load_state_dict(state_dict)
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    yield Script(
+        monkeypatch,
+        ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "saved"),
+        ADAPTDL_EVENT_LOG=str(tmp_path / "events"),
+    )
+    _session.reset()
+
+
+def saved_ids(tmp_path: Path) -> list[str]:
+    return DirectoryStorage(tmp_path / "saved").ids()
+
+
+def damage(tmp_path: Path, checkpoint_id: str, file: str) -> None:
+    path = tmp_path / "saved" / checkpoint_id / file
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_state_is_restored_in_the_next_generation(script: Script) -> None:
+    assert not Number("n", 7).loaded
+    saved = checkpoint.save_all_states(kind="stop", step=5)
+    assert saved is not None
+    assert (saved.kind, saved.step, saved.error) == ("stop", 5, None)
+    script.restart()
+    again = Number("n")
+    assert (again.loaded, again.value) == (True, 7)
+    assert checkpoint.loaded_id() == saved.id
+
+
+def test_several_saves_in_one_generation_keep_the_last_ones(script: Script, tmp_path: Path) -> None:
+    number = Number("n")
+    for value in range(6):
+        number.value = value
+        checkpoint.save_all_states()
+    assert len(saved_ids(tmp_path)) == 3
+    script.restart(ADAPTDL_CHECKPOINT_KEEP="1")
+    assert Number("n").value == 5
+    checkpoint.save_all_states()
+    assert len(saved_ids(tmp_path)) == 1
+
+
+def test_nothing_is_saved_without_a_path(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ADAPTDL_CHECKPOINT_PATH")
+    assert not Number("n").loaded
+    assert checkpoint.save_all_states() is None
+
+
+def test_names_are_unique_and_not_empty(script: Script) -> None:
+    Number("n")
+    with pytest.raises(ValueError, match="already a state named 'n'"):
+        Number("n")
+    with pytest.raises(ValueError, match="non-empty"):
+        Number("")
+
+
+def test_tensors_are_restored_exactly_and_their_file_runs_no_code(script: Script) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (os.system, ("touch /tmp/adaptdl-evil",))
+
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    Model(module)
+    checkpoint.save_all_states()
+    script.restart()
+    other = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    assert Model(other).loaded
+    for a, b in zip(module.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    file = io.BytesIO()
+    torch.save(Evil(), file)
+    file.seek(0)
+    with pytest.raises(CheckpointError, match="not tensors or plain values"):
+        Model(module, "other").load(file)
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(
+    script: Script, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    number = Number("n", 1)
+    other = Number("other", 1)
+    checkpoint.save_all_states()
+    number.value = other.value = 2
+    newest = checkpoint.save_all_states()
+    assert newest is not None
+    damage(tmp_path, newest.id, "n.state")
+    script.restart()
+    # all of one checkpoint: never `other` of the newest with `n` of the one before
+    assert (Number("n").value, Number("other").value) == (1, 1)
+    assert newest.id in caplog.text
+    assert "n.state does not match its checksum" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["manifest", "missing", "short", "empty"])
+def test_every_kind_of_damage_is_found(script: Script, tmp_path: Path, how: str) -> None:
+    number = Number("n", 1)
+    checkpoint.save_all_states()
+    number.value = 2
+    newest = checkpoint.save_all_states()
+    assert newest is not None
+    directory = tmp_path / "saved" / newest.id
+    if how == "manifest":
+        damage(tmp_path, newest.id, "manifest.json")
+    elif how == "missing":
+        (directory / "n.state").unlink()
+    else:
+        (directory / "n.state").write_bytes(b"" if how == "empty" else b"2"[:0])
+    script.restart()
+    assert Number("n").value == 1
+
+
+def test_a_missing_model_file_never_gives_fresh_weights(script: Script, tmp_path: Path) -> None:
+    Model(torch.nn.Linear(2, 2))
+    only = checkpoint.save_all_states()
+    assert only is not None
+    (tmp_path / "saved" / only.id / "model.state").unlink()
+    script.restart()
+    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
+        Model(torch.nn.Linear(2, 2))
+
+
+def test_a_recorded_checkpoint_that_can_not_be_seen_is_refused(script: Script, tmp_path: Path) -> None:
+    script.restart(ADAPTDL_CHECKPOINT_ID="00000007-g00001-abcdef01")
+    with pytest.raises(CheckpointError, match=r"00000007-g00001-abcdef01 is recorded .* must be shared"):
+        Number("n")
+
+
+def test_a_directory_of_another_run_does_not_stand_in_for_the_recorded_checkpoint(script: Script) -> None:
+    Number("n", 1)
+    checkpoint.save_all_states()
+    script.restart(ADAPTDL_CHECKPOINT_ID="00000001-g00000-00000000")
+    with pytest.raises(CheckpointError, match="is recorded"):
+        Number("n")
+
+
+def test_descendants_of_the_recorded_checkpoint_are_accepted(script: Script) -> None:
+    number = Number("n")
+    first = checkpoint.save_all_states()
+    for value in range(1, 6):  # the store could not be reached meanwhile; the recorded one is pruned
+        number.value = value
+        checkpoint.save_all_states()
+    assert first is not None
+    script.restart(ADAPTDL_CHECKPOINT_ID=first.id)
+    assert Number("n").value == 5
+
+
+def test_a_recorded_checkpoint_that_is_damaged_falls_back(script: Script, tmp_path: Path) -> None:
+    number = Number("n", 1)
+    checkpoint.save_all_states()
+    number.value = 2
+    newest = checkpoint.save_all_states()
+    assert newest is not None
+    damage(tmp_path, newest.id, "n.state")
+    script.restart(ADAPTDL_CHECKPOINT_ID=newest.id)
+    assert Number("n").value == 1
+
+
+def test_an_unreadable_path_is_an_error_and_not_a_fresh_start(script: Script, tmp_path: Path) -> None:
+    (tmp_path / "saved").write_text("a file")
+    with pytest.raises(CheckpointError, match="not starting afresh"):
+        Number("n")
+
+
+def test_trouble_with_the_disk_is_told_and_leaves_the_checkpoint_before(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    number = Number("n", 1)
+    Model(torch.nn.Linear(100, 100))
+    before = checkpoint.save_all_states()
+    number.value = 2
+
+    def full(file: Any, view: memoryview) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_storage, "_write_all", full)
+        checkpoint.save_all_states(kind="periodic", background=True)
+        assert checkpoint.flush(10)
+        with pytest.raises(CheckpointSaveError, match="No space left on device"):
+            checkpoint.save_all_states(kind="stop")
+    assert "No space left on device" in caplog.text
+    events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    assert [(e["event"], e["kind"]) for e in events] == [
+        ("checkpoint_failed", "periodic"),
+        ("checkpoint_failed", "stop"),
+    ]
+    assert before is not None
+    assert [p.name for p in (tmp_path / "saved").iterdir()] == [before.id]
+    number.value = 3
+    assert checkpoint.save_all_states() is not None  # there is room again
+    script.restart()
+    assert Number("n").value == 3
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")  # noqa: PTH110
+def test_torch_reports_a_really_full_device_as_such(script: Script) -> None:
+    state = Model(torch.nn.Linear(2000, 2000))
+    with open("/dev/full", "wb", buffering=0) as full, pytest.raises((OSError, RuntimeError)) as caught:  # noqa: PTH123
+        state.save(_storage.ChecksumWriter(full))  # type: ignore[arg-type]
+    from adaptdl_elastic._checkpoint_manager import _root_cause
+
+    cause = _root_cause(caught.value)
+    assert isinstance(cause, OSError)
+    assert cause.errno == errno.ENOSPC
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_without_write_permission_is_told(script: Script, tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir(mode=0o500)
+    Number("n")
+    with pytest.raises(CheckpointSaveError, match="Permission denied"):
+        checkpoint.save_all_states()
+
+
+class Slow(Number):
+    """A state whose writing, not its copy, waits until it is let go."""
+
+    def __init__(self, name: str, value: int = 0) -> None:
+        super().__init__(name, value)
+        self.writing, self.go = threading.Event(), threading.Event()
+
+    def write_snapshot(self, snapshot: Any, fileobj: Any) -> None:
+        self.writing.set()
+        assert self.go.wait(30)
+        super().write_snapshot(snapshot, fileobj)
+
+
+def test_a_background_save_holds_the_state_as_it_was(script: Script) -> None:
+    slow, done = Slow("n", 1), []
+    checkpoint.save_all_states(kind="periodic", background=True, done=done.append)
+    assert slow.writing.wait(10)
+    assert done == []
+    slow.value = 2  # training goes on
+    slow.go.set()
+    assert checkpoint.flush(10)
+    assert len(done) == 1
+    script.restart()
+    assert Number("n").value == 1
+
+
+def test_a_periodic_save_is_left_out_while_one_is_written_and_a_stop_comes_after_it(script: Script) -> None:
+    slow, done = Slow("n", 1), []
+    checkpoint.save_all_states(kind="periodic", background=True, done=done.append)
+    assert slow.writing.wait(10)
+    slow.value = 2
+    checkpoint.save_all_states(kind="periodic", background=True, done=done.append)
+    checkpoint.save_all_states(kind="request", background=True, done=done.append)
+    slow.value = 3
+    threading.Timer(0.05, slow.go.set).start()
+    stop = checkpoint.save_all_states(kind="stop", done=done.append)
+    assert [saved.kind for saved in done] == ["periodic", "request", "stop"]
+    assert stop is not None
+    script.restart()
+    assert Number("n").value == 3
+
+
+def test_a_stop_that_takes_too_long_goes_on_with_the_checkpoint_before(script: Script) -> None:
+    slow = Slow("n", 1)
+    slow.go.set()
+    checkpoint.save_all_states()
+    slow.go.clear()
+    slow.value = 2
+    script.set(ADAPTDL_CHECKPOINT_TIMEOUT="0.05")
+    with pytest.raises(CheckpointSaveError, match=r"longer than 0.05 s"):
+        checkpoint.save_all_states(kind="stop")
+    script.restart()
+    assert Number("n").value == 1
+    slow.go.set()
+
+
+def test_a_bad_setting_says_what_is_wrong(script: Script) -> None:
+    script.set(ADAPTDL_CHECKPOINT_KEEP="none")
+    with pytest.raises(ValueError, match="ADAPTDL_CHECKPOINT_KEEP=none"):
+        Number("n")
+
+
+def test_what_no_part_of_the_script_has_asked_for_yet_is_carried_over(
+    script: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    Number("early", 1)
+    Number("late", 2)
+    checkpoint.save_all_states()
+    for _ in range(3):
+        script.restart()
+        Number("early")
+        for _ in range(4):  # more often than checkpoints are kept
+            checkpoint.save_all_states()
+        checkpoint.end_epoch(0)
+    assert "has not asked for: late" in caplog.text
+    assert Number("late").value == 2
+
+
+def test_a_state_that_the_checkpoint_does_not_know_is_told(
+    script: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    Number("old")
+    checkpoint.save_all_states()
+    script.restart()
+    Number("new")
+    assert "has no state 'new'" in caplog.text
+
+
+def test_states_of_an_epoch_are_dropped_with_it(script: Script, tmp_path: Path) -> None:
+    kept = Number("kept")
+    kept.expires = None
+    gone = Number("gone")
+    gone.expires = 3
+    checkpoint.save_all_states()
+    script.restart()
+    Number("kept")
+    checkpoint.end_epoch(2)
+    checkpoint.save_all_states()
+    assert set(newest_states(tmp_path)) == {"kept", "gone"}
+    checkpoint.end_epoch(3)
+    checkpoint.save_all_states()
+    assert set(newest_states(tmp_path)) == {"kept"}
+
+
+def newest_states(tmp_path: Path) -> dict[str, Any]:
+    storage = DirectoryStorage(tmp_path / "saved")
+    return storage.manifest(storage.ids()[-1]).states
+
+
+def test_what_does_not_fit_the_script_is_an_error_that_names_it(script: Script) -> None:
+    Model(torch.nn.Linear(2, 2))
+    checkpoint.save_all_states()
+    script.restart()
+    with pytest.raises(CheckpointError, match=r"state 'model' of checkpoint .* does not fit"):
+        Model(torch.nn.Linear(3, 3))
+
+
+def test_only_rank_0_writes_and_every_replica_syncs(script: Script, tmp_path: Path) -> None:
+    synced = []
+
+    class Synced(Number):
+        def sync(self) -> None:
+            synced.append(self.name)
+
+    script.restart(ADAPTDL_REPLICA_RANK="1", ADAPTDL_NUM_REPLICAS="2")
+    Synced("b", load=False)
+    Synced("a", load=False)
+    assert checkpoint.save_all_states() is None
+    assert synced == ["a", "b"]  # by name: replicas that registered in another order still meet
+    assert not (tmp_path / "saved").exists()
+
+
+def test_all_replicas_go_on_from_the_checkpoint_that_rank_0_chose(script: Script, tmp_path: Path) -> None:
+    number = Number("n", 1)
+    checkpoint.save_all_states()
+    number.value = 2
+    newest = checkpoint.save_all_states()
+    assert newest is not None
+    sent: list[Any] = []
+    script.restart(ADAPTDL_NUM_REPLICAS="2")
+    assert checkpoint.agree(lambda value: sent.append(value) or value) == newest.id
+    script.restart(ADAPTDL_REPLICA_RANK="1")
+    assert checkpoint.agree(lambda value: sent[0]) == newest.id
+    damage(tmp_path, newest.id, "n.state")  # on this replica's node only: it must not fall back alone
+    script.restart()
+    with pytest.raises(CheckpointError):
+        checkpoint.agree(lambda value: sent[0])
+    script.restart(ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "not shared"))
+    with pytest.raises(CheckpointError, match="must be shared by all nodes"):
+        checkpoint.agree(lambda value: sent[0])
+
+
+def test_every_replica_hears_why_rank_0_can_not_go_on(script: Script) -> None:
+    script.restart(ADAPTDL_NUM_REPLICAS="2", ADAPTDL_CHECKPOINT_ID="00000001-gone")
+    sent: list[Any] = []
+    with pytest.raises(CheckpointError, match="00000001-gone"):
+        checkpoint.agree(lambda value: sent.append(value) or value)
+    script.restart(ADAPTDL_REPLICA_RANK="1")
+    with pytest.raises(CheckpointError, match=r"rank 0: .*00000001-gone"):
+        checkpoint.agree(lambda value: sent[0])
+
+
+def test_a_replica_does_not_load_what_rank_0_does_not(script: Script) -> None:
+    Number("n", 1)
+    checkpoint.save_all_states()
+    script.restart(ADAPTDL_REPLICA_RANK="1", ADAPTDL_NUM_REPLICAS="2")
+    assert checkpoint.agree(lambda value: (None, None)) is None
+    assert not Number("n").loaded
+    script.restart()
+    Number("n")
+    with pytest.raises(CheckpointError, match="rank 0 starts afresh"):
+        checkpoint.agree(lambda value: (None, None))
+
+
+def test_states_move_from_memory_to_memory(script: Script) -> None:
+    module = torch.nn.Linear(2, 2)
+    Model(module)
+    number = Number("n", 5)
+    before = [p.clone() for p in module.parameters()]
+    snapshots = checkpoint.snapshot_states()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(1)
+    number.value = 6
+    checkpoint.restore_states(snapshots)
+    assert number.value == 5
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+    script.restart()  # another replica, whose states register later
+    checkpoint.restore_states(snapshots)
+    fresh = Model(torch.nn.Linear(2, 2))
+    assert fresh.loaded
+    assert all(torch.equal(a, b) for a, b in zip(before, fresh.module.parameters(), strict=True))
+    assert checkpoint.snapshot_states(["model"]).keys() == {"model"}
+
+
+def test_one_state_by_itself(script: Script, tmp_path: Path) -> None:
+    number = Number("n", 3)
+    checkpoint.save_state(number, tmp_path / "alone")
+    number.value = 4
+    assert checkpoint.load_state(number, tmp_path / "alone")
+    assert number.value == 3
+    assert not checkpoint.load_state(number, tmp_path / "elsewhere")
+
+
+def test_a_copy_shares_nothing_with_the_original_and_keeps_what_was_shared() -> None:
+    shared = torch.ones(2)
+    original = OrderedDict(
+        a=shared, b=[shared, (1, np.float64(0.5))], c={"x": None, 3: torch.tensor(2.0, requires_grad=True)}
+    )
+    copied = copy_to_host(original, "state")
+    shared.add_(1)
+    assert torch.equal(copied["a"], torch.ones(2))
+    assert copied["a"] is copied["b"][0]
+    assert type(copied["b"][1][1]) is float
+    assert not copied["c"][3].requires_grad
+    file = io.BytesIO()
+    torch.save(copied, file)
+    file.seek(0)
+    torch.load(file, weights_only=True)
+
+
+def test_what_can_not_be_saved_is_named(script: Script) -> None:
+    with pytest.raises(TypeError, match=r"model\.hooks\[1\] is a builtins\.function"):
+        copy_to_host({"hooks": [1, lambda: None]}, "model")
+
+
+def test_logging_is_left_to_the_program() -> None:
+    assert logging.getLogger("adaptdl_elastic").handlers == []
