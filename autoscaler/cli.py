@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 _HERE = "adaptdl_elastic.autoscaler"
 _COMMANDS: dict[str, tuple[str, str]] = {
-    "ls": (f"{_HERE}.cli_jobs:ls", "What runs: jobs, their size, batch size, goodput and progress."),
-    "status": (f"{_HERE}.cli_jobs:status", "One job in detail."),
-    "explain": (f"{_HERE}.cli_explain:explain", "Why a job has what it has."),
-    "scale": (f"{_HERE}.cli_jobs:scale", "Choose a job's size by hand, or hand it back to the policy."),
-    "checkpoint": (f"{_HERE}.cli_jobs:checkpoint", "Save a job's state now."),
-    "stop": (f"{_HERE}.cli_jobs:stop", "Save a job's state and end it; it can be resumed."),
-    "drain": (f"{_HERE}.cli_cluster:drain", "Move replicas off a node."),
-    "nodes": (f"{_HERE}.cli_cluster:nodes", "The nodes of the cluster and who uses them."),
-    "events": (f"{_HERE}.cli_cluster:events", "What the coordinator did of late."),
-    "doctor": (f"{_HERE}.cli_doctor:doctor", "Check this node and the store, and name the remedies."),
-    "coordinator": (f"{_HERE}.cli_cluster:coordinator", "Serve every job of a cluster."),
+    "ls": (f"{_HERE}.commands.jobs:ls", "What runs: jobs, their size, batch size, goodput and progress."),
+    "status": (f"{_HERE}.commands.jobs:status", "One job in detail."),
+    "explain": (f"{_HERE}.commands.explain:explain", "Why a job has what it has."),
+    "scale": (f"{_HERE}.commands.jobs:scale", "Choose a job's size by hand, or hand it back to the policy."),
+    "checkpoint": (f"{_HERE}.commands.jobs:checkpoint", "Save a job's state now."),
+    "stop": (f"{_HERE}.commands.jobs:stop", "Save a job's state and end it; it can be resumed."),
+    "drain": (f"{_HERE}.commands.cluster:drain", "Move replicas off a node."),
+    "nodes": (f"{_HERE}.commands.cluster:nodes", "The nodes of the cluster and who uses them."),
+    "events": (f"{_HERE}.commands.cluster:events", "What the coordinator did of late."),
+    "doctor": (f"{_HERE}.commands.doctor:doctor", "Check this node and the store, and name the remedies."),
+    "coordinator": (f"{_HERE}.commands.cluster:coordinator", "Serve every job of a cluster."),
     "simulate": (f"{_HERE}.simulator.cli:simulate", "Replay a workload against a policy."),
     "autoscale": (f"{_HERE}.autoscale_cli:autoscale", "Let a cloud give and take nodes."),
 }

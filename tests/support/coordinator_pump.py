@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from adaptdl_elastic.autoscaler.coordinator_core import decide
-from adaptdl_elastic.autoscaler.coordinator_policy import Policy
-from adaptdl_elastic.autoscaler.coordinator_types import (
+from fake_agents import FakeAgent, spec_of, submit
+
+from adaptdl_elastic.autoscaler.coordinator.core import decide
+from adaptdl_elastic.autoscaler.coordinator.policy import Policy
+from adaptdl_elastic.autoscaler.coordinator.types import (
     CompareAndSwap,
     DeletePrefix,
     Memory,
@@ -22,7 +24,6 @@ from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.memory import MemoryStore
 from adaptdl_elastic.rendezvous.records import JobRequest, JobStatus, Plan
-from fake_agents import FakeAgent, spec_of, submit
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The coordinator as a process: elected by a lease, fed by a watch, driven by `coordinator_core.decide`.
+"""The coordinator as a process: elected by a lease, fed by a watch, driven by `core.decide`.
 
 This is the thin edge around the pure core. It holds nothing that is not in the store, save what a
 successor can do without (`Memory`). Three things keep an old leader harmless, one that was stopped and
@@ -21,9 +21,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from adaptdl_elastic.autoscaler.coordinator_core import decide
-from adaptdl_elastic.autoscaler.coordinator_policy import Policy
-from adaptdl_elastic.autoscaler.coordinator_types import (
+from adaptdl_elastic.autoscaler.coordinator.core import decide
+from adaptdl_elastic.autoscaler.coordinator.policy import Policy
+from adaptdl_elastic.autoscaler.coordinator.types import (
     Action,
     CompareAndSwap,
     Decided,

@@ -1,6 +1,6 @@
 """One job, looked at by itself: in what phase it is, and what must happen to it before any policy is asked.
 
-Pure functions of the view. What they answer is carried out by `coordinator_core`, which alone knows of
+Pure functions of the view. What they answer is carried out by `core`, which alone knows of
 the other jobs.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from adaptdl_elastic.autoscaler.coordinator_types import Allocation, Memory, Settings
+from adaptdl_elastic.autoscaler.coordinator.types import Allocation, Memory, Settings
 from adaptdl_elastic.autoscaler.state import JobView, Seen, View
 from adaptdl_elastic.rendezvous.records import (
     Cause,

@@ -66,8 +66,8 @@ def coordinator(
     """Serve every job of a cluster: several may run, one leads."""
     from importlib.metadata import version
 
-    from adaptdl_elastic.autoscaler.coordinator import Coordinator, stop_with_parent
-    from adaptdl_elastic.autoscaler.coordinator_types import Settings
+    from adaptdl_elastic.autoscaler.coordinator.process import Coordinator, stop_with_parent
+    from adaptdl_elastic.autoscaler.coordinator.types import Settings
     from adaptdl_elastic.autoscaler.policy import allocate
     from adaptdl_elastic.autoscaler.policy.types import Objective
     from adaptdl_elastic.autoscaler.policy.types import Settings as PolicySettings
@@ -117,15 +117,15 @@ def coordinator(
 @json_option
 def nodes(where: Where, as_json: bool) -> None:
     """Show the nodes of the cluster and who uses them."""
-    from adaptdl_elastic.autoscaler.coordinator_slots import Ledger
-    from adaptdl_elastic.autoscaler.report import load, node_rows
+    from adaptdl_elastic.autoscaler.commands.report import load, node_rows
+    from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 
     view = load(where)
     rows = node_rows(view, Ledger(view))
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
-    from adaptdl_elastic.autoscaler.report import show_table
+    from adaptdl_elastic.autoscaler.commands.report import show_table
 
     show_table(
         ("NODE", "SLOTS", "FREE", "HOST", "JOBS", "STATE"),
@@ -160,8 +160,8 @@ def drain(
     node: str, where: Where, reason: str, deadline: float | None, cancel: bool, wait: bool, timeout: float
 ) -> None:
     """Move every replica off NODE, in an orderly way, and put none there until --cancel."""
-    from adaptdl_elastic.autoscaler.coordinator_slots import Ledger
-    from adaptdl_elastic.autoscaler.report import read, wait_until
+    from adaptdl_elastic.autoscaler.commands.report import read, wait_until
+    from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 
     try:
         check_name("node", node)

@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import Any
 
 from adaptdl_elastic.autoscaler.cli import CommandError, Where
-from adaptdl_elastic.autoscaler.coordinator_job import this_run
-from adaptdl_elastic.autoscaler.coordinator_slots import Ledger, in_plan
+from adaptdl_elastic.autoscaler.coordinator.job import this_run
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan
 from adaptdl_elastic.autoscaler.state import JobView, Keeper, View, view_of
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.store import CompactedError, Store

@@ -13,7 +13,7 @@ from dataclasses import replace
 import click
 
 from adaptdl_elastic.autoscaler.cli import CommandError, Where, json_option, store_options
-from adaptdl_elastic.autoscaler.report import (
+from adaptdl_elastic.autoscaler.commands.report import (
     Row,
     find_job,
     job_row,

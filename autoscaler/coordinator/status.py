@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 
-from adaptdl_elastic.autoscaler import coordinator_job as jobs
-from adaptdl_elastic.autoscaler.coordinator_job import Condition, Phase
-from adaptdl_elastic.autoscaler.coordinator_slots import Ledger, Room, holding, smallest
-from adaptdl_elastic.autoscaler.coordinator_types import Settings
+from adaptdl_elastic.autoscaler.coordinator import job as jobs
+from adaptdl_elastic.autoscaler.coordinator.job import Condition, Phase
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, Room, holding, smallest
+from adaptdl_elastic.autoscaler.coordinator.types import Settings
 from adaptdl_elastic.autoscaler.state import JobView, View
 from adaptdl_elastic.rendezvous.records import Cause, JobSpec, JobState, JobStatus, Plan
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from adaptdl_elastic.autoscaler import coordinator_job as jobs
-from adaptdl_elastic.autoscaler.coordinator_job import Change, Condition, Phase
-from adaptdl_elastic.autoscaler.coordinator_policy import Policy, Question, ask, targets
-from adaptdl_elastic.autoscaler.coordinator_slots import (
+from adaptdl_elastic.autoscaler.coordinator import job as jobs
+from adaptdl_elastic.autoscaler.coordinator.job import Change, Condition, Phase
+from adaptdl_elastic.autoscaler.coordinator.policy import Policy, Question, ask, targets
+from adaptdl_elastic.autoscaler.coordinator.slots import (
     Ledger,
     holding,
     in_plan,
@@ -35,7 +35,7 @@ from adaptdl_elastic.autoscaler.coordinator_slots import (
     rooms,
     smallest,
 )
-from adaptdl_elastic.autoscaler.coordinator_status import (
+from adaptdl_elastic.autoscaler.coordinator.status import (
     describe,
     differs,
     exhausted,
@@ -43,7 +43,7 @@ from adaptdl_elastic.autoscaler.coordinator_status import (
     restarts_after_failure,
     why_pending,
 )
-from adaptdl_elastic.autoscaler.coordinator_types import (
+from adaptdl_elastic.autoscaler.coordinator.types import (
     Action,
     CompareAndSwap,
     Decided,

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from adaptdl_elastic.autoscaler import coordinator_job as jobs
-from adaptdl_elastic.autoscaler.coordinator_job import Condition, Phase
-from adaptdl_elastic.autoscaler.coordinator_slots import Ledger, Room, everything, in_plan, nearest, rooms
-from adaptdl_elastic.autoscaler.coordinator_status import impossible, typical_pause
-from adaptdl_elastic.autoscaler.coordinator_types import Allocation, Memory, Settings, Target
+from adaptdl_elastic.autoscaler.coordinator import job as jobs
+from adaptdl_elastic.autoscaler.coordinator.job import Condition, Phase
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, Room, everything, in_plan, nearest, rooms
+from adaptdl_elastic.autoscaler.coordinator.status import impossible, typical_pause
+from adaptdl_elastic.autoscaler.coordinator.types import Allocation, Memory, Settings, Target
 from adaptdl_elastic.autoscaler.policy.types import Decision, GoodputModel, JobInfo, NodeInfo, NodeLimit
 from adaptdl_elastic.autoscaler.state import JobView, View
 from adaptdl_elastic.goodput import GradParams, PerfParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from adaptdl_elastic.autoscaler.coordinator_types import Allocation
+from adaptdl_elastic.autoscaler.coordinator.types import Allocation
 from adaptdl_elastic.autoscaler.state import JobView, View
 from adaptdl_elastic.rendezvous.records import JobSpec, Leaving, Plan
 

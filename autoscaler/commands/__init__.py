@@ -1,0 +1,1 @@
+"""The subcommands of `adaptdl`; `adaptdl_elastic.autoscaler.cli` says which there are."""
