@@ -1,32 +1,23 @@
-"""JSON over HTTP to one of several endpoints, in turn, within a time-out.
+"""JSON over HTTP to an etcd's v3 gateway.
 
 Nothing here is taken from the environment: no proxies, no CA bundles, no .netrc.
 """
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
-import logging
 import socket
-import ssl
-import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 import urllib3
 
+from adaptdl_elastic.rendezvous._endpoints import Endpoints, TryAgainError, detect_dead_peer, interrupt
 from adaptdl_elastic.rendezvous.options import StoreOptions
-from adaptdl_elastic.rendezvous.store import StoreUnavailableError
-
-logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
-
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between rounds over the endpoints
 
 
 class HttpStatusError(Exception):
@@ -39,53 +30,19 @@ class HttpStatusError(Exception):
         self.code = code  # gRPC's, where the server sent one
 
 
-class RetryableError(Exception):
-    """This endpoint can not answer now; another one, or the same one later, may."""
-
-
 class Http:
-    """Several endpoints of one etcd. Safe to use from several threads, not across a fork."""
+    """Requests to several endpoints of one etcd. Safe to use from several threads, not across a fork."""
 
     def __init__(
-        self,
-        endpoints: tuple[str, ...],
-        options: StoreOptions,
-        is_retryable: Callable[[HttpStatusError], bool],
+        self, urls: tuple[str, ...], options: StoreOptions, is_retryable: Callable[[HttpStatusError], bool]
     ) -> None:
-        self.endpoints = endpoints
+        self.endpoints = Endpoints(urls)
         self.options = options
         self._is_retryable = is_retryable
-        self._current = 0
-        self._lock = threading.Lock()
-        self._on_switch: list[Callable[[str], None]] = []
-        self.ssl_context = options.ssl_context() if any(e.startswith("https") for e in endpoints) else None
+        self.ssl_context = options.ssl_context() if any(url.startswith("https") for url in urls) else None
         self._pool = urllib3.PoolManager(
-            num_pools=len(endpoints), maxsize=8, retries=False, ssl_context=self.ssl_context
+            num_pools=len(urls), maxsize=8, retries=False, ssl_context=self.ssl_context
         )
-
-    @property
-    def current(self) -> str:
-        """The endpoint that answered last."""
-        return self.endpoints[self._current]
-
-    def switch_from(self, endpoint: str) -> None:
-        """`endpoint` did not answer: go on with the next one."""
-        with self._lock:
-            if len(self.endpoints) == 1 or self.endpoints[self._current] != endpoint:
-                return
-            self._current = (self._current + 1) % len(self.endpoints)
-            listeners = list(self._on_switch)
-        logger.warning("etcd endpoint %s does not answer, trying %s", endpoint, self.current)
-        for listener in listeners:
-            listener(endpoint)
-
-    def on_switch(self, listener: Callable[[str], None], add: bool = True) -> None:
-        """Call `listener(endpoint)` whenever an endpoint was given up; or no longer."""
-        with self._lock:
-            if add:
-                self._on_switch.append(listener)
-            elif listener in self._on_switch:
-                self._on_switch.remove(listener)
 
     def call(
         self,
@@ -102,40 +59,27 @@ class Http:
         first_line: the answer is a stream; return its first line.
         on_ambiguous: called before a retry when a request may have been carried out unheard.
         """
-        deadline = time.monotonic() + (timeout or self.options.timeout)
-        pause = _FIRST_PAUSE
-        problem: dict[str, str] = {}
-        while True:
-            for left in range(len(self.endpoints), 0, -1):
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    break
-                endpoint = self.current
-                try:
-                    return self._once(endpoint + path, body, headers or {}, remaining / left, first_line)
-                except HttpStatusError as error:
-                    if not self._is_retryable(error):
-                        raise
-                    problem[endpoint] = error.message
-                    if on_ambiguous:
-                        on_ambiguous()
-                except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
-                    problem[endpoint] = _describe(error)
-                    if on_ambiguous and not isinstance(error, urllib3.exceptions.NewConnectionError):
-                        on_ambiguous()
-                self.switch_from(endpoint)
-            if time.monotonic() + pause >= deadline or all(map(_hopeless, problem.values())):
-                raise StoreUnavailableError(_unavailable(self.endpoints, problem))
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        data = None if body is None else json.dumps(body).encode()
+
+        def attempt(endpoint: str, seconds: float) -> Json:
+            try:
+                return self._once(endpoint + path, data, headers or {}, seconds, first_line)
+            except HttpStatusError as error:
+                if not self._is_retryable(error):
+                    raise
+                raise TryAgainError(error.message) from None
+            except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+                raise TryAgainError.from_error(error) from None
+
+        return self.endpoints.run(attempt, timeout or self.options.timeout, on_ambiguous)
 
     def _once(
-        self, url: str, body: Json | None, headers: dict[str, str], timeout: float, first_line: bool
+        self, url: str, data: bytes | None, headers: dict[str, str], timeout: float, first_line: bool
     ) -> Json:
         response = self._pool.request(
-            "GET" if body is None else "POST",
+            "GET" if data is None else "POST",
             url,
-            body=None if body is None else json.dumps(body).encode(),
+            body=data,
             headers={"Content-Type": "application/json", **headers},
             timeout=timeout,
             redirect=False,
@@ -150,21 +94,13 @@ class Http:
 class Stream:
     """One request whose answer is a stream of JSON lines; `close` from any thread ends the reading."""
 
-    def __init__(self, http_: Http, path: str, body: Json, headers: dict[str, str]) -> None:
-        self.endpoint = http_.current
-        url = urlsplit(self.endpoint)
-        timeout = http_.options.timeout
-        host, port = str(url.hostname), url.port
-        if http_.ssl_context is not None and url.scheme == "https":
-            self._connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                host, port, timeout=timeout, context=http_.ssl_context
-            )
-        else:
-            self._connection = http.client.HTTPConnection(host, port, timeout=timeout)
+    def __init__(self, owner: Http, path: str, body: Json, headers: dict[str, str]) -> None:
+        self.endpoint = owner.endpoints.current
+        self._connection = _connection(self.endpoint, owner)
         try:
             self._connection.connect()
             self._socket: socket.socket = self._connection.sock
-            _detect_dead_peer(self._socket)
+            detect_dead_peer(self._socket)
             self._connection.request(
                 "POST", path, json.dumps(body).encode(), {"Content-Type": "application/json", **headers}
             )
@@ -190,9 +126,7 @@ class Stream:
 
     def close(self) -> None:
         """End the reading, also one that waits in another thread."""
-        with contextlib.suppress(OSError):
-            # not SSLSocket.shutdown, which would take the TLS object away under the reader
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+        interrupt(self._socket)
 
     def release(self) -> None:
         """Free what it holds; for the reader, when it is done."""
@@ -201,13 +135,12 @@ class Stream:
         self._socket.close()
 
 
-def _detect_dead_peer(sock: socket.socket) -> None:
-    # A host that vanished without a word is found out by the kernel in 2 + 3 x 1 s; a server that merely
-    # hangs still has a kernel that answers.
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):  # not on every system
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+def _connection(endpoint: str, owner: Http) -> http.client.HTTPConnection:
+    url = urlsplit(endpoint)
+    host, port, timeout = str(url.hostname), url.port, owner.options.timeout
+    if url.scheme == "https":
+        return http.client.HTTPSConnection(host, port, timeout=timeout, context=owner.ssl_context)
+    return http.client.HTTPConnection(host, port, timeout=timeout)
 
 
 def _answer(status: int, data: bytes) -> Json:
@@ -225,27 +158,6 @@ def _answer(status: int, data: bytes) -> Json:
             int(fault.get("http_code", status)), str(fault.get("message", fault)), fault.get("grpc_code")
         )
     if status != 200 or fault:
-        text = (
-            answer.get("message") or fault or data[:200].decode(errors="replace") or f"HTTP status {status}"
-        )
-        raise HttpStatusError(status, str(text), answer.get("code"))
+        said = answer.get("message") or fault or data[:200].decode(errors="replace")
+        raise HttpStatusError(status, str(said or f"HTTP status {status}"), answer.get("code"))
     return answer
-
-
-def _describe(error: BaseException) -> str:
-    if isinstance(error, urllib3.exceptions.SSLError | ssl.SSLError):
-        return f"TLS: {error}"
-    if isinstance(error, urllib3.exceptions.TimeoutError | TimeoutError):
-        return "no answer in time"
-    if isinstance(error, urllib3.exceptions.NewConnectionError):
-        return "connection refused" if "refused" in str(error) else str(error).rpartition(": ")[2]
-    return f"{type(error).__name__}: {error}"
-
-
-def _hopeless(problem: str) -> bool:
-    return problem.startswith("TLS: ")
-
-
-def _unavailable(endpoints: tuple[str, ...], problem: dict[str, str]) -> str:
-    said = "; ".join(f"{endpoint}: {problem.get(endpoint, 'no answer in time')}" for endpoint in endpoints)
-    return f"etcd can not be reached ({said}): is it running, and is --etcd right?"

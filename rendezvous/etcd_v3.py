@@ -305,7 +305,7 @@ class EtcdV3Watch(Watch):
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._stream: Stream | None = None
-        store._http.on_switch(self._leave)
+        store._http.endpoints.on_switch(self._leave)
 
     def __iter__(self) -> Iterator[Change]:
         pause = 0.0
@@ -327,18 +327,18 @@ class EtcdV3Watch(Watch):
     def _open(self) -> Stream | None:
         http_ = self._store._http
         request = {"create_request": {**_span(self._prefix), "start_revision": str(self._next)}}
-        endpoint = http_.current
+        endpoint = http_.endpoints.current
         try:
             stream = Stream(http_, "/v3/watch", request, self._store._headers())
         except HttpStatusError as error:
             if _is_retryable(error):
-                http_.switch_from(endpoint)
+                http_.endpoints.switch_from(endpoint)
                 return None
             self._refused(error)
             return None
         except (OSError, http.client.HTTPException, StoreUnavailableError, ValueError) as error:
             logger.debug("watch of %s: %s: %s", self._prefix, endpoint, error)
-            http_.switch_from(endpoint)
+            http_.endpoints.switch_from(endpoint)
             return None
         with self._lock:
             self._stream = stream
@@ -416,7 +416,7 @@ class EtcdV3Watch(Watch):
                 stream.release()
 
     def _forget(self) -> None:
-        self._store._http.on_switch(self._leave, add=False)
+        self._store._http.endpoints.on_switch(self._leave, add=False)
         self._store._watches.discard(self)
 
     def close(self) -> None:
