@@ -479,8 +479,8 @@ def _why_kill(state: State, held: Held, now: float) -> str | None:
         return f"replica {held.failure.rank} failed"
     if plan is not None and plan.generation > held.generation and plan.transition is Transition.ABORT:
         return f"generation {plan.generation} begins anew: {plan.reason}"
-    if status is not None and status.state is JobState.FAILED:
-        return f"the job failed: {status.reason}"
+    if status is not None and status.state.ended:
+        return f"the job has {status.state.value}: {status.reason}"
     if held.phase is Phase.STOPPING and held.until is not None and now >= held.until:
         return f"no checkpoint within {state.me.checkpoint_timeout:g} s: the one before counts"
     return None

@@ -30,9 +30,9 @@ from typing import Any
 from adaptdl_elastic.agent.child import Command, become, run
 
 PRELOAD_VARIABLE = "ADAPTDL_PRELOAD"  # more modules to import, separated by commas
-_PRELOAD = ("numpy", "torch", "torch.distributed", "torch._dynamo", "adaptdl_elastic.torch")
+PRELOAD = ("numpy", "torch", "torch.distributed", "torch._dynamo", "adaptdl_elastic.torch")
 _PR_SET_CHILD_SUBREAPER = 36
-_BOOT = "import sys; sys.path[:1] = []; from adaptdl_elastic.agent import forkserver; forkserver.main({})"
+_BOOT = "import sys; sys.path[:1] = []; from adaptdl_elastic.agent import forkserver; forkserver.main({}, {})"
 _CHUNK = 1 << 16
 _STREAMS = ("stdout", "stderr", "channel")
 
@@ -62,12 +62,12 @@ class ForkServer:
         self._buffer = b""
 
     @classmethod
-    def start(cls, environ: dict[str, str] | None = None) -> ForkServer:
-        """Start a server that warms up in the background; requests wait until it is ready."""
+    def start(cls, environ: dict[str, str] | None = None, modules: Sequence[str] = PRELOAD) -> ForkServer:
+        """Start a server that imports these modules in the background; requests wait until it has."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _BOOT.format(theirs.fileno())],
+                [sys.executable, "-u", "-c", _BOOT.format(theirs.fileno(), list(modules))],
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
                 env=environ,
@@ -131,14 +131,14 @@ def _line(**message: object) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
-def main(number: int) -> None:
+def main(number: int, modules: Sequence[str]) -> None:
     """The server's process; in a replica it returns into the user's script."""
     with suppress(OSError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # an interrupt is the agent's business: it closes our socket when it has done what it wants
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
-    preload((*_PRELOAD, *filter(None, os.environ.get(PRELOAD_VARIABLE, "").split(","))))
+    preload((*modules, *filter(None, os.environ.get(PRELOAD_VARIABLE, "").split(","))))
     command = _Server(socket.socket(fileno=number)).serve()
     if command is not None:
         run(command)

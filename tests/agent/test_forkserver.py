@@ -37,7 +37,9 @@ class Runner:
         assert news is not None
         return news
 
-    def start(self, mode: str, *argv: str, env: dict[str, str] | None = None, threads: int | None = None) -> int:
+    def start(
+        self, mode: str, *argv: str, env: dict[str, str] | None = None, threads: int | None = None
+    ) -> int:
         self.number += 1
         out = [(self.directory / name).open("w") for name in ("out", "err")]
         command = Command(mode, argv, str(self.directory), env or {}, threads)
@@ -130,7 +132,9 @@ def test_a_script_runs_as_python_runs_it(runner: Runner, tmp_path: Path, name: s
 
 
 def test_a_module_runs_as_python_runs_it(runner: Runner, tmp_path: Path) -> None:
-    (tmp_path / "mod.py").write_text("import sys; print(__name__, __spec__.name, sys.argv); raise OSError('x')")
+    (tmp_path / "mod.py").write_text(
+        "import sys; print(__name__, __spec__.name, sys.argv); raise OSError('x')"
+    )
     runner.start("module", "mod", "a")
     code, out, err = runner.wait(), *runner.said()
     expected = plainly(tmp_path, "-m", "mod", "a")
@@ -212,7 +216,7 @@ def test_what_a_replica_leaves_behind_is_killed(runner: Runner, tmp_path: Path) 
 
 @pytest.mark.parametrize("how", ["the agent goes", "the server is killed"])
 def test_replicas_end_with_the_agent_and_with_the_server(tmp_path: Path, how: str) -> None:
-    server = ForkServer.start({**os.environ, "OMP_NUM_THREADS": "1"})
+    server = ForkServer.start(modules=())
     runner = Runner(server, tmp_path)
     replica = psutil.Process(runner.start("exec", "sleep", "1000"))
     if how == "the server is killed":
