@@ -118,7 +118,9 @@ def instances_of(
     for entry in group.get("Instances", []):
         state = instance_state(entry["LifecycleState"])
         detail = details.get(entry["InstanceId"], {})
-        held = entry["LifecycleState"] == "Terminating:Wait"  # even if it is gone: the hook is to be completed
+        held = (
+            entry["LifecycleState"] == "Terminating:Wait"
+        )  # even if it is gone: the hook is to be completed
         if state is None or (detail.get("State", {}).get("Name") == "terminated" and not held):
             continue
         if detail.get("State", {}).get("Name") in ("shutting-down", "stopping", "stopped"):
@@ -178,25 +180,21 @@ def pool_of(
 
 
 def trouble_of(activities: Iterable[Answer]) -> tuple[str, float]:
-    """Why the group's last launch failed, and since when; ("", 0) when it did not.
+    """Why the group's last launch failed, and when that was; ("", 0) when it did not.
 
     `activities` are DescribeScalingActivities', newest first.
     """
-    failed: tuple[str, float] = ("", 0.0)
     for activity in activities:
+        status = activity.get("StatusCode")
         if not str(activity.get("Description", "")).startswith("Launching"):
             continue
-        status = activity.get("StatusCode")
         if status == "Successful":
             break
         if status in ("Failed", "Cancelled"):
-            since = activity["StartTime"]
-            moment = since.timestamp() if isinstance(since, datetime) else 0.0
-            failed = (
-                failed[0] or str(activity.get("StatusMessage") or activity.get("Cause", "launch failed")),
-                moment,
-            )
-    return failed
+            began = activity["StartTime"]
+            text = str(activity.get("StatusMessage") or activity.get("Cause") or "launch failed")
+            return text, began.timestamp() if isinstance(began, datetime) else 0.0
+    return "", 0.0
 
 
 def slots_of(types: Iterable[Answer]) -> dict[str, int]:

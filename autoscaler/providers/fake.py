@@ -65,6 +65,7 @@ class FakeProvider(Provider):
             raise ProviderError(f"{pool}: {desired} is outside [{known.minimum}, {known.maximum}]")
         there = sum(i.state is not InstanceState.LEAVING for i in self._instances.values() if i.pool == pool)
         self.calls.append(("request", f"{pool}={desired}"))
+        self._trouble.pop(pool, None)
         self._pools[pool] = replace(known, desired=max(desired, min(there, known.desired)))
         self._advance()
 

@@ -1,0 +1,252 @@
+"""How many nodes there should be: pure arithmetic over goodput curves and prices.
+
+An hour of a node costs `p` per slot, and an hour that a job takes longer is worth `v` (`hour_value`).
+With goodput g(r) on r replicas a job's remaining work W costs
+
+    (v + p · r) · W / g(r)
+
+until its end, so the size that is worth its price minimises (v + p r) / g(r), whatever W is: goodput per
+dollar, where time has a price too. v = 0 is the cheapest way to the end (mostly one replica), a large
+v the fastest. Summed over the jobs this is the least of (cost + v × total completion time), which is
+what a trade between the two can be; the jobs are independent of each other as long as nodes can be had,
+and where they can not, the policy shares what there is.
+
+A deadline replaces v: the cheapest size, p r / g(r), among those that finish in time.
+
+*Utilisation* is the slots that are worth their price over the slots there are. It is kept in a band:
+above it nodes are asked for, below it for a while (`shrink_after`) nodes are let go, inside nothing
+moves. So a demand that wavers by less than the band's width never buys and sells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from adaptdl_elastic.autoscaler.policy.curves import goodputs
+from adaptdl_elastic.autoscaler.policy.types import JobInfo
+
+HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class ScalingSettings:
+    """What the owner of the bill decides. Times in seconds, money in the price table's currency."""
+
+    hour_value: float | None = None  # what an hour of a job's time is worth; None: `slots_value` slot hours
+    slots_value: float = 4.0
+    low: float = 0.85  # the band of utilisation
+    high: float = 1.0
+    grow_after: float = 15.0  # since the last change, before more is asked for
+    shrink_after: float = 120.0  # below the band for so long, before anything is let go
+    min_nodes: int = 0
+    max_nodes: int = 1_000_000
+    max_hourly_cost: float = math.inf
+    deadlines: Mapping[str, float] = field(default_factory=dict)  # job, or "*", to seconds since the epoch
+    deadline_margin: float = 0.1  # forecasts are taken for so much too good
+    boot_timeout: float = 600.0  # from an instance's order to its registration
+    max_replacements: int = 3  # of instances that never became a node, in a row and pool
+    drain_timeout: float = 600.0
+    back_off: float = 60.0  # after a pool had nothing to give; doubles up to `max_back_off`
+    max_back_off: float = 1800.0
+    interruption_cost: float = 180.0  # seconds of a node that an interruption costs
+    max_interruptions: float = 1.0  # per spot node and hour, above which spot is not bought
+    hold_every: float = 30.0  # heartbeats of lifecycle hooks
+    exploration: float = 2.0  # a job is not sized beyond so many times what it was profiled on
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.high:
+            raise ValueError(f"utilisation band {self.low}:{self.high}: needs 0 < low <= high")
+        if not 0 <= self.min_nodes <= self.max_nodes:
+            raise ValueError(
+                f"--min-nodes {self.min_nodes} and --max-nodes {self.max_nodes}: needs 0 <= min <= max"
+            )
+        if self.max_hourly_cost <= 0:
+            raise ValueError(f"--max-hourly-cost {self.max_hourly_cost:g}: needs a positive amount per hour")
+
+
+@dataclass(frozen=True)
+class Want:
+    """The size of one job that is worth its price."""
+
+    job: str
+    replicas: int
+    goodput: float = 0.0  # samples per second at the initial batch size; 0: not known
+    seconds_left: float | None = None  # at that size
+    late: bool = False  # no size that can be tried meets its deadline
+
+
+def sizes(most: int, slots: int) -> list[int]:
+    """Replica counts worth a look: powers of two within a node, then whole nodes; `most` as well."""
+    within = [2**k for k in range(slots.bit_length()) if 2**k < slots]
+    whole = list(range(slots, most + 1, slots))
+    return sorted({r for r in [*within, *whole, most] if 1 <= r <= most})
+
+
+def wants(
+    jobs: Sequence[JobInfo],
+    slots: int,
+    slot_price: float,
+    settings: ScalingSettings,
+    now: float,
+    most_slots: int,
+) -> tuple[Want, ...]:
+    """For every job the size that is worth its price.
+
+    Args:
+        jobs: as the policy is asked about them.
+        slots: per node.
+        slot_price: of one slot and hour, interruptions included.
+        settings: whose `hour_value`, `deadlines` and `exploration` are used.
+        now: seconds since the epoch, to compare deadlines with.
+        most_slots: of the largest cluster there could be.
+    """
+    fixed = {
+        j.name: _fixed(j, most_slots) for j in jobs if j.model is None or j.requested_replicas is not None
+    }
+    free = [j for j in jobs if j.name not in fixed]
+    curves = _curves(free, slots, most_slots, settings.exploration)
+    value = settings.slots_value * slot_price if settings.hour_value is None else settings.hour_value
+    chosen = {
+        job.name: _choose(job, counts, rates, slot_price, value, _deadline(settings, job.name), now, settings)
+        for job, (counts, rates) in zip(free, curves, strict=True)
+    }
+    return tuple(chosen.get(job.name) or Want(job.name, fixed[job.name]) for job in jobs)
+
+
+def _fixed(job: JobInfo, most_slots: int) -> int:
+    """A job that says its size, or says nothing yet and so gets its least."""
+    return min(max(job.requested_replicas or 0, job.min_replicas, job.min_nodes), max(most_slots, 1))
+
+
+def _deadline(settings: ScalingSettings, job: str) -> float | None:
+    return settings.deadlines.get(job, settings.deadlines.get("*"))
+
+
+def _curves(
+    jobs: Sequence[JobInfo], slots: int, most_slots: int, exploration: float
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(replica counts, goodput at each) of every job; all jobs in one evaluation."""
+    if not jobs:
+        return []
+    tops = [_most(job, slots, most_slots, exploration) for job in jobs]
+    every = np.array(sizes(max(tops), slots) + sorted(set(tops)), dtype=int)
+    every = np.unique(every)
+    models = [job.model for job in jobs if job.model is not None]
+    table = goodputs(models, np.ceil(every / slots).astype(int), every).goodput
+    found = []
+    for job, top, row in zip(jobs, tops, table, strict=True):
+        usable = (every <= top) & (every >= min(job.min_replicas, top)) & (row > 0)
+        found.append((every[usable], row[usable]))
+    return found
+
+
+def _most(job: JobInfo, slots: int, most_slots: int, exploration: float) -> int:
+    """The largest size that may be tried."""
+    profiled = int(exploration * max(job.max_profiled_replicas, job.min_replicas, 1))
+    nodes = job.max_nodes if job.max_nodes is not None else most_slots
+    return max(1, min(profiled, job.max_replicas, nodes * slots, most_slots))
+
+
+def _choose(
+    job: JobInfo,
+    counts: np.ndarray,
+    rates: np.ndarray,
+    slot_price: float,
+    value: float,
+    deadline: float | None,
+    now: float,
+    settings: ScalingSettings,
+) -> Want:
+    if not len(counts):
+        return Want(job.name, max(1, job.min_replicas))
+    late = False
+    if deadline is not None and job.remaining is not None:
+        in_time = job.remaining * (1 + settings.deadline_margin) / rates <= max(deadline - now, 0.0)
+        late = not bool(in_time.any())
+        price = np.where(in_time, slot_price * counts / rates, np.inf)
+        best = int(np.argmax(rates)) if late else int(np.argmin(price))
+    else:
+        best = int(np.argmin((value + slot_price * counts) / rates))
+    left = None if job.remaining is None else float(job.remaining / rates[best])
+    return Want(job.name, int(counts[best]), float(rates[best]), left, late)
+
+
+@dataclass(frozen=True)
+class Target:
+    """How many slots there should be, and why."""
+
+    slots: float  # worth their price
+    nodes: int  # of the usual size, after band and bounds
+    utilisation: float
+    reason: str
+
+
+def target(
+    wanted: float,
+    slots: int,
+    have: int,
+    settings: ScalingSettings,
+    *,
+    since_change: float,
+    low_for: float,
+) -> Target:
+    """How many nodes there should be.
+
+    Args:
+        wanted: slots that are worth their price.
+        slots: of a node.
+        have: nodes that there are, or that were asked for.
+        settings: the band, the waits and the bounds.
+        since_change: seconds since more was asked for or something was let go.
+        low_for: seconds for which utilisation has been below the band.
+    """
+    exact = wanted / slots
+    need = min(max(math.ceil(exact - 1e-9), settings.min_nodes), settings.max_nodes)
+    used = exact / have if have else (math.inf if exact else settings.high)
+    text = f"{wanted:g} slots are worth their price, {have * slots} are there"
+    if need > have and (used > settings.high or have < settings.min_nodes):
+        if since_change < settings.grow_after and have:
+            return Target(wanted, have, used, f"{text}: more in {settings.grow_after - since_change:.0f} s")
+        return Target(wanted, need, used, f"{text}: {have} -> {need} nodes")
+    if need < have and (used < settings.low or have > settings.max_nodes):
+        if low_for < settings.shrink_after and have <= settings.max_nodes:
+            return Target(wanted, have, used, f"{text}: fewer if it stays so {settings.shrink_after:.0f} s")
+        return Target(wanted, need, used, f"{text}: {have} -> {need} nodes")
+    return Target(wanted, have, used, f"{text}: kept")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Nodes that could be bought of one pool."""
+
+    pool: str
+    available: int
+    slots: int
+    hourly_price: float
+    preemptible: bool = False
+    overhead: float = 0.0  # fraction of its time that is lost to interruptions
+
+    @property
+    def slot_price(self) -> float:
+        """Of one useful slot and hour."""
+        return self.hourly_price * (1 + self.overhead) / self.slots
+
+
+def buy(offers: Sequence[Offer], slots: int, nodes: int, budget: float) -> dict[str, int]:
+    """How many of each pool make up `slots`, the cheapest first.
+
+    Never more than `nodes` nodes, nor more per hour than `budget`. A pool too dear for the rest of the
+    budget is passed over.
+    """
+    bought: dict[str, int] = {}
+    for offer in sorted(offers, key=lambda o: (o.slot_price, o.preemptible, o.pool)):
+        while slots > 0 and nodes > 0 and bought.get(offer.pool, 0) < offer.available:
+            if offer.hourly_price > budget + 1e-9:
+                break
+            bought[offer.pool] = bought.get(offer.pool, 0) + 1
+            slots, nodes, budget = slots - offer.slots, nodes - 1, budget - offer.hourly_price
+    return bought

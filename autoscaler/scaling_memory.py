@@ -1,0 +1,193 @@
+"""What the autoscaler learns from looking: costs, failures, interruptions. Pure; nothing is decided here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState, Pool, Signal, SignalKind
+from adaptdl_elastic.autoscaler.scaling import HOUR, ScalingSettings
+from adaptdl_elastic.autoscaler.scaling_types import Known, Memory, NodeUse, Observation, PoolMemory
+
+PRIOR_HOURS = 24.0  # of a spot node without an interruption, that a new pool is believed to have behind it
+
+
+def remember(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memory:
+    """What is known after this look."""
+    memory = account(memory, seen)
+    memory = _meet(memory, seen)
+    memory = _miss(memory, seen, settings)
+    memory = _hear(memory, seen)
+    memory = _fail(memory, seen, settings)
+    for pool in seen.capacity.pools:
+        memory = _trouble(memory, pool, seen, settings)
+    return replace(memory, updated=seen.now)
+
+
+def account(memory: Memory, seen: Observation) -> Memory:
+    """Add what the time since the last look has cost, by pool and by job."""
+    elapsed = max(0.0, seen.now - memory.updated) / HOUR if memory.updated is not None else 0.0
+    pools, jobs, total = dict(memory.pools), dict(memory.job_costs), memory.cost
+    for instance in seen.capacity.instances:
+        cost = instance.hourly_price * elapsed
+        pool = pools.get(instance.pool, PoolMemory())
+        pools[instance.pool] = replace(
+            pool,
+            hours=pool.hours + elapsed,
+            cost=pool.cost + cost,
+            spot_hours=pool.spot_hours + (elapsed if instance.preemptible else 0.0),
+        )
+        total += cost
+        for job, share in shares(seen.nodes.get(instance.id)).items():
+            jobs[job] = jobs.get(job, 0.0) + cost * share
+    return replace(memory, pools=pools, job_costs=jobs, cost=total)
+
+
+def shares(node: NodeUse | None) -> dict[str, float]:
+    """The part of a node's price that each job on it bears: by its replicas, idle slots included."""
+    if node is None or not node.busy:
+        return {}
+    total = sum(node.replicas.values())
+    return {job: count / total for job, count in node.replicas.items() if count}
+
+
+def interruptions_per_hour(pool: PoolMemory) -> float:
+    """Of one spot node: what was seen, and a day without before it."""
+    return pool.interruptions / (pool.spot_hours + PRIOR_HOURS)
+
+
+def _meet(memory: Memory, seen: Observation) -> Memory:
+    """Instances that are new, and instances that have become nodes."""
+    known, pools = dict(memory.known), dict(memory.pools)
+    for instance in seen.capacity.instances:
+        entry = known.get(instance.id)
+        pool = pools.get(instance.pool, PoolMemory())
+        if entry is None:
+            entry = Known(instance.pool, instance.preemptible, seen.now)
+            pool = replace(pool, instances=pool.instances + 1, troubles=0)
+        node = seen.nodes.get(instance.id)
+        if node is not None:
+            if node.busy:
+                pool = replace(pool, failures=0)
+            entry = replace(
+                entry,
+                registered=seen.now,
+                worked=entry.worked or node.busy,
+                at_risk=entry.at_risk or node.at_risk,
+            )
+        if node is not None and node.draining and not entry.leaving:
+            entry = replace(
+                entry,
+                leaving="it announced its end",
+                leaving_since=seen.now,
+                deadline=node.deadline,
+                replace=True,
+            )
+        if instance.state is InstanceState.LEAVING and not entry.leaving:
+            entry = replace(entry, leaving="its group removes it", leaving_since=seen.now, replace=True)
+        known[instance.id] = replace(
+            entry, hourly_price=instance.hourly_price, preemptible=instance.preemptible
+        )
+        pools[instance.pool] = pool
+    return replace(memory, known=known, pools=pools)
+
+
+def _miss(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memory:
+    """Instances that are gone: interrupted, or dead before they became nodes."""
+    there = {instance.id for instance in seen.capacity.instances}
+    known, pools = dict(memory.known), dict(memory.pools)
+    for identifier in [name for name in known if name not in there]:
+        entry = known.pop(identifier)
+        pool = pools.get(entry.pool, PoolMemory())
+        interrupted = entry.preemptible and entry.registered is not None
+        if interrupted and (not entry.leaving or entry.deadline is not None):
+            pools[entry.pool] = replace(pool, interruptions=pool.interruptions + 1)
+        elif not interrupted and not entry.worked and not entry.leaving:
+            pools[entry.pool] = _one_more_failure(pool, settings, "vanish before they do any work")
+    return replace(memory, known=known, pools=pools)
+
+
+def _hear(memory: Memory, seen: Observation) -> Memory:
+    """What the provider announced."""
+    known = dict(memory.known)
+    for signal in seen.signals:
+        entry = known.get(signal.instance)
+        if entry is not None:
+            known[signal.instance] = _told(entry, signal, seen.now)
+    return replace(memory, known=known)
+
+
+def _told(entry: Known, signal: Signal, now: float) -> Known:
+    if signal.kind is SignalKind.REBALANCE:
+        return replace(entry, at_risk=True)
+    if signal.kind is SignalKind.GONE:
+        return entry
+    deadline = (
+        signal.deadline if entry.deadline is None else min(entry.deadline, signal.deadline or entry.deadline)
+    )
+    if entry.leaving:
+        return replace(entry, deadline=deadline)
+    return replace(entry, leaving=signal.reason, leaving_since=now, deadline=deadline, replace=True)
+
+
+def _fail(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memory:
+    """Instances that are up for too long without being a node."""
+    known, pools = dict(memory.known), dict(memory.pools)
+    for instance in seen.capacity.instances:
+        entry = known[instance.id]
+        if (
+            pools[entry.pool].closed
+            and entry.registered is None
+            and not (entry.leaving and not entry.replace)
+        ):
+            known[instance.id] = replace(
+                entry, leaving="its pool only gives duds", leaving_since=seen.now, replace=False
+            )
+            continue
+        if entry.leaving or instance.id in seen.nodes or not _overdue(instance, entry, seen.now, settings):
+            continue
+        if entry.registered is not None and not seen.jobs:
+            continue  # agents end with their jobs
+        what = "did not become a node" if entry.registered is None else "has had no agent any more"
+        text = f"{what} for {settings.boot_timeout:.0f} s"
+        pool = _one_more_failure(
+            pools[entry.pool], settings, f"had no agent for {settings.boot_timeout:.0f} s"
+        )
+        pools[entry.pool] = pool
+        known[instance.id] = replace(
+            entry, leaving=f"it {text}", leaving_since=seen.now, replace=not pool.closed
+        )
+    return replace(memory, known=known, pools=pools)
+
+
+def _overdue(instance: Instance, entry: Known, now: float, settings: ScalingSettings) -> bool:
+    since = entry.first_seen if entry.registered is None else entry.registered
+    return instance.state is not InstanceState.LEAVING and now - since > settings.boot_timeout
+
+
+def _one_more_failure(pool: PoolMemory, settings: ScalingSettings, what: str) -> PoolMemory:
+    failures = pool.failures + 1
+    closed = pool.closed
+    if failures > settings.max_replacements and not closed:
+        closed = (
+            f"{failures} instances in a row {what}: look at one's system log (start-up script, etcd address, "
+            "security group), then start the autoscaler again"
+        )
+    return replace(pool, failures=failures, closed=closed)
+
+
+def _trouble(memory: Memory, pool: Pool, seen: Observation, settings: ScalingSettings) -> Memory:
+    """A pool that could not give what was asked for is not asked again for a while, each time longer."""
+    entry = memory.pools.get(pool.name, PoolMemory())
+    there = sum(i.pool == pool.name and i.state is not InstanceState.LEAVING for i in seen.capacity.instances)
+    fresh = pool.trouble and pool.trouble_since != entry.trouble_seen and pool.desired > there
+    if not fresh:
+        return memory
+    wait = min(settings.back_off * 2**entry.troubles, settings.max_back_off)
+    entry = replace(
+        entry,
+        troubles=entry.troubles + 1,
+        trouble=pool.trouble,
+        trouble_seen=pool.trouble_since,
+        until=seen.now + wait,
+    )
+    return replace(memory, pools={**memory.pools, pool.name: entry})

@@ -1,0 +1,152 @@
+"""What the autoscaler sees, remembers and does: frozen values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from adaptdl_elastic.autoscaler.policy.types import JobInfo
+from adaptdl_elastic.autoscaler.providers.base import Capacity, Signal
+
+
+@dataclass(frozen=True)
+class NodeUse:
+    """An instance that has become a node, as the store has it."""
+
+    node: str
+    replicas: Mapping[str, int] = field(default_factory=dict)  # by job; what is not yet ended counts
+    draining: bool = False
+    deadline: float | None = None
+    at_risk: bool = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything runs on it."""
+        return any(self.replicas.values())
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Everything that one decision is made of. `now` in seconds since the epoch."""
+
+    now: float
+    capacity: Capacity
+    nodes: Mapping[str, NodeUse]  # by instance
+    jobs: tuple[JobInfo, ...]
+    signals: tuple[Signal, ...] = ()
+    other_slots: int = 0  # of nodes that are none of the provider's
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is remembered of an instance."""
+
+    pool: str
+    preemptible: bool
+    first_seen: float
+    hourly_price: float = 0.0
+    registered: float | None = None  # last seen as a node
+    leaving: str = ""  # why we drain or have released it
+    leaving_since: float = 0.0
+    deadline: float | None = None
+    replace: bool = False
+    at_risk: bool = False
+    held: float = 0.0  # last heartbeat
+    worked: bool = False  # has had replicas
+
+
+@dataclass(frozen=True)
+class PoolMemory:
+    """What is remembered of a pool. Hours and costs are of all its instances so far."""
+
+    failures: int = 0  # instances in a row that never became a node
+    closed: str = ""  # why nothing is asked of it any more
+    troubles: int = 0  # times in a row that it had nothing to give
+    trouble: str = ""
+    trouble_seen: float = 0.0
+    until: float = 0.0  # not asked before
+    interruptions: int = 0
+    spot_hours: float = 0.0
+    instances: int = 0
+    hours: float = 0.0
+    cost: float = 0.0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the autoscaler has to know from one decision to the next."""
+
+    known: Mapping[str, Known] = field(default_factory=dict)
+    pools: Mapping[str, PoolMemory] = field(default_factory=dict)
+    job_costs: Mapping[str, float] = field(default_factory=dict)
+    cost: float = 0.0
+    updated: float | None = None
+    changed: float = float("-inf")
+    low_since: float | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """Let a pool have so many."""
+
+    pool: str
+    desired: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Ask the coordinator to move a node's replicas elsewhere."""
+
+    instance: str
+    node: str
+    reason: str
+    deadline: float | None = None
+
+
+@dataclass(frozen=True)
+class Release:
+    """Give an instance back."""
+
+    instance: str
+    replace: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Protect:
+    """Keep the provider from choosing these when it shrinks by itself."""
+
+    instances: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A leaving instance still drains."""
+
+    instance: str
+
+
+@dataclass(frozen=True)
+class LetGo:
+    """A leaving instance has drained."""
+
+    instance: str
+
+
+Action = Request | Drain | Release | Protect | Hold | LetGo
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decision."""
+
+    memory: Memory
+    actions: tuple[Action, ...]
+    target: int
+    reason: str
+    warnings: tuple[str, ...]
+    forecasts: Mapping[str, tuple[float, float | None]] = field(
+        default_factory=dict
+    )  # job: hourly, seconds left
+    hourly_cost: float = 0.0

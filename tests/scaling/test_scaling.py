@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scaling_world import MODEL, job, waiting
+
+from adaptdl_elastic.autoscaler.policy.curves import goodputs
+from adaptdl_elastic.autoscaler.scaling import Offer, ScalingSettings, buy, sizes, target, wants
+
+
+def one(settings: ScalingSettings, price: float = 1.0, now: float = 0.0, **more: object) -> int:
+    (want,) = wants([job(**more)], 4, price, settings, now, 64)
+    return want.replicas
+
+
+def rates(counts: list[int]) -> np.ndarray:
+    every = np.array(counts)
+    return goodputs([MODEL], np.ceil(every / 4).astype(int), every).goodput[0]
+
+
+@given(st.integers(1, 300), st.integers(1, 16))
+def test_sizes_are_within_bounds_and_whole(most: int, slots: int) -> None:
+    found = sizes(most, slots)
+    assert found == sorted(set(found))
+    assert found[0] == 1
+    assert found[-1] == most
+    assert all(size <= slots or size % slots == 0 or size == most for size in found)
+
+
+@given(st.floats(0.0, 100.0), st.floats(0.01, 50.0))
+def test_no_other_size_is_worth_its_price_more(value: float, price: float) -> None:
+    chosen = one(ScalingSettings(hour_value=value), price)
+    counts = sizes(64, 4)
+    costs = (value + price * np.array(counts)) / rates(counts)
+    assert costs[counts.index(chosen)] <= costs.min() * (1 + 1e-9)
+
+
+def test_time_that_is_worth_more_buys_more() -> None:
+    bought = [one(ScalingSettings(hour_value=v)) for v in (0.0, 1.0, 10.0, 100.0, 1e6)]
+    assert bought == sorted(bought)
+    assert bought[0] == 1
+    assert bought[-1] == sizes(64, 4)[int(np.argmax(rates(sizes(64, 4))))]
+
+
+def test_the_default_value_of_time_does_not_depend_on_the_currency() -> None:
+    assert one(ScalingSettings(), 1.0) == one(ScalingSettings(), 1000.0)
+
+
+def test_a_deadline_buys_the_cheapest_size_that_meets_it() -> None:
+    counts = sizes(64, 4)
+    seconds = 1e6 * 1.1 / rates(counts)
+    for deadline in np.linspace(seconds.min() * 1.01, seconds.max() * 1.2, 20):
+        chosen = one(ScalingSettings(deadlines={"train": float(deadline)}))
+        i = counts.index(chosen)
+        assert seconds[i] <= deadline
+        cheaper = np.array(counts) / rates(counts) < counts[i] / rates([chosen])[0] * (1 - 1e-9)
+        assert not (cheaper & (seconds <= deadline)).any()
+
+
+def test_a_deadline_that_can_not_be_met_is_said_and_run_for() -> None:
+    (want,) = wants([job()], 4, 1.0, ScalingSettings(deadlines={"*": 1.0}), 0.0, 64)
+    assert want.late
+    assert want.replicas == sizes(64, 4)[int(np.argmax(rates(sizes(64, 4))))]
+
+
+@pytest.mark.parametrize("profiled", [1, 2, 4, 8])
+def test_nobody_is_sized_beyond_twice_what_was_profiled(profiled: int) -> None:
+    assert one(ScalingSettings(hour_value=1e9), max_profiled_replicas=profiled) <= 2 * profiled
+
+
+def test_what_says_its_size_or_nothing_gets_that() -> None:
+    jobs = [waiting("a", 7), job("b", model=None, min_replicas=3)]
+    assert [w.replicas for w in wants(jobs, 4, 1.0, ScalingSettings(), 0.0, 64)] == [7, 3]
+
+
+@given(st.floats(0, 400), st.integers(0, 100), st.floats(0, 1000), st.floats(0, 1000))
+def test_targets_keep_to_the_bounds_and_never_overshoot(
+    wanted: float, have: int, since: float, low_for: float
+) -> None:
+    settings = ScalingSettings(min_nodes=2, max_nodes=50)
+    goal = target(wanted, 4, have, settings, since_change=since, low_for=low_for)
+    need = min(max(math.ceil(wanted / 4 - 1e-9), 2), 50)
+    assert goal.nodes in (have, need)
+
+
+def test_inside_the_band_nothing_moves() -> None:
+    settings = ScalingSettings(low=0.8, high=1.0)
+    for wanted in (32.1, 36.0, 40.0):
+        goal = target(wanted, 4, 10, settings, since_change=1e9, low_for=1e9)
+        assert goal.nodes == 10, goal
+    assert target(31.0, 4, 10, settings, since_change=1e9, low_for=1e9).nodes == 8
+    assert target(40.1, 4, 10, settings, since_change=1e9, low_for=0).nodes == 11
+
+
+def test_from_zero_and_to_zero() -> None:
+    settings = ScalingSettings()
+    assert target(1, 4, 0, settings, since_change=0.0, low_for=0.0).nodes == 1
+    assert target(0, 4, 3, settings, since_change=1e9, low_for=10.0).nodes == 3
+    assert target(0, 4, 3, settings, since_change=1e9, low_for=120.0).nodes == 0
+
+
+offers = st.lists(
+    st.builds(
+        Offer,
+        pool=st.sampled_from("abcdef"),
+        available=st.integers(0, 5),
+        slots=st.sampled_from([1, 2, 4, 8]),
+        hourly_price=st.floats(0.1, 10),
+    ),
+    unique_by=lambda offer: offer.pool,
+)
+
+
+@given(offers, st.integers(0, 64), st.integers(0, 10), st.floats(0, 40))
+def test_buying_keeps_to_every_bound(choice: list[Offer], slots: int, nodes: int, budget: float) -> None:
+    bought = buy(choice, slots, nodes, budget)
+    by_name = {offer.pool: offer for offer in choice}
+    assert all(0 < count <= by_name[name].available for name, count in bought.items())
+    assert sum(bought.values()) <= nodes
+    assert sum(by_name[n].hourly_price * c for n, c in bought.items()) <= budget + 1e-6
+    got = sum(by_name[n].slots * c for n, c in bought.items())
+    assert got < slots + max((o.slots for o in choice), default=1)
+
+
+def test_the_cheaper_pool_first_and_the_dearer_for_the_rest() -> None:
+    spot = Offer("spot", 2, 4, 1.2, True, 0.02)
+    demand = Offer("demand", 10, 4, 4.0)
+    assert buy([demand, spot], 16, 100, math.inf) == {"spot": 2, "demand": 2}
+    assert buy([demand, spot], 16, 100, 7.0) == {"spot": 2, "demand": 1}
+    assert buy([demand, spot], 16, 3, math.inf) == {"spot": 2, "demand": 1}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"low": 0.9, "high": 0.5}, "band"),
+        ({"min_nodes": 3, "max_nodes": 2}, "--min-nodes 3"),
+        ({"max_hourly_cost": 0.0}, "--max-hourly-cost"),
+    ],
+)
+def test_settings_check_themselves(wrong: dict[str, float], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ScalingSettings(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scaling_world import World, job, waiting
+
+from adaptdl_elastic.autoscaler.providers.base import Pool, ProviderError
+from adaptdl_elastic.autoscaler.scaling import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling_types import Drain, Hold, LetGo, Release, Request
+
+DEMAND = Pool("demand", desired=0, maximum=10, hourly_price=1.0, instance_type="g5.xlarge")
+SPOT = Pool("spot", desired=0, maximum=10, hourly_price=0.3, preemptible=True, instance_type="g5.xlarge")
+
+
+def test_from_zero_for_a_job_and_back_to_zero() -> None:
+    world = World(DEMAND)
+    world.run(60)
+    assert world.provider.launched == 0
+    world.jobs = (waiting(replicas=3),)
+    world.until(lambda: len(world.running) == 3)
+    world.run(600)
+    assert world.desired == {"demand": 3}
+    world.jobs = ()
+    world.until(lambda: not world.running)
+    world.run(600)
+    assert world.desired == {"demand": 0}
+    assert world.provider.launched == 3
+
+
+def test_a_node_is_drained_before_it_is_released() -> None:
+    world = World(DEMAND)
+    world.jobs = (waiting(replicas=2),)
+    world.until(lambda: len(world.running) == 2)
+    world.stuck = set(world.running)
+    world.jobs = (waiting(replicas=1),)
+    world.until(lambda: bool(world.of(Drain)))
+    (leaving,) = {drain.instance for drain in world.of(Drain) if isinstance(drain, Drain)}
+    world.run(300)
+    assert world.of(Release) == []
+    assert set(world.running) == world.stuck
+    world.run(400)
+    assert any("asked to drain" in warning for warning in world.tick().warnings)
+    world.stuck = set()
+    world.until(lambda: leaving not in world.running)
+    assert world.desired == {"demand": 1}
+
+
+def test_spot_first_and_on_demand_where_there_is_no_spot() -> None:
+    world = World(DEMAND, SPOT)
+    world.jobs = (waiting(replicas=2),)
+    world.run(30)
+    assert world.desired == {"demand": 0, "spot": 2}
+    world.provider.outage["spot"] = "no Spot capacity available"
+    world.jobs = (waiting(replicas=5),)
+    world.run(300)
+    assert world.desired == {"demand": 3, "spot": 2}
+    assert len(world.running) == 5
+    world.run(1200)
+    assert world.provider.launched == 5
+
+
+def test_a_pool_with_nothing_to_give_is_asked_less_and_less() -> None:
+    world = World(SPOT)
+    world.provider.outage["spot"] = "VcpuLimitExceeded"
+    world.jobs = (waiting(replicas=2),)
+    world.run(3600)
+    asked = [a for a in world.of(Request) if isinstance(a, Request) and a.desired == 2]
+    assert 3 <= len(asked) <= 9
+    assert any("VcpuLimitExceeded" in warning for warning in world.tick().warnings)
+    world.provider.outage.clear()
+    world.until(lambda: len(world.running) == 2)
+
+
+def test_instances_that_never_become_nodes_are_replaced_a_few_times_and_never_again() -> None:
+    world = World(DEMAND)
+    world.broken = True
+    world.jobs = (waiting(replicas=2),)
+    world.run(24 * 3600, every=60)
+    most = 2 + ScalingSettings().max_replacements + 1
+    assert world.provider.launched <= most
+    assert world.running == []
+    assert world.desired == {"demand": 0}
+    assert any("start-up script" in warning for warning in world.tick().warnings)
+    before = world.provider.launched
+    world.run(24 * 3600, every=60)
+    assert world.provider.launched == before
+
+
+def test_a_group_that_keeps_relaunching_what_dies_is_stopped() -> None:
+    world = World(DEMAND, boot=30)
+    world.provider.dead_on_arrival = {"demand"}
+    world.jobs = (waiting(replicas=1),)
+    world.run(24 * 3600, every=30)
+    # the group relaunches by itself before anybody looks, so one more than are counted
+    assert world.provider.launched <= 1 + ScalingSettings().max_replacements + 2
+    assert world.desired == {"demand": 0}
+
+
+def test_where_one_pool_is_broken_the_other_serves() -> None:
+    world = World(DEMAND, SPOT)
+    world.provider.dead_on_arrival = {"spot"}
+    world.jobs = (waiting(replicas=2),)
+    world.until(lambda: len(world.running) == 2)
+    assert world.desired["demand"] == 2
+
+
+def test_a_notice_drains_and_its_instance_is_replaced() -> None:
+    world = World(SPOT)
+    world.jobs = (waiting(replicas=2),)
+    world.until(lambda: len(world.running) == 2)
+    victim = world.running[0]
+    world.provider.interrupt(victim, 120)
+    done = world.tick(1)
+    (drain,) = (a for a in done.actions if isinstance(a, Drain))
+    assert (drain.instance, drain.deadline) == (victim, world.now - 1 + 120 + 0)
+    world.until(lambda: victim not in world.running and len(world.running) == 2)
+    assert world.desired == {"spot": 2}
+    assert world.memory.pools["spot"].interruptions == 1
+
+
+def test_a_node_that_knows_of_its_end_is_treated_the_same() -> None:
+    world = World(SPOT)
+    world.jobs = (waiting(replicas=1),)
+    world.until(lambda: len(world.running) == 1)
+    (victim,) = world.running
+    world.draining[victim] = world.now + 120
+    world.until(lambda: victim not in world.running and len(world.running) == 1)
+
+
+def test_a_notice_about_a_node_that_is_not_worth_replacing() -> None:
+    world = World(SPOT)
+    world.jobs = (waiting(replicas=2),)
+    world.until(lambda: len(world.running) == 2)
+    world.jobs = (waiting(replicas=1),)
+    world.stuck = set(world.running)
+    world.run(200)
+    world.stuck = set()
+    world.until(lambda: len(world.running) == 1)
+    assert world.provider.launched == 2
+
+
+def test_too_many_interruptions_turn_to_on_demand() -> None:
+    world = World(DEMAND, SPOT, settings=ScalingSettings(max_interruptions=0.2))
+    world.jobs = (waiting(replicas=1),)
+    for _ in range(12):
+        world.until(lambda: bool(world.running))
+        if world.desired["demand"]:
+            break
+        world.provider.interrupt(world.running[0], 0)
+        world.tick()
+        for name in world.running:
+            world.provider.vanish(name)
+        world.provider.request("spot", 0)
+        world.tick()
+    world.until(lambda: world.desired == {"demand": 1, "spot": 0})
+
+
+def test_one_more_for_a_while_is_not_fought() -> None:
+    pool = Pool("spot", desired=0, maximum=10, hourly_price=0.3, preemptible=True, replaces_at_risk=True)
+    world = World(pool)
+    world.jobs = (waiting(replicas=2),)
+    world.until(lambda: len(world.running) == 2)
+    world.provider.recommend(world.running[0])
+    world.run(600)
+    assert len(world.running) == 3
+    assert world.of(Release) == []
+
+
+def test_the_one_at_risk_goes_first() -> None:
+    world = World(SPOT)
+    world.jobs = (waiting(replicas=3),)
+    world.until(lambda: len(world.running) == 3)
+    world.at_risk = {world.running[1]}
+    world.jobs = (waiting(replicas=2),)
+    world.until(lambda: len(world.running) == 2)
+    assert not world.at_risk & set(world.running)
+
+
+def test_a_hook_is_held_while_replicas_leave_and_let_go_after() -> None:
+    world = World(DEMAND, hooks=True)
+    world.jobs = (waiting(replicas=2),)
+    world.until(lambda: len(world.running) == 2)
+    victim = world.running[0]
+    world.stuck = {victim}
+    world.provider.release(victim, replace=True)  # by somebody else
+    world.run(120)
+    holds = world.of(Hold)
+    assert 3 <= len(holds) <= 5
+    assert world.of(LetGo) == []
+    world.stuck = set()
+    world.until(lambda: bool(world.of(LetGo)))
+    world.until(lambda: len(world.running) == 2)
+
+
+def test_the_budget_holds_and_is_said() -> None:
+    world = World(DEMAND, SPOT, settings=ScalingSettings(max_hourly_cost=2.5))
+    world.provider.outage["spot"] = "none"
+    world.jobs = (waiting(replicas=8),)
+    for _ in range(200):
+        assert world.tick().hourly_cost <= 2.5
+    assert len(world.running) == 2
+    assert any("--max-hourly-cost" in w for w in world.tick().warnings)
+
+
+def test_the_number_of_nodes_holds() -> None:
+    world = World(SPOT, settings=ScalingSettings(max_nodes=3, min_nodes=1))
+    world.run(120)
+    assert len(world.running) == 1
+    world.jobs = (waiting(replicas=8),)
+    world.run(600)
+    assert len(world.running) == 3
+
+
+def test_a_wavering_demand_buys_and_sells_nothing() -> None:
+    world = World(DEMAND)
+    world.jobs = (waiting(replicas=10),)
+    world.until(lambda: len(world.running) == 10)
+    for k in range(200):
+        world.jobs = (waiting(replicas=9 + k % 2),)
+        world.tick()
+    assert world.provider.launched == 10
+    assert world.of(Release) == []
+
+
+def test_costs_add_up() -> None:
+    world = World(DEMAND, boot=0.0)
+    world.jobs = (waiting("a", 2),)
+    world.until(lambda: len(world.running) == 2)
+    before, at = world.memory.cost, world.now
+    world.run(3600)
+    assert world.memory.cost - before == pytest.approx(2.0 * (world.now - at) / 3600)
+    assert world.memory.job_costs["a"] == pytest.approx(world.memory.cost, rel=0.05)
+    pool = world.memory.pools["demand"]
+    assert pool.cost == pytest.approx(world.memory.cost)
+    assert pool.hours == pytest.approx(world.memory.cost)
+    assert world.last is not None
+    assert world.last.hourly_cost == 2.0
+
+
+def test_goodput_decides_the_size_and_the_forecast() -> None:
+    small, large = (World(DEMAND, settings=ScalingSettings(hour_value=v)) for v in (0.0, 100.0))
+    for world in (small, large):
+        world.jobs = (job(),)
+        world.run(300)
+    assert len(small.running) == 1
+    assert len(large.running) > 2
+    assert large.last is not None
+    hourly, left = large.last.forecasts["train"]
+    assert hourly == pytest.approx(len(large.running))
+    assert left is not None
+    assert left > 0
+
+
+def test_what_fails_is_tried_again() -> None:
+    world = World(DEMAND)
+    world.jobs = (waiting(replicas=1),)
+    world.provider.errors["request"] = [ProviderError("throttled")]
+    with pytest.raises(ProviderError):
+        world.tick()
+    world.until(lambda: len(world.running) == 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 8),
+            st.sampled_from(["", "outage", "interrupt", "vanish", "dead", "well", "broken"]),
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_whatever_happens_bounds_hold_and_all_is_well_in_the_end(story: list[tuple[int, str]]) -> None:
+    world = World(DEMAND, SPOT, settings=ScalingSettings(max_nodes=6, max_hourly_cost=5.0))
+    for replicas, event in story:
+        world.jobs = (waiting(replicas=replicas),) if replicas else ()
+        if event == "outage":
+            world.provider.outage["spot"] = "none"
+        elif event == "dead":
+            world.provider.dead_on_arrival = {"spot"}
+        elif event == "well":
+            world.provider.outage.clear()
+            world.provider.dead_on_arrival = set()
+        elif event == "broken":
+            world.broken = not world.broken
+        elif event in ("interrupt", "vanish") and world.running:
+            getattr(world.provider, event)(world.running[0])
+        for _ in range(20):
+            world.tick(30)
+            assert sum(world.desired.values()) <= 6
+    world.jobs = ()
+    world.broken = False
+    world.run(3600, every=30)
+    assert world.running == []
+    assert set(world.desired.values()) == {0}
