@@ -1,1 +1,1 @@
-"""TODO"""
+"""Replays workloads against the policy with a simulated clock."""

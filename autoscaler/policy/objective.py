@@ -1,0 +1,84 @@
+"""What an allocation is worth: speedups, weighed by how much is left, less the price of a change.
+
+COMPLETION, the default, makes the average completion time short. heSRPT (Berg, Vesilo,
+Harchol-Balter, *heSRPT: Parallel scheduling to minimize mean slowdown*, 2020) is optimal for jobs
+that all speed up as s(k) = k^p: ordered by remaining work, the i-th largest of m gets the share
+(i/m)^c − ((i−1)/m)^c of the machine, c = 1/(1−p). The same shares maximise Σ w_i·s(k_i) with
+w_i = (i^c − (i−1)^c)^(1−p), and that sum can be maximised for any curve, real ones included.
+
+SPEEDUP is Pollux's objective (OSDI'21, section 4.2): the power mean of the speedups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adaptdl_elastic.autoscaler.policy.types import JobInfo, Objective, Settings
+
+Array = NDArray[np.float64]
+
+SHARE = 0.8  # p of heSRPT: how far all jobs are taken to scale
+BEND = 0.35  # speedups enter as speedup^BEND, so that no job takes everything and none waits long
+RUNS = 1e3  # any replicas at all, where the power mean of nothing would be minus infinity
+OVERDUE = 1e6  # a job that has waited too long comes before everything else
+_LEAST = 0.01  # a change never loses all its worth: it may be the only way to run
+
+
+def remaining_seconds(jobs: Sequence[JobInfo], goodput_of_one: Array) -> Array:
+    """Predicted seconds that each job would still take on one replica, shape (jobs,).
+
+    A job that does not declare its length is expected to take as long again as it has so far, which
+    is what heavy-tailed lengths do (Harchol-Balter and Downey, 1997); one that has not been profiled
+    is taken for a typical one.
+    """
+    work = [job.remaining if job.remaining is not None else job.attained for job in jobs]
+    known = goodput_of_one > 0
+    seconds = np.where(known, np.array(work) / np.where(known, goodput_of_one, 1.0), np.nan)
+    typical = float(np.median(seconds[known])) if known.any() else 1.0
+    return np.maximum(np.where(known, seconds, typical), 1.0)
+
+
+def weights(remaining: Array, settings: Settings, jobs: Sequence[JobInfo]) -> Array:
+    """How much each job's speedup counts, shape (jobs,)."""
+    given = np.array([job.weight for job in jobs])
+    if settings.objective is Objective.SPEEDUP:
+        return given
+    count = len(remaining)
+    rank = np.empty(count)
+    rank[np.argsort(-remaining, kind="stable")] = np.arange(1, count + 1)
+    c = 1 / (1 - SHARE)
+    return np.asarray(given * (rank**c - (rank - 1) ** c) ** (1 - SHARE))
+
+
+def utility(speedup: Array, settings: Settings) -> Array:
+    """What a speedup is worth, increasing, above zero wherever the speedup is."""
+    positive = np.maximum(speedup, 1e-9)
+    if settings.objective is Objective.COMPLETION:
+        return np.asarray(np.where(speedup > 0, positive**BEND, 0.0))
+    p = settings.fairness
+    if p == 1:
+        return np.asarray(np.maximum(speedup, 0.0))
+    worth = np.log(positive) if p == 0 else np.sign(p) * positive**p
+    return np.asarray(np.where(speedup > 0, RUNS + worth, 0.0))
+
+
+def after_pause(speedup: Array, remaining: Array, pause: Array, settings: Settings) -> Array:
+    """Speedups of changed allocations, less what the pause costs; shape (jobs, sizes).
+
+    The pause is paid back within a horizon, or by the end of the job when that comes first.
+    """
+    left = remaining[:, np.newaxis] / np.maximum(speedup, 1e-9)
+    cost = pause[:, np.newaxis]
+    window = np.minimum(horizon(pause, settings)[:, np.newaxis], left + cost)
+    return np.asarray(speedup * np.maximum(1 - cost / np.maximum(window, 1e-9), _LEAST))
+
+
+def horizon(pause: NDArray[Any], settings: Settings) -> Array:
+    """Seconds within which a change must pay: ten pauses, but at least a minute."""
+    if settings.horizon is not None:
+        return np.full(np.shape(pause), settings.horizon)
+    return np.maximum(60.0, 10.0 * np.asarray(pause, dtype=float))

@@ -1,0 +1,142 @@
+"""Says why, in a sentence with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adaptdl_elastic.autoscaler.policy import objective
+from adaptdl_elastic.autoscaler.policy.types import Allocation, Decision, JobInfo, Reason, Settings
+
+if TYPE_CHECKING:
+    from adaptdl_elastic.autoscaler.policy.allocate import Tables
+
+
+def explain(
+    decision: Decision,
+    jobs: Sequence[JobInfo],
+    pinned: Collection[str],
+    tables: Tables,
+    before: Mapping[str, Allocation],
+    now: float,
+    settings: Settings,
+) -> dict[str, Reason]:
+    """A reason per job."""
+    rows = {job.name: row for row, job in enumerate(tables.jobs)}
+    given = {}
+    for job in jobs:
+        after = decision.allocations[job.name]
+        if job.name in decision.pending:
+            given[job.name] = Reason(f"pending: {decision.pending[job.name]}")
+        elif job.name in pinned:
+            given[job.name] = Reason(f"keeps its {replicas(sum(after.values()))}: it may not be preempted")
+        else:
+            given[job.name] = _reason(job, rows[job.name], tables, before[job.name], after, now, settings)
+    return given
+
+
+def replicas(count: int) -> str:
+    """`1 replica`, `2 replicas`."""
+    return f"{count} replica{'' if count == 1 else 's'}"
+
+
+def _size(allocation: Allocation) -> str:
+    count = replicas(sum(allocation.values()))
+    return count if len(allocation) < 2 else f"{count} on {len(allocation)} nodes"
+
+
+def _reason(
+    job: JobInfo,
+    row: int,
+    tables: Tables,
+    before: Allocation,
+    after: Allocation,
+    now: float,
+    settings: Settings,
+) -> Reason:
+    had, has = _goodput(tables, row, before), _goodput(tables, row, after)
+    pause = settings.default_pause if job.pause is None else job.pause
+    cost = pause if after and before and dict(after) != dict(before) else 0.0
+    text = _sentence(job, before, after, had, has, cost, now, settings)
+    count = sum(after.values())
+    return Reason(
+        text=text,
+        speedup=_cell(tables, tables.speedup, row, after) if after else 0.0,
+        goodput=has,
+        previous_goodput=had,
+        one_more=_nearest(tables, row, count, 1),
+        one_fewer=_nearest(tables, row, count, -1),
+        pause=cost,
+        wanted=_wanted(tables, row),
+    )
+
+
+def _sentence(
+    job: JobInfo,
+    before: Allocation,
+    after: Allocation,
+    had: float | None,
+    has: float | None,
+    pause: float,
+    now: float,
+    settings: Settings,
+) -> str:
+    if not after:
+        waited = f" (waiting for {now - job.waiting_since:.0f} s)" if job.waiting_since is not None else ""
+        return f"the slots are worth more to other jobs{waited}"
+    size = _size(after)
+    if job.requested_replicas is not None:
+        return f"{size}, as requested"
+    if job.model is None:
+        return f"{size} until its goodput has been measured"
+    if dict(before) == dict(after):
+        return (
+            f"goodput {has:.4g} samples/s with {size}: no change pays for its {_pause(job, settings)} pause"
+        )
+    if not before or not had:
+        return f"goodput {has:.4g} samples/s with {size}"
+    assert has is not None
+    change = f"goodput {had:.4g} → {has:.4g} samples/s ({100 * (has / had - 1):+.0f} %) with {size}"
+    if has > had:
+        window = float(objective.horizon(np.array([pause]), settings)[0])
+        return f"{change} pays the {pause:.3g} s pause within {window:.0f} s"
+    if sum(before.values()) == sum(after.values()):
+        return f"{change}: moved to make room"
+    return f"{change}: the slots are worth more to other jobs"
+
+
+def _pause(job: JobInfo, settings: Settings) -> str:
+    return f"{settings.default_pause if job.pause is None else job.pause:.3g} s"
+
+
+def _cell(tables: Tables, values: NDArray[np.float64], row: int, allocation: Allocation) -> float | None:
+    if not allocation:
+        return None
+    size, several = sum(allocation.values()), len(allocation) > 1
+    match = (tables.sizes.replicas == size) & (tables.sizes.several == several)
+    return float(values[row, np.argmax(match)]) if match.any() else None
+
+
+def _goodput(tables: Tables, row: int, allocation: Allocation) -> float | None:
+    found = _cell(tables, tables.goodput, row, allocation)
+    return found if found else None
+
+
+def _nearest(tables: Tables, row: int, count: int, direction: int) -> float | None:
+    """Predicted goodput at the next larger or smaller size that is considered."""
+    sizes = tables.sizes.replicas * direction
+    ahead = (sizes > count * direction) & (tables.goodput[row] > 0)
+    if not ahead.any():
+        return None
+    nearest = np.flatnonzero(ahead)[np.argsort(sizes[ahead], kind="stable")]
+    near = tables.sizes.replicas == tables.sizes.replicas[nearest[0]]
+    return float(tables.goodput[row, near].max())
+
+
+def _wanted(tables: Tables, row: int) -> int | None:
+    """Replicas with the best predicted goodput among those it may have."""
+    goodput = np.where(tables.allowed[row], tables.goodput[row], 0.0)
+    return int(tables.sizes.replicas[np.argmax(goodput)]) if goodput.any() else None

@@ -1,0 +1,175 @@
+"""What a job would really do: step times, gradient statistics and epochs measured once, and replayed.
+
+An application is a folder with `placements.csv` (placement, local_bsz, step_time, sync_time),
+`scalability.csv` (num_nodes, num_replicas, local_bsz, step_time, sync_time) and one
+`validation-<batch>.csv` per batch size (progress, iteration, metric, grad_sqr, grad_var; a row per
+epoch): the layout of the Pollux (OSDI'21) artifact's traces.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adaptdl_elastic.autoscaler.simulator.workload import WorkloadError
+
+Array = NDArray[np.float64]
+
+EPOCHS = {"bert": 2, "cifar10": 100, "ncf": 10, "imagenet": 90, "deepspeech2": 80, "yolov3": 50}
+"""Epochs that these applications train for; of others, all that were measured."""
+
+MAX_LOCAL_BSZ = {"yolov3": 8}  # measured with more, but the model does not fit then
+SINGLE = {"ncf": 32768}  # runs on one GPU, and with this batch size where the policy may choose
+
+_MOST_NODES = 16  # of the scalability measurements
+
+
+@dataclass
+class Application:
+    """True behaviour of one application. Times in seconds, progress in steps of the initial batch."""
+
+    name: str
+    epochs: int
+    init_batch_size: int
+    max_batch_size: int
+    min_local_bsz: int
+    max_local_bsz: int
+    max_replicas: int
+    fixed_batch_size: int | None
+    placements: dict[tuple[int, ...], tuple[Array, Array, Array]]  # local_bsz, step time, sync time
+    points: Array  # (P, 3): nodes, replicas, local_bsz
+    times: Array  # (P, 2): step time, sync time
+    batch_sizes: Array  # (B,), ascending
+    progress: Array  # (B, E)
+    grads: Array  # (B, E, 2): |G|², tr Σ
+    ends: Array = field(init=False)  # (epochs,): progress at the end of each epoch
+    _interpolator: Any = field(init=False, default=None, repr=False)
+    _throughputs: dict[tuple[tuple[int, ...], int], tuple[float, float]] = field(
+        init=False, default_factory=dict, repr=False
+    )
+    _stats: dict[tuple[int, int], tuple[float, float]] = field(init=False, default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.ends = self.progress.min(axis=0)[: self.epochs]
+
+    @property
+    def total_progress(self) -> float:
+        """Steps of the initial batch in all epochs."""
+        return float(self.ends[-1])
+
+    def throughput(self, placement: Iterable[int], local_bsz: int) -> tuple[float, float]:
+        """(step time, of which synchronisation) with so many replicas on each node.
+
+        Measured placements are interpolated in the batch size; others are interpolated among all
+        measurements by their number of nodes and replicas.
+        """
+        parts = tuple(n for n in placement if n)
+        key = (min(parts[i:] + parts[:i] for i in range(len(parts))), local_bsz)
+        if key not in self._throughputs:
+            self._throughputs[key] = self._measure(*key)
+        return self._throughputs[key]
+
+    def _measure(self, parts: tuple[int, ...], local_bsz: int) -> tuple[float, float]:
+        measured = self.placements.get(parts)
+        if measured is not None and measured[0][0] <= local_bsz <= measured[0][-1]:
+            sizes, step, sync = measured
+            return float(np.interp(local_bsz, sizes, step)), float(np.interp(local_bsz, sizes, sync))
+        if self._interpolator is None:
+            from scipy.interpolate import LinearNDInterpolator
+
+            self._interpolator = LinearNDInterpolator(self.points, self.times)
+        nodes = min(len(parts), _MOST_NODES)
+        step_time, sync_time = self._interpolator((nodes, sum(parts), local_bsz))
+        if np.isnan(step_time):
+            raise WorkloadError(
+                f"{self.name}: nothing like placement {parts} at batch {local_bsz} was measured"
+            )
+        return float(step_time), float(sync_time)
+
+    def grad_stats(self, batch_size: int, epoch: int) -> tuple[float, float]:
+        """(|G|², tr Σ) during `epoch`, interpolated between the measured batch sizes."""
+        key = batch_size, epoch
+        if key not in self._stats:
+            sizes = self.batch_sizes
+            size = min(max(batch_size, sizes[0]), sizes[-1])
+            high = min(max(int(np.searchsorted(sizes, size)), 1), len(sizes) - 1) if len(sizes) > 1 else 0
+            low = max(high - 1, 0)
+            part = (size - sizes[low]) / (sizes[high] - sizes[low]) if high > low else 0.0
+            row = (1 - part) * self.grads[low, epoch] + part * self.grads[high, epoch]
+            self._stats[key] = float(row[0]), float(row[1])
+        return self._stats[key]
+
+
+def read_application(folder: Path) -> Application:
+    """The application measured in `folder`; WorkloadError says what is wrong with it."""
+    if not folder.is_dir():
+        raise WorkloadError(f"no application {folder.name!r} in {folder.parent}: it needs a folder of traces")
+    placements = _read(folder / "placements.csv", ("placement", "local_bsz", "step_time", "sync_time"))
+    scaling = _read(
+        folder / "scalability.csv", ("num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time")
+    )
+    files = {int(file.stem.split("-")[1]): file for file in folder.glob("validation-*.csv")}
+    if not files:
+        raise WorkloadError(f"{folder}: needs at least one validation-<batch>.csv")
+    sizes = sorted(files)
+    tables = [_read(files[size], ("progress", "grad_sqr", "grad_var")) for size in sizes]
+    length = min(len(table) for table in tables)
+    stacked = np.stack([table[:length] for table in tables])
+    by_placement, triples = _placements(placements)
+    name = folder.name
+    local = placements[:, 1]
+    return Application(
+        name=name,
+        epochs=min(EPOCHS.get(name, length), length),
+        init_batch_size=sizes[0],
+        max_batch_size=sizes[-1],
+        min_local_bsz=int(local.min()),
+        max_local_bsz=min(int(local.max()), MAX_LOCAL_BSZ.get(name, int(local.max()))),
+        max_replicas=1 if name in SINGLE else 64,
+        fixed_batch_size=SINGLE.get(name),
+        placements=by_placement,
+        points=np.concatenate([triples[:, :3], scaling[:, :3]]),
+        times=np.concatenate([triples[:, 3:], scaling[:, 3:]]),
+        batch_sizes=np.array(sizes, dtype=float),
+        progress=stacked[:, :, 0],
+        grads=stacked[:, :, 1:],
+    )
+
+
+def _placements(rows: Array) -> tuple[dict[tuple[int, ...], tuple[Array, Array, Array]], Array]:
+    """Measurements by placement, and their means by (nodes, replicas, local_bsz), sorted by those."""
+    by_placement: dict[tuple[int, ...], list[Array]] = {}
+    by_triple: dict[tuple[int, int, float], list[Array]] = {}
+    for row in rows:
+        parts = tuple(int(digit) for digit in str(int(row[0])))
+        by_placement.setdefault(parts, []).append(row[1:])
+        by_triple.setdefault((len(parts), sum(parts), float(row[1])), []).append(row[2:])
+    curves = {}
+    for parts, found in by_placement.items():
+        table = np.array(sorted(found, key=lambda row: float(row[0])))
+        curves[parts] = table[:, 0], table[:, 1], table[:, 2]
+    means = [(*triple, *np.mean(found, axis=0)) for triple, found in sorted(by_triple.items())]
+    return curves, np.array(means)
+
+
+def _read(path: Path, columns: tuple[str, ...]) -> Array:
+    """The named columns of a CSV file of numbers, shape (rows, columns)."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise WorkloadError(f"can not read {path}: {error}") from None
+    if not rows:
+        raise WorkloadError(f"{path}: holds no rows")
+    try:
+        return np.array([[float(row[column]) for column in columns] for row in rows])
+    except KeyError as error:
+        raise WorkloadError(f"{path}: column {error} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise WorkloadError(f"{path}: {error}") from None

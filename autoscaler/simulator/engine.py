@@ -1,0 +1,248 @@
+"""The simulated clock: lets jobs run, asks a policy, applies what it says."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from adaptdl_elastic.autoscaler.policy.types import (
+    Allocation,
+    Decision,
+    GoodputModel,
+    JobInfo,
+    NodeInfo,
+    Settings,
+)
+from adaptdl_elastic.autoscaler.simulator.application import Application
+from adaptdl_elastic.autoscaler.simulator.job import Profile, SimJob
+from adaptdl_elastic.autoscaler.simulator.workload import Submission, WorkloadError
+
+PolicyFunction = Callable[
+    [Sequence[JobInfo], Sequence[NodeInfo], Mapping[str, Allocation], float, Settings], Decision
+]
+
+
+class Cluster(Protocol):
+    """Which nodes there are, and when that changes next."""
+
+    def nodes(self, now: float) -> Sequence[NodeInfo]:
+        """The nodes at `now`, in a stable order."""
+
+    def next_change(self, now: float) -> float | None:
+        """When the nodes change next after `now`, None if never by themselves."""
+
+
+@dataclass(frozen=True)
+class FixedCluster:
+    """So many equal nodes, all the time."""
+
+    num_nodes: int
+    slots: int
+
+    def nodes(self, now: float) -> Sequence[NodeInfo]:
+        """The same at any time."""
+        return [NodeInfo(f"node-{i:04d}", self.slots) for i in range(self.num_nodes)]
+
+    def next_change(self, now: float) -> float | None:
+        """Never."""
+        return None
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to replay."""
+
+    pause: float = 30.0  # seconds that every change of a job's allocation costs it
+    interval: float = 60.0  # seconds between decisions
+    events: bool = False  # decide on arrivals, completions and first measurements, too
+    report_delay: float = 5.0  # with events: seconds of running after which a new size is measured
+    min_gap: float = 1.0  # with events: seconds between two decisions at least
+    tuned: bool = False  # requested replicas and batch size instead of adaptive ones
+    shared_curves: bool = True  # step times pooled over jobs of the same application
+    declared: Mapping[str, float] | None = None  # job → factor its declared length is wrong by; None: right
+    undeclared: bool = False  # jobs do not say how much is left
+    max_time: float = 30 * 86400.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The cluster after a decision."""
+
+    time: float
+    slots: int
+    replicas: Mapping[str, int]  # by job, of those that run
+    waiting: int
+
+
+@dataclass
+class Outcome:
+    """What a simulation found."""
+
+    jobs: Sequence[SimJob]
+    samples: list[Sample] = field(default_factory=list)
+    policy_seconds: float = 0.0
+    decisions: int = 0
+
+
+Observer = Callable[[float, Sequence[NodeInfo], Sequence[SimJob], Decision], None]
+
+
+class Simulation:
+    """Replays a workload. Deterministic: the same arguments give the same outcome."""
+
+    def __init__(
+        self,
+        workload: Sequence[Submission],
+        apps: Mapping[str, Application],
+        cluster: Cluster,
+        policy: PolicyFunction,
+        settings: Settings = Settings(),  # noqa: B008 (frozen)
+        options: Options = Options(),
+        observer: Observer | None = None,
+    ) -> None:
+        missing = sorted({job.application for job in workload} - set(apps))
+        if missing:
+            raise WorkloadError(
+                f"no traces for application {', '.join(missing)}; there are {', '.join(apps)}"
+            )
+        self.cluster, self.policy, self.options, self.observer = cluster, policy, options, observer
+        self.settings = replace(settings, default_pause=options.pause)
+        self.jobs = [self._job(submission, apps[submission.application]) for submission in workload]
+        self.now = 0.0
+        self.outcome = Outcome(self.jobs)
+        self._pooled: dict[str, Profile] = {}
+        self._seen: set[tuple[str, int]] = set()  # (job, replicas) already measured
+
+    def _job(self, submission: Submission, app: Application) -> SimJob:
+        fixed = submission.batch_size if self.options.tuned else app.fixed_batch_size
+        return SimJob(submission, app, fixed)
+
+    def run(self) -> Outcome:
+        """Until every job is done; WorkloadError when that never happens."""
+        tick = self.options.interval
+        while any(job.completed is None for job in self.jobs):
+            target, tick_due = self._next_stop(tick)
+            before = {job.name for job in self.jobs if job.completed is not None}
+            self._advance(target - self.now)
+            ended = {job.name for job in self.jobs if job.completed is not None} - before
+            if tick_due or (self.options.events and self._event(ended)):
+                self._decide()
+            if tick_due:
+                tick += self.options.interval
+            if self.now > self.options.max_time:
+                stuck = [job.name for job in self.jobs if job.completed is None]
+                raise WorkloadError(f"{len(stuck)} jobs not done after {self.now:.0f} s, first {stuck[0]}")
+        return self.outcome
+
+    def _advance(self, seconds: float) -> None:
+        for job in self.jobs:
+            job.step(seconds)
+        self.now += seconds
+
+    def _next_stop(self, tick: float) -> tuple[float, bool]:
+        stops = [tick]
+        changes = self.cluster.next_change(self.now)
+        if changes is not None:
+            stops.append(changes)
+        if self.options.events:
+            stops += [job.submission.time for job in self.jobs if job.submission.time > self.now]
+            for job in self.jobs:
+                if job.parts and job.completed is None:
+                    stops.append(self.now + max(job.time_to_epoch_end(), 1.0))
+                    if (job.name, job.replicas) not in self._seen:
+                        wait = job.pause_left + max(self.options.report_delay - job.ran_since, 0.0)
+                        stops.append(self.now + max(wait, 1.0))
+        target = min(stop for stop in stops if stop > self.now)
+        return target, target == tick
+
+    def _event(self, ended: set[str]) -> bool:
+        due = bool(ended)
+        for job in self.jobs:
+            due = due or job.submission.time == self.now
+            key = job.name, job.replicas
+            if job.parts and key not in self._seen and job.ran_since >= self.options.report_delay:
+                self._seen.add(key)
+                due = True
+        return due
+
+    def _active(self) -> list[SimJob]:
+        return [job for job in self.jobs if job.completed is None and job.submission.time <= self.now]
+
+    def _decide(self) -> None:
+        active = self._active()
+        if not active:
+            return
+        nodes = self.cluster.nodes(self.now)
+        order = {node.name: i for i, node in enumerate(nodes)}
+        current = {job.name: job.allocation for job in active}
+        infos = [self.info(job) for job in active]
+        started = time.process_time()
+        decided = self.policy(infos, nodes, current, self.now, self.settings)
+        self.outcome.policy_seconds += time.process_time() - started
+        self.outcome.decisions += 1
+        for job in active:
+            allocation = decided.allocations.get(job.name, {})
+            if dict(allocation) != dict(job.allocation):
+                job.allocate(allocation, order, self.options.pause)
+        slots = sum(node.slots for node in nodes)
+        running = {job.name: job.replicas for job in active if job.parts}
+        self.outcome.samples.append(Sample(self.now, slots, running, len(active) - len(running)))
+        if self.observer:
+            self.observer(self.now, nodes, active, decided)
+
+    def info(self, job: SimJob) -> JobInfo:
+        """What a coordinator would know about a job."""
+        app, options = job.app, self.options
+        info = JobInfo(
+            name=job.name,
+            max_replicas=app.max_replicas,
+            requested_replicas=job.submission.num_replicas if options.tuned else None,
+            max_profiled_replicas=job.profile.max_replicas,
+            attained=job.progress * app.init_batch_size,
+            pause=options.pause if job.starts else None,
+            submitted=job.submission.time,
+            waiting_since=job.waiting_since,
+            last_change=job.last_change,
+            remaining=self._remaining(job),
+            model=self._model(job),
+        )
+        return info
+
+    def _model(self, job: SimJob) -> GoodputModel | None:
+        app = job.app
+        if self.options.shared_curves:
+            pool = self._pooled.setdefault(app.name, Profile())
+            for key, (step, sync) in list(job.profile.times.items())[pool_mark(job) :]:
+                pool.add(*key, step, sync)
+            job.pool_mark = len(job.profile.times)  # type: ignore[attr-defined]
+            theta = pool.theta
+        else:
+            theta = job.profile.theta
+        if job.grad_params is None or theta is None:
+            return None
+        low, high = app.min_local_bsz, app.max_local_bsz
+        fixed = app.fixed_batch_size
+        grads = job.grad_params
+        if fixed:
+            return GoodputModel(theta, grads, fixed, None, (low, fixed), True)
+        return GoodputModel(theta, grads, app.init_batch_size, app.max_batch_size, (low, high), True)
+
+    def _remaining(self, job: SimJob) -> float | None:
+        if self.options.undeclared:
+            return None
+        factor = (self.options.declared or {}).get(job.name, 1.0)
+        left = job.app.total_progress * factor - job.progress
+        return max(left, 0.0) * job.app.init_batch_size
+
+
+def pool_mark(job: SimJob) -> int:
+    """How many of the job's measurements are in the pool already."""
+    return int(getattr(job, "pool_mark", 0))
+
+
+def average(values: Sequence[float]) -> float:
+    """Arithmetic mean, NaN of nothing."""
+    return math.fsum(values) / len(values) if values else math.nan

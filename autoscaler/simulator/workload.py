@@ -1,0 +1,75 @@
+"""Which jobs arrive when: read from a CSV file, or made up."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
+
+
+class WorkloadError(ValueError):
+    """A workload or an application's traces can not be used; the message names file, line and remedy."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A job of a workload."""
+
+    name: str
+    time: float  # seconds after the start at which it is submitted
+    application: str
+    num_replicas: int  # what its owner would have asked for: tiresias, optimus and fifo use it
+    batch_size: int  # likewise
+
+
+def read_workload(path: Path) -> tuple[Submission, ...]:
+    """The jobs in `path`, a CSV file with the columns `COLUMNS`, in the file's order.
+
+    Raises WorkloadError that names the line for anything that is not a job.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise WorkloadError(f"can not read workload {path}: {error}") from None
+    reader = csv.DictReader(text.splitlines())
+    missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+    if missing:
+        raise WorkloadError(f"{path}: columns {', '.join(missing)} are missing; need {','.join(COLUMNS)}")
+    jobs = tuple(_submission(path, number, row) for number, row in enumerate(reader, start=2))
+    if not jobs:
+        raise WorkloadError(f"{path}: holds no jobs")
+    names = [job.name for job in jobs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise WorkloadError(f"{path}: job names must be unique, {', '.join(twice[:3])} occur more than once")
+    return jobs
+
+
+def _submission(path: Path, number: int, row: dict[str, str]) -> Submission:
+    def value(column: str, least: float) -> float:
+        try:
+            found = float(row[column])
+        except (TypeError, ValueError):
+            raise WorkloadError(f"{path}:{number}: {column} is {row[column]!r}, need a number") from None
+        if not np.isfinite(found) or found < least:
+            raise WorkloadError(f"{path}:{number}: {column} is {row[column]}, need at least {least:g}")
+        return found
+
+    for column in ("name", "application"):
+        if not row[column]:
+            raise WorkloadError(f"{path}:{number}: {column} is empty")
+    replicas, batch_size = int(value("num_replicas", 1)), int(value("batch_size", 1))
+    return Submission(row["name"], value("time", 0), row["application"], replicas, batch_size)
+
+
+def write_workload(path: Path, jobs: Sequence[Submission]) -> None:
+    """Write `jobs` so that `read_workload` reads them."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        writer.writerows((j.name, f"{j.time:g}", j.application, j.num_replicas, j.batch_size) for j in jobs)
