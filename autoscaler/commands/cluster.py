@@ -77,7 +77,8 @@ def coordinator(
     given: dict[str, Any] = {
         "fairness": fairness,
         "objective": None if objective is None else Objective(objective),
-        "default_pause": default_pause,
+        # on one machine, where rounds are frequent, a restart takes seconds
+        "default_pause": 5.0 if default_pause is None and interval < 10 else default_pause,
     }
     policy_settings = PolicySettings(**{name: value for name, value in given.items() if value is not None})
     settings = Settings(interval=interval, policy=policy_settings)

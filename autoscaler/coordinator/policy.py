@@ -155,7 +155,7 @@ def _fixed_size(
     if wanted is not None:
         possible = nearest(spec, wanted, places, now)
         size = sum((possible or {}).values()) or max(1, spec.min_replicas)
-        text = f"adaptdl scale: {wanted} replicas"
+        text = f"adaptdl scale: {wanted} replica{'' if wanted == 1 else 's'}"
         return (
             size,
             (Cause.MANUAL, text if size == wanted else f"{text}, of which {size} are possible"),
