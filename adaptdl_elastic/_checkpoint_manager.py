@@ -359,8 +359,8 @@ class CheckpointManager:
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """torch wraps a full disk into a RuntimeError of its own; the OSError is what helps."""
-    seen: BaseException | None = error
+    """Ours says it best; torch wraps a full disk into a RuntimeError, and the OSError is what helps."""
+    seen: BaseException | None = None if isinstance(error, StorageError) else error
     while seen is not None:
         if isinstance(seen, OSError):
             return seen

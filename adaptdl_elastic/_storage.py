@@ -372,6 +372,8 @@ def reason(error: BaseException) -> str:
     """What went wrong, for a person: without a traceback and without our own words twice."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    if isinstance(error, StorageError):
+        return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 

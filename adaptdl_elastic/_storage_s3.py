@@ -54,7 +54,8 @@ class S3Storage(Storage):
 
     def manifest(self, checkpoint_id: str) -> Manifest:
         """Read and check."""
-        return _storage.decode_manifest(self._get(self._manifest_key(checkpoint_id)).read())
+        with self._get(self._manifest_key(checkpoint_id)) as file:
+            return _storage.decode_manifest(file.read())
 
     def open(self, checkpoint_id: str, entry: Entry) -> BinaryIO:
         """A local copy."""

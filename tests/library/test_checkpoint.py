@@ -8,30 +8,18 @@ import os
 import threading
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from fresh import Script
+from numbers_state import Number
 
 from adaptdl_elastic import _session, _storage, checkpoint
 from adaptdl_elastic._storage import DirectoryStorage
-from adaptdl_elastic.checkpoint import CheckpointError, CheckpointSaveError, State, TensorState
+from adaptdl_elastic.checkpoint import CheckpointError, CheckpointSaveError, TensorState
 from adaptdl_elastic.torch._copying import copy_to_host
-
-
-class Number(State):
-    def __init__(self, name: str, value: int = 0, load: bool = True) -> None:
-        super().__init__(name)
-        self.value = value
-        self.loaded = checkpoint.load_state(self) if load else False
-
-    def save(self, fileobj: BinaryIO) -> None:
-        fileobj.write(b"%d" % self.value)
-
-    def load(self, fileobj: BinaryIO) -> None:
-        self.value = int(fileobj.read())
 
 
 class Model(TensorState):

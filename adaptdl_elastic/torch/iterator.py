@@ -1,0 +1,195 @@
+"""Truncated back-propagation through time over one long sequence of tokens.
+
+The sequence is cut into `batch_size` parallel streams, which are read side by side, `bptt_len` tokens at
+a time, so that the hidden state at the end of one batch is the one that the next batch begins with::
+
+    for epoch in remaining_epochs_until(5):
+        hidden = None
+        for text, target in AdaptiveBPTTIterator(tokens, batch_size=20, bptt_len=35):
+            if hidden is not None and hidden.size(1) != text.size(1):
+                hidden = None  # the number of streams has changed
+            ...
+
+When the number of replicas or the batch size changes in mid-epoch, what is left of every stream is cut
+anew: each token is still read once (but for fewer than `batch_size` at the end, which fill no row), and
+streams begin at other places, so a hidden state is worth no more than a fresh one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic.torch._data_helper import AdaptiveDataLoaderMixin
+
+__all__ = ["AdaptiveBPTTIterator", "Batch"]
+
+Range = tuple[int, int]
+"""Positions from the first, inclusive, to the second, exclusive."""
+
+
+class Batch(NamedTuple):
+    """Tokens and, for each, the one that follows it; both of shape (sequence, streams of this replica)."""
+
+    text: torch.Tensor
+    target: torch.Tensor
+
+
+class AdaptiveBPTTIterator(AdaptiveDataLoaderMixin):
+    """Iterates over a sequence of tokens in batches of parallel streams.
+
+    Args:
+        dataset: Tokens as a one-dimensional tensor of integers, or a sequence of them.
+        batch_size: Streams over all replicas, at first. Each replica gets an equal share, rounded up.
+        bptt_len: Tokens of each stream in a batch; the last batch of an epoch may have fewer.
+        **kwargs: `max_batch_size` and `local_bsz_bounds`, both or neither, as for
+            `autoscale_batch_size`; `device`, where batches are put.
+
+    Raises:
+        ValueError, TypeError: when the tokens are not one sequence of at least two, or `bptt_len` < 1.
+    """
+
+    def __init__(
+        self, dataset: torch.Tensor | Sequence[int], batch_size: int, bptt_len: int, **kwargs: Any
+    ) -> None:
+        tokens = dataset if isinstance(dataset, torch.Tensor) else torch.as_tensor(dataset)
+        if tokens.dim() != 1 or len(tokens) < 2 or tokens.is_floating_point():
+            raise ValueError(
+                f"a one-dimensional tensor of at least two integer tokens is needed, got {tokens.dtype} of "
+                f"shape {tuple(tokens.shape)}; a torchtext dataset has to be turned into one first"
+            )
+        if isinstance(bptt_len, bool) or not isinstance(bptt_len, int) or bptt_len < 1:
+            raise ValueError(
+                f"bptt_len={bptt_len!r}: give the number of tokens of a batch's streams, 1 or more"
+            )
+        max_batch_size = kwargs.pop("max_batch_size", None)
+        bounds = kwargs.pop("local_bsz_bounds", None)
+        self._device = kwargs.pop("device", None)
+        if kwargs:
+            raise TypeError(f"unknown arguments: {', '.join(sorted(kwargs))}")
+        super().__init__(batch_size)
+        self._tokens, self._bptt_len = tokens, bptt_len
+        self._state = _Layouts(f"adaptdl-bptt-{self._elastic.number}")
+        checkpoint.load_state(self._state)
+        if max_batch_size is not None:
+            self.autoscale_batch_size(max_batch_size, bounds)
+
+    def autoscale_batch_size(
+        self,
+        max_batch_size: int,
+        local_bsz_bounds: tuple[int | None, int | None] | None = None,
+        gradient_accumulation: bool = False,
+    ) -> None:
+        """See `AdaptiveDataLoaderHelper.autoscale_batch_size`. There is no accumulation here."""
+        if gradient_accumulation:
+            raise ValueError("gradient_accumulation with an AdaptiveBPTTIterator: not supported")
+        super().autoscale_batch_size(max_batch_size, local_bsz_bounds)
+
+    def __len__(self) -> int:
+        """Batches that each replica gets in one pass at the present batch size."""
+        return -(-((len(self._tokens) - 1) // self._elastic.current_batch_size) // self._bptt_len)
+
+    def __iter__(self) -> Iterator[Batch]:
+        helper = self._elastic
+        with helper.context():
+            if helper.skipdone():
+                return
+            # in units of one stream's share of a batch, so that a pass has end_index / batch_size steps
+            helper.end_index = -(-(len(self._tokens) - 1) // self._bptt_len)
+            if helper.current_index == 0:
+                self._state.history = []
+            while True:
+                yield from self._pass()
+                helper.current_index += -helper.current_index % helper.end_index
+                if not (helper.adaptive and helper.training) or helper.epoch_done():
+                    return
+                self._state.history = []
+
+    def _pass(self) -> Iterator[Batch]:
+        """Once through the tokens."""
+        helper, history = self._elastic, self._state.history
+        while True:
+            local, settled = helper._sync_local_bsz(), helper.settled
+            streams = local * helper.replicas
+            left = Remaining.after(len(self._tokens) - 1, history, self._bptt_len)
+            rows = left.size // streams
+            if not rows:
+                return
+            history.append([streams, 0])
+            first = _session.current().rank * local
+            for row in range(0, rows, self._bptt_len):
+                length = min(self._bptt_len, rows - row)
+                positions = torch.from_numpy(left.block(streams, first, local, row, length))
+                with helper.profile(commit=length == self._bptt_len):
+                    yield self._batch(positions)
+                    helper.current_index += streams
+                    history[-1][1] += 1
+                if helper.settled != settled:
+                    break
+
+    def _batch(self, positions: torch.Tensor) -> Batch:
+        text, target = self._tokens[positions], self._tokens[positions + 1]
+        return Batch(text.to(self._device), target.to(self._device))
+
+
+class _Layouts(checkpoint.TensorState):
+    """How many streams this pass was cut into, and how many batches were read of them, one after another."""
+
+    required = False
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.history: list[list[int]] = []
+
+    def state_dict(self) -> Any:
+        return {"history": self.history}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.history = [list(layout) for layout in state_dict["history"]]
+
+
+class Remaining:
+    """The positions that are still to be read, in order."""
+
+    def __init__(self, ranges: Sequence[Range]) -> None:
+        self.ranges = [r for r in ranges if r[0] < r[1]]
+        sizes = [stop - start for start, stop in self.ranges]
+        self._starts = np.array([start for start, _ in self.ranges], dtype=np.int64)
+        self._offsets = np.cumsum([0, *sizes[:-1]] if sizes else [0])
+        self.size = sum(sizes)
+
+    @classmethod
+    def after(cls, size: int, history: Sequence[Sequence[int]], bptt_len: int) -> Remaining:
+        """What is left of `size` positions after `history`: (streams, batches read) of every layout."""
+        left = cls([(0, size)])
+        for streams, batches in history:
+            left = left._without(streams, batches * bptt_len)
+        return left
+
+    def _without(self, streams: int, rows_read: int) -> Remaining:
+        rows = self.size // streams
+        read = min(rows_read, rows)
+        ranges = [r for s in range(streams) for r in self._slice(s * rows + read, (s + 1) * rows)]
+        return Remaining([*ranges, *self._slice(streams * rows, self.size)])
+
+    def _slice(self, start: int, stop: int) -> list[Range]:
+        """The ranges that the `start`-th to `stop`-th of these positions are."""
+        found, offset = [], 0
+        for first, last in self.ranges:
+            low, high = max(start - offset, 0), min(stop - offset, last - first)
+            if low < high:
+                found.append((first + low, first + high))
+            offset += last - first
+        return found
+
+    def block(self, streams: int, first: int, count: int, row: int, length: int) -> NDArray[np.int64]:
+        """Positions of `length` rows from `row` on, of `count` streams from `first` on: (length, count)."""
+        rows = self.size // streams
+        index = np.arange(first, first + count) * rows + np.arange(row, row + length)[:, None]
+        which = np.searchsorted(self._offsets, index, side="right") - 1
+        return np.asarray(index - self._offsets[which] + self._starts[which], dtype=np.int64)

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from botocore.config import Config
+from fresh import Script
+from moto_process import REGION, Moto, running_moto
+from numbers_state import Number
+
+from adaptdl_elastic import _session, _storage, checkpoint
+from adaptdl_elastic._storage import DamagedError, Manifest, StorageError
+from adaptdl_elastic._storage_s3 import S3Storage
+from adaptdl_elastic.checkpoint import CheckpointError, CheckpointSaveError
+
+BUCKET = "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[Moto]:
+    with running_moto() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(moto: Moto, monkeypatch: pytest.MonkeyPatch) -> Any:
+    moto.reset()
+    for name, value in moto.environment.items():
+        monkeypatch.setenv(name, value)
+    client = moto.client("s3")
+    client.create_bucket(Bucket=BUCKET, CreateBucketConfiguration={"LocationConstraint": REGION})
+    return client
+
+
+@pytest.fixture
+def script(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
+    yield Script(monkeypatch, ADAPTDL_CHECKPOINT_PATH=f"s3://{BUCKET}/jobs/one/")
+    _session.reset()
+
+
+def keys(client: Any) -> list[str]:
+    return [found["Key"] for found in client.list_objects_v2(Bucket=BUCKET).get("Contents", [])]
+
+
+def write(storage: _storage.Storage, states: dict[str, bytes]) -> str:
+    writing = storage.begin(_storage.new_id(storage.ids(), 0))
+    for name, content in states.items():
+        with writing.state(name) as file:
+            file.write(content)
+    writing.commit(Manifest(id=writing.id, states=writing.entries))
+    return writing.id
+
+
+def test_states_are_saved_restored_and_pruned(script: Script, bucket: Any) -> None:
+    number = Number("n")
+    for value in range(5):
+        number.value = value
+        assert checkpoint.save_all_states() is not None
+    assert len(keys(bucket)) == 3 * 2
+    assert all(key.startswith("jobs/one/") for key in keys(bucket))
+    script.restart()
+    assert Number("n").value == 4
+
+
+def test_a_large_state_goes_in_parts(script: Script, bucket: Any) -> None:
+    storage = S3Storage(f"s3://{BUCKET}")
+    content = bytes(range(256)) * (40 << 12)  # 40 MiB: several parts, several checksums
+    saved = write(storage, {"big": content})
+    with storage.open(saved, storage.manifest(saved).states["big"]) as file:
+        assert file.read() == content
+
+
+def test_what_has_no_manifest_is_no_checkpoint_and_is_swept(script: Script, bucket: Any) -> None:
+    storage = S3Storage(f"s3://{BUCKET}/x")
+    writing = storage.begin("00000001-g00000-dead")
+    with writing.state("a") as file:
+        file.write(b"a")
+    upload = bucket.create_multipart_upload(Bucket=BUCKET, Key="x/data/00000001-g00000-dead/b")
+    assert upload["UploadId"]
+    assert storage.ids() == []
+    good = write(storage, {"a": b"1"})
+    storage.sweep()
+    assert keys(bucket) == [f"x/data/{good}/a.state", f"x/manifests/{good}.json"]
+    assert not bucket.list_multipart_uploads(Bucket=BUCKET).get("Uploads")
+    with pytest.raises(StorageError, match="another run uses"):  # the one that was thought dead
+        writing.commit(Manifest(id=writing.id, states=writing.entries))
+
+
+def test_a_checkpoint_is_committed_once(script: Script) -> None:
+    storage = S3Storage(f"s3://{BUCKET}")
+    writing = storage.begin("00000001-g00000-same")
+    writing.commit(Manifest(id=writing.id, states={}, kind="first"))
+    with pytest.raises(StorageError, match="PreconditionFailed"):
+        storage.begin(writing.id).commit(Manifest(id=writing.id, states={}, kind="second"))
+    assert storage.manifest(writing.id).kind == "first"
+
+
+def test_a_damaged_or_missing_object_falls_back_to_the_checkpoint_before(script: Script, bucket: Any) -> None:
+    number, ids = Number("n"), []
+    for value in range(3):
+        number.value = value
+        saved = checkpoint.save_all_states()
+        assert saved is not None
+        ids.append(saved.id)
+    bucket.put_object(Bucket=BUCKET, Key=f"jobs/one/data/{ids[2]}/n.state", Body=b"9")
+    bucket.delete_object(Bucket=BUCKET, Key=f"jobs/one/data/{ids[1]}/n.state")
+    script.restart()
+    assert Number("n").value == 0
+
+
+def test_a_bucket_that_can_not_be_read_is_no_fresh_start(script: Script) -> None:
+    script.restart(ADAPTDL_CHECKPOINT_PATH="s3://no-such-bucket/x")
+    with pytest.raises(CheckpointError, match=r"NoSuchBucket.*not starting afresh"):
+        Number("n")
+
+
+def test_a_store_that_is_away_is_told_and_does_not_stop_training(
+    script: Script, moto: Moto, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = Number("n", 1)
+    assert checkpoint.save_all_states() is not None
+    storage = checkpoint._manager(_session.current()).storage
+    assert isinstance(storage, S3Storage)
+    good = storage._client
+    nobody = {"endpoint_url": "http://127.0.0.1:9", "config": Config(retries={"total_max_attempts": 1})}
+    storage._client = S3Storage(f"s3://{BUCKET}", nobody)._client
+    number.value = 2
+    with pytest.raises(CheckpointSaveError, match="Could not connect"):
+        checkpoint.save_all_states()
+    storage._client = good
+    number.value = 3
+    assert checkpoint.save_all_states() is not None
+    script.restart()
+    assert Number("n").value == 3
+
+
+def test_not_to_reach_the_newest_is_no_reason_to_take_an_older_one(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Number("n", 1)
+    checkpoint.save_all_states()
+    script.restart()
+
+    def away(self: S3Storage, key: str) -> Any:
+        raise StorageError("can not read: 503 Slow Down")
+
+    monkeypatch.setattr(S3Storage, "_get", away)
+    with pytest.raises(CheckpointError, match="503 Slow Down: not going on from an older"):
+        Number("n")
+
+
+def test_a_manifest_that_can_not_be_decoded_is_damage(script: Script, bucket: Any) -> None:
+    bucket.put_object(Bucket=BUCKET, Key="manifests/00000001-x.json", Body=b"{}")
+    with pytest.raises(DamagedError, match="checksum"):
+        S3Storage(f"s3://{BUCKET}").manifest("00000001-x")
+
+
+KILLED = """
+import os, signal, sys
+from adaptdl_elastic import _storage
+from adaptdl_elastic._storage_s3 import S3Storage
+storage = S3Storage(sys.argv[1])
+point = int(sys.argv[2])
+for name in ("_put", "_put_new"):
+    def wrapped(self, *args, original=getattr(S3Storage, name)):
+        global point
+        if point == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        point -= 1
+        original(self, *args)
+        if point == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        point -= 1
+    setattr(S3Storage, name, wrapped)
+storage.sweep()
+writing = storage.begin(_storage.new_id(storage.ids(), 0))
+for name in "ab":
+    with writing.state(name) as file:
+        file.write(sys.argv[2].encode())
+writing.commit(_storage.Manifest(id=writing.id, states=writing.entries))
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_any_point_a_whole_checkpoint_is_left(script: Script, bucket: Any) -> None:
+    storage = S3Storage(f"s3://{BUCKET}/k")
+    write(storage, {"a": b"first", "b": b"first"})
+    codes = []
+    for point in range(7):
+        run = subprocess.run([sys.executable, "-c", KILLED, storage.path, str(point)], timeout=60)
+        codes.append(run.returncode)
+        newest = storage.ids()[-1]
+        states = storage.manifest(newest).states
+        content = set()
+        for name in ("a", "b"):
+            with storage.open(newest, states[name]) as file:
+                content.add(file.read())
+        assert len(content) == 1
+        assert content == ({b"first"} if point < 5 else {str(point).encode()})
+    assert codes == [-9] * 6 + [0]
