@@ -1,0 +1,378 @@
+"""What `store.Store` promises, held against every driver and server there is."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from adaptdl_elastic.rendezvous.connect import connect
+from adaptdl_elastic.rendezvous.memory import MemoryLease
+from adaptdl_elastic.rendezvous.store import Change, CompactedError, LeaseLostError, Store
+
+
+def test_what_is_put_is_there_and_revisions_grow(world):
+    store, key = world.client(), world.prefix + "a"
+    assert store.get(key) is None
+    first = store.put(key, "1")
+    second = store.put(key, "2")
+    found = store.get(key)
+    assert first < second
+    assert (found.value, found.mod_revision, found.create_revision) == ("2", second, first)
+
+
+def test_another_client_sees_it(world):
+    one, other = world.client(), world.client()
+    one.put(world.prefix + "a", "1")
+    assert other.get(world.prefix + "a").value == "1"
+
+
+@pytest.mark.parametrize(
+    "value", ["", "é ü 漢字 🚀", "\x01 tricky 1\nvalue", "\x01", "a\nb\r\n\tc", '{"v":1}', "%2F+&="]
+)
+def test_values_come_back_as_they_were(world, value):
+    store, key = world.client(), world.prefix + "a"
+    store.put(key, value)
+    assert store.get(key).value == value
+    lease = store.lease(10)
+    store.put(key, value, lease)
+    assert store.get(key).value == value
+    assert store.range(world.prefix).items[0].value == value
+
+
+def test_keys_with_odd_characters(world):
+    store = world.client()
+    keys = sorted(
+        world.prefix + name for name in ["a b", "a%2Fb", "a?b=c", "a#b", "é漢", "a+b", "..x", "a:b"]
+    )
+    for key in keys:
+        store.put(key, key)
+    assert [item.key for item in store.range(world.prefix).items] == keys
+    assert all(store.get(key).value == key for key in keys)
+
+
+def test_a_megabyte(world):
+    store, key = world.client(), world.prefix + "big"
+    value = '{"é":"' + "x" * ((1 << 20) - 9) + '"}'
+    assert len(value.encode()) == 1 << 20
+    revision = store.put(key, value)
+    assert store.get(key).value == value
+    with store.watch(world.prefix, revision) as watch:
+        assert next(iter(watch)) == Change("put", key, value, revision)
+
+
+def test_prefixes_end_where_they_end(world):
+    store = world.client()
+    for name in ["job/plan", "job1/plan", "job10/plan", "job", "jobs", "other/job1"]:
+        if name == "job":  # with v2 a key can not be a directory too
+            continue
+        store.put(world.prefix + name, name)
+
+    def names(prefix: str) -> list[str]:
+        return [item.value for item in store.range(world.prefix + prefix).items]
+
+    assert names("job1/") == ["job1/plan"]
+    assert names("job1") == ["job1/plan", "job10/plan"]
+    assert names("job") == ["job/plan", "job1/plan", "job10/plan", "jobs"]
+    assert names("nothing") == []
+    assert store.delete_prefix(world.prefix + "job1") == 2
+    assert names("") == ["job/plan", "jobs", "other/job1"]
+    assert store.delete_prefix(world.prefix + "job1") == 0
+
+
+def test_a_watch_stays_within_its_prefix(world, collect):
+    store = world.client()
+    seen = collect(store.watch(world.prefix + "job1/"))
+    for name in ["job10/x", "job1/x", "job/x", "job1/y"]:
+        store.put(world.prefix + name, name)
+    assert [change.value for change in seen.wait(2)] == ["job1/x", "job1/y"]
+
+
+def test_a_range_and_a_watch_from_it_miss_nothing(world, collect):
+    store = world.client()
+    done = threading.Event()
+
+    def write() -> None:
+        other = world.client()
+        for number in range(200):
+            other.put(f"{world.prefix}k{number:03}", str(number))
+        done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    while not (snapshot := store.range(world.prefix)).items:
+        pass
+    seen = collect(store.watch(world.prefix, snapshot.revision + 1))
+    writer.join()
+    changes = seen.wait(200 - len(snapshot.items))
+    assert [item.value for item in snapshot.items] + [change.value for change in changes] == [
+        str(number) for number in range(200)
+    ]
+    revisions = [change.revision for change in changes]
+    assert revisions == sorted(set(revisions))
+
+
+def test_compare_and_swap(world):
+    store, key = world.client(), world.prefix + "a"
+    assert store.compare_and_swap(key, "x", 12345678) is None
+    first = store.compare_and_swap(key, "1", 0)
+    assert first == store.get(key).mod_revision
+    assert store.compare_and_swap(key, "x", 0) is None
+    assert store.compare_and_swap(key, "x", first - 1) is None
+    second = store.compare_and_swap(key, "2", first)
+    assert second > first
+    assert (store.get(key).value, store.get(key).create_revision) == ("2", first)
+    assert store.compare_and_swap(key, None, first) is None
+    assert store.compare_and_swap(key, None, second) > 0
+    assert store.get(key) is None
+    assert store.compare_and_swap(key, None, 0) is not None  # what is not there is deleted already
+    assert store.compare_and_swap(key, "3", second) is None
+    assert store.compare_and_swap(key, "3", 0)
+
+
+def _increment(store: Store, key: str, times: int) -> None:
+    for _ in range(times):
+        while True:
+            found = store.get(key)
+            value, revision = (int(found.value), found.mod_revision) if found else (0, 0)
+            if store.compare_and_swap(key, str(value + 1), revision) is not None:
+                break
+
+
+def test_contended_counter_from_threads(world):
+    key = world.prefix + "counter"
+    clients = [world.client() for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda store: _increment(store, key, 25), clients))
+    assert clients[0].get(key).value == "100"
+
+
+def test_of_those_who_saw_the_same_revision_one_wins(world):
+    key, rounds = world.prefix + "counter", 15
+    clients = [world.client() for _ in range(4)]
+    everybody = threading.Barrier(4)
+
+    def compete(store: Store) -> list[bool]:
+        won = []
+        for number in range(rounds):
+            found = store.get(key)
+            everybody.wait(20)
+            won.append(
+                store.compare_and_swap(key, str(number), found.mod_revision if found else 0) is not None
+            )
+            everybody.wait(20)
+        return won
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(compete, clients))
+    assert [sum(winners) for winners in zip(*results, strict=True)] == [1] * rounds
+
+
+def _process(endpoint: str, api: str, key: str, times: int) -> None:
+    with connect(endpoint, api=api) as store:
+        _increment(store, key, times)
+
+
+def test_contended_counter_from_processes(world):
+    if world.memory is not None:
+        pytest.skip("the memory store is in one process")
+    key = world.prefix + "counter"
+    spawn = multiprocessing.get_context("spawn")
+    workers = [
+        spawn.Process(target=_process, args=(world.real.endpoint, world.api, key, 40)) for _ in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert world.client().get(key).value == "80"
+
+
+def test_one_of_many_wins_an_election(world):
+    key = world.prefix + "leader"
+    clients = [world.client() for _ in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        results = list(
+            pool.map(lambda pair: pair[1].compare_and_swap(key, str(pair[0]), 0), enumerate(clients))
+        )
+    winners = [number for number, revision in enumerate(results) if revision is not None]
+    assert len(winners) == 1
+    assert clients[0].get(key).value == str(winners[0])
+
+
+def test_an_abandoned_lease_takes_its_keys_with_it(world, collect):
+    store, other = world.client(), world.client()
+    lease = store.lease(1)
+    assert lease.ttl >= 1
+    seen = collect(other.watch(world.prefix))
+    store.put(world.prefix + "mine", "1", lease)
+    store.put(world.prefix + "also", "1", lease)
+    store.put(world.prefix + "stays", "1")
+    start = time.monotonic()
+    lease.abandon()
+    changes = seen.wait(5)
+    assert time.monotonic() - start < 4.0
+    assert [change.kind for change in changes] == ["put"] * 3 + ["delete"] * 2
+    assert {change.key for change in changes[3:]} == {world.prefix + "mine", world.prefix + "also"}
+    assert [item.key for item in other.range(world.prefix).items] == [world.prefix + "stays"]
+    assert lease.remaining() == 0
+
+
+def test_a_kept_lease_outlives_its_time(world):
+    store = world.client()
+    lease = store.lease(1)
+    store.put(world.prefix + "mine", "1", lease)
+    assert not lease.lost.wait(2.5 if world.memory is None else 0.01)
+    assert store.get(world.prefix + "mine") is not None
+    assert 0 < lease.remaining() <= lease.ttl
+
+
+def test_revoke_takes_the_keys_at_once_and_can_be_repeated(world, collect):
+    store = world.client()
+    lease = store.lease(60)
+    revision = store.put(world.prefix + "mine", "1", lease)
+    seen = collect(store.watch(world.prefix, revision))
+    lease.revoke()
+    assert seen.wait(2, timeout=5)[1].kind == "delete"
+    lease.revoke()
+    assert store.get(world.prefix + "mine") is None
+    with pytest.raises(LeaseLostError, match="take a new one"):
+        store.put(world.prefix + "mine", "1", lease)
+    assert store.get(world.prefix + "mine") is None
+
+
+def test_closing_a_store_revokes_its_leases_only(world):
+    one, other = world.client(), world.client()
+    one.put(world.prefix + "one", "1", one.lease(60))
+    other.put(world.prefix + "other", "1", other.lease(60))
+    one.close()
+    assert [item.key for item in other.range(world.prefix).items] == [world.prefix + "other"]
+
+
+def test_a_leased_key_keeps_its_revision_while_it_is_kept_alive(world, collect):
+    store, other = world.client(), world.client()
+    lease = store.lease(1)
+    seen = collect(other.watch(world.prefix))
+    revision = store.compare_and_swap(world.prefix + "leader", "me", 0, lease)
+    if world.memory is None:
+        assert not lease.lost.wait(1.2)
+    assert other.get(world.prefix + "leader").mod_revision == revision
+    assert seen.wait(1) == [Change("put", world.prefix + "leader", "me", revision)]
+    second = store.compare_and_swap(world.prefix + "leader", "still me", revision, lease)
+    assert second is not None
+    if world.memory is None:
+        assert not lease.lost.wait(0.7)
+    assert other.compare_and_swap(world.prefix + "leader", None, revision) is None
+    assert other.compare_and_swap(world.prefix + "leader", None, second) is not None
+    assert [change.kind for change in seen.wait(3)] == ["put", "put", "delete"]
+
+
+def test_a_put_without_the_lease_takes_the_key_from_it(world):
+    store = world.client()
+    lease = store.lease(1)
+    store.put(world.prefix + "a", "1", lease)
+    store.put(world.prefix + "a", "2")
+    lease.revoke()
+    assert store.get(world.prefix + "a").value == "2"
+
+
+def test_deleting_a_leased_key_does_not_lose_the_lease(world):
+    store = world.client()
+    lease = store.lease(1)
+    store.put(world.prefix + "a", "1", lease)
+    store.put(world.prefix + "b", "1", lease)
+    assert store.delete(world.prefix + "a")
+    assert not lease.lost.wait(1.5 if world.memory is None else 0.01)
+    assert [item.key for item in store.range(world.prefix).items] == [world.prefix + "b"]
+
+
+def test_a_watch_tells_changes_in_order(world, collect):
+    store = world.client()
+    seen = collect(store.watch(world.prefix))
+    revisions = [
+        store.put(world.prefix + "a", "1"),
+        store.compare_and_swap(world.prefix + "b", "2", 0),
+        store.put(world.prefix + "a", "3"),
+    ]
+    store.delete(world.prefix + "b")
+    changes = seen.wait(4)
+    assert [(change.kind, change.key[-1], change.value) for change in changes] == [
+        ("put", "a", "1"),
+        ("put", "b", "2"),
+        ("put", "a", "3"),
+        ("delete", "b", None),
+    ]
+    assert [change.revision for change in changes[:3]] == revisions
+    assert changes[3].revision > revisions[-1]
+
+
+def test_a_watch_from_a_revision_repeats_what_was(world, collect):
+    store = world.client()
+    first = store.put(world.prefix + "a", "1")
+    second = store.put(world.prefix + "a", "2")
+    assert [c.value for c in collect(store.watch(world.prefix, first)).wait(2)] == ["1", "2"]
+    assert [c.value for c in collect(store.watch(world.prefix, second)).wait(1)] == ["2"]
+
+
+def test_closing_a_watch_ends_one_that_waits(world, collect):
+    store = world.client()
+    seen = collect(store.watch(world.prefix))
+    store.put(world.prefix + "a", "1")
+    seen.wait(1)
+    start = time.monotonic()
+    seen.watch.close()
+    assert seen.wait_end() is None
+    assert time.monotonic() - start < 2
+
+
+def test_closing_the_store_ends_its_watches(world, collect):
+    store = world.client()
+    seen = collect(store.watch(world.prefix))
+    store.close()
+    assert seen.wait_end() is None
+
+
+def test_compaction_is_reported_once_and_reading_again_goes_on(world, collect):
+    store = world.client()
+    revision = store.put(world.prefix + "a", "1")
+    for number in range(1100 if world.api == "v2" and not world.memory else 10):
+        newest = store.put(world.prefix + "a", str(number))
+    if world.memory is not None:
+        world.memory.compact()
+    elif world.api == "v3":
+        store.compact(newest)
+    seen = collect(store.watch(world.prefix, revision))
+    assert isinstance(seen.wait_end(), CompactedError)
+    snapshot = store.range(world.prefix)
+    again = collect(store.watch(world.prefix, snapshot.revision + 1))
+    store.put(world.prefix + "b", "new")
+    assert again.wait(1)[0].value == "new"
+
+
+def test_many_threads_use_one_store(world):
+    store = world.client()
+
+    def work(number: int) -> None:
+        key = f"{world.prefix}{number}"
+        for step in range(20):
+            store.put(key, str(step))
+            assert store.get(key).value == str(step)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert len(store.range(world.prefix).items) == 8
+
+
+def test_a_stranger_lease_is_refused(world):
+    store = world.client()
+    with pytest.raises(LeaseLostError):
+        store.put(world.prefix + "a", "1", _Stranger())
+
+
+class _Stranger(MemoryLease):
+    def __init__(self) -> None:
+        self.lost = threading.Event()
