@@ -38,7 +38,7 @@ def test_twice_rescaled_in_an_epoch_applies_each_sample_exactly_once(tmp_path: P
         generations = run.of("generation")
     assert [g["replicas"] for g in generations] == [1, 2, 1]
     assert [g["cause"] for g in generations] == ["start", "manual", "manual"]
-    assert applied(tmp_path) == Counter(range(1003))
+    assert applied(tmp_path) == Counter(range(4003))
 
 
 def test_the_policy_grows_the_example_and_names_goodput(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_stopped_job_resumes_where_it_was(tmp_path: Path) -> None:
             path.rename(path.with_name(f"applied-run{len(list(tmp_path.iterdir()))}-0"))
     with ElasticRun(arguments, tmp_path) as run:
         assert run.wait() == 0
-    assert applied(tmp_path) == Counter(range(1003))
+    assert applied(tmp_path) == Counter(range(4003))
 
 
 def test_a_killed_replica_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
@@ -77,8 +77,8 @@ def test_a_killed_replica_restarts_from_the_last_checkpoint(tmp_path: Path) -> N
         assert run.wait() == 0
         assert [g["cause"] for g in run.of("generation")] == ["start", "failure"]
     counts = applied(tmp_path)
-    assert set(counts) == set(range(1003))  # what was lost is done again, nothing is left out
-    repeated = sum(counts.values()) - 1003
+    assert set(counts) == set(range(4003))  # what was lost is done again, nothing is left out
+    repeated = sum(counts.values()) - 4003
     assert repeated <= 20 * 16
     first, second = ((tmp_path / f"parameters-{rank}").read_text() for rank in range(2))
     assert first == second
@@ -89,7 +89,7 @@ def test_an_etcd_that_goes_and_comes_back_does_not_end_the_run(tmp_path: Path) -
 
     with EtcdServer() as server:
         arguments = [f"--rdzv-endpoint={server.endpoint}", "--nproc-per-node=1:2", "--rdzv-id=storm"]
-        script = [str(SCRIPTS / "count_samples.py"), str(tmp_path), "--size=2003"]
+        script = [str(SCRIPTS / "count_samples.py"), str(tmp_path), "--size=6003"]
         with ElasticRun([*arguments, "--nnodes=1", *script], tmp_path) as run:
             run.wait_for_event("metrics")
             server.kill()
@@ -99,4 +99,4 @@ def test_an_etcd_that_goes_and_comes_back_does_not_end_the_run(tmp_path: Path) -
             assert run.wait() == 0
             assert run.of("generation")[0]["replicas"] == 1
             assert not run.of("failure")
-    assert applied(tmp_path) == Counter(range(2003))
+    assert applied(tmp_path) == Counter(range(6003))

@@ -29,7 +29,7 @@ class Indices(torch.utils.data.Dataset[int]):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("--size", type=int, default=1003)
+    parser.add_argument("--size", type=int, default=4003)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--work", type=int, default=320)
     parser.add_argument("--epochs", type=int, default=1)
