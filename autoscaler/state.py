@@ -130,7 +130,9 @@ class Keeper:
         for key in self._known - {item.key for item in snapshot.items}:
             self._remove(key, now)
         for item in snapshot.items:
-            self._put(item.key, item.value, item.mod_revision, now)
+            known = self._find(item.key)
+            if known is None or known.revision != item.mod_revision:  # else it was seen earlier
+                self._put(item.key, item.value, item.mod_revision, now)
         self._revision = max(self._revision, snapshot.revision)
 
     def apply(self, change: Change, now: float) -> None:

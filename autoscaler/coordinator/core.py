@@ -36,6 +36,7 @@ from adaptdl_elastic.autoscaler.coordinator.slots import (
     smallest,
 )
 from adaptdl_elastic.autoscaler.coordinator.status import (
+    counted,
     describe,
     differs,
     exhausted,
@@ -376,11 +377,11 @@ class _Round:
                 return  # the world has moved on: the next round will know
             free = self.ledger.free_for(name, node)
             if free < replicas:
-                self.notes[name].waits_for = (
-                    f"waits for {replicas - free} slots on {node} that another job is about to leave"
-                    if condition.phase is Phase.EMPTY
-                    else ""
-                )
+                if condition.phase is Phase.EMPTY:
+                    short = counted(replicas - free, "slot")
+                    self.notes[
+                        name
+                    ].waits_for = f"waits for {short} on {node} that another job is about to leave"
                 return
         how = jobs.planned_transition(job, job.spec.record, condition.plan, target.allocation)
         self._publish(

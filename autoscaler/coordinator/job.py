@@ -131,6 +131,8 @@ def examine(view: View, job: JobView, settings: Settings) -> Condition:
     plan = this_run(job)
     if has_ended(job):
         return Condition(Phase.OVER, plan=plan)
+    if plan is not None and _ended_before(job, plan):
+        return Condition(Phase.FINISHED, plan=plan)
     if plan is None or not plan.placements:
         return Condition(Phase.EMPTY, plan=plan)
     health = inspect(view, job, plan, settings)
@@ -147,6 +149,15 @@ def _phase(plan: Plan, health: Health) -> Phase:
     if health.starting or health.missing:
         return Phase.CHANGING
     return Phase.STEADY
+
+
+def _ended_before(job: JobView, plan: Plan) -> bool:
+    """Whether a planned change crossed the job's end: all of the generation before was done already."""
+    if plan.cause in (Cause.FAILURE, Cause.NODE_LOST) or any(g == plan.generation for g, _ in job.running):
+        return False
+    before = {node: seen.record.outcome for (g, node), seen in job.ended.items() if g == plan.generation - 1}
+    asked = {leaver.node for leaver in plan.leaving if leaver.generation == plan.generation - 1}
+    return bool(asked) and asked <= set(before) and set(before.values()) == {Outcome.DONE}
 
 
 def inspect(view: View, job: JobView, plan: Plan, settings: Settings) -> Health:

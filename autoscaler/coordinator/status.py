@@ -154,7 +154,7 @@ def why_pending(spec: JobSpec, places: Mapping[str, Room], free: Mapping[str, Ro
     wrong = impossible(spec)
     if wrong is not None:
         return f"can never run: {wrong}; submit it with other bounds"
-    need = f"{_count(max(1, spec.min_replicas), 'replica')} on {_count(max(1, spec.min_nodes), 'node')}"
+    need = f"{counted(max(1, spec.min_replicas), 'replica')} on {counted(max(1, spec.min_nodes), 'node')}"
     if not places:
         return f"waits for nodes: needs at least {need}, none is registered that could take it"
     least = smallest(spec, places)
@@ -162,7 +162,7 @@ def why_pending(spec: JobSpec, places: Mapping[str, Room], free: Mapping[str, Ro
         room = sum(place.most for place in places.values())
         return (
             f"waits for nodes: needs at least {need}, registered: "
-            f"{_count(len(places), 'node')} with {_count(room, 'slot')}"
+            f"{counted(len(places), 'node')} with {counted(room, 'slot')}"
         )
     if smallest(spec, free) is None:
         room = sum(place.most for place in free.values())
@@ -171,5 +171,6 @@ def why_pending(spec: JobSpec, places: Mapping[str, Room], free: Mapping[str, Ro
     return "waits for its turn"
 
 
-def _count(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
+    """`1 slot`, `2 slots`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

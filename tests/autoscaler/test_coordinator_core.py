@@ -1,9 +1,24 @@
 from __future__ import annotations
 
-import pytest
-from coordinator_pump import Pump
+from dataclasses import replace
 
-from adaptdl_elastic.rendezvous.records import Cause, JobState, Transition
+import pytest
+from coordinator_pump import Pump, share_policy
+
+from adaptdl_elastic.autoscaler.coordinator.core import decide
+from adaptdl_elastic.autoscaler.coordinator.types import CompareAndSwap, Memory, Settings
+from adaptdl_elastic.autoscaler.policy.types import Decision
+from adaptdl_elastic.autoscaler.state import Seen
+from adaptdl_elastic.rendezvous.records import (
+    Cause,
+    DrainRequest,
+    JobRequest,
+    JobState,
+    Leaving,
+    Plan,
+    Transition,
+    encode,
+)
 
 
 @pytest.fixture
@@ -77,3 +92,535 @@ def test_stop_saves_and_ends_resumable(pump: Pump) -> None:
     assert pump.status("a").state is JobState.STOPPING
     pump.settle()
     assert (pump.status("a").state, agent.exit_code) == (JobState.STOPPED, 143)
+
+
+@pytest.mark.parametrize("request_", [{"stop": True}, {"replicas": 1}])
+def test_a_job_that_ends_while_it_is_to_change_is_done(pump: Pump, request_: dict[str, int]) -> None:
+    pump.job("a")
+    agent = pump.node("n0", "a", 2)
+    pump.settle()
+    pump.ask("a", **request_)
+    pump.decide()
+    agent.finish()
+    agent.holds_start = True
+    pump.settle()
+    assert (pump.status("a").state, agent.exit_code) == (JobState.DONE, 0)
+
+
+# -- failures
+
+
+def start(pump: Pump, nodes: int = 2, slots: int = 1, **changes: object) -> None:
+    """A job `a` that runs on every one of `nodes`."""
+    size = nodes * slots
+    pump.job("a", min_nodes=nodes, min_replicas=size, max_replicas=size, **changes)
+    for index in range(nodes):
+        pump.node(f"n{index}", "a", slots)
+    pump.settle()
+    assert pump.plan("a").replicas == size
+
+
+def elastic(pump: Pump, nodes: int = 3, **changes: object) -> None:
+    """A job `a` that runs on `nodes` single-slot nodes and could run on one."""
+    pump.job("a", max_replicas=nodes, max_nodes=nodes, **changes)
+    for index in range(nodes):
+        pump.node(f"n{index}", "a")
+    pump.settle()
+    assert pump.plan("a").replicas == nodes
+
+
+def test_a_failure_restarts_at_once_and_counts(pump: Pump) -> None:
+    start(pump)
+    pump.agents[0].fail("CUDA out of memory")
+    pump.settle()
+    plan = pump.plan("a")
+    assert (plan.generation, plan.cause, plan.transition, plan.restarts) == (
+        1,
+        Cause.FAILURE,
+        Transition.ABORT,
+        1,
+    )
+    assert "CUDA out of memory" in plan.reason
+    assert pump.status("a").restarts_used == 1
+    assert pump.status("a").failures[0].message == "CUDA out of memory"
+
+
+def test_restarts_are_spaced_and_run_out(pump: Pump) -> None:
+    start(pump, max_restarts=3)
+    waits = []
+    for _ in range(3):
+        generation, failed = pump.plan("a").generation, pump.clock()
+        pump.agents[0].fail("boom")
+        pump.settle()
+        while pump.plan("a").generation == generation:
+            pump.later(max(0.0, pump.wake_at - pump.clock()) + 1e-3)
+        waits.append(round(pump.clock() - failed, 1))
+    assert waits == [0.0, 1.0, 2.0]
+    pump.agents[0].fail("boom", exit_code=7)
+    pump.settle()
+    status = pump.status("a")
+    assert (status.state, status.exit_code) == (JobState.FAILED, 7)
+    assert status.reason == "failed after 3 of 3 restarts: rank 0: boom"
+    assert {agent.exit_code for agent in pump.agents} == {7}
+
+
+def test_a_job_that_may_not_restart_fails_with_the_signal_as_the_shell_says_it(pump: Pump) -> None:
+    start(pump, max_restarts=0)
+    pump.agents[1].fail("killed", exit_code=-9)
+    pump.settle()
+    assert (pump.status("a").state, pump.status("a").exit_code) == (JobState.FAILED, 137)
+
+
+def test_progress_pays_restarts_back(pump: Pump) -> None:
+    start(pump, max_restarts=1)
+    pump.agents[0].fail()
+    pump.settle()
+    assert pump.plan("a").restarts == 1
+    pump.checkpoint("a", step=100)
+    pump.later(pump.settings.refill_after + 1)
+    pump.agents[0].fail()
+    pump.later(5)
+    assert pump.status("a").state is JobState.RUNNING
+    assert (pump.plan("a").restarts, pump.plan("a").failed_step) == (1, 100)
+
+
+def test_time_without_a_newer_checkpoint_pays_nothing_back(pump: Pump) -> None:
+    pump.job("a", max_restarts=1)
+    agent = pump.node("n0", "a")
+    pump.settle()
+    pump.checkpoint("a", step=100)
+    agent.fail()
+    pump.settle()
+    pump.later(pump.settings.refill_after + 1)
+    agent.fail()
+    pump.later(5)
+    assert pump.status("a").state is JobState.FAILED
+
+
+# -- nodes
+
+
+def test_a_lost_node_is_planned_without_and_costs_no_restart(pump: Pump) -> None:
+    elastic(pump)
+    pump.agents[0].vanish()
+    pump.settle()
+    plan = pump.plan("a")
+    assert set(pump.placed("a")) == {"n1", "n2"}
+    assert (plan.cause, plan.transition, plan.restarts) == (Cause.NODE_LOST, Transition.ABORT, 0)
+    assert "lost n0" in plan.reason
+
+
+def test_a_failure_that_was_a_lost_node_is_given_back(pump: Pump) -> None:
+    elastic(pump, max_restarts=1)
+    dead = pump.agents.pop(2)  # does nothing any more, and its lease has not run out
+    pump.agents[0].fail("Connection reset by peer")
+    pump.settle()
+    assert pump.plan("a").restarts == 1
+    dead.vanish()
+    pump.settle()
+    plan = pump.plan("a")
+    assert (plan.cause, plan.restarts) == (Cause.NODE_LOST, 0)
+    assert set(pump.placed("a")) == {"n0", "n1"}
+    assert all(agent.running == plan.generation for agent in pump.agents)
+
+
+def test_after_a_break_of_the_store_a_missing_agent_has_a_lease_time_to_come_back(pump: Pump) -> None:
+    elastic(pump)
+    generation = pump.plan("a").generation
+    pump.steady_since = pump.clock()
+    away = pump.agents[2]
+    assert away.lease is not None
+    away.lease.revoke()
+    pump.settle()
+    assert pump.plan("a").generation == generation
+    assert "has not heard from n2" in pump.status("a").reason
+    away.lease = None
+    away.register()
+    pump.later(30)
+    assert pump.plan("a").generation == generation
+
+
+def test_after_a_break_of_the_store_patience_ends(pump: Pump) -> None:
+    elastic(pump)
+    pump.steady_since = pump.clock()
+    pump.agents[2].vanish()
+    pump.settle().later(pump.settings.node_ttl - 1)
+    assert "n2" in pump.placed("a")
+    pump.later(2)
+    assert "n2" not in pump.placed("a")
+
+
+def test_a_new_agent_under_an_old_name_is_not_the_old_one(pump: Pump) -> None:
+    elastic(pump)
+    old = pump.agents.pop(1)
+    new = pump.node("n1", "a")  # registers over it before its lease has run out
+    pump.settle()
+    assert pump.plan("a").cause is Cause.NODE_LOST
+    assert {p.agent for p in pump.plan("a").placements} >= {new.agent}
+    assert old.agent not in {p.agent for p in pump.plan("a").placements}
+    assert new.running == pump.plan("a").generation
+
+
+def test_losing_the_minimum_waits_for_a_node_and_then_resumes(pump: Pump) -> None:
+    start(pump)
+    pump.agents[0].vanish()
+    pump.settle()
+    assert pump.placed("a") == {}
+    assert pump.status("a").state is JobState.PENDING
+    assert "needs at least 2 replicas on 2 nodes, registered: 1 node with 1 slot" in pump.status("a").reason
+    assert pump.agents[1].exit_code is None
+    pump.node("n2", "a")
+    pump.settle()
+    assert pump.placed("a") == {"n1": 1, "n2": 1}
+    assert pump.plan("a").cause is Cause.NODE_LOST
+
+
+def test_a_draining_node_is_left_in_an_orderly_way(pump: Pump) -> None:
+    elastic(pump)
+    pump.agents[0].register(draining=True)
+    pump.settle()
+    plan = pump.plan("a")
+    assert "n0" not in pump.placed("a")
+    assert (plan.cause, plan.transition) == (Cause.DRAIN, Transition.RESTART)
+
+
+def test_a_request_drains_a_node_that_does_not_say_so_itself(pump: Pump) -> None:
+    elastic(pump)
+    pump.store.put(pump.keys.drain("n1"), encode(DrainRequest("n1", "maintenance")))
+    pump.settle()
+    assert set(pump.placed("a")) == {"n0", "n2"}
+    pump.store.delete(pump.keys.drain("n1"))
+    pump.settle()
+    assert set(pump.placed("a")) == {"n0", "n1", "n2"}
+
+
+def test_when_every_node_drains_the_job_waits_for_another(pump: Pump) -> None:
+    pump.job("a")
+    agent = pump.node("n0", "a")
+    pump.settle()
+    agent.register(draining=True)
+    pump.settle()
+    assert pump.placed("a") == {}
+    assert pump.status("a").state is JobState.PENDING
+    agent.leave()
+    pump.node("n1", "a")
+    pump.settle()
+    assert pump.placed("a") == {"n1": 1}
+
+
+def test_a_node_that_does_not_start_is_planned_without(pump: Pump) -> None:
+    pump.job("a", max_replicas=2, min_replicas=1, rescale_timeout=20)
+    pump.node("n0", "a")
+    late = pump.node("n1", "a", holds_start=True)
+    pump.settle()
+    assert set(pump.placed("a")) == {"n0", "n1"}
+    pump.later(19)
+    assert set(pump.placed("a")) == {"n0", "n1"}
+    pump.later(2)
+    assert pump.placed("a") == {"n0": 1}
+    assert "n1 did not start within 20 s" in pump.plan("a").reason
+    late.holds_start = False
+    pump.later(pump.settings.late_pardon + pump.settings.interval + 1)
+    assert set(pump.placed("a")) == {"n0", "n1"}
+
+
+def test_without_another_node_a_late_one_is_waited_for(pump: Pump) -> None:
+    start(pump)
+    pump.agents[1].holds_start = True
+    pump.agents[0].fail()
+    pump.settle()
+    generation = pump.plan("a").generation
+    pump.later(60)
+    assert pump.plan("a").generation == generation
+    assert "n1 did not start within 20 s, and there is no other node" in pump.status("a").reason
+
+
+def test_an_agents_removal_of_a_dead_node_is_ratified(pump: Pump) -> None:
+    elastic(pump)
+    dead = pump.agents.pop(2)
+    item = pump.store.get(pump.keys.job("a", "plan"))
+    assert item is not None
+    before = pump.plan("a")
+    removal = replace(
+        before,
+        generation=before.generation + 1,
+        placements=before.placements[:2],
+        cause=Cause.NODE_LOST,
+        transition=Transition.ABORT,
+        leaving=(
+            Leaving("n0", 1, "n0-a-0", before.generation),
+            Leaving("n1", 1, "n1-a-0", before.generation),
+        ),
+        fence=0,
+    )
+    assert pump.store.compare_and_swap(pump.keys.job("a", "plan"), encode(removal), item.mod_revision)
+    dead.vanish()
+    pump.settle()
+    plan = pump.plan("a")
+    assert (plan.generation, plan.fence) == (removal.generation, pump.fence)
+    assert all(agent.running == plan.generation for agent in pump.agents)
+
+
+# -- bounds and garbage
+
+
+@pytest.mark.parametrize(
+    ("bounds", "complaint"),
+    [
+        ({"min_replicas": 4, "max_replicas": 2}, "min_replicas 4 is more than max_replicas 2"),
+        ({"min_nodes": 3, "max_nodes": 1}, "min_nodes 3 is more than max_nodes 1"),
+        ({"max_replicas": 0, "min_replicas": 0}, "must be at least 1"),
+        ({"min_nodes": 3, "max_nodes": 3, "max_replicas": 2}, "min_nodes 3 is more than max_replicas 2"),
+        ({"min_replicas": 9}, "needs at least 9 replicas on 1 node, registered: 1 node with 4 slots"),
+    ],
+)
+def test_impossible_bounds_are_pending_with_the_reason(
+    pump: Pump, bounds: dict[str, int], complaint: str
+) -> None:
+    pump.job("bad", **bounds)
+    pump.job("good")
+    pump.node("n0", "bad", 4)
+    pump.node("n0", "good", 4)
+    pump.settle()
+    assert pump.status("bad").state is JobState.PENDING
+    assert complaint in pump.status("bad").reason
+    assert pump.status("good").state is JobState.RUNNING
+
+
+def test_garbage_is_said_once_and_changes_nothing(pump: Pump) -> None:
+    elastic(pump)
+    before = pump.plan("a")
+    for key, value in {
+        pump.keys.job("a", "hints"): '{"job": "a", "generation": NaN}',
+        pump.keys.node(
+            "n9", "a"
+        ): '{"node": "n9", "job": "a", "run": "x", "agent": "y", "host": "h", "slots": -4}',
+        pump.keys.job("b", "spec"): "not json",
+        pump.keys.job("c", "plan"): "[]",
+        pump.keys.generation("a", 2, "ended", "n0"): "{}",
+        pump.keys.root + "jobs/a/generations/x/ended/n0": "{}",
+        pump.keys.root + "whatever": "\x00",
+        pump.keys.node(
+            "n8", "a"
+        ): '{"node": "n7", "job": "a", "run": "x", "agent": "y", "host": "h", "slots": 1}',
+    }.items():
+        pump.store.put(key, value)
+    pump.settle().later(120)
+    assert pump.plan("a") == before
+    problems = [problem.key for problem in pump.keeper.problems()]
+    assert len(problems) == len(set(problems)) == 6
+
+
+def test_a_job_keeps_its_last_good_hints(pump: Pump) -> None:
+    pump.job("a")
+    pump.node("n0", "a", 4)
+    pump.settle()
+    good = pump.view().jobs["a"].hints
+    pump.store.put(pump.keys.job("a", "hints"), '{"perf_params": [1, 2]}')
+    assert pump.view().jobs["a"].hints == good
+
+
+def test_a_policy_that_breaks_does_not_stop_the_loop(pump: Pump) -> None:
+    def broken(*_: object) -> Decision:
+        raise ZeroDivisionError("oops")
+
+    pump.policy = broken
+    pump.job("a")
+    pump.node("n0", "a", 4)
+    pump.settle()
+    assert pump.placed("a") == {"n0": 1}
+    assert ("policy_failed", {"message": "ZeroDivisionError: oops"}) in pump.said
+    pump.ask("a", replicas=3)
+    pump.later(61)
+    assert pump.placed("a") == {"n0": 3}
+
+
+# -- scripts without the library, and several jobs
+
+
+def test_a_script_without_the_library_gets_every_node_and_restarts_when_one_joins(pump: Pump) -> None:
+    pump.job("a")
+    pump.node("n0", "a", 2, min_slots=2, library=False)
+    pump.node("n1", "a", 2, min_slots=2, library=False)
+    pump.settle()
+    assert pump.placed("a") == {"n0": 2}
+    pump.later(pump.settings.hello_grace + 1)
+    assert pump.placed("a") == {"n0": 2, "n1": 2}
+    assert pump.plan("a").cause is Cause.JOIN
+    pump.later(pump.settings.hello_grace + 1)
+    pump.node("n2", "a", 2, min_slots=2, library=False)
+    pump.settle()
+    assert pump.placed("a") == {"n0": 2, "n1": 2, "n2": 2}
+
+
+def test_jobs_share_a_node_and_one_takes_over_what_another_leaves(pump: Pump) -> None:
+    pump.job("a")
+    pump.node("n0", "a", 4)
+    pump.settle()
+    assert pump.placed("a") == {"n0": 4}
+    pump.job("b")
+    agent = pump.node("n0", "b", 4)
+    pump.settle()
+    assert pump.placed("a") == {"n0": 2}
+    assert pump.placed("b") == {"n0": 2}
+    agent.finish()
+    pump.settle()
+    assert pump.placed("a") == {"n0": 4}
+
+
+def test_slots_of_another_job_are_used_only_after_release(pump: Pump) -> None:
+    pump.job("a")
+    slow = pump.node("n0", "a", 4)
+    pump.settle()
+    pump.job("b")
+    pump.node("n0", "b", 4)
+    pump.agents.remove(slow)
+    pump.settle().later(100)
+    assert pump.placed("a") == {"n0": 3}
+    assert pump.placed("b") == {}
+    assert pump.status("b").state is JobState.PENDING
+    assert "waits for 1 slot on n0 that another job is about to leave" in pump.status("b").reason
+    pump.agents.append(slow)
+    pump.settle()
+    assert pump.placed("b") == {"n0": 2}
+
+
+# -- takeover, reruns, and what is left behind
+
+
+def test_a_takeover_fences_every_plan_and_changes_nothing_else(pump: Pump) -> None:
+    elastic(pump)
+    before = pump.plan("a")
+    pump.job("waiting", min_replicas=9)
+    pump.node("n0", "waiting")
+    pump.settle().take_over().settle().later(120)
+    assert pump.plan("a") == replace(before, fence=pump.fence)
+    assert pump.plan("waiting").claim
+    assert pump.plan("waiting").fence == pump.fence
+
+
+def test_an_old_leader_can_write_nothing_after_a_takeover(pump: Pump) -> None:
+    elastic(pump)
+    pump.job("waiting", min_replicas=3)
+    pump.node("n0", "waiting")
+    pump.settle()
+    old = pump.view()
+    pump.take_over().settle()
+    stale = decide(
+        replace(
+            old,
+            jobs={
+                name: replace(job, request=Seen(JobRequest(replicas=1), 1, 0.0))
+                for name, job in old.jobs.items()
+            },
+            now=old.now + 1000,
+        ),
+        Memory(),
+        keys=pump.keys,
+        fence=pump.fence - 1,
+        settings=pump.settings,
+        policy=share_policy,
+    )
+    plans = [a for a in stale.actions if isinstance(a, CompareAndSwap) and isinstance(a.record, Plan)]
+    assert plans
+    for action in plans:
+        done = pump.store.compare_and_swap(action.key, encode(action.record), action.expected_revision)
+        assert done is None
+
+
+def test_the_restart_budget_survives_a_takeover(pump: Pump) -> None:
+    start(pump, max_restarts=1)
+    pump.agents[0].fail()
+    pump.settle().take_over()
+    pump.agents[1].fail()
+    pump.settle().later(5)
+    assert pump.status("a").state is JobState.FAILED
+
+
+def test_a_rerun_starts_anew_and_generations_go_on_growing(pump: Pump) -> None:
+    elastic(pump)
+    for agent in pump.agents:
+        agent.finish()
+    pump.settle()
+    last = pump.plan("a").generation
+    assert pump.status("a").state is JobState.DONE
+    pump.agents.clear()
+    pump.job("a", run="a-2")
+    pump.node("n0", "a")
+    pump.settle()
+    plan = pump.plan("a")
+    assert (plan.run, plan.first, plan.restarts) == ("a-2", last + 1, 0)
+    assert plan.generation > last
+    assert (pump.status("a").run, pump.status("a").state) == ("a-2", JobState.RUNNING)
+
+
+def test_a_stop_of_an_earlier_run_is_not_obeyed_by_the_next(pump: Pump) -> None:
+    pump.job("a")
+    pump.node("n0", "a")
+    pump.settle()
+    pump.ask("a", stop=True, run="a-1")
+    pump.settle()
+    assert pump.status("a").state is JobState.STOPPED
+    pump.agents.clear()
+    pump.job("a", run="a-2")
+    pump.node("n0", "a")
+    pump.settle()
+    assert pump.status("a").state is JobState.RUNNING
+
+
+def test_old_generations_keys_are_collected(pump: Pump) -> None:
+    pump.job("a")
+    agent = pump.node("n0", "a", 8)
+    for size in (1, 2, 3, 4, 5, 6, 7, 8):
+        pump.ask("a", replicas=size)
+        pump.settle()
+    last = pump.plan("a").generation
+    assert last >= 7
+    assert min(pump.view().jobs["a"].generations) == last - 1
+    agent.finish()
+    pump.settle().settle()
+    assert pump.view().jobs["a"].generations == frozenset()
+
+
+def test_only_so_many_ended_jobs_are_remembered() -> None:
+    pump = Pump(settings=Settings(min_gap=0.0, keep_ended=3))
+    for index in range(6):
+        pump.job(f"j{index}")
+        pump.node("n0", f"j{index}")
+        pump.settle()
+        pump.agents[-1].finish()
+        pump.settle()
+    pump.settle()
+    assert sorted(pump.view().jobs) == ["j3", "j4", "j5"]
+
+
+# -- pauses and predictions
+
+
+def test_pauses_are_measured_on_one_clock_and_remembered(pump: Pump) -> None:
+    pump.job("a")
+    pump.node("n0", "a", 2)
+    pump.settle()
+    pump.ask("a", replicas=1)
+    pump.decide()
+    for agent in pump.agents:
+        agent.step()
+    pump.clock.now += 2.5
+    pump.settle()
+    assert pump.status("a").last_pause == pytest.approx(2.5)
+    assert pump.status("a").pauses[-1] == pytest.approx(2.5)
+
+
+def test_the_prediction_error_is_in_the_status_and_said_once_a_generation(pump: Pump) -> None:
+    def policy(*question: object) -> Decision:
+        decision = share_policy(*question)  # type: ignore[arg-type]
+        return replace(decision, reasons={n: replace(r, goodput=2500.0) for n, r in decision.reasons.items()})
+
+    pump.policy = policy
+    pump.job("a", max_replicas=2)
+    pump.node("n0", "a", 2)
+    pump.settle()
+    assert pump.plan("a").replicas == 2
+    assert pump.status("a").prediction_error == pytest.approx(2000 / 2500 - 1, abs=1e-3)
+    said = [fields for event, fields in pump.said if event == "prediction" and fields["generation"] == 1]
+    assert said == [{"job": "a", "generation": 1, "predicted": 2500.0, "measured": 2000.0, "error": -0.2}]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from adaptdl_elastic.autoscaler.state import Keeper, View
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.memory import MemoryStore
-from adaptdl_elastic.rendezvous.records import JobRequest, JobStatus, Plan
+from adaptdl_elastic.rendezvous.records import CheckpointRecord, JobRequest, JobStatus, Plan
 
 
 @dataclass
@@ -105,6 +106,7 @@ class Pump:
     said: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
     wake_at: float = 0.0
+    _serials: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         self.store = MemoryStore(self.clock)
@@ -177,7 +179,7 @@ class Pump:
         submit(self.store, self.keys, replace(spec_of(name), **changes))  # type: ignore[arg-type]
 
     def node(self, node: str, job: str, slots: int = 1, **changes: Any) -> FakeAgent:
-        serial = sum(a.node == node and a.job == job for a in self.agents)
+        serial = next(self._serials)
         agent = FakeAgent(
             self.store.client(), self.keys, node, job, slots, serial=serial, clock=self.clock, **changes
         )
@@ -188,6 +190,10 @@ class Pump:
         item = self.store.get(self.keys.job(job, "request"))
         old = JobRequest() if item is None else records.decode(JobRequest, item.value)
         self.store.put(self.keys.job(job, "request"), records.encode(replace(old, **changes)))
+
+    def checkpoint(self, job: str, step: int) -> None:
+        record = CheckpointRecord(f"{job}-{step}", "/nowhere", self.plan(job).generation, step)
+        self.store.put(self.keys.job(job, "checkpoint"), records.encode(record))
 
     def plan(self, job: str) -> Plan:
         item = self.store.get(self.keys.job(job, "plan"))
