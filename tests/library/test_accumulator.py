@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fresh import Script
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic.torch import AdaptiveDataLoader, remaining_epochs_until
+from adaptdl_elastic.torch.accumulator import Accumulator
+
+SIZE = 12
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
+    yield Script(
+        monkeypatch, ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "saved"), ADAPTDL_CHECKPOINT_INTERVAL="0"
+    )
+    _session.reset()
+
+
+def loader() -> AdaptiveDataLoader[Any]:
+    return AdaptiveDataLoader(range(SIZE), batch_size=4)  # type: ignore[arg-type]
+
+
+def stop() -> None:
+    _session.current().control.request({"kind": "stop", "reason": "test"})
+
+
+def test_sums_can_be_added_to_and_not_read_before_they_are_synchronized(script: Script) -> None:
+    sums = Accumulator(a=1)
+    sums["a"] += 2
+    sums["b"] += 1.5
+    sums["b"] -= 0.5
+    sums.update({"a": 1}, c=4)
+    sums.subtract(c=1)
+    sums += {"d": 7}
+    sums -= {"d": 2}
+    with sums.synchronized():
+        assert dict(sums) == {"a": 4, "b": 1.0, "c": 3, "d": 5}
+        assert "a" in sums
+        assert len(sums) == 4
+        assert sums.get("x", 9) == 9
+        sums["a"] = 10
+        del sums["b"]
+    sums["a"] += 1
+    with sums.synchronized():
+        assert dict(sums) == {"a": 11, "c": 3, "d": 5}
+        sums.clear()
+    with sums.synchronized():
+        assert dict(sums) == {}
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda sums: len(sums),
+        lambda sums: list(sums),
+        lambda sums: "a" in sums,
+        lambda sums: sums.get("a"),
+        lambda sums: sums.clear(),
+        lambda sums: sums.pop("a"),
+    ],
+)
+def test_reading_outside_of_synchronized_says_what_to_do(script: Script, read: Any) -> None:
+    sums = Accumulator(a=1)
+    with pytest.raises(RuntimeError, match=r"with accumulator.synchronized\(\)"):
+        read(sums)
+
+
+def test_overwriting_outside_of_synchronized_says_what_to_do(script: Script) -> None:
+    sums = Accumulator(a=1, b=2)
+    with pytest.raises(TypeError, match=r"accumulator\['a'\] \+= x"):
+        sums["a"] = 3
+    with pytest.raises(TypeError, match="can only be added to"):
+        sums["a"] = sums["b"] + 1
+
+
+def test_what_does_not_add_up_is_refused_when_it_is_added(script: Script) -> None:
+    sums = Accumulator()
+    for bad in ({}, object(), None):
+        with pytest.raises(TypeError, match="can not add a"):
+            sums["a"] += bad
+    with pytest.raises(TypeError, match="can not subtract a str"):
+        sums["a"] -= "x"
+    with pytest.raises(TypeError, match="can not add a"):
+        Accumulator(a=None)
+
+
+def test_a_sum_holds_on_to_no_graph_and_no_callers_buffer(script: Script) -> None:
+    sums = Accumulator()
+    loss = torch.ones(2, requires_grad=True) * 2
+    counts = np.ones(2)
+    sums["loss"] += loss
+    sums["counts"] += counts
+    counts += 1
+    with sums.synchronized():
+        assert not sums["loss"].requires_grad
+        assert sums["counts"].tolist() == [1, 1]
+
+
+def test_every_kind_of_sum_survives_a_file(script: Script) -> None:
+    values: dict[Any, Any] = {
+        "i": 1,
+        "f": 0.5,
+        "t": torch.ones(2),
+        "n": np.arange(3),
+        "l": [1, 2],
+        (1, "x"): 2,
+    }
+    state = Accumulator(values)._state
+    file = io.BytesIO()
+    state.save(file)
+    file.seek(0)
+    state.results = {}
+    state.load(file)
+    assert list(state.results) == list(values)
+    assert isinstance(state.results["n"], np.ndarray)
+    assert all(np.array_equal(state.results[k], v) for k, v in values.items())
+
+
+def test_one_can_not_be_made_inside_a_data_loop(script: Script) -> None:
+    for _ in remaining_epochs_until(1):
+        for _ in loader():
+            with pytest.raises(RuntimeError, match="make it before the loop"):
+                Accumulator()
+
+
+def evaluate(stops: set[tuple[int, int]], shown: list[Any]) -> None:
+    """Two epochs, each with two loops and what people do between them. Stops once at each (epoch, batch)."""
+    whole = Accumulator()
+    whole["outside"] += 1
+    for epoch in remaining_epochs_until(2):
+        sums = Accumulator()
+        for name in ("first", "second"):
+            for batch in loader():
+                sums[name] += int(batch.sum())
+                whole["samples"] += len(batch)
+                at = (epoch, int(batch[0]) // 4 + (3 if name == "second" else 0))
+                if at in stops:
+                    stops.discard(at)
+                    stop()
+            sums["between"] += 1
+            with sums.synchronized():
+                shown.append((epoch, name, dict(sums)))
+                if name == "first":
+                    sums.clear()
+        with whole.synchronized():
+            shown.append((epoch, "whole", dict(whole)))
+
+
+def run_with_stops(script: Script, stops: set[tuple[int, int]]) -> list[Any]:
+    """What every place showed, which must be the same whenever it is run again."""
+    seen: dict[tuple[int, str], Any] = {}
+    for _ in range(20):
+        shown: list[Any] = []
+        code = 0
+        try:
+            evaluate(stops, shown)
+        except SystemExit as stopped:
+            code = int(stopped.code or 0)
+        for epoch, name, sums in shown:
+            assert seen.setdefault((epoch, name), sums) == sums
+        if not code:
+            return list(seen.items())
+        assert code == 143
+        script.restart()
+    raise AssertionError("it does not come to its end")
+
+
+TOTAL = sum(range(SIZE))
+
+
+def expected() -> list[Any]:
+    result: list[Any] = []
+    for epoch in range(2):
+        result.append(((epoch, "first"), {"first": TOTAL, "between": 1}))
+        result.append(((epoch, "second"), {"second": TOTAL, "between": 1}))
+        result.append(((epoch, "whole"), {"outside": 1, "samples": 2 * SIZE * (epoch + 1)}))
+    return result
+
+
+def test_sums_without_a_stop(script: Script) -> None:
+    assert run_with_stops(script, set()) == expected()
+
+
+def test_a_second_restart_after_clear_raises_no_key_error_and_repeats_no_sum(script: Script) -> None:
+    assert run_with_stops(script, {(0, 1), (0, 3), (0, 4), (1, 0), (1, 4)}) == expected()
+
+
+@settings(max_examples=12, deadline=None)
+@given(stops=st.sets(st.tuples(st.integers(0, 1), st.integers(0, 5)), max_size=5))
+def test_sums_are_the_same_wherever_it_was_stopped(
+    stops: set[tuple[int, int]], tmp_path_factory: Any
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        script = Script(
+            patch,
+            ADAPTDL_CHECKPOINT_PATH=str(tmp_path_factory.mktemp("saved")),
+            ADAPTDL_CHECKPOINT_INTERVAL="0",
+        )
+        assert run_with_stops(script, stops) == expected()
+    _session.reset()
+
+
+def test_accumulators_of_finished_epochs_leave_the_checkpoint(script: Script) -> None:
+    for _ in remaining_epochs_until(5):
+        Accumulator()["a"] += 1
+        for _ in loader():
+            pass
+    names = [name for name in _session.current().states if "accumulator" in name]
+    assert names == []
+
+
+def test_a_state_in_memory_holds_what_is_not_synchronized_yet(script: Script) -> None:
+    sums = Accumulator()
+    sums["a"] += 1
+    before = checkpoint.snapshot_states([sums._state.name])
+    sums["a"] += 5
+    checkpoint.restore_states(before)
+    with sums.synchronized():
+        assert sums["a"] == 1
