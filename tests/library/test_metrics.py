@@ -1,0 +1,399 @@
+from __future__ import annotations
+
+import json
+import math
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fresh import Script
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptdl_elastic import _session, checkpoint, sched_hints
+from adaptdl_elastic.channel import Channel
+from adaptdl_elastic.torch import _metrics
+from adaptdl_elastic.torch._metrics import WARMUP, WINDOW, BatchSize, Metrics, robust_mean
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
+    yield Script(
+        monkeypatch,
+        ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "saved"),
+        ADAPTDL_EVENT_LOG=str(tmp_path / "events"),
+    )
+    _session.reset()
+
+
+class Machine:
+    """A machine whose steps take as long as `step_time` says, and metrics that watch it."""
+
+    def __init__(self, step_time: Callable[[int], float], load: float = 0.0) -> None:
+        self.now = 0.0
+        self.step_time = step_time
+        self.load = load  # seconds for the data of a step
+        self.metrics = Metrics(clock=lambda: self.now, background=False)
+
+    def train(self, steps: int, atomic: int, accum: int = 0, sync: float | None = None) -> None:
+        self.metrics.current(atomic, accum)
+        for _ in range(steps):
+            for number in range(accum + 1):
+                self.now += self.load
+                self.metrics.profile_step_start(atomic)
+                self.now += self.step_time(atomic)
+                if number == accum and sync is not None:
+                    self.now += sync
+                    self.metrics.profile_sync_time(sync)
+                self.metrics.profile_step_commit(accumulation_step=number < accum)
+
+    def time_of(self, atomic: int) -> float:
+        return next(e.optim_step_time for e in self.metrics.entries() if e.atomic_bsz == atomic)
+
+
+POSITIVE = st.floats(1e-4, 1e2)
+
+
+@given(st.lists(POSITIVE, min_size=1, max_size=WINDOW))
+def test_a_robust_mean_lies_among_the_samples_and_scales_with_them(samples: list[float]) -> None:
+    mean = robust_mean(samples)
+    assert min(samples) * (1 - 1e-9) <= mean <= max(samples) * (1 + 1e-9)
+    assert robust_mean([2 * s for s in samples]) == pytest.approx(2 * mean)
+
+
+@given(st.lists(st.floats(0.99, 1.01), min_size=9, max_size=WINDOW), st.lists(st.floats(5, 1e6), max_size=4))
+def test_a_minority_of_outliers_moves_a_robust_mean_by_nothing_much(
+    good: list[float], bad: list[float]
+) -> None:
+    assert robust_mean([*good, *bad]) == pytest.approx(1, abs=0.02)
+
+
+def test_no_samples_have_no_mean() -> None:
+    assert robust_mean([]) == 0.0
+
+
+def test_the_first_steps_after_a_start_and_a_change_are_not_believed(script: Script) -> None:
+    slow = {32: 0, 64: 0}
+
+    def step_time(atomic: int) -> float:
+        slow[atomic] += 1
+        return 5.0 if slow[atomic] <= WARMUP else 0.01 * atomic / 32
+
+    machine = Machine(step_time)
+    machine.train(20, 32)
+    machine.train(20, 64)
+    assert machine.time_of(32) == pytest.approx(0.01)
+    assert machine.time_of(64) == pytest.approx(0.02)
+
+
+def test_outliers_are_left_out(script: Script) -> None:
+    noise = random.Random(0)
+    machine = Machine(lambda _: 0.01 if noise.random() < 0.8 else 1.0)
+    machine.train(200, 32)
+    assert machine.time_of(32) == pytest.approx(0.01)
+
+
+def test_a_machine_that_becomes_slower_is_believed_within_a_window(script: Script) -> None:
+    times = iter([0.01] * 300 + [0.03] * (WINDOW + 1))
+    machine = Machine(lambda _: next(times))
+    machine.train(300, 32)
+    assert machine.time_of(32) == pytest.approx(0.01)
+    machine.train(WINDOW, 32)
+    assert machine.time_of(32) == pytest.approx(0.03)
+
+
+def test_waiting_for_data_is_part_of_a_step_and_a_pause_is_not(script: Script) -> None:
+    machine = Machine(lambda _: 0.01, load=0.02)
+    for _ in range(10):
+        machine.train(5, 32)
+        machine.metrics.pause()
+        machine.now += 100  # an evaluation
+    assert machine.time_of(32) == pytest.approx(0.03)
+    assert machine.metrics.throughput() == pytest.approx(32 / 0.03, rel=1e-6)
+
+
+def test_a_pass_without_synchronisation_is_told_from_one_with_it(script: Script) -> None:
+    script.restart(ADAPTDL_NUM_REPLICAS="2", ADAPTDL_NUM_NODES="1")
+    machine = Machine(lambda _: 0.01)
+    machine.train(20, 32, sync=0.004)
+    (entry,) = machine.metrics.entries()
+    assert (entry.nodes, entry.replicas, entry.atomic_bsz) == (1, 2, 32)
+    assert entry.optim_step_time == pytest.approx(0.014)
+    assert entry.accum_step_time == pytest.approx(0.01)
+    machine.train(20, 16, accum=3, sync=0.004)
+    entry = machine.metrics.entries()[0]
+    assert (entry.atomic_bsz, entry.accum_count > entry.optim_count) == (16, True)
+    assert entry.accum_step_time == pytest.approx(0.01)
+    assert machine.metrics.throughput() == pytest.approx(2 * 16 * 4 / 0.044, rel=1e-6)
+
+
+def noisy_gradients(metrics: Metrics, ratio: float = 1000.0) -> None:
+    metrics.update_grad_params("model", 1.0, ratio)
+
+
+def limits(machine: Machine, **kwargs: Any) -> None:
+    machine.metrics.set_batch_size(32, 4096, (8, 1024), **kwargs)
+
+
+def adapt(machine: Machine, decisions: int = 12) -> BatchSize:
+    """Train, and follow every suggestion."""
+    now = BatchSize(32, 0)
+    for _ in range(decisions):
+        machine.train(20, now.atomic_bsz, now.accumulation_steps)
+        machine.metrics.refresh()
+        now = machine.metrics.suggestion() or now
+    return now
+
+
+def test_one_replica_without_accumulation_adapts_its_batch_size(script: Script) -> None:
+    machine = Machine(lambda atomic: 0.01 + 0.00001 * atomic)  # the larger the better, for the machine
+    limits(machine)
+    noisy_gradients(machine.metrics)
+    found = adapt(machine)
+    assert found.accumulation_steps == 0
+    best = max(range(32, 1025), key=lambda m: m / (0.01 + 0.00001 * m) / (1 + m / 32 / 1000))
+    assert found.atomic_bsz == pytest.approx(best, rel=0.2)
+
+
+def test_a_batch_size_that_does_not_pay_is_left_alone(script: Script) -> None:
+    machine = Machine(lambda atomic: 0.001 * atomic)  # twice the samples, twice the time
+    limits(machine)
+    machine.metrics.update_grad_params("model", 1000.0, 1.0)  # and no noise to average out
+    now = adapt(machine)
+    assert now.atomic_bsz <= 64  # one try at most: before it is tried nobody knows
+
+
+def test_measurements_overrule_the_model(script: Script) -> None:
+    """A cliff (memory, a cache) that no model of Pollux' form knows is stepped back from, once."""
+    machine = Machine(lambda atomic: 0.01 if atomic <= 40 else 0.5)
+    limits(machine)
+    noisy_gradients(machine.metrics)
+    visited, now = [], BatchSize(32, 0)
+    for _ in range(30):
+        machine.train(20, now.atomic_bsz)
+        machine.metrics.refresh()
+        now = machine.metrics.suggestion() or now
+        visited.append(now.atomic_bsz)
+    assert visited[-1] <= 40
+    assert len(set(visited[-10:])) == 1
+
+
+def test_a_decision_goes_at_most_twice_as_far_as_was_measured(script: Script) -> None:
+    machine = Machine(lambda atomic: 0.01)
+    limits(machine)
+    noisy_gradients(machine.metrics, 1e9)
+    machine.train(20, 32)
+    machine.metrics.refresh()
+    assert machine.metrics.suggestion() is not None
+    assert machine.metrics.suggestion().atomic_bsz <= 64  # type: ignore[union-attr]
+
+
+def test_steady_noise_does_not_make_the_batch_size_wander(script: Script) -> None:
+    noise = random.Random(1)
+    machine = Machine(lambda atomic: (0.002 + 0.0001 * atomic) * noise.lognormvariate(0, 0.1))
+    limits(machine)
+    noisy_gradients(machine.metrics, 20.0)
+    now = adapt(machine)
+    changes = 0
+    for _ in range(30):
+        machine.train(20, now.atomic_bsz)
+        noisy_gradients(machine.metrics, 20.0 * noise.lognormvariate(0, 0.05))
+        machine.metrics.refresh()
+        found = machine.metrics.suggestion()
+        changes, now = changes + (found is not None), found or now
+    assert changes <= 1
+
+
+def test_without_autoscaling_nothing_is_suggested(script: Script) -> None:
+    machine = Machine(lambda atomic: 0.01)
+    machine.metrics.set_batch_size(32)
+    noisy_gradients(machine.metrics)
+    assert adapt(machine) == BatchSize(32, 0)
+    assert machine.metrics.best_batch_size() is None
+    assert machine.metrics.get_goodput_fn() is not None  # the size of the job can still be decided
+
+
+def test_a_suggestion_for_another_batch_size_than_the_present_is_dropped(script: Script) -> None:
+    machine = Machine(lambda atomic: 0.01)
+    limits(machine)
+    noisy_gradients(machine.metrics)
+    machine.train(20, 32)
+    machine.metrics.refresh()
+    assert machine.metrics.suggestion() is not None
+    machine.metrics.current(48, 0)
+    assert machine.metrics.suggestion() is None
+
+
+def test_what_was_learnt_survives_a_restart(script: Script) -> None:
+    session = _session.current()
+    metrics = session.metrics
+    machine = Machine.__new__(Machine)
+    machine.now, machine.step_time, machine.load, machine.metrics = 0.0, lambda _: 0.01, 0.0, metrics
+    metrics._clock, metrics._background = lambda: machine.now, False
+    limits(machine)
+    noisy_gradients(metrics)
+    metrics.update_progress(12.5)
+    machine.train(20, 32)
+    before = metrics.hints()
+    checkpoint.save_all_states()
+    script.restart()
+    again = _session.current().metrics
+    again.set_batch_size(32, 4096, (8, 1024))
+    assert again.get_progress() == 12.5
+    assert again.hints().profile == before.profile
+    assert again.hints().grad_params == (1.0, 1000.0)
+    assert again.best_batch_size() is not None  # without one step in this generation
+
+
+def test_a_newer_format_is_not_misread(script: Script) -> None:
+    with pytest.raises(ValueError, match="format 99"):
+        Metrics(background=False).undump({"v": 99})
+
+
+def test_statistics_that_are_no_numbers_are_not_believed(script: Script) -> None:
+    metrics = Metrics(background=False)
+    metrics.update_grad_params("model", 1.0, 2.0)
+    metrics.update_grad_params("model", math.nan, 2.0)
+    metrics.update_grad_params("other", 1.0, -5.0)  # an unbiased estimate may be negative
+    assert metrics.grad_params() == (2.0, 2.0)
+
+
+def test_the_report_and_the_event_say_all_that_is_documented(
+    monkeypatch: pytest.MonkeyPatch, script: Script
+) -> None:
+    ours, theirs = Channel.pair()
+    session = _session.current()
+    session.channel = Channel(theirs)
+    machine = Machine(lambda atomic: 0.01)
+    limits(machine)
+    noisy_gradients(machine.metrics)
+    machine.metrics.update_gain("model", 1.5, 1.25)
+    machine.metrics.update_position(step=20, epoch=1, epochs=4, samples_done=100, samples_total=400)
+    machine.train(20, 64)
+    machine.metrics.refresh()
+    machine.metrics.refresh()
+    session.channel.close()
+    session.channel = None
+    messages = list(ours)
+    ours.close()
+    events = [m for m in messages if m["type"] == "event"]
+    assert len(events) == 1  # once, however often it is looked at
+    event = events[0]
+    names = (
+        "batch_size atomic_bsz accumulation_steps gain lr_factor predicted_goodput goodput throughput "
+        "efficiency step epoch"
+    )
+    assert set(names.split()) <= set(event)
+    assert (event["batch_size"], event["gain"], event["lr_factor"]) == (64, 1.5, 1.25)
+    assert event["throughput"] == pytest.approx(6400)
+    assert event["efficiency"] == pytest.approx(1001 / 1002)
+    assert event["goodput"] == pytest.approx(event["throughput"] * event["efficiency"])
+    assert event["predicted_goodput"] == pytest.approx(event["goodput"], rel=0.02)
+    hints = [sched_hints.decode(json.dumps(m["hints"])) for m in messages if m["type"] == "hints"]
+    assert len(hints) == 2
+    assert hints[0].perf_params is not None
+    assert (hints[0].progress, hints[0].remaining_samples) == (0.25, 300)
+    assert hints[0].profile[0].optim_count == 20 - WARMUP
+
+
+def test_the_training_loop_never_waits_for_a_fit(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    fitting, go = threading.Event(), threading.Event()
+    fit = _metrics.fit_perf_params
+
+    def endless(*args: Any) -> Any:
+        fitting.set()
+        assert go.wait(30)
+        return fit(*args)
+
+    monkeypatch.setattr(_metrics, "fit_perf_params", endless)
+    script.set(ADAPTDL_REPORT_INTERVAL="0.01")
+    metrics = Metrics()
+    metrics.set_batch_size(32, 1024)
+    noisy_gradients(metrics)
+    metrics.current(32, 0)
+
+    def step() -> None:
+        metrics.profile_step_start(32)
+        metrics.profile_step_commit()
+        metrics.update_progress(1.0)
+        noisy_gradients(metrics)
+        assert metrics.suggestion() is None
+        metrics.hints()
+
+    for _ in range(20):
+        step()
+    assert fitting.wait(30)
+    for _ in range(100):  # with the fit under way: it comes to an end only after this
+        step()
+    assert metrics.get_goodput_fn() is None
+    go.set()
+    metrics.close()
+
+
+def test_an_error_in_the_background_is_logged_and_does_not_end_it(
+    script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    twice, calls = threading.Event(), []
+
+    def broken(self: Metrics) -> None:
+        calls.append(1)
+        if len(calls) > 1:
+            twice.set()
+        raise ZeroDivisionError("of the test")
+
+    monkeypatch.setattr(Metrics, "refresh", broken)
+    script.set(ADAPTDL_REPORT_INTERVAL="0.01")
+    metrics = Metrics()
+    metrics.profile_step_start(1)
+    metrics.profile_step_commit()
+    assert twice.wait(30)
+    metrics.close()
+    assert "of the test" in caplog.text
+
+
+def test_only_rank_0_measures_and_reports(script: Script) -> None:
+    script.restart(ADAPTDL_NUM_REPLICAS="2", ADAPTDL_REPLICA_RANK="1")
+    machine = Machine(lambda atomic: 0.01)
+    limits(machine)
+    machine.train(20, 32)
+    machine.metrics.refresh()
+    assert machine.metrics.entries() == ()
+    assert machine.metrics.suggestion() is None
+
+
+def test_the_report_interval_is_checked(script: Script) -> None:
+    script.set(ADAPTDL_REPORT_INTERVAL="never")
+    with pytest.raises(ValueError, match="ADAPTDL_REPORT_INTERVAL=never"):
+        Metrics()
+
+
+def test_hints_of_ones_own(script: Script) -> None:
+    ours, theirs = Channel.pair()
+    session = _session.current()
+    session.channel = Channel(theirs)
+    session.metrics.set_batch_size(32)
+    assert sched_hints.post_sched_hints(
+        {
+            "initBatchSize": 64,
+            "maxBatchSize": None,
+            "localBszBounds": [8, 64],
+            "gradParams": {"norm": 1.0, "var": 2.0},
+            "perfParams": dict.fromkeys(sched_hints.PERF_PARAMS, 1.0),
+        },
+        "namespace/job",
+    )
+    session.channel.close()
+    session.channel = None
+    (message,) = list(ours)
+    ours.close()
+    hints = sched_hints.decode(json.dumps(message["hints"]))
+    assert (hints.init_batch_size, hints.local_bsz_bounds, hints.grad_params) == (64, (8, 64), (1.0, 2.0))
+    with pytest.raises(ValueError, match="no such hint: 'batchSize'"):
+        sched_hints.post_sched_hints({"batchSize": 1})
+    with pytest.raises(ValueError, match="perfParams needs"):
+        sched_hints.post_sched_hints({"perfParams": {"alpha": 1}})
+    with pytest.raises(sched_hints.MalformedHintsError, match="init_batch_size"):
+        sched_hints.post_sched_hints({"initBatchSize": "many"})
