@@ -59,6 +59,7 @@ class Replica:
     rank: int
     pid: int | None = None
     library: bool = False  # it said hello: stop it by message
+    signalled: bool = False  # it was sent SIGTERM: whatever it answers is what we asked for
     exit_code: int | None = None
     exited: float = 0.0  # wall clock
     step: int | None = None
@@ -108,7 +109,7 @@ class State:
     acted: int = -1  # highest generation that was started here, or given up before it was
     held: Held | None = None
     agents: Mapping[str, str] = field(default_factory=dict)  # node → agent registered for this job
-    ended: frozenset[tuple[int, str]] = frozenset()
+    ended: Mapping[tuple[int, str], Outcome] = field(default_factory=dict)
     master: MasterRecord | None = None
     opening: int = -1  # generation whose master we were asked to open
     status: JobStatus | None = None
@@ -153,6 +154,7 @@ class EndedSeen:
 
     generation: int
     node: str
+    outcome: Outcome
 
 
 @dataclass(frozen=True)
@@ -257,9 +259,10 @@ class StartReplicas:
 
 @dataclass(frozen=True)
 class AskToStop:
-    """Ask replicas to save and leave: those with the library by message, others by SIGTERM."""
+    """Ask replicas to save and leave: those with the library by message, plain ones by SIGTERM."""
 
     local_ranks: tuple[int, ...]
+    plain: tuple[int, ...]
     reason: str
 
 
@@ -351,8 +354,8 @@ def _learn(state: State, event: Event, now: float) -> tuple[State, list[Action]]
             return (replace(state, status=status) if status.run == state.me.run else state), []
         case NodesSeen(agents):
             return replace(state, agents=agents), []
-        case EndedSeen(generation, node):
-            return replace(state, ended=state.ended | {(generation, node)}), []
+        case EndedSeen(generation, node, outcome):
+            return replace(state, ended={**state.ended, (generation, node): outcome}), []
         case MasterSeen(master):
             known = state.master is None or master.generation >= state.master.generation
             return (replace(state, master=master) if known else state), []
@@ -411,8 +414,7 @@ def _learn_exit(held: Held, local_rank: int, code: int, time: float, message: st
     replica = held.replicas[local_rank]
     if replica.exit_code is not None:
         return held
-    # SIGTERM is how a script without the library is stopped, whatever it answers
-    expected = code in (0, STOPPED) or (held.phase is Phase.STOPPING and not replica.library)
+    expected = code in (0, STOPPED) or replica.signalled
     held = _change(held, local_rank, exit_code=code, exited=time)
     if expected or held.phase is Phase.KILLING or held.failure is not None:
         return held
@@ -439,6 +441,9 @@ def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
         return state, []
     if not all(_gone(state, leaving.generation, leaving.node, leaving.agent) for leaving in plan.leaving):
         return state, []
+    if _was_done(state, plan):
+        record = EndedRecord(state.me.node, plan.generation, Outcome.DONE)
+        return replace(state, acted=plan.generation, outcome=Outcome.DONE), [WriteEnded(record)]
     if state.master is None or state.master.generation != plan.generation:
         if plan.ranks(state.me.node).start != 0 or state.opening == plan.generation:
             return state, []
@@ -453,7 +458,7 @@ def _reconcile_held(state: State, held: Held, now: float) -> tuple[State, list[A
     alive = tuple(r.local_rank for r in held.alive)
     if not alive:
         record = _ended(state.me, held)
-        ended = state.ended | {(held.generation, state.me.node)}
+        ended = {**state.ended, (held.generation, state.me.node): record.outcome}
         state = replace(state, held=None, ended=ended, outcome=record.outcome, outcome_at=now)
         return state, [WriteEnded(record)]
     if held.phase is Phase.KILLING:
@@ -467,7 +472,11 @@ def _reconcile_held(state: State, held: Held, now: float) -> tuple[State, list[A
         why = _why_stop(state, held, now)
         if why is not None:
             held = replace(held, phase=Phase.STOPPING, until=now + state.me.checkpoint_timeout)
-            return replace(state, held=held), [AskToStop(alive, why)]
+            plain = tuple(r.local_rank for r in held.alive if not r.library)
+            for local_rank in plain:
+                held = _change(held, local_rank, signalled=True)
+            asked = tuple(local_rank for local_rank in alive if local_rank not in plain)
+            return replace(state, held=held), [AskToStop(asked, plain, why)]
         return _watch_for_hang(state, held, now)
     return state, []
 
@@ -543,6 +552,15 @@ def _names_us(state: State, plan: Plan) -> bool:
 def _gone(state: State, generation: int, node: str, agent: str) -> bool:
     """Whether a node's replicas of a generation can not be running any more."""
     return (generation, node) in state.ended or state.agents.get(node) != agent
+
+
+def _was_done(state: State, plan: Plan) -> bool:
+    """Whether the script came to its end while the plan to change it was made: nothing is left to run."""
+    if not plan.leaving or plan.transition is Transition.ABORT:
+        return False
+    before = max(leaving.generation for leaving in plan.leaving)
+    outcomes = [outcome for (generation, _), outcome in state.ended.items() if generation == before]
+    return bool(outcomes) and all(outcome is Outcome.DONE for outcome in outcomes)
 
 
 def _depart(state: State, newest: bool, now: float) -> tuple[State, list[Action]]:

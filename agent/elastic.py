@@ -302,8 +302,8 @@ class AdaptiveAgent(SimpleElasticAgent):
                 self._open_master(generation)
             case d.StartReplicas(plan, master):
                 self._start(plan, master)
-            case d.AskToStop(local_ranks, reason):
-                self._ask_to_stop(local_ranks, reason)
+            case d.AskToStop(local_ranks, plain, reason):
+                self._ask_to_stop(local_ranks, plain, reason)
             case d.Kill(local_ranks, reason):
                 self._kill(local_ranks, reason)
             case d.WriteRunning(generation, library):
@@ -423,12 +423,13 @@ class AdaptiveAgent(SimpleElasticAgent):
     def _held(self, local_ranks: tuple[int, ...]) -> list[ReplicaHandle]:
         return [h for h in self._replicas.values() if h.local_rank in local_ranks]
 
-    def _ask_to_stop(self, local_ranks: tuple[int, ...], reason: str) -> None:
+    def _ask_to_stop(self, local_ranks: tuple[int, ...], plain: tuple[int, ...], reason: str) -> None:
         if self._give_up_joining(d.STOPPED):
             return
         for handle in self._held(local_ranks):
-            if not handle.library or not handle.send({"type": "stop", "reason": reason}):
-                self._forks.signal(handle.number, signal.SIGTERM)
+            handle.send({"type": "stop", "reason": reason})  # one that can not hear it is about to end
+        for handle in self._held(plain):
+            self._forks.signal(handle.number, signal.SIGTERM)
 
     def _kill(self, local_ranks: tuple[int, ...], reason: str) -> None:
         if self._give_up_joining(-signal.SIGKILL):

@@ -105,8 +105,9 @@ class Mirror:
             case ["generations", _, "master"] if value is not None:
                 yield d.MasterSeen(decode(MasterRecord, value, key))
             case ["generations", generation, "ended", node] if value is not None:
-                self.ended[int(generation), node] = decode(EndedRecord, value, key)
-                yield d.EndedSeen(int(generation), node)
+                record = decode(EndedRecord, value, key)
+                self.ended[int(generation), node] = record
+                yield d.EndedSeen(int(generation), node, record.outcome)
 
     def _nodes(self) -> d.NodesSeen:
         return d.NodesSeen({node: record.agent for node, record in self.agents.items()})
