@@ -81,7 +81,7 @@ class Memory:
     job_costs: Mapping[str, float] = field(default_factory=dict)
     cost: float = 0.0
     updated: float | None = None
-    changed: float = float("-inf")
+    changed: float = 0.0
     low_since: float | None = None
 
 

@@ -1,0 +1,92 @@
+"""From the store's view of the cluster to what the autoscaler decides by. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from adaptdl_elastic.autoscaler.coordinator.policy import model, own_hints, policy_inputs
+from adaptdl_elastic.autoscaler.coordinator.slots import used
+from adaptdl_elastic.autoscaler.policy.types import JobInfo
+from adaptdl_elastic.autoscaler.providers.base import Capacity, Signal
+from adaptdl_elastic.autoscaler.scaling_types import NodeUse, Observation
+from adaptdl_elastic.autoscaler.state import JobView, View
+
+
+def observe(
+    view: View, capacity: Capacity, signals: Sequence[Signal], expected: Sequence[str] = ()
+) -> Observation:
+    """What one decision is made of. `expected`: jobs to have a node for before they are in the store."""
+    asked, _, _ = policy_inputs(view)
+    known = {job.name for job in asked}
+    waiting = [info for name, job in view.jobs.items() if name not in known and (info := without_nodes(job))]
+    coming = [JobInfo(name) for name in expected if name not in view.jobs or view.jobs[name].spec is None]
+    nodes = node_uses(view)
+    slots: dict[str, int] = {}
+    for agents in view.nodes.values():
+        for node, seen in agents.items():
+            if capacity.instance(seen.record.instance or "") is None and not view.draining(seen.record):
+                slots[node] = max(slots.get(node, 0), seen.record.slots)
+    return Observation(
+        view.wall, capacity, nodes, (*asked, *waiting, *coming), tuple(signals), sum(slots.values())
+    )
+
+
+def node_uses(view: View) -> dict[str, NodeUse]:
+    """Every node that runs on an instance, by instance."""
+    holds = {name: used(view, job) for name, job in view.jobs.items()}
+    found: dict[str, NodeUse] = {}
+    for agents in view.nodes.values():
+        for node, seen in agents.items():
+            record = seen.record
+            if record.instance is None:
+                continue
+            request = view.drains.get(node)
+            deadlines = [record.deadline, request.record.deadline if request else None]
+            before = found.get(record.instance)
+            found[record.instance] = NodeUse(
+                node,
+                {job: slots[node] for job, slots in holds.items() if slots.get(node)},
+                draining=view.draining(record) or (before is not None and before.draining),
+                deadline=min((d for d in deadlines if d is not None), default=None),
+                at_risk=record.at_risk or (before is not None and before.at_risk),
+            )
+    return found
+
+
+def without_nodes(job: JobView) -> JobInfo | None:
+    """A job that waits and has no node to be asked about on; None when it wants none."""
+    if job.spec is None:
+        return None
+    spec = job.spec.record
+    status = job.status.record if job.status is not None else None
+    if status is not None and status.run == spec.run and status.state.ended:
+        return None
+    request = job.request.record if job.request is not None else None
+    if request is not None and request.stop:
+        return None
+    hints = own_hints(job)
+    return JobInfo(
+        name=job.job,
+        min_replicas=max(1, spec.min_replicas),
+        max_replicas=spec.max_replicas,
+        min_nodes=spec.min_nodes,
+        max_nodes=spec.max_nodes,
+        model=None if hints is None else model(hints),
+        max_profiled_replicas=0 if hints is None else hints.max_profiled_replicas,
+        requested_replicas=request.replicas if request is not None else None,
+        remaining=None if hints is None else hints.remaining_samples,
+        weight=spec.weight,
+    )
+
+
+def all_ended(view: View, expected: Sequence[str]) -> bool:
+    """Whether every job that is known or expected has ended; not while there is none at all."""
+    names = set(view.jobs) | set(expected)
+    return bool(names) and all(name in view.jobs and _ended(view.jobs[name]) for name in names)
+
+
+def _ended(job: JobView) -> bool:
+    spec, status = job.spec, job.status
+    if spec is None:
+        return status is not None and status.record.state.ended
+    return status is not None and status.record.run == spec.record.run and status.record.state.ended

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+from moto_process import Moto, make_group
+
+from adaptdl_elastic.autoscaler.autoscale_cli import autoscale
+from adaptdl_elastic.autoscaler.cli import CommandError, Where
+from adaptdl_elastic.rendezvous import records
+from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.memory import MemoryStore
+
+KEYS = Keys("test")
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
+    memory = MemoryStore()
+    monkeypatch.setattr(Where, "connect", lambda self: (memory, "test"))
+    monkeypatch.setattr(MemoryStore, "__exit__", lambda *_: None)
+    yield memory
+    memory.close()
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(autoscale, arguments)
+
+
+def desired(moto: Moto) -> int:
+    answer = moto.client("autoscaling").describe_auto_scaling_groups(AutoScalingGroupNames=["workers"])
+    return int(answer["AutoScalingGroups"][0]["DesiredCapacity"])
+
+
+def test_a_dry_run_prints_what_it_would_do(moto: Moto, store: MemoryStore) -> None:
+    make_group(moto, "workers")
+    spec = records.JobSpec("train", "run", min_nodes=2, max_nodes=4, min_replicas=2, max_replicas=4)
+    store.put(KEYS.job("train", "spec"), records.encode(spec))
+    done = run("--asg", "workers", "--price", "g5.xlarge=1.006", "--dry-run")
+    assert done.exit_code == 0, done.output
+    assert "would request: pool workers, desired 2" in done.output
+    assert desired(moto) == 0
+    as_json = run("--asg", "workers", "--price", "g5.xlarge=1.006", "--dry-run", "--json")
+    (line,) = [json.loads(text) for text in as_json.output.splitlines()]
+    assert (line["event"], line["pool"], line["desired"]) == ("would request", "workers", 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "either --asg NAME"),
+        (("--asg", "workers", "--local", "true"), "either --asg NAME"),
+        (("--asg", "workers"), "--price g5.xlarge=PRICE"),
+        (("--asg", "workers", "--price", "g5.xlarge"), "write TYPE=PRICE"),
+        (("--asg", "workers", "--price", "g5.xlarge=cheap"), "not a price per hour"),
+        (("--asg", "workers", "--prices", "/nowhere.csv"), "/nowhere.csv"),
+        (("--asg", "nothing", "--price", "g5.xlarge=1"), "no auto-scaling group 'nothing'"),
+        (("--asg", "workers", "--region", "us-west-2", "--price", "g5.xlarge=1"), "in us-west-2"),
+        (("--asg", "workers", "--min-nodes", "3", "--max-nodes", "1"), "--min-nodes 3"),
+        (("--asg", "workers", "--utilisation", "high"), "LOW:HIGH"),
+        (("--asg", "workers", "--utilisation", "2:1"), "band"),
+        (("--asg", "workers", "--deadline", "soon"), "2h30m"),
+        (("--asg", "workers", "--max-hourly-cost", "-1"), "--max-hourly-cost"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    moto: Moto, store: MemoryStore, arguments: tuple[str, ...], words: str
+) -> None:
+    make_group(moto, "workers")
+    done = run(*arguments)
+    assert done.exit_code == 1
+    assert isinstance(done.exception, (CommandError, SystemExit, click.ClickException))
+    text = done.output + str(done.exception)
+    assert words in text
+    assert "Traceback" not in text
+    assert len(done.output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2h30m", ("*", 9100.0)),
+        ("90s", ("*", 190.0)),
+        ("train=1d", ("train", 86500.0)),
+        ("train=1970-01-01T01:00:00+00:00", ("train", 3600.0)),
+        ("1970-01-01T01:00:00Z", ("*", 3600.0)),
+    ],
+)
+def test_deadlines(text: str, expected: Any) -> None:
+    from adaptdl_elastic.autoscaler.autoscale_cli import _deadline
+
+    assert _deadline(text, 100.0) == expected
+
+
+@pytest.mark.parametrize("text", ["", "train=", "2x", "5", "h"])
+def test_what_is_no_deadline(text: str) -> None:
+    from adaptdl_elastic.autoscaler.autoscale_cli import _deadline
+
+    with pytest.raises(CommandError, match="2h30m"):
+        _deadline(text, 100.0)

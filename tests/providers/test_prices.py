@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+
+from adaptdl_elastic.autoscaler.providers.base import ProviderError
+from adaptdl_elastic.autoscaler.providers.ec2_read import Kind, Prices, trouble_of
+from adaptdl_elastic.autoscaler.providers.prices import (
+    latest_spot_prices,
+    parse_price_option,
+    parse_prices,
+    read_prices,
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"g5.xlarge": 1.006, "p4d.24xlarge": "32.77"}',
+        "g5.xlarge,1.006\np4d.24xlarge, 32.77\n",
+        "type,price\n# a comment\n\ng5.xlarge,1.006\np4d.24xlarge,32.77\n",
+    ],
+)
+def test_tables(text: str, tmp_path: Path) -> None:
+    table = {"g5.xlarge": 1.006, "p4d.24xlarge": 32.77}
+    assert parse_prices(text) == table
+    (tmp_path / "prices").write_text(text)
+    assert read_prices(tmp_path / "prices") == table
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "line 1"),
+        ('{"g5.xlarge": null}', "g5.xlarge"),
+        ("g5.xlarge,-1", "-1"),
+        ("g5.xlarge,nan", "nan"),
+        ("g5.xlarge,inf", "inf"),
+        ("g5.xlarge", "g5.xlarge"),
+        ("g5.xlarge,1,2", "g5.xlarge"),
+    ],
+)
+def test_bad_tables_name_the_entry(text: str, words: str) -> None:
+    with pytest.raises(ProviderError, match=words):
+        parse_prices(text)
+
+
+def test_the_option() -> None:
+    assert parse_price_option("g5.xlarge=1") == ("g5.xlarge", 1.0)
+    with pytest.raises(ProviderError, match="TYPE=PRICE"):
+        parse_price_option("1.0")
+
+
+def test_the_newest_price_of_each_type_and_zone() -> None:
+    def entry(hour: int, price: str, zone: str = "a") -> dict[str, object]:
+        return {
+            "InstanceType": "g5.xlarge",
+            "AvailabilityZone": zone,
+            "SpotPrice": price,
+            "Timestamp": datetime(2026, 11, 21, hour, tzinfo=timezone.utc),
+        }
+
+    history = [entry(2, "0.4"), entry(1, "0.3"), entry(1, "0.5", "b")]
+    assert latest_spot_prices(history) == {("g5.xlarge", "a"): 0.4, ("g5.xlarge", "b"): 0.5}
+
+
+def test_an_unknown_spot_price_is_taken_for_on_demand() -> None:
+    prices = Prices({"g5.xlarge": 1.0}, {("g5.xlarge", "a"): 0.3})
+    assert prices.of("g5.xlarge", "a", True) == 0.3
+    assert prices.of("g5.xlarge", "b", True) == 1.0
+    assert prices.cheapest(["g5.xlarge"], ["a", "b"], True) == (0.3, "g5.xlarge")
+
+
+@pytest.mark.parametrize(
+    ("base", "fraction", "terms"),
+    [(0, 1.0, "dddd"), (0, 0.0, "ssss"), (2, 0.0, "ddss"), (0, 0.5, "dsds"), (1, 0.25, "ddss")],
+)
+def test_what_a_mixed_group_launches_next(base: int, fraction: float, terms: str) -> None:
+    kind = Kind(("g5.xlarge",), base, fraction, mixed=True)
+    found = ""
+    for _ in range(4):
+        found += "s" if kind.next_is_spot(found.count("d"), found.count("s")) else "d"
+    assert found == terms
+
+
+def test_only_the_newest_launch_counts() -> None:
+    def activity(status: str, text: str = "Launching a new EC2 instance") -> dict[str, object]:
+        return {
+            "Description": text,
+            "StatusCode": status,
+            "StatusMessage": "no capacity",
+            "StartTime": datetime(2026, 11, 21, tzinfo=timezone.utc),
+        }
+
+    assert trouble_of([]) == ("", 0.0)
+    assert trouble_of([activity("Successful"), activity("Failed")]) == ("", 0.0)
+    assert trouble_of([activity("InProgress"), activity("Failed")])[0] == "no capacity"
+    assert trouble_of([activity("Failed", "Terminating EC2 instance"), activity("Successful")]) == ("", 0.0)

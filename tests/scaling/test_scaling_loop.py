@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from adaptdl_elastic.autoscaler.providers.base import Pool, ProviderError, UnknownPoolError
+from adaptdl_elastic.autoscaler.providers.fake import FakeProvider
+from adaptdl_elastic.autoscaler.providers.static import StaticProvider
+from adaptdl_elastic.autoscaler.scaling import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling_loop import Autoscaler, LoopOptions
+from adaptdl_elastic.rendezvous import records
+from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.memory import MemoryStore
+from adaptdl_elastic.rendezvous.store import StoreError
+
+POOL = Pool("workers", desired=0, maximum=4, hourly_price=1.0)
+KEYS = Keys("test")
+
+
+class Cluster:
+    """An autoscaler on a store in memory; agents register and plans are written by the test."""
+
+    def __init__(
+        self, store: MemoryStore, *, provider: Any = None, options: LoopOptions | None = None
+    ) -> None:
+        self.now = 5000.0
+        self.store = store
+        self.provider = provider or FakeProvider({"workers": POOL}, lambda: self.now, boot_seconds=0)
+        self.said: list[tuple[str, Mapping[str, Any]]] = []
+        self.ruler = Autoscaler(
+            store,
+            KEYS,
+            self.provider,
+            ScalingSettings(),
+            options,
+            say=lambda event, fields: self.said.append((event, fields)),
+            clock=lambda: self.now,
+        )
+
+    def tick(self, seconds: float = 10.0) -> bool:
+        self.now += seconds
+        return self.ruler.tick()
+
+    def submit(self, job: str = "train", nodes: int = 1) -> None:
+        spec = records.JobSpec(
+            job, "run", min_nodes=nodes, max_nodes=4, min_replicas=nodes, max_replicas=4, created=self.now
+        )
+        self.store.put(KEYS.job(job, "spec"), records.encode(spec))
+
+    def finish(self, job: str = "train") -> None:
+        status = records.JobStatus(job, "run", records.JobState.DONE)
+        self.store.put(KEYS.job(job, "status"), records.encode(status))
+
+    def register(self, instance: str, job: str = "train", **more: Any) -> str:
+        node = f"node-{instance}"
+        record = records.NodeRecord(
+            node, job, "run", f"a-{instance}", "127.0.0.1", 1, instance=instance, **more
+        )
+        self.store.put(KEYS.node(node, job), records.encode(record))
+        return node
+
+    def plan(self, *nodes: str, job: str = "train", generation: int = 0) -> None:
+        plan = records.Plan(
+            job,
+            "run",
+            generation,
+            tuple(records.Placement(node, 1, f"a-{node.removeprefix('node-')}") for node in nodes),
+            records.Cause.START,
+            records.Transition.RESTART,
+            "test",
+        )
+        self.store.put(KEYS.job(job, "plan"), records.encode(plan))
+
+    def end(self, node: str, generation: int, job: str = "train") -> None:
+        record = records.EndedRecord(node, generation, records.Outcome.STOPPED)
+        self.store.put(KEYS.generation(job, generation, "ended", node), records.encode(record))
+
+    def status(self) -> records.AutoscalerStatus:
+        item = self.store.get(KEYS.autoscaler_status)
+        assert item is not None
+        return records.decode(records.AutoscalerStatus, item.value)
+
+    @property
+    def instances(self) -> list[str]:
+        return [i.id for i in self.provider.capacity().instances]
+
+    def events(self, name: str) -> list[Mapping[str, Any]]:
+        return [fields for event, fields in self.said if event == name]
+
+
+@pytest.fixture
+def store() -> Iterator[MemoryStore]:
+    with MemoryStore() as memory:
+        yield memory
+
+
+def test_a_job_from_nothing_to_nothing(store: MemoryStore) -> None:
+    cluster = Cluster(store)
+    cluster.tick()
+    assert cluster.instances == []
+    cluster.submit(nodes=2)
+    cluster.tick()
+    assert len(cluster.instances) == 2
+    nodes = [cluster.register(name) for name in cluster.instances]
+    cluster.plan(*nodes)
+    cluster.tick(3600)
+    status = cluster.status()
+    assert (status.nodes, status.target, status.hourly_cost) == (2, 2, 2.0)
+    assert status.cost_so_far == pytest.approx(2.0)
+    assert status.jobs[0].job == "train"
+    assert status.jobs[0].so_far == pytest.approx(2.0)
+    assert status.bought[0][:2] == ("workers", 2)
+    cluster.finish()
+    for node in nodes:
+        cluster.end(node, 0)
+        store.delete(KEYS.node(node, "train"))
+    for _ in range(15):
+        cluster.tick()
+    assert cluster.instances == []
+    assert cluster.status().hourly_cost == 0.0
+
+
+def test_an_interrupted_node_gets_a_drain_request_that_goes_with_it(store: MemoryStore) -> None:
+    cluster = Cluster(store)
+    cluster.submit()
+    cluster.tick()
+    (victim,) = cluster.instances
+    node = cluster.register(victim)
+    cluster.plan(node)
+    cluster.provider.interrupt(victim, 120)
+    deadline = cluster.now + 120
+    cluster.tick(1)
+    item = store.get(KEYS.drain(node))
+    assert item is not None
+    request = records.decode(records.DrainRequest, item.value)
+    assert (request.instance, request.deadline) == (victim, deadline)
+    before = item.mod_revision
+    cluster.tick(1)
+    again = store.get(KEYS.drain(node))
+    assert again is not None
+    assert again.mod_revision == before  # said once
+    assert victim in cluster.instances  # its replica is still there
+    cluster.end(node, 0)
+    cluster.tick()
+    assert cluster.instances != [victim]
+    assert len(cluster.instances) == 1
+    store.delete(KEYS.node(node, "train"))
+    cluster.tick()
+    assert store.get(KEYS.drain(node)) is None
+
+
+def test_an_expected_job_gets_its_first_node(store: MemoryStore) -> None:
+    cluster = Cluster(store, options=LoopOptions(expected=("train",), until_done=True))
+    assert not cluster.tick()
+    assert len(cluster.instances) == 1
+    cluster.submit()
+    cluster.finish()
+    ended = [cluster.tick() for _ in range(20)]
+    assert ended[-1]
+    assert cluster.instances == []
+
+
+def test_nodes_of_nobody_count(store: MemoryStore) -> None:
+    cluster = Cluster(store)
+    cluster.submit(nodes=1)
+    record = records.NodeRecord("metal", "train", "run", "a", "127.0.0.1", 1)
+    store.put(KEYS.node("metal", "train"), records.encode(record))
+    cluster.tick()
+    assert cluster.instances == []
+
+
+def test_a_dry_run_says_and_does_nothing(store: MemoryStore) -> None:
+    cluster = Cluster(store, options=LoopOptions(dry_run=True))
+    cluster.submit(nodes=3)
+    before = store.range("").items
+    assert cluster.ruler.run() == 0
+    assert cluster.provider.calls == []
+    assert not cluster.provider.ruled
+    assert store.range("").items == before
+    (would,) = cluster.events("would request")
+    assert (would["pool"], would["desired"]) == ("workers", 3)
+
+
+def test_what_it_paid_is_remembered_by_the_next_one(store: MemoryStore) -> None:
+    first = Cluster(store)
+    first.submit()
+    first.tick()
+    first.tick(7200)
+    paid = first.status().cost_so_far
+    assert paid == pytest.approx(2.0)
+    second = Cluster(store, provider=first.provider)
+    second.ruler._memory = second.ruler._recall()
+    second.now = first.now
+    second.tick(3600)
+    assert second.status().cost_so_far == pytest.approx(3.0)
+
+
+def test_a_garbled_memory_is_forgotten(store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
+    store.put(KEYS.autoscaler_status, "{}")
+    assert Cluster(store).ruler._recall().cost == 0.0
+    assert "forgotten" in caplog.text
+
+
+def test_what_the_provider_refuses_is_said_once_and_tried_again(store: MemoryStore) -> None:
+    cluster = Cluster(store)
+    cluster.submit()
+    cluster.provider.errors["request"] = [ProviderError(f"throttled, {n} s") for n in range(3)]
+    for _ in range(5):
+        cluster.tick()
+    assert [w["message"] for w in cluster.events("warning")] == ["throttled, 0 s"]
+    assert len(cluster.instances) == 1
+
+
+def test_a_queue_that_fails_does_not_stop_the_rest(store: MemoryStore) -> None:
+    cluster = Cluster(store)
+    cluster.submit()
+    cluster.provider.errors["signals"] = [ProviderError("no queue")]
+    cluster.tick()
+    assert len(cluster.instances) == 1
+    assert cluster.status().warnings == ("no queue",)
+
+
+def test_a_wrong_group_ends_it_at_once(store: MemoryStore) -> None:
+    cluster = Cluster(store)
+    cluster.provider.errors["capacity"] = [UnknownPoolError("no group")]
+    with pytest.raises(UnknownPoolError):
+        cluster.ruler.run()
+    assert not cluster.provider.ruled
+    assert store.get(KEYS.autoscaler_leader) is None
+
+
+def test_only_one_rules(store: MemoryStore) -> None:
+    store.put(KEYS.autoscaler_leader, records.encode(records.LeaderRecord("other", "box", 42)))
+    cluster = Cluster(store)
+    cluster.ruler.stop()
+    with pytest.raises(StoreError):
+        cluster.ruler.run()
+    assert "pid 42 on box" in cluster.events("waiting")[0]["message"]
+    assert not cluster.provider.ruled
+
+
+def test_a_static_cluster_is_watched_and_left_alone(store: MemoryStore) -> None:
+    cluster = Cluster(store, provider=StaticProvider())
+    cluster.submit(nodes=2)
+    cluster.tick()
+    assert cluster.status().provider == "static"
+    assert "no pool has any to give" in cluster.status().warnings[0]
+
+
+def test_events_reach_the_store(store: MemoryStore) -> None:
+    cluster = Cluster(store)
+    cluster.submit()
+    cluster.tick()
+    lines = [json.loads(item.value) for item in store.range(KEYS.events).items]
+    assert [line["event"] for line in lines] == ["autoscaler_request"]
+    assert lines[0]["desired"] == 1
