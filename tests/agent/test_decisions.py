@@ -1,0 +1,359 @@
+"""What an agent does about what it is told: no processes, no store, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptdl_elastic.agent import decisions as d
+from adaptdl_elastic.rendezvous.records import (
+    Cause,
+    EndedRecord,
+    Failure,
+    JobState,
+    JobStatus,
+    Leaving,
+    MasterRecord,
+    Outcome,
+    Placement,
+    Plan,
+    Transition,
+)
+
+ME = d.Identity("here", "agent-1", "job", "run", checkpoint_timeout=120.0)
+
+
+def plan(
+    generation: int,
+    *placements: tuple[str, int],
+    leaving: Sequence[Leaving] = (),
+    transition: Transition = Transition.RESTART,
+    run: str = "run",
+) -> Plan:
+    agents = {"here": "agent-1"}
+    placed = tuple(Placement(node, count, agents.get(node, f"agent-{node}")) for node, count in placements)
+    return Plan("job", run, generation, placed, Cause.POLICY, transition, "why", leaving=tuple(leaving))
+
+
+def master(generation: int) -> d.MasterSeen:
+    return d.MasterSeen(MasterRecord(generation, "127.0.0.1", 1, 2))
+
+
+class Agent:
+    """Feeds events and keeps what was answered."""
+
+    def __init__(self, **identity: object) -> None:
+        self.state = d.State(me=replace(ME, **identity))  # type: ignore[arg-type]
+        self.now = 0.0
+        self(d.NodesSeen({"here": "agent-1", "there": "agent-there"}))
+
+    def __call__(self, event: d.Event) -> list[d.Action]:
+        self.state, actions = d.decide(self.state, event, self.now)
+        return actions
+
+    def running(self, generation: int = 0, count: int = 2, library: bool = True) -> Agent:
+        """With the replicas of a generation."""
+        self(d.PlanSeen(plan(generation, ("here", count))))
+        self(master(generation))
+        for local_rank in range(count):
+            self(d.ReplicaStarted(generation, local_rank, 100 + local_rank))
+            if library:
+                self(d.ReplicaHello(generation, local_rank))
+        return self
+
+    def exits(self, *codes: int, generation: int = 0) -> list[d.Action]:
+        actions: list[d.Action] = []
+        for local_rank, code in enumerate(codes):
+            actions += self(d.ReplicaExited(generation, local_rank, code, 5.0, "why it did"))
+        return actions
+
+    def later(self, seconds: float) -> list[d.Action]:
+        self.now += seconds
+        return self(d.Tick())
+
+
+def kinds(actions: Sequence[d.Action]) -> list[str]:
+    return [type(action).__name__ for action in actions]
+
+
+def test_rank_0_opens_the_master_and_then_starts() -> None:
+    agent = Agent()
+    first = plan(0, ("here", 2), ("there", 1))
+    assert agent(d.PlanSeen(first)) == [d.OpenMaster(0)]
+    assert agent(d.Tick()) == []
+    found = master(0)
+    assert agent(found) == [d.StartReplicas(first, found.master), d.WriteRunning(0)]
+
+
+def test_others_wait_for_the_master() -> None:
+    agent = Agent()
+    assert agent(d.PlanSeen(plan(0, ("there", 1), ("here", 1)))) == []
+    assert kinds(agent(master(0))) == ["StartReplicas", "WriteRunning"]
+
+
+def test_a_master_of_another_generation_is_none() -> None:
+    agent = Agent()
+    agent(master(0))
+    assert agent(d.PlanSeen(plan(1, ("there", 1), ("here", 1)))) == []
+
+
+def test_a_generation_waits_for_those_who_leave_the_one_before() -> None:
+    agent = Agent()
+    leaving = [Leaving("there", 1, "agent-there", 0)]
+    assert agent(d.PlanSeen(plan(1, ("here", 1), leaving=leaving))) == []
+    assert agent(d.EndedSeen(0, "there", Outcome.STOPPED)) == [d.OpenMaster(1)]
+
+
+def test_a_node_that_has_vanished_is_not_waited_for() -> None:
+    agent = Agent()
+    agent(d.PlanSeen(plan(1, ("here", 1), leaving=[Leaving("there", 1, "agent-there", 0)])))
+    assert agent(d.NodesSeen({"here": "agent-1", "there": "another agent"})) == [d.OpenMaster(1)]
+
+
+def test_a_planned_change_saves_ends_and_starts_again() -> None:
+    agent = Agent().running()
+    leaving = [Leaving("here", 2, "agent-1", 0)]
+    assert agent(d.PlanSeen(plan(1, ("here", 1), leaving=leaving))) == [d.AskToStop((0, 1), (), "why")]
+    assert agent.later(1) == []
+    assert agent.exits(143, 143) == [
+        d.WriteEnded(EndedRecord("here", 0, Outcome.STOPPED, 143)),
+        d.OpenMaster(1),
+    ]
+
+
+def test_a_script_without_the_library_is_stopped_by_signal_and_may_answer_as_it_likes() -> None:
+    agent = Agent().running(library=False)
+    assert agent(d.PlanSeen(plan(1, ("here", 1)))) == [d.AskToStop((), (0, 1), "why")]
+    ended = agent.exits(-15, 1)[0]
+    assert ended == d.WriteEnded(EndedRecord("here", 0, Outcome.STOPPED, 143))
+
+
+def test_one_that_says_hello_after_the_signal_is_not_a_failure() -> None:
+    agent = Agent().running(count=1, library=False)
+    agent(d.PlanSeen(plan(1, ("here", 1))))
+    agent(d.ReplicaHello(0, 0))
+    assert agent.exits(-15)[0] == d.WriteEnded(EndedRecord("here", 0, Outcome.STOPPED, 143))
+
+
+def test_what_does_not_stop_in_time_is_killed_and_killed_again() -> None:
+    agent = Agent().running()
+    agent(d.PlanSeen(plan(1, ("here", 1))))
+    assert d.deadline(agent.state) == 120.0
+    assert agent.later(119) == []
+    assert kinds(agent.later(1)) == ["Kill"]
+    assert kinds(agent.later(d.KILL_AGAIN_AFTER)) == ["Kill"]
+    assert agent.exits(-9, -9)[0] == d.WriteEnded(EndedRecord("here", 0, Outcome.ABORTED, -9))
+
+
+def test_an_abort_kills_at_once() -> None:
+    agent = Agent().running()
+    assert kinds(agent(d.PlanSeen(plan(1, ("there", 1), transition=Transition.ABORT)))) == ["Kill"]
+
+
+def test_the_first_failure_is_the_cause_and_takes_the_others_with_it() -> None:
+    agent = Agent().running()
+    assert agent(d.ReplicaExited(0, 1, -9, 5.0, "SIGKILL")) == [d.Kill((0,), "replica 1 failed")]
+    ended = agent(d.ReplicaExited(0, 0, 1, 6.0, "Connection reset by peer"))
+    failure = Failure(1, -9, "SIGKILL", 5.0)
+    assert ended == [d.WriteEnded(EndedRecord("here", 0, Outcome.FAILED, -9, failure))]
+
+
+def test_replicas_that_stopped_without_being_asked_take_the_others_along() -> None:
+    agent = Agent().running()
+    assert kinds(agent(d.ReplicaExited(0, 0, 143, 5.0))) == ["AskToStop"]
+    assert agent(d.ReplicaExited(0, 1, 143, 5.0)) == [
+        d.WriteEnded(EndedRecord("here", 0, Outcome.STOPPED, 143))
+    ]
+
+
+def test_an_idle_agent_returns_its_jobs_code() -> None:
+    for state, code in ((JobState.DONE, 0), (JobState.STOPPED, 143), (JobState.FAILED, 1)):
+        assert Agent()(d.StatusSeen(JobStatus("job", "run", state))) == [d.Exit(code, state.value)]
+    failed = JobStatus("job", "run", JobState.FAILED, reason="it broke", exit_code=-9)
+    assert Agent()(d.StatusSeen(failed)) == [d.Exit(137, "failed: it broke")]
+
+
+def test_a_status_of_an_older_run_means_nothing() -> None:
+    assert Agent()(d.StatusSeen(JobStatus("job", "older", JobState.DONE))) == []
+
+
+def test_a_plan_of_another_run_or_agent_means_nothing() -> None:
+    agent = Agent()
+    assert agent(d.PlanSeen(plan(0, ("here", 1), run="older"))) == []
+    other = plan(0, ("here", 1))
+    placements = (replace(other.placements[0], agent="who was here before"),)
+    assert agent(d.PlanSeen(replace(other, placements=placements))) == []
+
+
+def test_a_claim_and_a_plan_that_is_written_again_mean_nothing() -> None:
+    agent = Agent().running()
+    assert agent(d.PlanSeen(replace(plan(0, ("here", 2)), fence=9))) == []
+    assert agent(d.PlanSeen(replace(plan(-1), fence=9))) == []
+
+
+def test_a_plan_that_was_overtaken_is_answered_for() -> None:
+    agent = Agent()
+    agent(d.PlanSeen(plan(1, ("there", 1), ("here", 1))))
+    actions = agent(d.PlanSeen(plan(2, ("there", 1))))
+    assert actions == [d.WriteEnded(EndedRecord("here", 1, Outcome.STOPPED, 143))]
+
+
+def test_a_plan_without_replicas_is_waited_out() -> None:
+    agent = Agent().running()
+    assert kinds(agent(d.PlanSeen(plan(1)))) == ["AskToStop"]
+    assert kinds(agent.exits(143, 143)) == ["WriteEnded"]
+    assert agent(d.StatusSeen(JobStatus("job", "run", JobState.STOPPED, reason="asked"))) == [
+        d.Exit(143, "stopped: asked")
+    ]
+
+
+def test_a_change_of_what_has_just_finished_is_not_run() -> None:
+    agent = Agent().running()
+    agent(d.PlanSeen(plan(1, ("here", 1), leaving=[Leaving("here", 2, "agent-1", 0)])))
+    actions = agent.exits(0, 0)
+    assert actions == [
+        d.WriteEnded(EndedRecord("here", 0, Outcome.DONE)),
+        d.WriteEnded(EndedRecord("here", 1, Outcome.DONE)),
+    ]
+
+
+def test_a_leaving_node_is_taken_out_by_the_coordinator() -> None:
+    agent = Agent().running()
+    assert agent(d.Leave("SIGTERM", 99.0)) == [d.WriteDraining("SIGTERM", 99.0)]
+    assert agent(d.Leave("again")) == []
+    assert kinds(agent(d.PlanSeen(plan(1, ("there", 1))))) == ["AskToStop"]
+    assert kinds(agent.exits(143, 143)) == ["WriteEnded", "Exit"]
+    assert agent.state.exiting
+
+
+def test_a_leaving_node_stops_by_itself_when_no_plan_comes() -> None:
+    agent = Agent().running()
+    agent(d.Leave("SIGTERM"))
+    assert d.deadline(agent.state) == d.OWN_STOP_AFTER
+    assert kinds(agent.later(d.OWN_STOP_AFTER)) == ["AskToStop"]
+
+
+@pytest.mark.parametrize(("others", "code"), [(True, 0), (False, 143)])
+def test_drained_is_0_where_the_job_goes_on_and_143_where_it_can_not(others: bool, code: int) -> None:
+    agent = Agent()
+    if not others:
+        agent(d.NodesSeen({"here": "agent-1"}))
+    actions = agent(d.Leave("SIGTERM"))
+    assert [a.code for a in actions if isinstance(a, d.Exit)] == [code]
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    agent = Agent().running()
+    agent(d.Leave("SIGINT"))
+    assert kinds(agent(d.LeaveNow("SIGINT twice"))) == ["Kill", "Exit"]
+    assert agent.later(1) == []
+
+
+def test_an_agent_of_an_older_run_goes() -> None:
+    agent = Agent().running()
+    assert agent(d.SpecSeen("run")) == []
+    actions = agent(d.SpecSeen("newer"))
+    assert kinds(actions) == ["Kill", "Exit"]
+    assert isinstance(actions[-1], d.Exit)
+    assert actions[-1].code == 1
+
+
+def test_a_replica_that_takes_no_step_is_a_failure() -> None:
+    agent = Agent(hang_timeout=30.0).running()
+    agent.later(1000)  # loading data, compiling: no step was taken yet
+    agent(d.ReplicaStep(0, 0, 7))
+    agent(d.ReplicaStep(0, 1, 7))
+    agent.later(20)
+    agent(d.ReplicaStep(0, 0, 8))
+    assert d.deadline(agent.state) == 1030.0
+    actions = agent.later(10)
+    assert kinds(actions) == ["Say", "Kill"]
+    ended = agent.exits(-9, -9)[0]
+    assert isinstance(ended, d.WriteEnded)
+    assert ended.record.failure is not None
+    assert ended.record.failure.rank == 1
+    assert "--hang-timeout" in ended.record.failure.message
+
+
+def test_a_job_that_has_ended_leaves_nothing_running() -> None:
+    agent = Agent().running()
+    assert kinds(agent(d.StatusSeen(JobStatus("job", "run", JobState.FAILED, exit_code=3)))) == ["Kill"]
+    assert kinds(agent.exits(-9, -9)) == ["WriteEnded", "Exit"]
+
+
+# Whatever comes, in whatever order ---------------------------------------------------------------
+
+nodes = st.sampled_from(["here", "there", "elsewhere"])
+generations = st.integers(0, 4)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    generation = draw(generations)
+    names = draw(st.lists(nodes, unique=True, max_size=3))
+    leaving = draw(st.lists(nodes, unique=True, max_size=2))
+    made = plan(
+        generation,
+        *((name, draw(st.integers(1, 2))) for name in names),
+        leaving=[Leaving(n, 1, "agent-1" if n == "here" else f"agent-{n}", generation - 1) for n in leaving],
+        transition=draw(st.sampled_from([Transition.RESTART, Transition.ABORT])),
+    )
+    return made
+
+
+events = st.one_of(
+    st.builds(d.PlanSeen, plans()),
+    st.builds(d.EndedSeen, generations, nodes, st.sampled_from(Outcome)),
+    st.builds(master, generations),
+    st.builds(d.ReplicaHello, generations, st.integers(0, 0)),
+    st.builds(d.ReplicaStep, generations, st.integers(0, 0), st.integers(0, 99)),
+    st.builds(
+        d.NodesSeen, st.sampled_from([{"here": "agent-1"}, {"here": "agent-1", "there": "agent-there"}])
+    ),
+    st.just(d.Leave("SIGTERM")),
+    st.builds(lambda s: d.StatusSeen(JobStatus("job", "run", s)), st.sampled_from(JobState)),
+    st.just(d.Tick()),
+    st.just("the next replica exits"),
+)
+
+
+@given(st.lists(st.tuples(events, st.sampled_from([0, 0, 1, -9, 143])), max_size=60))
+def test_every_generation_starts_once_in_order_and_is_answered_for(script: list[tuple[object, int]]) -> None:
+    agent = Agent()
+    started: list[int] = []
+    ended: list[int] = []
+    seen: list[int] = []
+    for event, number in script:
+        agent.now += 10.0
+        held = agent.state.held
+        if event == "the next replica exits":
+            if held is None:
+                continue
+            event = d.ReplicaExited(held.generation, held.alive[0].local_rank, number, agent.now)
+        exiting = agent.state.exiting
+        if isinstance(event, d.PlanSeen):
+            seen.append(event.plan.generation)
+        for action in agent(event):  # type: ignore[arg-type]
+            assert not exiting, "it acts after its end"
+            if isinstance(action, d.StartReplicas):
+                assert agent.state.departure is None, "a leaving node starts nothing"
+                assert set(started) <= set(ended), "two generations at once"
+                assert all(
+                    (gone.generation, gone.node) in agent.state.ended
+                    or agent.state.agents.get(gone.node) != gone.agent
+                    for gone in action.plan.leaving
+                )
+                started.append(action.plan.generation)
+            if isinstance(action, d.WriteEnded):
+                ended.append(action.record.generation)
+        if agent.state.exiting:
+            break
+    assert started == sorted(set(started)), "generations only grow"
+    assert ended == sorted(set(ended)), "each is answered for once"
+    assert set(started) <= set(seen)
+    if agent.state.held is None:
+        assert set(started) <= set(ended)
