@@ -25,6 +25,7 @@ M0 per second. Pure functions of numbers; nothing here reads a clock or a file.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -154,11 +155,23 @@ class GoodputFunction:
                 f"need max_batch_size >= init_batch_size, got {max_bsz!r} and {init!r}, and atomic_bsz_range "
                 f"in ascending order, got ({low!r}, {high!r})"
             )
-        atomic, accum, valid = _candidates(replicas, init, max_bsz, low, high, accumulation)
+        scalar = all(isinstance(x, int) for x in (num_nodes, num_replicas, init, max_bsz, low, high))
+        candidates = _candidates_of_one if scalar else _candidates
+        atomic, accum, valid = candidates(
+            num_replicas if scalar else replicas, init, max_bsz, low, high, accumulation
+        )
         goodput = np.where(valid, self.evaluate(nodes, replicas, atomic, accum), 0.0)
         best = np.argmax(goodput, axis=0)[np.newaxis]
         picked = [np.take_along_axis(x, best, axis=0)[0] for x in (goodput, atomic, accum)]
         return _in_kind(picked[0]), _in_kind(picked[1].astype(int)), _in_kind(picked[2].astype(int))
+
+
+@lru_cache(maxsize=4096)
+def _candidates_of_one(
+    replicas: int, init: int, max_bsz: int, low: int, high: int, accumulation: bool
+) -> tuple[Array, Array, NDArray[np.bool_]]:
+    """The same for one job and size, remembered: a job asks for it every few seconds."""
+    return _candidates(np.asarray(replicas), init, max_bsz, low, high, accumulation)
 
 
 def _candidates(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from adaptdl_elastic.autoscaler.policy import objective, reasons
 from adaptdl_elastic.autoscaler.policy.curves import goodputs
 from adaptdl_elastic.autoscaler.policy.knapsack import Options, Table
-from adaptdl_elastic.autoscaler.policy.placement import Board, Want, limit, place
+from adaptdl_elastic.autoscaler.policy.placement import Board, Want, limit, place, rooms_of
 from adaptdl_elastic.autoscaler.policy.types import (
     Allocation,
     Decision,
@@ -73,10 +73,13 @@ def allocate(
     before = {job.name: dict(current.get(job.name, {})) for job in jobs}
     intact = {job.name for job in jobs if before[job.name] and there.issuperset(before[job.name])}
     pinned = [job for job in jobs if job.name in intact and _pinned(job, before[job.name])]
-    pending = {job.name: why for job in jobs if (why := _impossible(job, usable))}
+    common = _room(JobInfo(""), usable)
+    plain = {job.name: job.limits is None and job.max_nodes is None for job in jobs}
+    rooms = {job.name: common if plain[job.name] else _room(job, usable) for job in jobs}
+    pending = {job.name: why for job in jobs if (why := _impossible(job, len(usable), rooms[job.name]))}
     fixed = {job.name for job in pinned}
     free = [job for job in jobs if job.name not in fixed and job.name not in pending]
-    tables = _tables(free, usable, before, intact, now, settings)
+    tables = _tables(free, usable, rooms, before, intact, now, settings)
 
     board = Board(usable, before, stable_wanted=any(job.avoid_preemptible_nodes for job in jobs))
     for job in pinned:
@@ -105,19 +108,30 @@ def _pinned(job: JobInfo, before: Allocation) -> bool:
     return not job.preemptible
 
 
-def _impossible(job: JobInfo, nodes: Sequence[NodeInfo]) -> str:
+@dataclass(frozen=True)
+class _Room:
+    """What the nodes could give one job if it had them alone."""
+
+    nodes: int
+    one: int  # replicas on one node at most
+    fewest: int  # replicas on a node at least
+    total: int
+
+
+def _room(job: JobInfo, nodes: Sequence[NodeInfo]) -> _Room:
+    rooms = rooms_of(job, nodes)
+    largest = sorted((high for _, high in rooms), reverse=True)
+    fewest = min((low for low, _ in rooms), default=1)
+    return _Room(len(rooms), max(largest, default=0), fewest, sum(largest[: job.max_nodes]))
+
+
+def _impossible(job: JobInfo, nodes: int, room: _Room) -> str:
     """Why a job can not run on these nodes even if it had them alone, empty if it can."""
-    rooms = []
-    for node in nodes:
-        bound = limit(job, node.name)
-        if bound is not None and min(bound.max_slots, node.slots) >= max(bound.min_slots, 1):
-            rooms.append(min(bound.max_slots, node.slots))
     least = max(job.requested_replicas or job.min_replicas, job.min_nodes, 1)
-    if len(rooms) < job.min_nodes:
-        return f"needs {job.min_nodes} nodes, {len(rooms)} of {len(nodes)} can take it"
-    room = sum(sorted(rooms, reverse=True)[: job.max_nodes])
-    if room < least:
-        return f"needs {least} replicas, there is room for {room} on {len(rooms)} nodes"
+    if room.nodes < job.min_nodes:
+        return f"needs {job.min_nodes} nodes, {room.nodes} of {nodes} can take it"
+    if room.total < least:
+        return f"needs {least} replicas, there is room for {room.total} on {room.nodes} nodes"
     if job.requested_replicas is not None and job.requested_replicas > job.max_replicas:
         return f"{job.requested_replicas} replicas were requested, its maximum is {job.max_replicas}"
     return ""
@@ -129,6 +143,7 @@ def _impossible(job: JobInfo, nodes: Sequence[NodeInfo]) -> str:
 def _tables(
     jobs: Sequence[JobInfo],
     nodes: Sequence[NodeInfo],
+    rooms: Mapping[str, _Room],
     before: Mapping[str, Allocation],
     intact: set[str],
     now: float,
@@ -139,7 +154,10 @@ def _tables(
     shape = len(jobs), len(sizes.replicas)
     goodput, speedup, one = _curves(jobs, sizes)
     allowed = np.array(
-        [_allowed(job, found, sizes, nodes, settings) for job, found in zip(jobs, had, strict=True)],
+        [
+            _allowed(job, found, sizes, rooms[job.name], settings)
+            for job, found in zip(jobs, had, strict=True)
+        ],
         dtype=bool,
     ).reshape(shape)
     allowed &= speedup > 0
@@ -166,7 +184,7 @@ def _urgency(job: JobInfo, now: float, settings: Settings) -> float:
 
 
 def _sizes(jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo], had: Sequence[Allocation]) -> Sizes:
-    """Numbers of replicas on one node and on several: all in a small cluster; else powers of two, whole nodes.
+    """All numbers of replicas in a small cluster, else powers of two on one node, and whole nodes.
 
     What jobs have, must have and were asked to have is always among them.
     """
@@ -218,17 +236,11 @@ def _curves(jobs: Sequence[JobInfo], sizes: Sizes) -> tuple[Array, Array, Array]
 
 
 def _allowed(
-    job: JobInfo, had: Allocation, sizes: Sizes, nodes: Sequence[NodeInfo], settings: Settings
+    job: JobInfo, had: Allocation, sizes: Sizes, room: _Room, settings: Settings
 ) -> NDArray[np.bool_]:
     """Which sizes a job may be changed to."""
-    bounds = [(node.slots, limit(job, node.name)) for node in nodes]
-    rooms = [(max(b.min_slots, 1), min(b.max_slots, slots)) for slots, b in bounds if b is not None]
-    rooms = [(low, high) for low, high in rooms if low <= high]
-    high = max((room for _, room in rooms), default=0)
-    low = min((need for need, _ in rooms), default=1)
-    total = sum(sorted((room for _, room in rooms), reverse=True)[: job.max_nodes])
     least = job.min_replicas
-    most = min(job.max_replicas, total)
+    most = min(job.max_replicas, room.total)
     if job.requested_replicas is not None:
         least = most = job.requested_replicas
     elif job.model is None:
@@ -237,10 +249,10 @@ def _allowed(
         tried = max(int(settings.exploration * job.max_profiled_replicas), sum(had.values()))
         most = min(most, max(tried, least))
     r, several = sizes.replicas, sizes.several
-    fits = np.where(several, len(rooms) > 1, (r <= high) & (r >= low))
-    enough_nodes = np.where(several, r >= max(job.min_nodes, 2) * low, job.min_nodes <= 1)
+    fits = np.where(several, room.nodes > 1, (r <= room.one) & (r >= room.fewest))
+    enough_nodes = np.where(several, r >= max(job.min_nodes, 2) * room.fewest, job.min_nodes <= 1)
     within = several & (job.max_nodes == 1)
-    useful = ~several | (r > high) | (job.min_nodes > 1)  # several nodes only where one is too small
+    useful = ~several | (r > room.one) | (job.min_nodes > 1)  # several nodes only where one is too small
     return np.asarray((r >= least) & (r <= most) & fits & enough_nodes & ~within & useful)
 
 

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from adaptdl_elastic.autoscaler.policy.types import Allocation, JobInfo, NodeInfo, NodeLimit
 
 _ANY = NodeLimit()
+
+
+def rooms_of(job: JobInfo, nodes: Sequence[NodeInfo]) -> list[tuple[int, int]]:
+    """(fewest, most) replicas of `job` on each node that can take any."""
+    if job.limits is None:
+        return [(1, node.slots) for node in nodes if node.slots > 0]
+    bounds = ((node.slots, job.limits.get(node.name)) for node in nodes)
+    rooms = [(max(b.min_slots, 1), min(b.max_slots, slots)) for slots, b in bounds if b is not None]
+    return [(low, high) for low, high in rooms if low <= high]
 
 
 def limit(job: JobInfo, node: str) -> NodeLimit | None:
@@ -42,12 +56,15 @@ class Board:
         self.here = {node.name: {} for node in self.nodes}
         self._info = {node.name: node for node in self.nodes}
         self._order = {node.name: i for i, node in enumerate(self.nodes)}
+        self._room: NDArray[Any] = np.array([node.slots for node in self.nodes], dtype=int)  # free, as array
+        self._alike = not any(node.at_risk or node.preemptible for node in self.nodes)
 
     def put(self, job: str, allocation: Mapping[str, int]) -> None:
         """Place a job."""
         self.placed[job] = dict(allocation)
         for node, replicas in allocation.items():
             self.free[node] -= replicas
+            self._room[self._order[node]] -= replicas
             self.here[node][job] = replicas
 
     def take(self, job: str) -> dict[str, int]:
@@ -55,6 +72,7 @@ class Board:
         allocation = self.placed.pop(job)
         for node, replicas in allocation.items():
             self.free[node] += replicas
+            self._room[self._order[node]] += replicas
             del self.here[node][job]
         return allocation
 
@@ -75,6 +93,31 @@ class Board:
             kind = int(self.stable_wanted and not info.preemptible)
         return int(info.at_risk), kind
 
+    def quick_single(self, job: JobInfo, replicas: int, before: Allocation) -> str | None:
+        """The fullest node that has room, one the job has already first, where all nodes are alike to it."""
+        if job.limits is not None or not self._alike:
+            return None
+        for node in before:
+            if self.free.get(node, 0) >= replicas:
+                return node
+        fits = np.flatnonzero(self._room >= replicas)
+        return self.nodes[int(fits[np.argmin(self._room[fits])])].name if fits.size else None
+
+    def quick_several(self, job: JobInfo, replicas: int, before: Allocation) -> dict[str, int] | None:
+        """Whole empty nodes that hold exactly so many, the job's own first, where all nodes are alike."""
+        if job.limits is not None or not self._alike:
+            return None
+        empty = [node.name for node in self.nodes if not self.here[node.name]]
+        found: dict[str, int] = {}
+        for node in sorted(empty, key=lambda name: name not in before) if before else empty:
+            if len(found) == job.max_nodes or replicas <= 0:
+                break
+            if self.free[node] > replicas:
+                return None
+            found[node] = self.free[node]
+            replicas -= self.free[node]
+        return found if replicas == 0 and len(found) >= max(job.min_nodes, 2) else None
+
     def position(self, node: str) -> int:
         """The node's place in the given order: ties are broken by it."""
         return self._order[node]
@@ -87,9 +130,9 @@ def place(board: Board, wants: Sequence[Want], jobs: Mapping[str, JobInfo]) -> l
     two multi-node jobs on one node, never exceeds a node's slots or a job's limits.
     """
     failed = []
-    queue = sorted(wants, key=_size)
+    queue = deque(sorted(wants, key=_size))
     while queue:
-        want = queue.pop(0)
+        want = queue.popleft()
         found, evicted = _find(board, want)
         if found is None:
             failed.append(want)
@@ -98,7 +141,8 @@ def place(board: Board, wants: Sequence[Want], jobs: Mapping[str, JobInfo]) -> l
             allocation = board.take(name)
             board.moved.add(name)
             queue.append(Want(jobs[name], sum(allocation.values()), len(allocation) > 1))
-        queue.sort(key=_size)
+        if evicted:
+            queue = deque(sorted(queue, key=_size))
         board.put(want.job.name, _ranked(found, board.current.get(want.job.name, {})))
     return failed
 
@@ -118,6 +162,9 @@ def _find(board: Board, want: Want) -> tuple[dict[str, int] | None, list[str]]:
     if want.several:
         return _find_several(board, want)
     job, before = want.job, board.current.get(want.job.name, {})
+    quick = board.quick_single(job, want.replicas, before)
+    if quick is not None:
+        return {quick: want.replicas}, []
     best: tuple[tuple[float, ...], str, list[str]] | None = None
     for node, free in board.free.items():
         bound = limit(job, node)
@@ -154,6 +201,9 @@ def _make_room(board: Board, node: str, missing: int, size: int) -> list[str] | 
 def _find_several(board: Board, want: Want) -> tuple[dict[str, int] | None, list[str]]:
     """As many slots as there are of few nodes, empty ones and the job's own first, then the remainder."""
     job, before = want.job, board.current.get(want.job.name, {})
+    quick = board.quick_several(job, want.replicas, before)
+    if quick is not None:
+        return quick, []
     rooms = {}
     for node in board.free:
         bound = limit(job, node)

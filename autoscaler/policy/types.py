@@ -86,7 +86,7 @@ class Settings:
 
     objective: Objective = Objective.COMPLETION
     fairness: float = 1.0  # p of the power mean: 1 sum, 0 geometric, -1 harmonic (Pollux, section 4.2)
-    default_pause: float = 30.0  # seconds a change costs a job that has not been changed yet
+    default_pause: float = 5.0  # seconds a change costs a job that has not been changed yet
     max_wait: float = 900.0  # seconds after which a waiting job comes before all that run
     exploration: float = 2.0  # a job may get so many times the replicas it was profiled on
     horizon: float | None = None  # seconds within which a change must pay for its pause; None: by the pause

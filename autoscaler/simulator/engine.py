@@ -113,6 +113,9 @@ class Simulation:
         self.jobs = [self._job(submission, apps[submission.application]) for submission in workload]
         self.now = 0.0
         self.outcome = Outcome(self.jobs)
+        self._waiting = sorted(self.jobs, key=lambda job: job.submission.time)  # not submitted yet
+        self._active: list[SimJob] = []  # in the workload's order
+        self._order = {job.name: i for i, job in enumerate(self.jobs)}
         self._pooled: dict[str, Profile] = {}
         self._seen: set[tuple[str, int]] = set()  # (job, replicas) already measured
 
@@ -123,56 +126,62 @@ class Simulation:
     def run(self) -> Outcome:
         """Until every job is done; WorkloadError when that never happens."""
         tick = self.options.interval
-        while any(job.completed is None for job in self.jobs):
-            target, tick_due = self._next_stop(tick)
-            before = {job.name for job in self.jobs if job.completed is not None}
-            self._advance(target - self.now)
-            ended = {job.name for job in self.jobs if job.completed is not None} - before
-            if tick_due or (self.options.events and self._event(ended)):
+        while self._waiting or self._active:
+            target = self._next_stop(tick)
+            due = self._advance(target - self.now)
+            if target == tick or (self.options.events and due):
                 self._decide()
-            if tick_due:
+            if target == tick:
                 tick += self.options.interval
             if self.now > self.options.max_time:
-                stuck = [job.name for job in self.jobs if job.completed is None]
-                raise WorkloadError(f"{len(stuck)} jobs not done after {self.now:.0f} s, first {stuck[0]}")
+                stuck = [job.name for job in self._active]
+                raise WorkloadError(f"{len(stuck)} jobs not done after {self.now:.0f} s, first {stuck[:1]}")
         return self.outcome
 
-    def _advance(self, seconds: float) -> None:
-        for job in self.jobs:
+    def _advance(self, seconds: float) -> bool:
+        """Let time pass; whether something happened that calls for a decision."""
+        due = False
+        for job in self._active:
             job.step(seconds)
+            due = due or job.completed is not None or self._measured(job)
         self.now += seconds
+        self._active = [job for job in self._active if job.completed is None]
+        while self._waiting and self._waiting[0].submission.time <= self.now:
+            job = self._waiting.pop(0)
+            job.now = self.now
+            self._active.append(job)
+            self._active.sort(key=lambda job: self._order[job.name])
+            due = True
+        return due
 
-    def _next_stop(self, tick: float) -> tuple[float, bool]:
+    def _measured(self, job: SimJob) -> bool:
+        """Whether a job has just measured a number of replicas that it had not run on before."""
+        if not job.parts or job.ran_since < self.options.report_delay:
+            return False
+        key = job.name, job.replicas
+        new = key not in self._seen
+        self._seen.add(key)
+        return new
+
+    def _next_stop(self, tick: float) -> float:
         stops = [tick]
         changes = self.cluster.next_change(self.now)
         if changes is not None:
             stops.append(changes)
         if self.options.events:
-            stops += [job.submission.time for job in self.jobs if job.submission.time > self.now]
-            for job in self.jobs:
-                if job.parts and job.completed is None:
-                    stops.append(self.now + max(job.time_to_epoch_end(), 1.0))
-                    if (job.name, job.replicas) not in self._seen:
-                        wait = job.pause_left + max(self.options.report_delay - job.ran_since, 0.0)
-                        stops.append(self.now + max(wait, 1.0))
-        target = min(stop for stop in stops if stop > self.now)
-        return target, target == tick
-
-    def _event(self, ended: set[str]) -> bool:
-        due = bool(ended)
-        for job in self.jobs:
-            due = due or job.submission.time == self.now
-            key = job.name, job.replicas
-            if job.parts and key not in self._seen and job.ran_since >= self.options.report_delay:
-                self._seen.add(key)
-                due = True
-        return due
-
-    def _active(self) -> list[SimJob]:
-        return [job for job in self.jobs if job.completed is None and job.submission.time <= self.now]
+            if self._waiting:
+                stops.append(self._waiting[0].submission.time)
+            for job in self._active:
+                if not job.parts:
+                    continue
+                stops.append(self.now + max(job.next_stop(tick - self.now), self.options.min_gap))
+                if (job.name, job.replicas) not in self._seen:
+                    wait = job.pause_left + max(self.options.report_delay - job.ran_since, 0.0)
+                    stops.append(self.now + max(wait, self.options.min_gap))
+        return min(stop for stop in stops if stop > self.now)
 
     def _decide(self) -> None:
-        active = self._active()
+        active = self._active
         if not active:
             return
         nodes = self.cluster.nodes(self.now)

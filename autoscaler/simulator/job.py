@@ -85,6 +85,8 @@ class SimJob:
         self.gpu_seconds = 0.0
         self.ran_since = 0.0  # seconds of progress since the allocation changed
         self.longest_wait = 0.0
+        self._configuration: tuple[tuple[int, ...], int, int, int] | None = None
+        self._rate = 0.0
 
     @property
     def replicas(self) -> int:
@@ -135,6 +137,9 @@ class SimJob:
     def rate(self) -> float:
         """True progress per second; records what the job measures on the way."""
         app, replicas = self.app, self.replicas
+        configuration = self.parts, self.atomic_bsz, self.accumulation_steps, self.epoch
+        if configuration == self._configuration:
+            return self._rate
         batch_size = replicas * self.atomic_bsz * (self.accumulation_steps + 1)
         scale = batch_size / app.init_batch_size
         step_time, sync_time = app.throughput(self.parts, self.atomic_bsz)
@@ -142,7 +147,9 @@ class SimJob:
         gain = (var + sqr) / (var / scale + sqr)
         self.profile.add(len(self.parts), replicas, self.atomic_bsz, step_time, sync_time)
         self.grad_params = GradParams(sqr, var)
-        return gain / (step_time + (step_time - sync_time) * self.accumulation_steps)
+        self._configuration = configuration
+        self._rate = gain / (step_time + (step_time - sync_time) * self.accumulation_steps)
+        return self._rate
 
     def step(self, seconds: float) -> None:
         """Let time pass."""
@@ -177,11 +184,11 @@ class SimJob:
         self.now += seconds
         self.gpu_seconds += seconds * self.replicas
 
-    def time_to_epoch_end(self) -> float:
-        """Seconds until the current epoch ends if nothing changes; infinite without replicas."""
+    def next_stop(self, within: float) -> float:
+        """Seconds until it may complete; infinite when that is surely more than `within` seconds away."""
         if not self.parts or self.completed is not None:
             return math.inf
-        rate = self.rate() if self.pause_left <= 0 else None
-        if rate is None:
-            return self.pause_left
-        return float(round((self.app.ends[self.epoch] - self.progress) / rate))
+        rate = self.rate()
+        if self.pause_left + (self.app.total_progress - self.progress) / rate > 4 * within:
+            return math.inf
+        return self.pause_left + float(round((self.app.ends[self.epoch] - self.progress) / rate))

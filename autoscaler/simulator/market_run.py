@@ -1,0 +1,148 @@
+"""A workload on bought nodes: one call per autoscaler, and what it cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from adaptdl_elastic.autoscaler.policy.types import JobInfo, Settings
+from adaptdl_elastic.autoscaler.providers.base import Pool
+from adaptdl_elastic.autoscaler.scaling import HOUR, ScalingSettings
+from adaptdl_elastic.autoscaler.scaling_step import step
+from adaptdl_elastic.autoscaler.simulator.application import Application
+from adaptdl_elastic.autoscaler.simulator.engine import FixedCluster, Options, PolicyFunction, Simulation
+from adaptdl_elastic.autoscaler.simulator.market import (
+    Market,
+    MarketCluster,
+    Scaler,
+    ThresholdScaler,
+    busy_fraction,
+)
+from adaptdl_elastic.autoscaler.simulator.workload import Submission
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is the same for every autoscaler that is compared."""
+
+    workload: Sequence[Submission]
+    apps: Mapping[str, Application]
+    policy: PolicyFunction
+    settings: Settings
+    options: Options
+    slots: int = 4
+    boot_seconds: float = 120.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What one autoscaler made of a workload."""
+
+    name: str
+    cost: float
+    jct: float  # average job completion time, seconds
+    makespan: float
+    node_hours: float
+    interruptions: int = 0
+    most_nodes: int = 0
+
+
+def run_fixed(setup: Setup, nodes: int, price: float) -> Bill:
+    """`nodes` of them from the beginning to the last completion."""
+    simulation = Simulation(
+        setup.workload,
+        setup.apps,
+        FixedCluster(nodes, setup.slots),
+        setup.policy,
+        setup.settings,
+        setup.options,
+    )
+    simulation.run()
+    hours = simulation.now / HOUR * nodes
+    return Bill(f"fixed {nodes}", hours * price, _jct(simulation), simulation.now, hours, 0, nodes)
+
+
+def run_goodput(
+    setup: Setup, pools: Sequence[Pool], markets: Mapping[str, Market], settings: ScalingSettings, name: str
+) -> Bill:
+    """The autoscaler of this package."""
+    return _run(setup, pools, markets, name, lambda _: lambda seen, memory: step(seen, memory, settings))
+
+
+def run_threshold(
+    setup: Setup,
+    pools: Sequence[Pool],
+    markets: Mapping[str, Market],
+    settings: ScalingSettings,
+    low: float,
+    high: float,
+    stride: float = 0.1,
+) -> Bill:
+    """The one that knows no goodput."""
+    plain = replace(settings, low=1.0, high=1.0, shrink_after=0.0, grow_after=0.0)
+
+    def scaler(simulation: Simulation) -> Scaler:
+        def utilisation() -> tuple[float, int]:
+            computing, waiting = 0.0, 0
+            for job in simulation.jobs:
+                if job.completed is not None or job.submission.time > simulation.now:
+                    continue
+                if not job.parts:
+                    waiting += 1
+                    continue
+                times = job.app.throughput(job.parts, job.atomic_bsz)
+                computing += job.replicas * busy_fraction(job.parts, *times, job.accumulation_steps)
+            return computing, waiting
+
+        most = min(settings.max_nodes, sum(pool.maximum for pool in pools))
+        return ThresholdScaler(
+            low,
+            high,
+            utilisation,
+            lambda seen, memory: step(seen, memory, plain),
+            step=stride,
+            slots=setup.slots,
+            most=most,
+        )
+
+    return _run(setup, pools, markets, f"threshold {low:g}:{high:g}", scaler)
+
+
+def _run(setup: Setup, pools: Sequence[Pool], markets: Mapping[str, Market], name: str, make: object) -> Bill:
+    simulation: Simulation
+
+    def jobs(now: float) -> list[tuple[JobInfo, Mapping[str, int]]]:
+        return [
+            (simulation.info(job), job.allocation)
+            for job in simulation.jobs
+            if job.completed is None and job.submission.time <= now
+        ]
+
+    cluster = MarketCluster(
+        pools,
+        markets,
+        lambda seen, memory: scaler(seen, memory),
+        jobs,
+        boot_seconds=setup.boot_seconds,
+        seed=setup.seed,
+    )
+    simulation = Simulation(setup.workload, setup.apps, cluster, setup.policy, setup.settings, setup.options)
+    scaler: Scaler = make(simulation)  # type: ignore[operator]
+    simulation.run()
+    cluster.finish(simulation.now)
+    return Bill(
+        name,
+        cluster.cost,
+        _jct(simulation),
+        simulation.now,
+        sum(pool.hours for pool in cluster.memory.pools.values()),
+        cluster.interruptions,
+        max((nodes for _, nodes, _ in cluster.history), default=0),
+    )
+
+
+def _jct(simulation: Simulation) -> float:
+    times = [job.completed - job.submission.time for job in simulation.jobs if job.completed is not None]
+    return math.fsum(times) / len(times) if times else math.nan

@@ -1,0 +1,139 @@
+"""Solve allocation problems with the policy and say how long each took.
+
+    python benchmarks/policy.py INSTANCE.json... [--bounds bounds.json] [--json]
+    python benchmarks/policy.py --generate 1024 1024 8 > INSTANCE.json
+
+The objective is the plain sum of speedups, without a price of change. An instance holds `name`,
+`num_nodes`, `gpus_per_node` and `jobs`, each with `name`, `perf_params` (α_c β_c α_n β_n α_r β_r γ),
+`grad` (|G|², tr Σ), `init_batch_size`, `max_batch_size`, `min_local_bsz`, `max_local_bsz`,
+`min_replicas` and `max_replicas`. Batch sizes may be accumulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from adaptdl_elastic.autoscaler.policy import GoodputModel, JobInfo, NodeInfo, Objective, Settings, allocate
+from adaptdl_elastic.goodput import GradParams, PerfParams
+
+SETTINGS = Settings(objective=Objective.SPEEDUP, default_pause=0.0, hysteresis=0.0)
+
+
+def problem(instance: dict[str, Any]) -> tuple[list[JobInfo], list[NodeInfo]]:
+    jobs = []
+    for job in instance["jobs"]:
+        model = GoodputModel(
+            PerfParams(*job["perf_params"]),
+            GradParams(*job["grad"]),
+            job["init_batch_size"],
+            job["max_batch_size"],
+            (job["min_local_bsz"], job["max_local_bsz"]),
+            True,
+        )
+        most = job["max_replicas"]
+        jobs.append(
+            JobInfo(job["name"], max(job["min_replicas"], 1), most, model=model, max_profiled_replicas=most)
+        )
+    nodes = [NodeInfo(f"{i:05d}", instance["gpus_per_node"]) for i in range(instance["num_nodes"])]
+    return jobs, nodes
+
+
+def solve(instance: dict[str, Any], repeat: int) -> dict[str, Any]:
+    jobs, nodes = problem(instance)
+    wall, cpu = [], []
+    for _ in range(repeat):
+        started = time.perf_counter(), time.process_time()
+        decision = allocate(jobs, nodes, {}, 0.0, SETTINGS)
+        wall.append(time.perf_counter() - started[0])
+        cpu.append(time.process_time() - started[1])
+    allocation = {
+        name: sorted(int(node) for node, replicas in found.items() for _ in range(replicas))
+        for name, found in decision.allocations.items()
+    }
+    return {
+        "instance": instance["name"],
+        "objective": decision.objective,
+        "seconds": min(wall),
+        "cpu_seconds": min(cpu),
+        "allocation": allocation,
+    }
+
+
+def generate(num_jobs: int, num_nodes: int, slots: int, seed: int = 0) -> dict[str, Any]:
+    """A made-up problem of that size: jobs of all kinds of scaling."""
+    rng = np.random.default_rng(seed)
+    jobs = []
+    for i in range(num_jobs):
+        alpha_c = float(np.exp(rng.uniform(-4, 0)))
+        init = int(2 ** rng.integers(3, 9))
+        largest = init * int(2 ** rng.integers(4, 7))
+        local = max(1, init // 4), init * int(2 ** rng.integers(0, 3))
+        alpha_r = alpha_c * float(rng.uniform(0.05, 1))
+        alpha_n = alpha_r * float(rng.uniform(1.5, 6))
+        slope = float(rng.uniform(0.2, 2)) * alpha_c / init
+        theta = (alpha_c, slope, alpha_n, 0.01 * alpha_n, alpha_r, 0.01 * alpha_r, float(rng.uniform(1, 3)))
+        jobs.append(
+            {
+                "name": f"job-{i}",
+                "perf_params": list(theta),
+                "grad": [1.0, float(np.exp(rng.uniform(0, 5)))],
+                "init_batch_size": init,
+                "max_batch_size": largest,
+                "min_local_bsz": local[0],
+                "max_local_bsz": local[1],
+                "min_replicas": 0,
+                "max_replicas": 64,
+            }
+        )
+    name = f"made-up-{num_jobs}x{num_nodes}x{slots}"
+    return {"name": name, "num_nodes": num_nodes, "gpus_per_node": slots, "jobs": jobs}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("instances", nargs="*", type=Path, metavar="INSTANCE.json")
+    parser.add_argument(
+        "--bounds", type=Path, help="a file with upper bounds by name (default: beside the instance)"
+    )
+    parser.add_argument("--generate", nargs=3, type=int, metavar=("JOBS", "NODES", "SLOTS"))
+    parser.add_argument("--repeat", type=int, default=1, help="solve each so often, report the quickest")
+    parser.add_argument("--json", action="store_true", help="one JSON list on standard output")
+    options = parser.parse_args()
+    if options.generate:
+        json.dump(generate(*options.generate), sys.stdout)
+        return 0
+    if not options.instances:
+        parser.error("give at least one INSTANCE.json, or --generate")
+    found = []
+    for path in options.instances:
+        try:
+            instance = json.loads(path.read_text(encoding="utf-8"))
+            result = solve(instance, options.repeat)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            print(f"{path}: not an instance: {type(error).__name__}: {error}", file=sys.stderr)
+            return 2
+        bounds = options.bounds or path.parent / "bounds.json"
+        if bounds.exists():
+            bound = json.loads(bounds.read_text(encoding="utf-8"))["bounds"].get(instance["name"])
+            if bound:
+                result["gap"] = 1 - result["objective"] / bound
+        found.append(result)
+        if not options.json:
+            gap = f"  gap {100 * result['gap']:.3f} %" if "gap" in result else ""
+            print(f"{result['instance']:24s} {result['objective']:12.4f}  {result['seconds']:.3f} s{gap}")
+    if options.json:
+        print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
