@@ -130,6 +130,10 @@ class FakeAgent:
 
     def _take(self, plan: Plan) -> None:
         self._end(Outcome.STOPPED)
+        for one in plan.leaving:  # one that it never saw, too
+            parts = ("generations", str(one.generation), "ended", one.node)
+            if one.agent == self.agent and self._get(EndedRecord, *parts) is None:
+                self._put(EndedRecord(self.node, one.generation, Outcome.STOPPED), one.generation, "ended")
         self.generation = plan.generation
         mine = [p for p in plan.placements if p.node == self.node and p.agent == self.agent]
         self.waiting = plan if mine else None
