@@ -384,11 +384,31 @@ def _learn_plan(state: State, plan: Plan) -> tuple[State, list[Action]]:
     before = state.plan
     if before is not None and plan.generation <= before.generation:
         return state, []
+    state = replace(state, plan=plan)
     actions: list[Action] = []
+    # What was overtaken before it began here, or was never heard of, has to be answered for as well:
+    # whoever comes next waits for us to say that nothing of it runs.
+    counted_on = {gone.generation for gone in plan.leaving if (gone.node, gone.agent) == _name(state)}
     if before is not None and before.generation > state.acted and _names_us(state, before):
-        # it was overtaken before it began; whoever comes next waits for us to say so
-        actions.append(WriteEnded(_never_started(state.me, before)))
-    return replace(state, plan=plan), actions
+        counted_on.add(before.generation)
+    for generation in sorted(counted_on):
+        held = state.held is not None and state.held.generation == generation
+        if not held and (generation, state.me.node) not in state.ended:
+            state, answer = _answer(state, generation, Outcome.STOPPED)
+            actions.append(answer)
+    return state, actions
+
+
+def _name(state: State) -> tuple[str, str]:
+    return state.me.node, state.me.agent
+
+
+def _answer(state: State, generation: int, outcome: Outcome) -> tuple[State, Action]:
+    """Say of a generation that is not held here how it ended here."""
+    me = state.me
+    record = EndedRecord(me.node, generation, outcome, 0 if outcome is Outcome.DONE else STOPPED)
+    ended = {**state.ended, (generation, me.node): outcome}
+    return replace(state, ended=ended, acted=max(state.acted, generation)), WriteEnded(record)
 
 
 def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
@@ -442,8 +462,8 @@ def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
     if not all(_gone(state, leaving.generation, leaving.node, leaving.agent) for leaving in plan.leaving):
         return state, []
     if _was_done(state, plan):
-        record = EndedRecord(state.me.node, plan.generation, Outcome.DONE)
-        return replace(state, acted=plan.generation, outcome=Outcome.DONE), [WriteEnded(record)]
+        state, answer = _answer(replace(state, outcome=Outcome.DONE), plan.generation, Outcome.DONE)
+        return state, [answer]
     if state.master is None or state.master.generation != plan.generation:
         if plan.ranks(state.me.node).start != 0 or state.opening == plan.generation:
             return state, []
@@ -540,10 +560,6 @@ def _ended(me: Identity, held: Held) -> EndedRecord:
     return EndedRecord(me.node, held.generation, outcome, code, held.failure)
 
 
-def _never_started(me: Identity, plan: Plan) -> EndedRecord:
-    return EndedRecord(me.node, plan.generation, Outcome.STOPPED, STOPPED)
-
-
 def _names_us(state: State, plan: Plan) -> bool:
     mine = [p for p in plan.placements if p.node == state.me.node]
     return bool(mine) and mine[0].agent in ("", state.me.agent)
@@ -569,7 +585,8 @@ def _depart(state: State, newest: bool, now: float) -> tuple[State, list[Action]
     if departure is None:
         return state, []
     if plan is not None and newest and _names_us(state, plan):
-        return replace(state, acted=plan.generation), [WriteEnded(_never_started(state.me, plan))]
+        state, answer = _answer(state, plan.generation, Outcome.STOPPED)
+        return state, [answer]
     if state.outcome is Outcome.DONE and now < state.outcome_at + OWN_STOP_AFTER:
         return state, []  # we may have been the last: the coordinator is about to say that the job is done
     others = any(agent != state.me.agent for agent in state.agents.values())

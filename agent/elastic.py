@@ -49,6 +49,7 @@ from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.records import (
     CheckpointRecord,
     EndedRecord,
+    JobState,
     MasterRecord,
     Plan,
     RunningRecord,
@@ -141,6 +142,12 @@ class AdaptiveAgent(SimpleElasticAgent):
     def post(self) -> Callable[[object], None]:
         """Hand in an event from any thread."""
         return self._loop.post
+
+    @property
+    def job_done(self) -> bool:
+        """Whether the job itself, not only this node's part in it, came to its end."""
+        status = self.state.status
+        return self.exit_code == 0 and status is not None and status.state is JobState.DONE
 
     # SimpleElasticAgent's methods ---------------------------------------------------------------
 
@@ -562,6 +569,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         except MalformedHintsError as error:
             logger.warning("hints that do not fit the schema: %s", error)
             return
+        self._journal.goodput(hints)
         key = self._keys.job(self._setting.me.job, "hints")
         self._writer.submit_latest(key, lambda: self._store_put(key, text))
 

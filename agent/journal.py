@@ -10,6 +10,8 @@ from typing import Any
 from adaptdl_elastic.agent.eventlog import Event
 from adaptdl_elastic.rendezvous.records import Failure, Plan
 
+_DENSE_FOR, _THEN_EVERY = 600.0, 15.0  # seconds: a day must not fill a disk
+_SAMPLED = ("goodput", "predicted_goodput", "throughput", "efficiency", "batch_size", "step", "epoch")
 PLAIN_AFTER = 10.0  # seconds without a hello after which a script is taken for one without the library
 
 
@@ -30,7 +32,8 @@ class Journal:
     write: Callable[[Event], None]
     _begun: _Begun | None = None
     _last_step: float | None = None
-    _pauses: list[float] = field(default_factory=list)
+    _sampled: float = 0.0  # wall clock of the last `goodput` event
+    _opened: float = field(default_factory=time.time)
 
     def emit(self, event: str, when: float | None = None, **fields: Any) -> None:
         """Write one event."""
@@ -75,6 +78,14 @@ class Journal:
     def last_step(self) -> float | None:
         """Wall-clock end of the newest step that was reported here."""
         return self._last_step
+
+    def goodput(self, hints: dict[str, Any]) -> None:
+        """What rank 0 reports goes into the log too, less and less often."""
+        now = time.time()
+        interval = 1.5 if now - self._opened < _DENSE_FOR else _THEN_EVERY
+        if hints.get("goodput") is not None and now - self._sampled >= interval:
+            self._sampled = now
+            self.emit("goodput", **{name: hints.get(name) for name in _SAMPLED})
 
     def failure(self, failure: Failure, used: int, most: int) -> None:
         """A replica failed by itself."""

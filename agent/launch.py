@@ -54,7 +54,7 @@ def launch(options: Options, fork_server: ForkServer, say: Callable[[str], None]
         endpoint, store = _store(options, stack)
         from adaptdl_elastic.agent.display import Display
 
-        display = Display(options, say)
+        display = Display.of(options, say)
         events.listeners.append(display.event)
         stack.callback(display.close)
         output = Output(
@@ -134,6 +134,7 @@ def _join(options: Options, store: Store, keys: Keys, endpoint: str, say: Callab
     host = options.local_addr or ("127.0.0.1" if options.standalone else address_towards(endpoint))
     identity = interruption.discover()
     try:
+        joining.archive_finished(store, keys, options.job, options.checkpoint_path, say)
         spec = joining.join_job(store, keys, job_spec(options), adaptdl_elastic.__version__, say)
         record = NodeRecord(
             node=options.node_name or joining.node_name(socket.gethostname()),
@@ -272,6 +273,9 @@ def _run(
         if watcher is not None:
             watcher.stop()
         found.registration.close()
+    output.keep = output.keep or agent.exit_code not in (0, d.STOPPED)
+    if agent.job_done:
+        joining.note_finished(options.checkpoint_path, found.spec.run)
     journal.emit("exit", exit_code=agent.exit_code, reason=agent.exit_reason)
     display.finish(agent.exit_code, agent.exit_reason, output.directory if output.keep else None)
     return agent.exit_code

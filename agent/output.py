@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import re
 import selectors
+import shutil
 import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -90,7 +90,7 @@ class Output:
         base = log_dir or Path(tempfile.gettempdir()) / f"adaptdl-logs-{os.getuid()}"
         base.mkdir(mode=0o755 if log_dir else 0o700, parents=True, exist_ok=True)
         self.directory = Path(tempfile.mkdtemp(prefix=f"{job}_", dir=base))
-        self.keep = log_dir is not None  # asked for by name
+        self.keep = log_dir is not None  # or when something went wrong
         self._redirects, self._tee, self._shown = redirects, tee, shown
         self._role, self._show = role, show
         self._prefix = Template(prefix or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or "")
@@ -138,13 +138,11 @@ class Output:
         return one
 
     def close(self) -> None:
-        """Show what is left in the pipes, and remove the directory if nobody asked for it and it is empty."""
+        """Show what is left in the pipes; remove the directory unless it is to be kept."""
         if self._pump is not None:
             self._pump.close()
         if not self.keep:
-            for directory, _, _ in sorted(os.walk(self.directory), reverse=True):
-                with suppress(OSError):
-                    Path(directory).rmdir()
+            shutil.rmtree(self.directory, ignore_errors=True)
 
 
 class Pump(threading.Thread):

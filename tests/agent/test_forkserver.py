@@ -182,7 +182,8 @@ def test_the_server_is_warm_and_touches_nothing(runner: Runner) -> None:
     code, out, err = runner.run(
         "import sys, torch, os\n"
         "print('torch._dynamo' in sys.modules, torch.cuda.is_initialized(),"
-        " torch.distributed.is_initialized(), len(os.listdir('/proc/self/task')), len(os.listdir('/proc/self/fd')))"
+        " torch.distributed.is_initialized(),"
+        " len(os.listdir('/proc/self/task')), len(os.listdir('/proc/self/fd')))"
     )
     assert (code, err) == (0, "")
     assert out == "True False False 1 4\n"
