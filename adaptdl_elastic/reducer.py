@@ -305,23 +305,29 @@ class Reducer:
     # -- receiving ---------------------------------------------------------------------------------
 
     def _read_loop(self) -> None:
+        """The only reader of every connection, and the one that closes them in the end."""
         with selectors.DefaultSelector() as selector:
             for peer, sock in self._peers.items():
                 selector.register(sock, selectors.EVENT_READ, peer)
             while selector.get_map():
                 for key, _ in selector.select():
-                    peer = key.data
-                    try:
-                        kind, payload = _wire.receive_frame(self._peers[peer])
-                    except (OSError, ValueError) as error:
+                    if not self._read(key.data):
                         selector.unregister(key.fileobj)
-                        self._on_lost(peer, str(error))
-                        continue
-                    try:
-                        if not self._on_frame(peer, kind, payload):
-                            selector.unregister(key.fileobj)
-                    except Exception:  # a control handler's mistake must not end the reading
-                        log.exception("control message from rank %d", peer)
+        for sock in self._peers.values():
+            sock.close()
+
+    def _read(self, peer: int) -> bool:
+        """Take one frame; whether there will be more."""
+        try:
+            kind, payload = _wire.receive_frame(self._peers[peer])
+        except (OSError, ValueError) as error:
+            self._on_lost(peer, str(error))
+            return False
+        try:
+            return self._on_frame(peer, kind, payload)
+        except Exception:  # a control handler's mistake must not end the reading
+            log.exception("control message from rank %d", peer)
+            return True
 
     def _on_frame(self, peer: int, kind: int, payload: bytes) -> bool:
         if kind == _CONTRIBUTION:
@@ -383,8 +389,7 @@ class Reducer:
             self._send(peer, _GOODBYE, b"")
         for sock in self._peers.values():
             with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
+                sock.shutdown(socket.SHUT_RDWR)  # wakes the reader, which closes it
         with self._lock:
             waiting = [*self._futures.values(), *(call.future for call in self._calls.values())]
         for future in waiting:

@@ -79,6 +79,7 @@ class Control:
     def __init__(self, session: Session, clock: Callable[[], float] = time.monotonic) -> None:
         self.session = session
         self.started = False
+        self.loops_over = False  # the last epoch loop has ended, the script is on its way to its end
         self.handlers: dict[str, Callable[[Command], None]] = {}
         self.polls: list[Callable[[], Command | None]] = []
         self._clock = clock
@@ -125,7 +126,10 @@ class Control:
         self.report_step(force=True)
         with contextlib.suppress(Exception):
             checkpoint.flush(env.checkpoint_interval() or 30.0)
+        under_agent = self.session.channel is not None
         self.session.close()
+        if under_agent and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # too late to stop what has ended
 
     def _thread(self, name: str, target: Callable[[], None]) -> None:
         threading.Thread(target=target, name=name, daemon=True).start()
@@ -168,6 +172,8 @@ class Control:
         if self.session.epoch is None:  # nothing is under way that could be saved
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
+            if self.loops_over and self.session.channel is not None:
+                return  # all is done and saved; the agent waits for our exit code
             raise SystemExit(STOPPED)
         if number == signal.SIGINT:
             os.write(2, b"\nstopping at the next step; Ctrl-C again stops at once\n")

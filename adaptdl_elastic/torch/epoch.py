@@ -50,6 +50,7 @@ def _run(until: int) -> Iterator[int]:
             f"an epoch loop is under way (epoch {session.epoch}): a new one can begin only after it has ended"
         )
     session.start()
+    session.control.loops_over = False
     state.until = until
     ran = False
     try:
@@ -59,6 +60,7 @@ def _run(until: int) -> Iterator[int]:
             ran = True
         if ran:
             session.control.save("exit")
+        session.control.loops_over = True
     finally:
         session.epoch = None
 

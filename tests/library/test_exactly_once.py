@@ -1,0 +1,161 @@
+"""Every sample is applied exactly once per epoch, whatever happens to the number of replicas."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import generations
+import loop_script_path
+import pytest
+import torch
+
+
+class Job:
+    """One job through its generations."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.folder, self.settings = folder, settings
+
+    def run(self, replicas: int, stop: tuple[int, str, int, int] | None = None, **more: Any) -> list[int]:
+        settings = {**self.settings, **more, "stop": stop}
+        ended = generations.run(
+            loop_script_path.PATH,
+            replicas,
+            self.folder,
+            LOOP=json.dumps(settings),
+            OUT=str(self.folder),
+            ADAPTDL_CHECKPOINT_PATH=str(self.folder / "checkpoints"),
+        )
+        codes = [replica.code for replica in ended]
+        expected = 143 if stop else 0
+        assert codes == [expected] * replicas, "\n".join(r.output for r in ended)
+        return codes
+
+    def handed_out(self, epoch: int, loop: str = "train") -> Counter[int]:
+        """How often every sample was handed out so that it counts."""
+        count: Counter[int] = Counter()
+        for line in generations.records(self.folder):
+            if line["loop"] == loop and line["epoch"] == epoch:
+                count.update(line["samples"][: line["local"]])
+        return count
+
+    def weights(self, replicas: int) -> torch.Tensor:
+        """The final weights, which must be the same on every replica."""
+        found = [torch.load(self.folder / f"weights-{rank}") for rank in range(replicas)]
+        for other in found[1:]:
+            assert torch.equal(found[0], other)
+        return found[0]
+
+    def check(self, replicas: int, epochs: int = 1) -> None:
+        size, batch = self.settings.get("size", 61), self.settings.get("batch", 8)
+        for epoch in range(epochs):
+            assert self.handed_out(epoch) == Counter(range(size))
+        applied = torch.zeros(size, dtype=torch.float64)
+        for line in generations.records(self.folder):
+            if line["loop"] == "train":  # LinearScale never makes a learning rate smaller
+                applied[line["samples"][: line["local"]]] += max(1.0, line["window"] / batch) / line["window"]
+        torch.testing.assert_close(-self.weights(replicas), applied)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Any:
+    return lambda **settings: Job(tmp_path, **settings)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_without_any_change(job: Any, replicas: int) -> None:
+    run = job(epochs=2)
+    run.run(replicas)
+    run.check(replicas, epochs=2)
+
+
+@pytest.mark.slow
+def test_through_one_two_three_one_replicas_in_an_epoch(job: Any) -> None:
+    run = job(evaluate=1)
+    run.run(1, stop=(0, "train", 0, 2))
+    run.run(2, stop=(1, "train", 0, 1))
+    run.run(3, stop=(2, "train", 0, 1))
+    run.run(1)
+    run.check(1)
+    assert run.handed_out(0, "evaluate") == Counter(range(61))
+
+
+@pytest.mark.slow
+def test_stopped_in_the_middle_of_an_accumulation(job: Any) -> None:
+    run = job(accumulate=3, size=50, batch=16)
+    run.run(2, stop=(1, "train", 0, 3))
+    run.run(1, stop=(0, "train", 0, 2))
+    run.run(3)
+    run.check(3)
+    windows = [line for line in generations.records(run.folder) if line["loop"] == "train"]
+    assert any(not line["optim"] for line in windows), "nothing was accumulated"
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_with_fewer_samples_than_replicas(job: Any, size: int) -> None:
+    run = job(size=size, epochs=2)
+    run.run(3)
+    run.check(3, epochs=2)
+
+
+def test_growing_when_less_than_one_sample_per_replica_is_left(job: Any) -> None:
+    run = job(size=10, batch=8)
+    run.run(1, stop=(0, "train", 0, 1))  # 8 of 10 are taken
+    run.run(3)
+    run.check(3)
+
+
+def test_stopped_in_an_evaluation_loop(job: Any) -> None:
+    run = job(evaluate=1, epochs=2)
+    run.run(2, stop=(1, "evaluate", 0, 2))
+    run.run(3, stop=(0, "evaluate", 1, 1))
+    run.run(1)
+    run.check(1, epochs=2)
+    for epoch in (0, 1):
+        assert run.handed_out(epoch, "evaluate") == Counter(range(61))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_with_worker_processes(job: Any, persistent: bool) -> None:
+    run = job(workers=2, persistent=persistent, epochs=2)
+    run.run(2, stop=(0, "train", 1, 2))
+    run.run(1)
+    run.check(1, epochs=2)
+
+
+def test_streams(job: Any) -> None:
+    run = job(stream=True, workers=1)
+    run.run(2, stop=(1, "train", 0, 2))
+    run.run(3, stop=(0, "train", 0, 1))
+    run.run(1)
+    run.check(1)
+
+
+def test_the_order_is_the_same_on_any_number_of_replicas(job: Any, tmp_path: Path) -> None:
+    """Position k of the epoch's order is the same sample whoever gets it."""
+
+    def order(folder: Path) -> list[int]:
+        found: dict[int, int] = {}
+        for line in generations.records(folder):
+            if line["loop"] == "train" and line["epoch"] == 0:
+                for place, sample in enumerate(line["samples"]):
+                    found[line["index"] + line["rank"] + place * line["replicas"]] = sample
+        return [found[position] for position in sorted(found)]
+
+    orders = []
+    for replicas in (1, 3):
+        folder = tmp_path / str(replicas)
+        folder.mkdir()
+        Job(folder).run(replicas)
+        orders.append(order(folder))
+    assert orders[0] == orders[1] != sorted(orders[0])
+
+
+def test_a_script_without_a_seed_goes_on_in_the_order_it_began_in(job: Any) -> None:
+    run = job(seed=None)
+    run.run(2, stop=(0, "train", 0, 3))
+    run.run(1)
+    run.check(1)

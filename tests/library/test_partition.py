@@ -1,0 +1,120 @@
+"""Who gets which sample: properties of the pure partition code."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptdl_elastic.torch._partition import count_chunks, local_batch, order, plan_window, share, windows
+
+SIZES = st.integers(1, 300)
+REPLICAS = st.integers(1, 9)
+LOCALS = st.integers(1, 17)
+ACCUMULATIONS = st.integers(0, 4)
+
+
+@given(SIZES, REPLICAS, LOCALS, ACCUMULATIONS)
+def test_the_windows_of_a_pass_take_every_sample_once(
+    size: int, replicas: int, local: int, accum: int
+) -> None:
+    assert sum(sum(window) for window in windows(0, size, replicas, local, accum)) == size
+
+
+@given(SIZES, st.lists(st.tuples(REPLICAS, LOCALS, ACCUMULATIONS, st.integers(1, 5)), min_size=1, max_size=6))
+def test_any_sequence_of_sizes_hands_out_every_sample_once(
+    size: int, schedule: list[tuple[int, int, int, int]]
+) -> None:
+    """Each generation runs some steps; the last one runs to the end of the pass."""
+    samples = order(size, True, seed=3, epoch=1).tolist()
+    position, taken = 0, []
+    for number, (replicas, local, accum, steps) in enumerate(schedule):
+        last = number == len(schedule) - 1
+        for step, window in enumerate(windows(position, size, replicas, local, accum)):
+            if step == steps and not last:
+                break
+            for chunk in window:
+                part = samples[position : position + chunk]
+                for rank in range(replicas):
+                    mine = part[rank::replicas]
+                    assert len(mine) == share(chunk, replicas, rank)
+                    taken += mine
+                position += chunk
+    assert sorted(taken) == list(range(size))
+
+
+@given(SIZES, REPLICAS, LOCALS, ACCUMULATIONS)
+def test_every_replica_has_a_sample_in_every_chunk_unless_the_pass_is_smaller_than_that(
+    size: int, replicas: int, local: int, accum: int
+) -> None:
+    for window in windows(0, size, replicas, local, accum):
+        for chunk in window:
+            assert chunk >= replicas or chunk == size < replicas
+
+
+@given(SIZES, REPLICAS, LOCALS, ACCUMULATIONS)
+def test_no_batch_is_larger_than_asked_for_except_one_of_a_single_sample_each(
+    size: int, replicas: int, local: int, accum: int
+) -> None:
+    for window in windows(0, size, replicas, local, accum):
+        assert len(window) <= accum + 1
+        for chunk in window:
+            assert share(chunk, replicas, 0) <= max(local, 2 if local == 1 else 0)
+
+
+@given(SIZES, REPLICAS, LOCALS)
+def test_chunks_of_a_window_differ_by_one_sample_at_most(size: int, replicas: int, local: int) -> None:
+    for window in windows(0, size, replicas, local, 3):
+        assert max(window) - min(window) <= 1
+
+
+@given(SIZES, REPLICAS, LOCALS, ACCUMULATIONS)
+def test_drop_last_leaves_out_only_what_fills_no_window(
+    size: int, replicas: int, local: int, accum: int
+) -> None:
+    full = replicas * local * (accum + 1)
+    found = list(windows(0, size, replicas, local, accum, drop_last=True))
+    assert found == [(replicas * local,) * (accum + 1)] * (size // full)
+
+
+@given(SIZES, REPLICAS, LOCALS, ACCUMULATIONS)
+def test_full_windows_until_the_last_two(size: int, replicas: int, local: int, accum: int) -> None:
+    found = list(windows(0, size, replicas, local, accum))
+    full = replicas * local * (accum + 1)
+    assert all(sum(window) == full for window in found[:-2])
+
+
+@given(st.integers(0, 300), SIZES, REPLICAS, LOCALS, st.booleans())
+def test_the_number_of_batches_is_known_in_advance(
+    start: int, size: int, replicas: int, local: int, drop_last: bool
+) -> None:
+    found = windows(start, size, replicas, local, drop_last=drop_last)
+    assert count_chunks(start, size, replicas, local, drop_last) == sum(map(len, found))
+
+
+@given(st.integers(1, 10**6), REPLICAS)
+def test_a_local_batch_is_rounded_up(batch: int, replicas: int) -> None:
+    assert 0 <= local_batch(batch, replicas) * replicas - batch < replicas
+
+
+def test_a_batch_of_64_on_three_replicas_is_22_each() -> None:
+    assert local_batch(64, 3) == 22
+
+
+def test_a_remainder_too_small_for_all_replicas_is_shared_with_the_step_before() -> None:
+    assert list(windows(0, 13, 3, 2)) == [(6,), (4,), (3,)]
+    assert plan_window(4, 3, 1) == (4,)
+
+
+@given(st.integers(0, 2**63), st.integers(0, 2**63), st.integers(0, 100))
+def test_orders_depend_on_seed_epoch_and_pass(seed: int, other: int, epoch: int) -> None:
+    first = order(40, True, seed, epoch)
+    assert torch.equal(first, order(40, True, seed, epoch))
+    assert sorted(first.tolist()) == list(range(40))
+    assert not torch.equal(first, order(40, True, seed, epoch + 1))
+    assert not torch.equal(first, order(40, True, seed, epoch, number=1))
+    assert seed == other or not torch.equal(first, order(40, True, other, epoch))
+
+
+def test_without_shuffling_the_order_is_the_data_sets() -> None:
+    assert order(5, False, 1, 2).tolist() == [0, 1, 2, 3, 4]

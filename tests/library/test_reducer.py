@@ -1,0 +1,247 @@
+"""The library's own collectives: right, authenticated, and never hanging on who is gone."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from adaptdl_elastic import _wire
+from adaptdl_elastic.reducer import (
+    CollectiveError,
+    CollectiveMismatchError,
+    Future,
+    PeerLostError,
+    Reducer,
+)
+
+
+class World:
+    """Reducers of one world, each in this process."""
+
+    def __init__(self, replicas: int, secret: bytes | None = b"key", **options: Any) -> None:
+        self.reducers: list[Any] = [None] * replicas
+        port: Future = Future()
+        threads = [
+            threading.Thread(target=self._connect, args=(rank, port, secret, options))
+            for rank in range(replicas)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+
+    def _connect(self, rank: int, port: Future, secret: bytes | None, options: Any) -> None:
+        replicas = len(self.reducers)
+        if rank == 0:
+            self.reducers[0] = Reducer(0, replicas, secret=secret, publish=port._set, **options)
+        else:
+            self.reducers[rank] = Reducer(
+                rank, replicas, "127.0.0.1", port.result(10), secret=secret, **options
+            )
+
+    def everywhere(self, call: Callable[[Reducer], Any]) -> list[Any]:
+        """The results, or exceptions, of `call` on every replica at once."""
+        results: list[Any] = [None] * len(self.reducers)
+
+        def one(rank: int) -> None:
+            try:
+                results[rank] = call(self.reducers[rank])
+            except Exception as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(results))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+        return results
+
+    def close(self) -> None:
+        for reducer in self.reducers:
+            if reducer is not None:
+                reducer.close()
+
+
+@pytest.fixture
+def world() -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(replicas: int, **options: Any) -> World:
+        made.append(World(replicas, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_alone_there_are_no_sockets() -> None:
+    reducer = Reducer(0, 1)
+    assert reducer.allreduce([1]) == [1]
+    assert reducer.broadcast("x") == "x"
+    assert reducer.port == 0
+
+
+@pytest.mark.parametrize("replicas", [2, 5])
+def test_values_are_combined_in_the_order_of_the_ranks(world: Any, replicas: int) -> None:
+    results = world(replicas).everywhere(lambda r: r.allreduce([r.rank]))
+    assert results == [list(range(replicas))] * replicas
+
+
+def test_broadcast_gives_everybody_rank_0s_value(world: Any) -> None:
+    assert world(3).everywhere(lambda r: r.broadcast(f"from {r.rank}")) == ["from 0"] * 3
+
+
+def test_many_calls_may_be_under_way(world: Any) -> None:
+    def call(reducer: Reducer) -> list[int]:
+        futures = [reducer.allreduce_async(i * reducer.rank) for i in range(100)]
+        return [future.result(10) for future in futures]
+
+    assert world(3).everywhere(call) == [[3 * i for i in range(100)]] * 3
+
+
+def test_replicas_that_have_come_apart_get_an_error_that_names_both_places(world: Any) -> None:
+    tags = ["train.py:10", "train.py:10", "train.py:99"]
+    for error in world(3).everywhere(lambda r: r.allreduce(1, tag=tags[r.rank])):
+        assert isinstance(error, CollectiveMismatchError)
+        assert "rank 2 is at train.py:99" in str(error)
+
+
+def test_an_error_in_the_reduction_reaches_everybody(world: Any) -> None:
+    def refuse(a: Any, b: Any) -> Any:
+        raise KeyError("nothing")
+
+    w = world(2)
+    for error in w.everywhere(lambda r: r.allreduce(1, refuse)):
+        assert isinstance(error, CollectiveError)
+        assert "KeyError" in str(error)
+    assert w.everywhere(lambda r: r.allreduce(1)) == [2, 2]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_replica_that_is_gone_fails_what_waits_for_it_at_once(world: Any, victim: int) -> None:
+    w = world(3)
+    waiting = [w.reducers[rank].allreduce_async(1) for rank in range(3) if rank != victim]
+    for sock in w.reducers[victim]._peers.values():
+        sock.shutdown(socket.SHUT_RDWR)
+    for future in waiting:
+        with pytest.raises(PeerLostError, match=f"rank {victim} is gone"):
+            future.result(10)
+
+
+def test_who_asks_after_the_loss_is_told_too(world: Any) -> None:
+    lost = threading.Event()
+    w = world(2, on_lost=lambda rank: lost.set())
+    w.reducers[1]._peers[0].shutdown(socket.SHUT_RDWR)
+    assert lost.wait(10)
+    with pytest.raises(PeerLostError):
+        w.reducers[0].allreduce(1)
+
+
+def test_an_orderly_goodbye_is_no_loss(world: Any) -> None:
+    lost: list[int] = []
+    w = world(2, on_lost=lost.append)
+    w.reducers[1].close()
+    with pytest.raises(PeerLostError, match="rank 1 has finished"):
+        w.reducers[0].allreduce(1)
+    assert lost == []
+
+
+def test_control_messages_travel_beside_the_collectives(world: Any) -> None:
+    got: list[Any] = []
+    arrived = threading.Event()
+
+    def on_control(sender: int, message: Any) -> None:
+        got.append((sender, message))
+        if len(got) == 2:
+            arrived.set()
+
+    w = world(3, on_control=on_control)
+    w.reducers[1].send_control(0, {"a": 1})
+    w.reducers[0].send_control(2, (1, 2))
+    assert arrived.wait(10)
+    assert sorted(got, key=repr) == [(0, (1, 2)), (1, {"a": 1})]
+
+
+def _listening(replicas: int, secret: bytes | None, results: list[Any]) -> tuple[threading.Thread, int]:
+    port: Future = Future()
+
+    def root() -> None:
+        try:
+            results.append(Reducer(0, replicas, secret=secret, timeout=5, publish=port._set))
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=root)
+    thread.start()
+    return thread, port.result(10)
+
+
+def test_a_stranger_is_refused_and_disturbs_nobody() -> None:
+    results: list[Any] = []
+    thread, port = _listening(2, b"right", results)
+    with pytest.raises(_wire.AuthenticationError):
+        Reducer(1, 2, "127.0.0.1", port, secret=b"wrong")
+    with socket.create_connection(("127.0.0.1", port)) as stranger:  # says nothing, or nonsense
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 8)
+    peer = Reducer(1, 2, "127.0.0.1", port, secret=b"right")
+    thread.join(10)
+    assert isinstance(results[0], Reducer)
+    peer.close()
+    results[0].close()
+
+
+def test_nothing_is_unpickled_before_the_sender_has_authenticated(tmp_path: Any) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (open, (str(tmp_path / "owned"), "w"))
+
+    with pytest.raises(pickle.UnpicklingError, match="ADAPTDL_SECRET"):
+        _wire.loads(_wire.dumps(Evil()), trusted=False)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_without_a_secret_plain_values_and_arrays_travel(world: Any) -> None:
+    import numpy as np
+
+    def call(reducer: Reducer) -> Any:
+        return reducer.allreduce({"a": np.arange(3.0) * reducer.rank, "b": {1, 2}}, lambda a, b: b)
+
+    for result in world(2, secret=None).everywhere(call):
+        assert result["a"].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_replicas_that_do_not_come_are_named() -> None:
+    results: list[Any] = []
+    port: Future = Future()
+    with pytest.raises(CollectiveError, match=r"ranks \[1, 2\] have not connected"):
+        Reducer(0, 3, timeout=0.2, publish=port._set)
+    assert results == []
+
+
+def test_a_port_that_is_taken_is_a_clear_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CollectiveError, match="ADAPTDL_MASTER_PORT to a free port"):
+            Reducer(0, 2, "127.0.0.1", port)
+
+
+def test_it_listens_on_the_address_it_was_told_only() -> None:
+    results: list[Any] = []
+    thread, port = _listening(2, b"k", results)
+    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.2", port), timeout=1):
+        pass
+    Reducer(1, 2, "127.0.0.1", port, secret=b"k").close()
+    thread.join(10)
+    results[0].close()
+
+
+def test_a_rank_outside_the_world_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank 3 of 2"):
+        Reducer(3, 2)

@@ -1,0 +1,112 @@
+"""A training script whose final weights tell how often every sample was applied.
+
+The loss of a batch is the mean of w[i] over its samples, and LinearScale multiplies the learning rate 1
+with window / batch_size: each application of sample i in a window of n samples moves w[i] by
+-max(1, n / batch_size) / n. Settings come as JSON in LOOP.
+"""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+
+import adaptdl_elastic.torch as adl
+from adaptdl_elastic import _session
+from adaptdl_elastic.torch.scaling_rules import LinearScale
+
+S = {
+    "size": 61, "batch": 8, "epochs": 1, "shuffle": True, "workers": 0, "accumulate": 0, "evaluate": 0,
+    "stop": None, "seed": 5, "drop_last": False, "stream": False, "persistent": False,
+    **json.loads(os.environ.get("LOOP", "{}")),
+}  # fmt: skip
+OUT = Path(os.environ["OUT"])
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return S["size"]
+
+    def __getitem__(self, index):
+        return index
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(S["size"]))
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(S["size"], dtype=torch.float64))
+
+    def forward(self, index):
+        return self.w[index]
+
+
+def record(**fields):
+    with (OUT / f"record-{os.getpid()}").open("a") as file:
+        file.write(json.dumps({"rank": adl.rank(), "replicas": adl.world_size(), **fields}) + "\n")
+
+
+def interrupt(loop, epoch, count):
+    if S["stop"] is None:
+        return
+    rank, *place = S["stop"]
+    if [loop, epoch, count] != place:
+        return
+    if adl.rank() == rank:
+        os.kill(os.getpid(), signal.SIGINT)
+    control, deadline = _session.current().control, time.monotonic() + 30
+    while control._round is None:  # these steps are too quick for anything to be agreed meanwhile
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def main():
+    if S["seed"] is not None:
+        torch.manual_seed(S["seed"])
+    adl.init_process_group("gloo")
+    options = {"num_workers": S["workers"], "drop_last": S["drop_last"]}
+    if S["persistent"]:
+        options["persistent_workers"] = True
+    data = Stream() if S["stream"] else Numbers()
+    loader = adl.AdaptiveDataLoader(
+        data, batch_size=S["batch"], shuffle=S["shuffle"] and not S["stream"], **options
+    )
+    if S["accumulate"]:
+        high = -(-S["batch"] // (S["accumulate"] + 1))
+        loader.autoscale_batch_size(S["batch"], local_bsz_bounds=(1, high), gradient_accumulation=True)
+        loader._elastic._max_batch_size = None  # accumulate, and stay at this batch size
+    evaluation = adl.AdaptiveDataLoader(Numbers(), batch_size=10)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model = adl.AdaptiveDataParallel(model, optimizer, scaling_rule=LinearScale())
+    for epoch in adl.remaining_epochs_until(S["epochs"]):
+        model.train()
+        for count, batch in enumerate(loader, 1):
+            interrupt("train", epoch, count)
+            helper = adl.current_dataloader()
+            record(
+                epoch=epoch, loop="train", samples=batch.tolist(), local=helper.local_samples,
+                window=helper.window_samples, optim=helper.is_optim_step(), index=helper.current_index,
+            )  # fmt: skip
+            optimizer.zero_grad()
+            model(batch).mean().backward()
+            optimizer.step()
+        model.eval()
+        for count, batch in enumerate(evaluation if S["evaluate"] else (), 1):
+            interrupt("evaluate", epoch, count)
+            with torch.no_grad():
+                model(batch)
+            record(epoch=epoch, loop="evaluate", samples=batch.tolist(), local=len(batch))
+    torch.save(model.module.w.detach(), OUT / f"weights-{adl.rank()}")
+    record(loop="end", epoch=adl.finished_epochs())
+
+
+if __name__ == "__main__":
+    main()
