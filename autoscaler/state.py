@@ -54,6 +54,7 @@ class JobView:
     running: Mapping[NodeOfGeneration, Seen[records.RunningRecord]] = field(default_factory=_empty)
     ended: Mapping[NodeOfGeneration, Seen[records.EndedRecord]] = field(default_factory=_empty)
     generations: frozenset[int] = frozenset()  # those that have any key
+    unreadable: Mapping[str, int] = field(default_factory=_empty)  # plan or status: revision of the garbage
 
 
 @dataclass(frozen=True)
@@ -283,9 +284,13 @@ class Keeper:
                     view = replace(view, hints=hints)
             case [name] if name in self._SINGLE:
                 found = self._decode(self._SINGLE[name], key, value, revision, now)
-                if found is None:
+                others = {other: at for other, at in view.unreadable.items() if other != name}
+                if found is not None:
+                    view = replace(_with(view, name, found), unreadable=MappingProxyType(others))
+                elif name in ("plan", "status"):  # ours to write: we must know over what
+                    view = replace(view, unreadable=MappingProxyType({**others, name: revision}))
+                else:
                     return
-                view = _with(view, name, found)
             case ["generations", g, name, node] if g.isdigit() and name in self._OF_GENERATION:
                 found = self._decode(self._OF_GENERATION[name], key, value, revision, now)
                 generations = view.generations | {int(g)}
@@ -328,7 +333,8 @@ class Keeper:
         view = self._jobs[job]
         match rest:
             case [name] if name in self._SINGLE or name == "hints":
-                view = _with(view, name, None)
+                others = {other: at for other, at in view.unreadable.items() if other != name}
+                view = replace(_with(view, name, None), unreadable=MappingProxyType(others))
             case ["generations", g, name, node] if g.isdigit() and name in self._OF_GENERATION:
                 table = {at: seen for at, seen in getattr(view, name).items() if at != (int(g), node)}
                 view = _with(view, name, MappingProxyType(table))

@@ -114,21 +114,27 @@ class _Round:
         if job.spec is None:
             return False
         spec, key = job.spec.record, self.keys.job(job.job, "plan")
+        garbage = job.unreadable.get("plan")
         if job.plan is None:
+            last = max(job.generations, default=-1)
             claim = Plan(
                 job=job.job,
                 run=spec.run,
-                generation=-1,
+                generation=last,
                 placements=(),
                 cause=Cause.START,
                 transition=Transition.RESTART,
                 reason="no plan yet",
                 fence=self.fence,
                 created=self.view.wall,
+                first=last + 1,
             )
-            self.actions.append(CompareAndSwap(key, claim, 0))
+            self.actions.append(CompareAndSwap(key, claim, garbage or 0))
             return False
         plan = job.plan.record
+        if garbage is not None:  # the last plan that could be read still stands
+            self.actions.append(CompareAndSwap(key, replace(plan, fence=self.fence), garbage))
+            return False
         if plan.run != spec.run:
             claim = Plan(
                 job=job.job,
@@ -446,11 +452,11 @@ class _Round:
             waits_for = why_pending(job.spec.record, places, free, self.ledger)
         status = describe(self.view, job, condition, self.settings, waits_for)
         old = job.status
-        if status is None or not differs(status, old.record if old else None):
+        garbage = job.unreadable.get("status")
+        if status is None or (garbage is None and not differs(status, old.record if old else None)):
             return
-        self.actions.append(
-            CompareAndSwap(self.keys.job(job.job, "status"), status, old.revision if old else 0)
-        )
+        revision = garbage or (old.revision if old else 0)
+        self.actions.append(CompareAndSwap(self.keys.job(job.job, "status"), status, revision))
         was = old.record if old else None
         if was is None or was.state is not status.state or was.run != status.run:
             self.actions.append(

@@ -411,6 +411,24 @@ def test_garbage_is_said_once_and_changes_nothing(pump: Pump) -> None:
     assert len(problems) == len(set(problems)) == 6
 
 
+@pytest.mark.parametrize("what", ["plan", "status"])
+def test_what_is_ours_is_written_again_over_garbage(pump: Pump, what: str) -> None:
+    elastic(pump)
+    before = pump.plan("a"), pump.status("a").state
+    pump.store.put(pump.keys.job("a", what), "garbage")
+    pump.settle()
+    assert (pump.plan("a"), pump.status("a").state) == before
+
+
+def test_a_plan_lost_to_garbage_before_we_came_is_begun_anew(pump: Pump) -> None:
+    elastic(pump)
+    last = pump.plan("a").generation
+    pump.store.put(pump.keys.job("a", "plan"), "garbage")
+    pump.take_over().settle()
+    assert pump.plan("a").generation > last
+    assert pump.status("a").state is JobState.RUNNING
+
+
 def test_a_job_keeps_its_last_good_hints(pump: Pump) -> None:
     pump.job("a")
     pump.node("n0", "a", 4)

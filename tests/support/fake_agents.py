@@ -105,7 +105,10 @@ class FakeAgent:
 
     def _get(self, kind: type, *parts: str):  # type: ignore[no-untyped-def, type-arg]
         item = self.store.get(self.keys.job(self.job, *parts))
-        return None if item is None else records.decode(kind, item.value)
+        try:
+            return None if item is None else records.decode(kind, item.value)
+        except records.MalformedRecordError:
+            return None
 
     def step(self) -> bool:
         """Do the next thing; whether there was one."""

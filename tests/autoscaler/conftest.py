@@ -1,0 +1,25 @@
+"""A real etcd for those that ask for it, and clusters of their own in it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.server import EtcdServer
+
+_count = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[EtcdServer]:
+    with EtcdServer() as server:
+        yield server
+
+
+@pytest.fixture
+def keys() -> Keys:
+    """A cluster that no other test uses."""
+    return Keys(f"c{next(_count)}")

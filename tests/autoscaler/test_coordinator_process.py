@@ -1,0 +1,299 @@
+"""The coordinator as a process against a real etcd: elections, takeovers, and stores that come and go."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+
+import pytest
+from coordinator_pump import share_policy
+from fake_agents import FakeAgent, spec_of, submit
+
+from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
+from adaptdl_elastic.autoscaler.coordinator.types import Settings
+from adaptdl_elastic.rendezvous import records
+from adaptdl_elastic.rendezvous.connect import connect
+from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.records import JobRequest, JobState, JobStatus, LeaderRecord, Plan
+from adaptdl_elastic.rendezvous.server import EtcdServer
+from adaptdl_elastic.rendezvous.store import Store
+
+pytestmark = pytest.mark.etcd
+PATIENCE = 40.0  # the machine may be busy; every wait ends as soon as what is waited for has happened
+
+
+@dataclass
+class Cluster:
+    """A cluster of fake agents in a real etcd, with every plan that was ever written in it."""
+
+    server: EtcdServer
+    keys: Keys
+    stack: ExitStack
+    plans: list[Plan] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def __post_init__(self) -> None:
+        self.store = self.client()
+        self._watch = self.store.watch(self.keys.root, self.store.range(self.keys.root).revision + 1)
+        self.stack.callback(self._watch.close)
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _follow(self) -> None:
+        for change in self._watch:
+            with self.changed:
+                if change.kind == "put" and change.key.endswith("/plan"):
+                    with suppress(records.MalformedRecordError):
+                        self.plans.append(records.decode(Plan, change.value or ""))
+                self.changed.notify_all()
+
+    def client(self) -> Store:
+        store = connect(self.server.endpoint)
+        self.stack.callback(store.close)
+        return store
+
+    def until(self, done: Callable[[], object], what: str = "") -> None:
+        """Wait until `done` is true, looking whenever the store changes."""
+        deadline = time.monotonic() + PATIENCE
+        with self.changed:
+            while not done():
+                left = deadline - time.monotonic()
+                assert left > 0, f"waited in vain for {what or done}: {self.plans[-3:]}"
+                self.changed.wait(min(left, 0.5))
+
+    def coordinator(self, **settings: object) -> Coordinator:
+        """One in a thread of this process."""
+        fields: dict[str, object] = {"interval": 1.0, "min_gap": 0.0}
+        served = Coordinator(
+            self.client(),
+            self.keys,
+            Settings(**{**fields, **settings}),  # type: ignore[arg-type]
+            share_policy,
+            ttl=2.0,
+        )
+        thread = threading.Thread(target=served.run, daemon=True)
+        thread.start()
+
+        def stop() -> None:
+            served.stop()
+            thread.join(10)
+            assert not thread.is_alive()
+
+        self.stack.callback(stop)
+        return served
+
+    def process(self, *arguments: str, **options: object) -> subprocess.Popen[bytes]:
+        """One in a process of its own."""
+        command = [sys.executable, "-m", "adaptdl_elastic.autoscaler", "coordinator", "--interval", "1"]
+        command += ["--etcd", self.server.endpoint, "--cluster", self.keys.cluster, *arguments]
+        process = subprocess.Popen(command, **options)  # type: ignore[call-overload]
+
+        def reap() -> None:
+            process.kill()
+            process.wait()
+
+        self.stack.callback(reap)
+        found: subprocess.Popen[bytes] = process
+        return found
+
+    def leader(self) -> LeaderRecord | None:
+        item = self.store.get(self.keys.coordinator_leader)
+        return None if item is None else records.decode(LeaderRecord, item.value)
+
+    def job(self, name: str, slots: int = 4, **changes: object) -> FakeAgent:
+        submit(self.store, self.keys, spec_of(name, **changes))
+        return self.agent("n0", name, slots)
+
+    def agent(self, node: str, job: str, slots: int = 4) -> FakeAgent:
+        agent = FakeAgent(self.client(), self.keys, node, job, slots, clock=time.time).register().follow()
+        self.stack.callback(agent.stop)
+        return agent
+
+    def ask(self, job: str, replicas: int | None = None, stop: bool = False) -> None:
+        request = JobRequest(replicas=replicas, stop=stop)
+        self.store.put(self.keys.job(job, "request"), records.encode(request))
+
+    def status(self, job: str) -> JobStatus | None:
+        item = self.store.get(self.keys.job(job, "status"))
+        return None if item is None else records.decode(JobStatus, item.value)
+
+    def size(self, job: str) -> int:
+        plans = [plan for plan in self.plans if plan.job == job]
+        return plans[-1].replicas if plans else 0
+
+    def scaled(self, job: str, replicas: int) -> None:
+        self.ask(job, replicas=replicas)
+        self.until(lambda: self.size(job) == replicas, f"{job} at {replicas}")
+
+
+@pytest.fixture
+def cluster(etcd: EtcdServer, keys: Keys) -> Iterator[Cluster]:
+    with ExitStack() as stack:
+        yield Cluster(etcd, keys, stack)
+
+
+def fences_never_fall(plans: list[Plan]) -> bool:
+    """Whether no plan of a job was written under an older fence than the one before."""
+    last: dict[str, int] = {}
+    for plan in plans:
+        if plan.fence < last.get(plan.job, 0):
+            return False
+        last[plan.job] = plan.fence
+    return True
+
+
+def test_a_job_from_its_first_plan_to_its_end(cluster: Cluster) -> None:
+    cluster.coordinator()
+    agent = cluster.job("a")
+    cluster.until(lambda: cluster.size("a") == 4)
+    cluster.scaled("a", 2)
+    cluster.until(lambda: agent.history and agent.history[-1][1] == 2)
+    agent.finish()
+    cluster.until(lambda: agent.exit_code == 0)
+    status = cluster.status("a")
+    assert status is not None
+    assert status.state is JobState.DONE
+
+
+def test_a_leader_that_stops_is_followed_at_once(cluster: Cluster) -> None:
+    first = cluster.coordinator()
+    assert first.leads.wait(PATIENCE)
+    second = cluster.coordinator()
+    agent = cluster.job("a")
+    cluster.until(lambda: agent.history[-1:] == [(2, 4)])
+    assert not second.leads.is_set()
+    ran = list(agent.history)
+    first.stop()
+    assert second.leads.wait(PATIENCE)
+    cluster.until(lambda: cluster.plans[-1].fence > cluster.plans[0].fence)
+    assert agent.history[: len(ran)] == ran
+    cluster.scaled("a", 3)
+    assert fences_never_fall(cluster.plans)
+
+
+def test_two_clusters_in_one_etcd_do_not_meet(cluster: Cluster, etcd: EtcdServer) -> None:
+    with ExitStack() as stack:
+        other = Cluster(etcd, Keys(cluster.keys.cluster + "-other"), stack)
+        cluster.coordinator()
+        other.coordinator()
+        cluster.job("a")
+        other.job("a", slots=2)
+        cluster.until(lambda: cluster.size("a") == 4)
+        other.until(lambda: other.size("a") == 2)
+
+
+def test_kill_9_of_the_leader_leaves_training_alone(cluster: Cluster) -> None:
+    first = cluster.process()
+    cluster.until(cluster.leader, "a leader")
+    agent = cluster.job("a")
+    cluster.until(lambda: agent.history[-1:] == [(2, 4)])
+    successor = cluster.coordinator()
+    first.send_signal(signal.SIGKILL)
+    ran = list(agent.history)
+    assert successor.leads.wait(PATIENCE)
+    cluster.until(lambda: len({plan.fence for plan in cluster.plans}) == 2)
+    assert agent.history == ran
+    cluster.scaled("a", 1)
+    assert fences_never_fall(cluster.plans)
+
+
+@pytest.mark.slow
+def test_a_leader_that_was_stopped_wakes_up_as_an_old_one(cluster: Cluster) -> None:
+    old = cluster.process()
+    cluster.until(cluster.leader, "a leader")
+    agent = cluster.job("a")
+    cluster.until(lambda: agent.history[-1:] == [(2, 4)])
+    old.send_signal(signal.SIGSTOP)
+    successor = cluster.coordinator()
+    assert successor.leads.wait(PATIENCE)
+    fence = successor_fence(cluster)
+    # these reach the old one as soon as it wakes up, and it may not act on them
+    cluster.scaled("a", 2)
+    cluster.job("b", slots=4)
+    old.send_signal(signal.SIGCONT)
+    cluster.scaled("a", 3)
+    cluster.until(lambda: cluster.size("b") == 1)
+    cluster.scaled("a", 2)
+    assert fences_never_fall(cluster.plans)
+    after = [plan for plan in cluster.plans if plan.fence >= fence]
+    assert cluster.plans[-len(after) :] == after
+    assert old.poll() is None  # it campaigns again
+
+
+def successor_fence(cluster: Cluster) -> int:
+    first = cluster.plans[0].fence
+    cluster.until(lambda: cluster.plans[-1].fence > first, "a plan with a new fence")
+    return cluster.plans[-1].fence
+
+
+@pytest.mark.slow
+def test_the_store_is_restarted_and_paused_and_nobody_is_evicted(keys: Keys) -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(EtcdServer())
+        cluster = Cluster(server, keys, stack)
+        cluster.coordinator()
+        agents = [cluster.job("a", slots=1), cluster.agent("n1", "a", 1)]
+        cluster.until(lambda: cluster.size("a") == 2 and all(a.running is not None for a in agents))
+        generation = cluster.plans[-1].generation
+        server.kill()
+        server.start()
+        cluster.until(
+            lambda: cluster.store.get(cluster.keys.coordinator_leader), "a leader after the restart"
+        )
+        server.pause()
+        threading.Event().wait(3.0)  # longer than the coordinator's lease
+        server.resume()
+        cluster.ask("a", replicas=1)
+        cluster.until(lambda: cluster.size("a") == 1, "a decision after the pause")
+        causes = [plan.cause.value for plan in cluster.plans if plan.generation > generation]
+        assert set(causes) <= {"manual", "policy"}
+        assert fences_never_fall(cluster.plans)
+
+
+def test_it_goes_when_its_parent_does(cluster: Cluster) -> None:
+    reader, writer = os.pipe()
+    process = cluster.process("--parent-fd", str(reader), pass_fds=(reader,))
+    os.close(reader)
+    cluster.until(cluster.leader, "a leader")
+    os.close(writer)
+    assert process.wait(PATIENCE) == 0
+    assert cluster.leader() is None  # let go of, not left to run out
+
+
+def test_a_terminated_one_ends_at_once(cluster: Cluster) -> None:
+    process = cluster.process()
+    cluster.until(cluster.leader, "a leader")
+    process.terminate()
+    assert process.wait(PATIENCE) == 0
+
+
+def test_garbage_under_the_prefix_is_said_and_survived(cluster: Cluster) -> None:
+    root = cluster.keys.root
+    for index, key in enumerate(("jobs/a/plan", "jobs/b/spec", "nodes/n/a", "jobs/a/generations/0/ended/n0")):
+        cluster.store.put(root + key, "\x7f" * index + "{")
+    cluster.store.put(cluster.keys.job("a", "hints"), "[" * 1000)
+    cluster.coordinator()
+    cluster.job("a")
+    cluster.until(lambda: cluster.size("a") == 4)
+
+    def complaints() -> set[str]:
+        events = [json.loads(item.value) for item in cluster.store.range(cluster.keys.events).items]
+        return {event["key"] for event in events if event["event"] == "malformed"}
+
+    cluster.until(lambda: len(complaints()) >= 3, "complaints")
+
+
+def test_the_log_of_events_is_bounded(cluster: Cluster) -> None:
+    cluster.coordinator(max_events=20)
+    cluster.job("a", slots=8)
+    cluster.until(lambda: cluster.size("a") == 8)
+    for size in (1, 2, 3, 4, 5, 6, 7) * 3:
+        cluster.scaled("a", size)
+    assert len(cluster.store.range(cluster.keys.events).items) <= 25
