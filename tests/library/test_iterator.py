@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from by_hand import run_replicas
+from fresh import Script
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptdl_elastic import _session
+from adaptdl_elastic.torch import remaining_epochs_until
+from adaptdl_elastic.torch.iterator import AdaptiveBPTTIterator, Remaining
+
+SCRIPT = Path(__file__).parent / "scripts" / "sequences.py"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
+    saved = str(tmp_path / "saved")
+    yield Script(monkeypatch, ADAPTDL_CHECKPOINT_PATH=saved, ADAPTDL_CHECKPOINT_INTERVAL="0")
+    _session.reset()
+
+
+LAYOUTS = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 8)), max_size=5)
+
+
+@given(st.integers(0, 400), LAYOUTS, st.integers(1, 9))
+def test_every_token_is_read_once_whatever_the_layouts_were(
+    size: int, layouts: list[tuple[int, int]], bptt_len: int
+) -> None:
+    read: Counter[int] = Counter()
+    done: list[tuple[int, int]] = []
+    for streams, batches in [*layouts, (3, 10_000)]:
+        left = Remaining.after(size, done, bptt_len)
+        rows = left.size // streams
+        for row in range(0, min(batches * bptt_len, rows), bptt_len):
+            length = min(bptt_len, rows - row)
+            read.update(left.block(streams, 0, streams, row, length).flatten().tolist())
+        done.append((streams, batches))
+    assert max(read.values(), default=1) == 1
+    assert size - sum(read.values()) < 3  # fewer than the streams of the last layout
+    assert set(read) <= set(range(size))
+
+
+@given(st.integers(1, 400), st.integers(1, 8), st.integers(0, 8), st.integers(1, 9))
+def test_a_stop_in_the_middle_does_not_move_the_streams(
+    size: int, streams: int, batches: int, bptt_len: int
+) -> None:
+    whole = Remaining.after(size, [], bptt_len)
+    rows = whole.size // streams
+    read = min(batches * bptt_len, rows)
+    rest = Remaining.after(size, [(streams, batches)], bptt_len)
+    if read < rows:
+        expected = whole.block(streams, 0, streams, read, rows - read)
+        assert (rest.block(streams, 0, streams, 0, rows - read) == expected).all()
+
+
+def test_streams_run_side_by_side(script: Script) -> None:
+    batches = []
+    for _ in remaining_epochs_until(1):
+        for text, target in AdaptiveBPTTIterator(list(range(13)), batch_size=2, bptt_len=4):
+            batches.append((text.T.tolist(), target.T.tolist()))
+    assert batches == [
+        ([[0, 1, 2, 3], [6, 7, 8, 9]], [[1, 2, 3, 4], [7, 8, 9, 10]]),
+        ([[4, 5], [10, 11]], [[5, 6], [11, 12]]),
+    ]
+
+
+def test_it_has_a_length_and_an_attribute_for_each_part(script: Script) -> None:
+    iterator = AdaptiveBPTTIterator(torch.arange(101), batch_size=5, bptt_len=7)
+    assert len(iterator) == 3
+    for _ in remaining_epochs_until(2):
+        batches = list(iterator)
+        assert len(batches) == 3
+        assert batches[0].text.shape == batches[0].target.shape == (7, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.zeros(3, 3, dtype=torch.int64), 2, 2), r"shape \(3, 3\)"),
+        ((torch.rand(10), 2, 2), "integer tokens"),
+        (([1], 2, 2), "at least two"),
+        (([1, 2, 3], 2, 0), "bptt_len=0"),
+        (([1, 2, 3], 0, 2), "batch_size=0"),
+    ],
+)
+def test_bad_input_says_what_is_wrong(script: Script, arguments: tuple[object, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdaptiveBPTTIterator(*arguments)  # type: ignore[arg-type]
+
+
+def test_unknown_arguments_and_accumulation_are_refused(script: Script) -> None:
+    with pytest.raises(TypeError, match="unknown arguments: repeat"):
+        AdaptiveBPTTIterator([1, 2, 3], 2, 2, repeat=True)
+    with pytest.raises(ValueError, match="gradient_accumulation"):
+        AdaptiveBPTTIterator([1, 2, 3], 2, 2).autoscale_batch_size(8, gradient_accumulation=True)
+
+
+@pytest.mark.slow
+def test_two_replicas_then_one_then_three_read_every_token_once(tmp_path: Path) -> None:
+    size, batch_size, bptt_len = 1003, 6, 5
+    environment = {"ADAPTDL_CHECKPOINT_PATH": str(tmp_path), "ADAPTDL_CHECKPOINT_INTERVAL": "0"}
+    read: Counter[int] = Counter()
+    total = None
+    for generation, (replicas, stop_after) in enumerate([(2, 4), (1, 3), (3, 0)]):
+        arguments = [str(SCRIPT), *map(str, (size, batch_size, bptt_len, stop_after))]
+        ended = run_replicas(arguments, replicas, environment, generation=generation)
+        assert {e.code for e in ended} == {143 if stop_after else 0}, ended
+        for replica in ended:
+            result = json.loads(replica.output.splitlines()[-1])
+            read.update(result["read"])
+            assert all(streams == batch_size // replicas for _, streams in result["shapes"])
+            total = result["total"]
+    assert max(read.values()) == 1
+    assert size - 1 - len(read) < batch_size
+    assert total == len(read)  # the accumulator has seen the same, over all replicas and generations
