@@ -28,7 +28,6 @@ class _Pending:
 
     step: int
     scale: float
-    costly: bool
     finish: Callable[[], torch.Tensor]  # [2, groups] on the host: |ḡ|², V
 
 
@@ -109,9 +108,10 @@ class Sampler:
         batch, step = self._batch, self._gns.steps
         if recordings and self._sampled:
             costly = batch.replicas * batch.micro_batches == 1
+            self._gns.measured(self._gns.costly_schedule if costly else self._gns.cheap_schedule)
             finish = self._moments(recordings)
             if finish is not None:
-                self._pending = _Pending(step, scale, costly, self._unscaled(finish, recordings[0]))
+                self._pending = _Pending(step, scale, self._unscaled(finish, recordings[0]))
         self.drop()
 
     def collect(self) -> None:
@@ -120,9 +120,7 @@ class Sampler:
         if pending is None:
             return
         mean_sqr, variance = pending.finish().numpy().copy()
-        schedule = self._gns.costly_schedule if pending.costly else self._gns.cheap_schedule
-        measurement = Measurement(mean_sqr, variance, pending.scale)
-        self.news |= self._gns.record(measurement, pending.step, schedule)
+        self.news |= self._gns.record(Measurement(mean_sqr, variance, pending.scale), pending.step)
 
     def _moments(self, recordings: list[Recording]) -> Callable[[], torch.Tensor] | None:
         """A function to |ḡ|² and V, shape [2, groups], on the device."""

@@ -174,7 +174,11 @@ class GradientNoiseScale:
         """Whether this step is to be measured. The same on every replica."""
         return self._steps >= self._next
 
-    def record(self, measurement: Measurement, step: int, schedule: Schedule) -> bool:
+    def measured(self, schedule: Schedule) -> None:
+        """The present step is being measured; the next is due as `schedule` says."""
+        self._next = self._steps + schedule.gap(self._steps)
+
+    def record(self, measurement: Measurement, step: int) -> bool:
         """Take in what was measured at `step`; False when it was inf or nan, which is skipped."""
         if not measurement.finite:
             self.skipped += 1
@@ -182,7 +186,6 @@ class GradientNoiseScale:
             return False
         self._moments.add(measurement, max(1, step - self._last))
         self._last = step
-        self._next = step + schedule.gap(step)
         self._factors = None
         return True
 

@@ -156,7 +156,9 @@ class AdaptiveDataParallel(DistributedDataParallel):
     def _begin_batch(self) -> Batch:
         loader = _current_dataloader()
         replicas = self._hook.world_size
-        if loader is None:
+        if loader is not None and self.training:
+            loader.train()
+        if loader is None or not loader.training:  # a validation loop that did not turn gradients off
             batch = Batch(replicas=replicas, scale=self.gns.accum_scale)
         else:
             micro_batches = loader.accumulation_steps + 1
@@ -204,7 +206,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
     def stepping(self) -> bool:
         """Whether `optimizer.step()` now steps: not in the middle of an accumulation window."""
         loader = _current_dataloader()
-        return loader is None or bool(loader.is_optim_step())
+        return loader is None or not loader.training or bool(loader.is_optim_step())
 
     def begin_step(self, closure: bool = False) -> bool:
         """For scaling rules: whether the optimizer is to step now."""

@@ -20,6 +20,7 @@ A rule of one's own overrides `ScalingRuleBase.scale_lr`.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import types
@@ -84,6 +85,8 @@ class ScalingRuleBase:
             def zero_grad(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
                 self.zero_grad(*args, **kwargs)
 
+            # Marks of schedulers that have wrapped it before: they complain where theirs is missing.
+            functools.update_wrapper(step, getattr(self._step, "__func__", self._step))
             optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
             optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
 

@@ -1,0 +1,97 @@
+"""Linear regression whose gradient noise is known in closed form, and replicas that train it.
+
+y = xᵀθ* + ε with x ~ N(0, Λ) and ε ~ N(0, σ²), loss ½(xᵀθ − y)². With δ = θ − θ*, one sample's gradient
+g = x(xᵀδ − ε) has the mean G = Λδ, and because E[xxᵀ(xᵀδ)²] = 2Λδδᵀ Λ + (δᵀΛδ)Λ for Gaussian x::
+
+    tr Σ = E|g|² − |G|² = |G|² + (δᵀΛδ + σ²)·tr Λ
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from adaptdl_elastic.torch._noise import Measurement, Moments, Schedule
+from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The regression. δ₀ is where training starts, relative to θ*."""
+
+    features: int = 512
+    noise: float = 1.0
+    start: float = 0.5  # every component of δ₀
+    condition: float = 4.0  # largest over smallest eigenvalue of Λ
+
+    @property
+    def spectrum(self) -> torch.Tensor:
+        """Eigenvalues of Λ (it is diagonal), shape [features], with mean 1."""
+        values = torch.logspace(0, 1, self.features) ** float(np.log10(self.condition))
+        return values / values.mean()
+
+    def batch(self, samples: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x, ε), shapes [samples, features] and [samples, 1]; y = ε because θ* is 0."""
+        x = torch.randn(samples, self.features, generator=generator) * self.spectrum.sqrt()
+        return x, self.noise * torch.randn(samples, 1, generator=generator)
+
+    def truth(self, delta: torch.Tensor, part: slice = slice(None)) -> tuple[float, float]:
+        """|G|² and tr Σ of one sample, of the parameters `part`, at θ* + δ."""
+        spectrum = self.spectrum.double()
+        delta = delta.detach().flatten().double()
+        sqr = float(((spectrum * delta)[part] ** 2).sum())
+        residual = float((spectrum * delta**2).sum()) + self.noise**2
+        return sqr, sqr + residual * float(spectrum[part].sum())
+
+
+def train(
+    lr: float,
+    seed: int,
+    *,
+    steps: int = 500,
+    local: int = 32,
+    every_step: bool = True,
+    problem: Problem = Problem(),
+) -> dict[str, Any]:
+    """Train by plain SGD at a constant batch; estimated and true moments, smoothed with equal weights."""
+    rank, replicas = dist.get_rank(), dist.get_world_size()
+    model = torch.nn.Linear(problem.features, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(problem.start)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    adp = AdaptiveDataParallel(model, optimizer, name=f"seed {seed}")
+    adp._sampler._generator.manual_seed(seed)
+    if every_step:
+        adp.gns.cheap_schedule = adp.gns.costly_schedule = Schedule(longest=1)
+    batch = local * replicas
+    truth = Moments(1)
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    last = 0
+    for step in range(steps):
+        x, y = problem.batch(local, generator)
+        sqr, variance = problem.truth(model.weight)
+        optimizer.zero_grad()
+        (0.5 * (adp(x) - y) ** 2).mean().backward()
+        if adp.gns.due():
+            mean = np.array([variance / batch])
+            truth.add(Measurement(np.array([sqr]) + mean, mean, 1.0), max(1, step - last))
+            last = step
+        optimizer.step()
+    adp._sampler.collect()
+    return {
+        "sqr": adp.gns.raw_sqr_avg[0],
+        "var": adp.gns.raw_var_avg[0],
+        "true_sqr": truth.sqr[0],
+        "true_var": truth.var[0],
+    }
+
+
+def train_seeds(lr: float, seeds: int, every_step: bool = True) -> dict[str, float]:
+    """Mean estimates over seeds, relative to the mean truth: `sqr` and `var`, 1 being exact."""
+    runs = [train(lr, seed, every_step=every_step) for seed in range(seeds)]
+    total = {key: sum(run[key] for run in runs) for key in runs[0]}
+    return {key: total[key] / total[f"true_{key}"] for key in ("sqr", "var")}

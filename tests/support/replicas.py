@@ -1,0 +1,80 @@
+"""Real replicas for tests: processes with a gloo group, made by a fork server that has torch loaded."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "adaptdl_elastic.torch.parallel"])
+
+
+def run(function: Callable[..., Any], replicas: int, *args: Any, timeout: float = 90.0) -> list[Any]:
+    """`function(*args)` in that many processes of one gloo group; what each returned, by rank.
+
+    `function` must be importable (a module of tests/support). Raises AssertionError with the traceback
+    of the first replica that failed; leaves no process behind.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        try:
+            for rank in range(replicas):
+                ours, theirs = _CONTEXT.Pipe(duplex=False)
+                process = _CONTEXT.Process(
+                    target=_main, args=(function, rank, replicas, folder, theirs, args), daemon=True
+                )
+                process.start()
+                theirs.close()
+                pipes.append(ours)
+                processes.append(process)
+            results = []
+            for rank, pipe in enumerate(pipes):
+                assert pipe.poll(timeout), f"rank {rank} did not answer within {timeout} s"
+                try:
+                    ok, value = pipe.recv()
+                except EOFError:
+                    raise AssertionError(f"rank {rank} died") from None
+                assert ok, f"rank {rank} failed:\n{value}"
+                results.append(value)
+            return results
+        finally:
+            for process in processes:
+                process.join(5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+                process.close()
+            for pipe in pipes:
+                pipe.close()
+
+
+def _main(
+    function: Callable[..., Any], rank: int, replicas: int, folder: str, pipe: Any, args: tuple[Any, ...]
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["ADAPTDL_REPLICA_RANK"] = str(rank)
+    os.environ["ADAPTDL_NUM_REPLICAS"] = str(replicas)
+    os.environ["ADAPTDL_EVENT_LOG"] = os.path.join(folder, "events")
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=replicas,
+            timeout=timedelta(seconds=60),
+        )
+        result = function(*args)
+        dist.barrier()
+        dist.destroy_process_group()
+        pipe.send((True, result))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    pipe.close()

@@ -1,0 +1,156 @@
+"""The estimators' arithmetic, against closed forms and brute force."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptdl_elastic.torch._noise import (
+    Measurement,
+    Moments,
+    Schedule,
+    balanced_signs,
+    lr_gain,
+    variance_from_parts,
+)
+
+TRUE_GRADIENT = np.array([1.0, -2.0, 0.5, 0.0])
+COVARIANCE = np.diag([4.0, 1.0, 9.0, 2.0])  # of one sample's gradient
+SQR, TRACE = float(TRUE_GRADIENT @ TRUE_GRADIENT), float(np.trace(COVARIANCE))
+
+
+def sample_gradients(count: int, batch: int, seed: int = 0) -> np.ndarray:
+    """Gradients of one sample each, shape [count, batch, parameters]."""
+    rng = np.random.default_rng(seed)
+    return rng.multivariate_normal(TRUE_GRADIENT, COVARIANCE, size=(count, batch))
+
+
+def squared_norm(gradients: np.ndarray) -> np.ndarray:
+    return (gradients**2).sum(-1)
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_replicas_gradients_give_both_moments_without_bias(replicas: int) -> None:
+    batch, trials = 16, 40_000
+    parts = sample_gradients(trials, batch).reshape(trials, replicas, -1, 4).mean(2)
+    mean = squared_norm(parts.mean(1))
+    variance = variance_from_parts(squared_norm(parts).mean(1), mean, replicas)
+    assert variance.mean() == pytest.approx(TRACE / batch, rel=0.02)
+    assert (mean - variance).mean() == pytest.approx(SQR, rel=0.02)
+
+
+@pytest.mark.parametrize("accumulated", [2, 5])
+def test_the_first_micro_batch_stands_for_all_parts(accumulated: int) -> None:
+    batch, trials = 20, 60_000
+    parts = sample_gradients(trials, batch).reshape(trials, accumulated, -1, 4).mean(2)
+    mean = squared_norm(parts.mean(1))
+    variance = variance_from_parts(squared_norm(parts[:, 0]), mean, accumulated)
+    assert variance.mean() == pytest.approx(TRACE / batch, rel=0.02)
+    assert (mean - variance).mean() == pytest.approx(SQR, rel=0.02)
+
+
+@pytest.mark.parametrize("batch", [2, 3, 8, 15])
+def test_balanced_signs_give_both_moments_without_bias(batch: int) -> None:
+    trials = 40_000
+    generator = torch.Generator().manual_seed(1)
+    signs = np.stack([balanced_signs(batch, generator).numpy() for _ in range(trials)])
+    gradients = sample_gradients(trials, batch)
+    signed = (signs[:, :, None] * gradients).mean(1)
+    variance, mean = squared_norm(signed), squared_norm(gradients.mean(1))
+    assert variance.mean() == pytest.approx(TRACE / batch, rel=0.03)
+    assert (mean - variance).mean() == pytest.approx(SQR, rel=0.03)
+
+
+@given(st.integers(2, 300), st.integers(0, 2**31))
+def test_signs_are_balanced(count: int, seed: int) -> None:
+    signs = balanced_signs(count, torch.Generator().manual_seed(seed))
+    assert float(signs.sum()) == pytest.approx(0.0, abs=1e-4)
+    assert float((signs**2).sum()) == pytest.approx(count, rel=1e-5)
+    assert int((signs == 0).sum()) == count % 2
+
+
+def test_signs_do_not_touch_the_global_generator() -> None:
+    before = torch.get_rng_state()
+    balanced_signs(10, torch.Generator())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_one_part_has_no_variance(count: int) -> None:
+    with pytest.raises(ValueError, match="two"):
+        variance_from_parts(np.ones(1), np.ones(1), count)
+    with pytest.raises(ValueError, match=str(count)):
+        balanced_signs(count, torch.Generator())
+
+
+moment = st.floats(0, 1e6)
+
+
+@given(moment, moment, st.floats(1, 1e4))
+def test_gain_is_adascales(sqr: float, var: float, scale: float) -> None:
+    """r = (σ² + μ²)/(σ²/S + μ²) (Johnson et al., section 3): 1 ≤ r ≤ S, growing with S."""
+    gain = float(lr_gain(np.array([sqr]), np.array([var]), scale)[0])
+    assert 1.0 - 1e-9 <= gain <= scale * (1 + 1e-9)
+    if var / scale + sqr > 0:
+        assert gain == pytest.approx((var + sqr) / (var / scale + sqr))
+
+
+def test_gain_at_its_limits() -> None:
+    noise_only, none, nothing, negative = [
+        float(lr_gain(np.array([sqr]), np.array([var]), 8.0)[0])
+        for sqr, var in [(0.0, 3.0), (3.0, 0.0), (0.0, 0.0), (-1.0, 3.0)]
+    ]
+    assert (noise_only, none, nothing, negative) == (8.0, 1.0, 1.0, 8.0)
+
+
+@given(moment, moment)
+def test_gain_at_scale_one_is_exactly_one(sqr: float, var: float) -> None:
+    assert lr_gain(np.array([sqr]), np.array([var]), 1.0).tolist() == [1.0]
+
+
+def measurement(sqr: float, var: float, scale: float = 1.0) -> Measurement:
+    variance = np.array([var / scale])
+    return Measurement(np.array([sqr]) + variance, variance, scale)
+
+
+def test_smoothing_has_no_bias_towards_zero() -> None:
+    moments = Moments(1, smoothing=0.99)
+    moments.add(measurement(2.0, 5.0, scale=4.0))
+    assert moments.sqr[0] == pytest.approx(2.0)
+    assert moments.var[0] == pytest.approx(5.0)
+
+
+def test_a_measurement_stands_for_the_steps_since_the_last() -> None:
+    often, seldom = Moments(1, smoothing=0.9), Moments(1, smoothing=0.9)
+    for _ in range(4):
+        often.add(measurement(2.0, 5.0))
+    often.add(measurement(1.0, 1.0))
+    seldom.add(measurement(2.0, 5.0), steps=4)
+    seldom.add(measurement(1.0, 1.0))
+    assert seldom.state_dict()["weight"] == pytest.approx(often.state_dict()["weight"])
+    assert seldom.sqr[0] == pytest.approx(often.sqr[0])
+
+
+def test_moments_survive_a_checkpoint() -> None:
+    before, after = Moments(2), Moments(2)
+    before.add(Measurement(np.array([3.0, 4.0]), np.array([1.0, 2.0]), 2.0))
+    after.load_state_dict(before.state_dict())
+    assert after.sqr.tolist() == before.sqr.tolist()
+    with pytest.raises(ValueError, match="2 parameter groups, the optimizer has 3"):
+        Moments(3).load_state_dict(before.state_dict())
+
+
+def test_an_overflow_is_not_finite() -> None:
+    assert measurement(1.0, 1.0).finite
+    assert not measurement(float("inf"), 1.0).finite
+    assert not measurement(1.0, float("nan")).finite
+
+
+@given(st.integers(0, 10**6), st.integers(1, 100))
+def test_gaps_grow_to_the_longest(step: int, longest: int) -> None:
+    schedule = Schedule(longest)
+    assert 1 <= schedule.gap(step) <= schedule.gap(step + 1) <= longest
+    assert schedule.gap(0) == 1
