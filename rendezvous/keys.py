@@ -4,7 +4,7 @@ nodes/<node>/<job>                      NodeRecord, leased: one agent per node a
 jobs/<job>/spec                         JobSpec, written by the job's first agent
 jobs/<job>/request                      JobRequest: what a person asked for (adaptdl scale, stop, checkpoint)
 jobs/<job>/status                       JobStatus, written by the coordinator
-jobs/<job>/hints                        what rank 0 reports (adaptdl_elastic.sched_hints.JobHints), relayed by its agent
+jobs/<job>/hints                        sched_hints.JobHints: what rank 0 reports, relayed by its agent
 jobs/<job>/plan                         Plan, written by the coordinator (removal-only: by any agent)
 jobs/<job>/checkpoint                   CheckpointRecord, written by rank 0's agent
 jobs/<job>/generations/<g>/master       MasterRecord, written by the agent of rank 0
@@ -13,9 +13,12 @@ jobs/<job>/generations/<g>/running/<node>   RunningRecord: its replicas have sta
 jobs/<job>/generations/<g>/ended/<node>     EndedRecord: its replicas are gone, and how they ended
 coordinator/host                        leased: the agent that keeps a coordinator running as its child
 coordinator/leader                      LeaderRecord, leased: the coordinator that decides
-drains/<node>                           DrainRequest: take this node's replicas elsewhere; deleted by its writer
+drains/<node>                           DrainRequest: take this node's replicas away; deleted by its writer
 autoscaler/leader                       LeaderRecord, leased: the autoscaler that buys and releases nodes
 autoscaler/status                       AutoscalerStatus, written by that autoscaler
+torchrun/<id>/nodes/<agent>             membership.Member, leased: an agent of plain torchrun
+torchrun/<id>/{round,closed}            membership.Round and Closed, written by any of them
+torchrun/<id>/rounds/<n>/master         MasterRecord, leased
 events/<millis>-<suffix>                bounded log of what the coordinator did
 """
 
@@ -70,8 +73,12 @@ class Keys:
         return f"{self.jobs}{check_name('job', job)}/" + "/".join(parts)
 
     def generation(self, job: str, generation: int, *parts: str) -> str:
-        """A key of one generation, e.g. `generation("mnist", 3, "ended", "host0")`; without parts its prefix."""
+        """A key of a generation, as `generation("mnist", 3, "ended", "host0")`; without parts its prefix."""
         return self.job(job, "generations", str(generation), *(parts or ("",)))
+
+    def torchrun(self, run_id: str, *parts: str) -> str:
+        """A key of a plain torchrun run; without parts its prefix."""
+        return f"{self.root}torchrun/{check_name('--rdzv-id', run_id)}/" + "/".join(parts)
 
     @property
     def coordinator_host(self) -> str:

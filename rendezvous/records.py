@@ -6,10 +6,13 @@ decided by comparing the clocks of two machines.
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Hashable
 from dataclasses import field
 from enum import Enum
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -19,9 +22,15 @@ _CONFIG = ConfigDict(extra="ignore", strict=False, allow_inf_nan=False)
 
 R = TypeVar("R")
 
+_LEADING_VERSION = re.compile(r'\s*\{\s*"v"\s*:\s*(\d{1,9})\b')
+
 
 class MalformedRecordError(ValueError):
     """A value in the store is not what its key promises."""
+
+
+class NewerRecordError(MalformedRecordError):
+    """A later version of adaptdl-elastic wrote this; what it means is not for us to guess."""
 
 
 class Cause(str, Enum):
@@ -151,7 +160,8 @@ class Placement:
 class Leaving:
     """Replicas of an earlier generation that had not released their slots when a plan was written.
 
-    They are gone when `generations/<generation>/ended/<node>` exists, or the registration of this `agent` does not.
+    They are gone when `generations/<generation>/ended/<node>` exists, or the registration of this `agent`
+    does not.
     """
 
     node: str
@@ -343,8 +353,24 @@ class LeaderRecord:
 
 
 @cache
-def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+def _adapter_of(kind: Hashable) -> TypeAdapter[Any]:
+    return TypeAdapter(cast(type[Any], kind))
+
+
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return _adapter_of(kind)
+
+
+def _version(text: str) -> int:
+    found = _LEADING_VERSION.match(text)  # where `encode` puts it
+    if found:
+        return int(found[1])
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return VERSION  # no JSON at all: validation says what is wrong
+    version = value.get("v") if isinstance(value, dict) else None
+    return version if isinstance(version, int) else VERSION
 
 
 def encode(record: object) -> str:
@@ -354,7 +380,16 @@ def encode(record: object) -> str:
 
 
 def decode(kind: type[R], text: str, key: str = "") -> R:
-    """The record of type `kind` that `text` holds; MalformedRecordError, naming `key`, when it holds none."""
+    """The record of type `kind` that `text` holds.
+
+    MalformedRecordError, naming `key`, when it holds none; NewerRecordError when its version is not ours.
+    """
+    version = _version(text)
+    if version > VERSION:
+        raise NewerRecordError(
+            f"{key or kind.__name__}: written in version {version} of the records, this program knows up to "
+            f"{VERSION}: install the same adaptdl-elastic everywhere"
+        )
     try:
         record: R = _adapter(kind).validate_json(text)
     except ValidationError as error:

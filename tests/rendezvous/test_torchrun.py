@@ -1,0 +1,209 @@
+"""The plug-in with torch's own agent: real processes, a real etcd."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
+
+from adaptdl_elastic.rendezvous.connect import connect
+from adaptdl_elastic.rendezvous.server import EtcdServer
+from adaptdl_elastic.rendezvous.torchrun import create_handler
+
+SCRIPT = Path(__file__).parents[1] / "support" / "torchrun_script.py"
+pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+@dataclass
+class Run:
+    """Agents of one run id, and the log that their workers write."""
+
+    folder: Path
+    server: EtcdServer
+    agents: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log"
+
+    def agent(self, *options: str, nnodes: str = "1:3", max_restarts: int = 3) -> subprocess.Popen[str]:
+        number = len(self.agents)
+        with (self.folder / f"agent{number}").open("w") as output:
+            agent = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=adaptdl-etcd"),
+                    *(f"--rdzv-endpoint={self.server.endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}"),
+                    *("--nproc-per-node=1", f"--max-restarts={max_restarts}", *options),
+                    *(str(SCRIPT), str(self.log), str(self.folder / "stop")),
+                ],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        self.agents.append(agent)
+        return agent
+
+    def said(self, number: int) -> str:
+        return (self.folder / f"agent{number}").read_text()
+
+    def lines(self) -> list[tuple[int, int, int, int]]:
+        if not self.log.exists():
+            return []
+        whole = self.log.read_text().rpartition("\n")[0].splitlines()
+        return [tuple(map(int, line.split())) for line in whole]  # type: ignore[misc]
+
+    def wait_for(self, what: str, condition: Callable[[], bool], timeout: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if time.monotonic() > deadline:
+                said = "\n".join(f"--- agent {n}\n{self.said(n)[-2000:]}" for n in range(len(self.agents)))
+                pytest.fail(f"waited {timeout} s for {what}; last lines: {self.lines()[-4:]}\n{said}")
+            time.sleep(0.02)
+
+    def wait_for_size(self, size: int, timeout: float = 60.0) -> None:
+        """All ranks of a world of this size take part in steps, with nothing older in between."""
+        before = len(self.lines())
+
+        def steps() -> bool:
+            new = self.lines()[before:]
+            return {rank for _, rank, world, step in new if world == size and step >= 50} == set(range(size))
+
+        self.wait_for(f"a world of {size}", steps, timeout)
+
+    def finish(self) -> list[int]:
+        (self.folder / "stop").touch()
+        return [agent.wait(60) for agent in self.agents]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    with EtcdServer() as server:
+        running = Run(tmp_path, server)
+        yield running
+        workers = [
+            child
+            for agent in running.agents
+            if agent.poll() is None
+            for child in psutil.Process(agent.pid).children(recursive=True)
+        ]
+        for agent in running.agents:
+            agent.kill()
+            agent.wait()
+        for worker in workers:
+            worker.kill()
+    ours = [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if str(tmp_path) in " ".join(process.info["cmdline"] or [])
+    ]
+    assert ours == [], "processes were left behind"
+
+
+def kill_node(agent: subprocess.Popen[str]) -> None:
+    """Everything on a node at once, without a word."""
+    processes = [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+    agent.wait()
+
+
+def test_it_is_registered_under_its_name():
+    (entry,) = entry_points(group="torchrun.handlers", name="adaptdl-etcd")
+    assert callable(entry.load()())
+
+
+def test_up_and_down(run: Run):
+    first = run.agent()
+    run.wait_for_size(1)
+    second = run.agent()
+    run.wait_for_size(2)
+    run.agent()
+    run.wait_for_size(3)
+    second.send_signal(signal.SIGTERM)  # leaves in an orderly way
+    run.wait_for_size(2)
+    assert second.wait(30) != 0
+    kill_node(first)  # the node of rank 0 vanishes
+    run.wait_for_size(1)
+    run.agent()  # and comes back
+    run.wait_for_size(2)
+    assert run.finish()[2:] == [0, 0]
+
+
+def test_a_spare_leaves_with_the_job_and_the_id_can_be_used_again(run: Run):
+    run.agent(nnodes="1:1")
+    run.wait_for_size(1)
+    run.agent(nnodes="1:1")
+    run.wait_for("the spare to register", lambda: _waits(run))
+    assert {size for _, _, size, _ in run.lines()} == {1}
+    assert run.finish() == [0, 0]
+    (run.folder / "stop").unlink()
+    run.agent()
+    run.wait_for_size(1)
+    assert run.finish() == [0, 0, 0]
+
+
+def _waits(run: Run) -> bool:
+    with connect(run.server.endpoint) as store:
+        return len(store.range("/adaptdl/v1/default/torchrun/job/nodes/").items) == 2
+
+
+def test_a_failing_script_fails_every_node(run: Run):
+    for number in range(2):
+        run.agent(nnodes="2:2", max_restarts=0)
+        assert run.agents[number].poll() is None
+    run.wait_for_size(2)
+    worker = psutil.Process(run.lines()[-1][0])
+    worker.kill()
+    assert [agent.wait(60) for agent in run.agents] == [1, 1]
+
+
+def test_etcd_paused_for_ten_seconds_disturbs_nobody(run: Run):
+    run.agent()
+    run.wait_for_size(1)
+    run.agent()
+    run.wait_for_size(2)
+    pids = {pid for pid, _, size, _ in run.lines() if size == 2}
+    run.server.pause()
+    paused = time.monotonic()
+    run.wait_for("ten seconds of training", lambda: time.monotonic() - paused > 10)
+    run.server.resume()
+    resumed = time.monotonic()
+    run.wait_for("what follows", lambda: time.monotonic() - resumed > 5)
+    assert {pid for pid, _, size, _ in run.lines() if size == 2} == pids
+    assert run.finish() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"last_cal": "3"}, "has no option 'last_cal'"),
+        ({"lease": "soon"}, "not a number of seconds"),
+        ({"port_range": "x"}, "FIRST-LAST"),
+        ({"run_id": "a/b"}, "--rdzv-id 'a/b' can not be used"),
+        ({"endpoint": "ftp://x"}, "not of the form HOST:PORT"),
+        ({"ca": "/nowhere"}, "can not be read"),
+    ],
+)
+def test_mistakes_are_named(given: dict[str, str], wanted: str):
+    usual = {"backend": "adaptdl-etcd", "endpoint": "127.0.0.1:1", "run_id": "job"}
+    with pytest.raises(ValueError, match=re.escape(wanted)):
+        create_handler(RendezvousParameters(**{**usual, **given}, min_nodes=1, max_nodes=1))
+
+
+def test_an_absent_etcd_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ADAPTDL_ETCD_TIMEOUT", "0.3")
+    parameters = RendezvousParameters("adaptdl-etcd", "127.0.0.1:1", "job", 1, 1)
+    with pytest.raises(RendezvousConnectionError, match=r"127\.0\.0\.1:1: connection refused"):
+        create_handler(parameters).next_rendezvous()
