@@ -1,0 +1,298 @@
+"""The loop's rules, each held by an error that says what to do; in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fresh import Script
+from torch.utils.data import IterableDataset, TensorDataset
+
+import adaptdl_elastic.torch as adl
+from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic.torch.data import AdaptiveDataLoaderHelper, AdaptiveDataLoaderMixin
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
+    yield Script(monkeypatch, ADAPTDL_CHECKPOINT_PATH=str(tmp_path), ADAPTDL_CHECKPOINT_INTERVAL="0")
+    _session.reset()
+
+
+pytestmark = pytest.mark.usefixtures("script")
+
+
+def numbers(size: int = 10) -> TensorDataset:
+    return TensorDataset(torch.arange(size))
+
+
+def test_epochs_count_on_through_several_loops() -> None:
+    assert adl.current_epoch() is None
+    assert list(adl.remaining_epochs_until(2)) == [0, 1]
+    assert list(adl.remaining_epochs_until(2)) == []
+    assert [adl.current_epoch() for _ in adl.remaining_epochs_until(4)] == [2, 3]
+    assert adl.finished_epochs() == 4
+    assert adl.current_epoch() is None
+
+
+def test_a_finished_job_has_no_epochs_left_in_its_next_generation(script: Script) -> None:
+    list(adl.remaining_epochs_until(3))
+    script.restart()
+    assert list(adl.remaining_epochs_until(3)) == []
+    assert list(adl.remaining_epochs_until(4)) == [3]
+
+
+def test_an_epoch_that_was_left_by_break_is_not_finished() -> None:
+    for _ in adl.remaining_epochs_until(2):
+        break
+    assert adl.finished_epochs() == 0
+    assert list(adl.remaining_epochs_until(2)) == [0, 1]
+
+
+def test_a_new_epoch_loop_only_after_the_last_has_ended() -> None:
+    for _ in adl.remaining_epochs_until(1):
+        with pytest.raises(RuntimeError, match="only after it has ended"):
+            next(iter(adl.remaining_epochs_until(2)))
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, None, "3", True])
+def test_the_number_of_epochs_is_checked_at_once(bad: Any) -> None:
+    with pytest.raises(ValueError, match="0 or more"):
+        adl.remaining_epochs_until(bad)
+
+
+def test_a_data_loop_belongs_into_an_epoch_loop() -> None:
+    with pytest.raises(RuntimeError, match="inside `for epoch in"):
+        next(iter(adl.AdaptiveDataLoader(numbers())))
+
+
+def test_one_data_loop_at_a_time() -> None:
+    outer, inner = adl.AdaptiveDataLoader(numbers()), adl.AdaptiveDataLoader(numbers())
+    for _ in adl.remaining_epochs_until(1):
+        for _ in outer:
+            with pytest.raises(RuntimeError, match="data loop inside another"):
+                next(iter(inner))
+            assert adl.current_dataloader() is outer._elastic
+        assert adl.current_dataloader() is None
+        assert len(list(inner)) == 10  # afterwards it works
+
+
+@pytest.mark.parametrize("name", ["sampler", "batch_sampler"])
+def test_samplers_of_ones_own_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} was given"):
+        adl.AdaptiveDataLoader(numbers(), **{name: range(3)})
+
+
+@pytest.mark.parametrize("bad", [0, -4, 2.0, None, True])
+def test_the_batch_size_is_checked(bad: Any) -> None:
+    with pytest.raises(ValueError, match="batch_size"):
+        adl.AdaptiveDataLoader(numbers(), batch_size=bad)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((4,), "at least the batch size, 8"),
+        ((2.5,), "at least the batch size, 8"),
+        ((64, 3), "give a pair"),
+        ((64, (0, 8)), "1 <= smallest <= largest"),
+        ((64, (9, 8)), "1 <= smallest <= largest"),
+        ((64, (16, 32)), "above the batch size, 8"),
+        ((64, (1, 4)), "gradient_accumulation=True"),
+    ],
+)
+def test_the_limits_of_the_batch_size_are_checked(arguments: tuple[Any, ...], message: str) -> None:
+    loader = adl.AdaptiveDataLoader(numbers(), batch_size=8)
+    with pytest.raises(ValueError, match=message):
+        loader.autoscale_batch_size(*arguments)
+
+
+def test_bounds_below_the_batch_are_fine_with_accumulation() -> None:
+    loader = adl.AdaptiveDataLoader(numbers(), batch_size=8)
+    loader.autoscale_batch_size(64, (1, 3), gradient_accumulation=True)
+    for _ in adl.remaining_epochs_until(1):
+        next(iter(loader))
+        assert (loader.current_local_bsz, loader._elastic._accum) == (3, 2)
+
+
+def test_only_one_loader_trains() -> None:
+    first, second = adl.AdaptiveDataLoader(numbers()), adl.AdaptiveDataLoader(numbers())
+    first.autoscale_batch_size(4)
+    assert first.training
+    assert not second.training
+    with pytest.raises(RuntimeError, match="another loader"):
+        second.autoscale_batch_size(4)
+
+
+def test_drop_last_leaves_out_what_does_not_fill_a_batch() -> None:
+    loader = adl.AdaptiveDataLoader(numbers(11), batch_size=4, drop_last=True)
+    assert len(loader) == 2
+    for _ in adl.remaining_epochs_until(2):
+        assert [len(batch[0]) for batch in loader] == [4, 4]
+
+
+def test_an_empty_data_set_and_one_smaller_than_a_dropped_batch() -> None:
+    for _ in adl.remaining_epochs_until(1):
+        assert list(adl.AdaptiveDataLoader(numbers(0), batch_size=4)) == []
+        assert list(adl.AdaptiveDataLoader(numbers(3), batch_size=4, drop_last=True)) == []
+
+
+def test_break_ends_a_data_loop_for_its_epoch() -> None:
+    loader = adl.AdaptiveDataLoader(numbers(), batch_size=2)
+    for _ in adl.remaining_epochs_until(2):
+        for _ in loader:
+            break
+        assert next(iter(loader))[0].tolist() == [0, 1]
+
+
+def test_finished_data_loops_of_an_epoch_are_skipped_after_a_restart(script: Script) -> None:
+    def run(stop: bool) -> list[str]:
+        seen: list[str] = []
+        first, second = (adl.AdaptiveDataLoader(numbers(4), batch_size=2) for _ in range(2))
+        for _ in adl.remaining_epochs_until(1):
+            seen += ["first" for _ in first]
+            for _ in second:
+                seen.append("second")
+                if stop:
+                    checkpoint.save_all_states()
+                    return seen
+        return seen
+
+    assert run(stop=True) == ["first", "first", "second"]
+    script.restart()
+    assert run(stop=False) == ["second", "second"]  # that batch's step had not ended
+
+
+def test_shuffling_depends_on_the_users_seed_or_generator_only(script: Script) -> None:
+    def orders(seed: int, **options: Any) -> list[list[int]]:
+        torch.manual_seed(seed)
+        loader = adl.AdaptiveDataLoader(numbers(30), batch_size=30, shuffle=True, **options)
+        found = [next(iter(loader))[0].tolist() for _ in adl.remaining_epochs_until(2)]
+        checkpoint.flush()
+        script.restart(ADAPTDL_CHECKPOINT_PATH="")
+        return found
+
+    first = orders(1)
+    assert first == orders(1)
+    assert first[0] != first[1]
+    assert first != orders(2)
+    generator = torch.Generator().manual_seed(7)
+    assert orders(1, generator=generator) == orders(2, generator=generator)
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, size: int = 10) -> None:
+        self.size, self.epoch = size, -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.epoch * 100, self.epoch * 100 + self.size))
+
+
+def test_a_stream_is_told_the_epoch() -> None:
+    loader = adl.AdaptiveDataLoader(Stream(5), batch_size=2)
+    found = [[batch.tolist() for batch in loader] for _ in adl.remaining_epochs_until(2)]
+    assert found == [[[0, 1], [2, 3], [4]], [[100, 101], [102, 103], [104]]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"shuffle": True}, "shuffle inside the stream"), ({"num_workers": 2}, "give 0 or 1")],
+)
+def test_what_a_stream_can_not_promise_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        adl.AdaptiveDataLoader(Stream(), **options)
+
+
+def test_a_stream_can_not_be_autoscaled_and_has_no_length() -> None:
+    loader = adl.AdaptiveDataLoader(Stream())
+    with pytest.raises(ValueError, match="use a map-style data set"):
+        loader.autoscale_batch_size(10)
+    with pytest.raises(TypeError, match="no length"):
+        len(loader)
+
+
+def test_collate_fn_is_the_users() -> None:
+    for data in (numbers(4), Stream(4)):
+        loader = adl.AdaptiveDataLoader(data, batch_size=2, collate_fn=lambda batch: len(batch))
+        for _ in adl.remaining_epochs_until(adl.finished_epochs() + 1):
+            assert list(loader) == [2, 2]
+
+
+class Halves(AdaptiveDataLoaderMixin):
+    """A loader of one's own, as AdaptDL's documentation has it."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+
+    def __iter__(self) -> Iterator[int]:
+        helper = self._elastic
+        with helper.context():
+            if helper.skipdone():
+                return
+            helper.end_index = 12
+            while helper.current_index < helper.end_index:
+                with helper.profile(helper.current_index > 0):
+                    yield helper.current_index
+                    helper.current_index += helper.current_batch_size
+
+
+def test_a_loader_of_ones_own_goes_on_where_it_was(script: Script) -> None:
+    seen: list[int] = []
+    for _ in adl.remaining_epochs_until(1):
+        for index in Halves():
+            seen.append(index)
+            if index == 4:
+                checkpoint.save_all_states()
+                break
+        break
+    script.restart()
+    for _ in adl.remaining_epochs_until(1):
+        seen += list(Halves())
+    assert seen == [0, 4, 4, 8]
+
+
+def test_position_is_known_inside_of_a_loop_only() -> None:
+    helper = AdaptiveDataLoaderHelper(4)
+    with pytest.raises(RuntimeError, match="inside of its context"):
+        _ = helper.current_index
+    with pytest.raises(RuntimeError, match="inside of context"):
+        helper.skipdone()
+
+
+def test_report_lands_in_the_event_log(script: Script, tmp_path: Path) -> None:
+    import json
+
+    log = tmp_path / "events"
+    script.set(ADAPTDL_EVENT_LOG=str(log))
+    for _ in adl.remaining_epochs_until(1):
+        adl.report(accuracy=torch.tensor(0.5), loss=float("nan"), note="x")
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    found = next(event for event in events if event["event"] == "metrics")
+    assert (found["epoch"], found["accuracy"], found["loss"], found["note"]) == (0, 0.5, "nan", "x")
+    with pytest.raises(TypeError, match="report\\(model"):
+        adl.report(model=object())
+
+
+def test_importing_does_nothing() -> None:
+    """No handler, no thread, no session: a fork server imports us long before a script does."""
+    import subprocess
+    import sys
+
+    code = (
+        "import signal, threading, logging\n"
+        "before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]\n"
+        "import adaptdl_elastic.torch as adl\n"
+        "[getattr(adl, name) for name in adl.__all__]\n"
+        "from adaptdl_elastic import _session\n"
+        "assert _session._current is None\n"
+        "assert before == [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]\n"
+        "assert threading.active_count() == 1\n"
+        "assert not logging.getLogger('adaptdl_elastic').handlers\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,173 @@
+"""Stops and saves, agreed among real replicas; and what must not hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import generations
+import loop_script_path
+import pytest
+
+SCRIPT = """
+import os, signal, sys, threading, time
+import torch, adaptdl_elastic.torch as adl
+from adaptdl_elastic import _session
+adl.init_process_group("gloo")
+loader = adl.AdaptiveDataLoader(range(1000), batch_size=4)
+control = _session.current().control
+for epoch in adl.remaining_epochs_until(1):
+    for number, batch in enumerate(loader):
+{body}
+print("ended", flush=True)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    def start(body: str, replicas: int = 1, **environment: str) -> list[generations.Replica]:
+        script = tmp_path / "script.py"
+        indented = "\n".join(" " * 8 + line for line in body.strip().splitlines())
+        script.write_text(SCRIPT.format(body=indented))
+        environment.setdefault("ADAPTDL_CHECKPOINT_PATH", str(tmp_path / "checkpoints"))
+        return generations.run(script, replicas, tmp_path, **environment)
+
+    return start
+
+
+WAIT_FOR_ROUND = """
+deadline = time.monotonic() + 30
+while number == 3 and control._round is None and time.monotonic() < deadline:
+    time.sleep(0.001)
+"""
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_a_signal_to_one_replica_stops_all_at_the_same_step(run: Any, number: str, tmp_path: Path) -> None:
+    body = f"""
+if number == 3 and adl.rank() == 1:
+    os.kill(os.getpid(), signal.{number})
+{WAIT_FOR_ROUND}
+print("step", number, flush=True)
+"""
+    ended = run(body, 3)
+    assert [replica.code for replica in ended] == [143] * 3, ended
+    assert len({replica.output.split("step")[-1].split()[0] for replica in ended}) == 1
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+
+
+def test_the_second_interrupt_stops_at_once_even_a_blocked_main_thread(run: Any) -> None:
+    body = """
+blocker = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
+again = threading.Timer(0.7, lambda: os.kill(os.getpid(), signal.SIGINT))
+blocker.start(); again.start()
+import ctypes
+library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+library.pthread_mutex_lock(mutex)
+library.pthread_mutex_lock(mutex)  # never returns: no Python handler can run any more
+"""
+    (replica,) = run(body)
+    assert replica.code == 130
+    assert "stopped at once" in replica.output
+
+
+def test_a_double_delivery_of_one_interrupt_is_one(run: Any) -> None:
+    body = f"""
+if number == 3:
+    os.kill(os.getpid(), signal.SIGINT); os.kill(os.getpid(), signal.SIGINT)
+{WAIT_FOR_ROUND}
+"""
+    (replica,) = run(body)
+    assert replica.code == 143
+
+
+def test_a_killed_replica_leaves_nobody_waiting(run: Any) -> None:
+    body = """
+if number == 3 and adl.rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+from adaptdl_elastic import collective
+collective.allreduce(1)
+"""
+    ended = run(body, 3)
+    assert ended[1].code == -9
+    for replica in (ended[0], ended[2]):
+        assert replica.code == 1
+        assert "rank 1 is gone" in replica.output
+
+
+def test_a_stop_that_a_lost_replica_can_not_agree_to_ends_in_an_error(run: Any) -> None:
+    body = """
+if number == 3:
+    if adl.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGINT)
+    while control._round is None and control._lost is None:
+        time.sleep(0.001)
+    while control._lost is None:
+        time.sleep(0.001)
+    control.on_message(0, ("prepare", 99, None))
+"""
+    ended = run(body, 2)
+    assert ended[0].code == 1
+    assert "PeerLostError: rank 1 is gone" in ended[0].output
+
+
+def test_periodic_checkpoints(run: Any, tmp_path: Path) -> None:
+    body = """
+saved = os.path.join(os.environ["ADAPTDL_CHECKPOINT_PATH"])
+deadline = time.monotonic() + 30
+while number % 10 == 9 and adl.rank() == 0 and control._round is None and time.monotonic() < deadline:
+    time.sleep(0.001)
+if number == 40:
+    break
+"""
+    log = tmp_path / "events"
+    (replica,) = run(body, ADAPTDL_CHECKPOINT_INTERVAL="0.05", ADAPTDL_EVENT_LOG=str(log))
+    assert replica.code == 0, replica.output
+    kinds = [json.loads(line).get("kind") for line in log.read_text().splitlines()]
+    assert "periodic" in kinds
+
+
+def test_outside_of_loops_an_interrupt_is_pythons(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, adaptdl_elastic.torch as adl\n"
+        "adl.init_process_group('gloo')\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    [None for _ in range(10**6)]\n"
+        "except KeyboardInterrupt:\n    print('python')\n"
+    )
+    (replica,) = generations.run(script, 1, tmp_path)
+    assert (replica.code, replica.output) == (0, "python\n")
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    options = ["--nproc-per-node=2", f"--master-port={port}", str(loop_script_path.PATH)]
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *options],
+        env={**environment, "OUT": str(tmp_path), "LOOP": '{"evaluate": 1}', "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=100,
+    )
+    lines = [line for line in generations.records(tmp_path) if line["loop"] == "train"]
+    assert sorted(sample for line in lines for sample in line["samples"]) == list(range(61))
+    assert {line["replicas"] for line in lines} == {2}
+
+
+def test_by_hand_without_a_port_says_what_is_missing(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os; os.environ.pop('ADAPTDL_MASTER_PORT')\n"
+        "import adaptdl_elastic.torch as adl; adl.init_process_group('gloo')\n"
+    )
+    (_, replica) = generations.run(script, 2, tmp_path)
+    assert replica.code == 1
+    assert "say where rank 0 listens by ADAPTDL_MASTER_ADDR and ADAPTDL_MASTER_PORT" in replica.output
