@@ -86,10 +86,9 @@ class Application:
             self._interpolator = LinearNDInterpolator(self.points, self.times)
         nodes = min(len(parts), _MOST_NODES)
         step_time, sync_time = self._interpolator((nodes, sum(parts), local_bsz))
-        if np.isnan(step_time):
-            raise WorkloadError(
-                f"{self.name}: nothing like placement {parts} at batch {local_bsz} was measured"
-            )
+        if np.isnan(step_time):  # outside of what was measured: the nearest that was, relative to its size
+            near = np.log(self.points) - np.log([nodes, sum(parts), local_bsz])
+            step_time, sync_time = self.times[int(np.argmin((near**2).sum(axis=1)))]
         return float(step_time), float(sync_time)
 
     def grad_stats(self, batch_size: int, epoch: int) -> tuple[float, float]:

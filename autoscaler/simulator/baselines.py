@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from adaptdl_elastic.autoscaler.policy.types import Allocation, Decision, JobInfo, NodeInfo, Reason, Settings
+import numpy as np
+
+from adaptdl_elastic.autoscaler.policy import allocate
+from adaptdl_elastic.autoscaler.policy.curves import goodputs
+from adaptdl_elastic.autoscaler.policy.types import (
+    Allocation,
+    Decision,
+    JobInfo,
+    NodeInfo,
+    Objective,
+    Reason,
+    Settings,
+)
 
 
 def place_most_free(replicas: int, free: dict[str, int]) -> dict[str, int]:
@@ -75,3 +90,145 @@ class Tiresias:
             if name not in chosen:
                 chosen[name] = place_most_free(known[name].requested_replicas or 1, free)
         return decision(jobs, current, chosen, "its turn in the queue")
+
+
+class Fifo:
+    """In order of submission, with what was requested, until the end; nobody overtakes."""
+
+    def __call__(
+        self,
+        jobs: Sequence[JobInfo],
+        nodes: Sequence[NodeInfo],
+        current: Mapping[str, Allocation],
+        now: float,
+        settings: Settings,
+    ) -> Decision:
+        """Admit from the head of the queue while there is room."""
+        free = {node.name: node.slots for node in nodes}
+        chosen = {job.name: dict(current[job.name]) for job in jobs if current.get(job.name)}
+        for allocation in chosen.values():
+            for node, replicas in allocation.items():
+                free[node] -= replicas
+        for job in sorted(jobs, key=lambda job: job.submitted):
+            if job.name in chosen:
+                continue
+            wanted = job.requested_replicas or 1
+            if wanted > sum(free.values()):
+                break
+            chosen[job.name] = place_most_free(wanted, free)
+        return decision(jobs, current, chosen, "in order of submission")
+
+
+class Even:
+    """The same number of slots for every job, in order of submission where there are more jobs than slots."""
+
+    def __call__(
+        self,
+        jobs: Sequence[JobInfo],
+        nodes: Sequence[NodeInfo],
+        current: Mapping[str, Allocation],
+        now: float,
+        settings: Settings,
+    ) -> Decision:
+        """Share out; a job that has its share already keeps its place."""
+        total = sum(node.slots for node in nodes)
+        ordered = sorted(jobs, key=lambda job: job.submitted)[:total]
+        share = {job.name: min(total // max(len(ordered), 1), job.max_replicas) for job in ordered}
+        return _keep_or_place(jobs, nodes, current, share, "an equal share")
+
+
+def _keep_or_place(
+    jobs: Sequence[JobInfo],
+    nodes: Sequence[NodeInfo],
+    current: Mapping[str, Allocation],
+    wanted: Mapping[str, int],
+    why: str,
+) -> Decision:
+    free = {node.name: node.slots for node in nodes}
+    chosen: dict[str, Allocation] = {}
+    for name, replicas in wanted.items():
+        before = current.get(name, {})
+        if before and sum(before.values()) == replicas and all(node in free for node in before):
+            chosen[name] = dict(before)
+            for node, here in before.items():
+                free[node] -= here
+    for name in sorted(wanted, key=lambda name: -wanted[name]):
+        if name not in chosen and wanted[name] > 0:
+            chosen[name] = place_most_free(wanted[name], free)
+    return decision(jobs, current, chosen, why)
+
+
+class Optimus:
+    """Replicas go one at a time to whom they save the most time (Peng et al., EuroSys 2018).
+
+    As in Pollux's comparison it knows how much is left, and jobs run with their tuned batch size.
+    """
+
+    def __call__(
+        self,
+        jobs: Sequence[JobInfo],
+        nodes: Sequence[NodeInfo],
+        current: Mapping[str, Allocation],
+        now: float,
+        settings: Settings,
+    ) -> Decision:
+        """Greedy marginal gain in remaining time."""
+        total, slots = sum(node.slots for node in nodes), max(node.slots for node in nodes)
+        ordered = sorted(jobs, key=lambda job: job.submitted)[:total]
+        given = {job.name: 1 for job in ordered}
+        times = {job.name: _times(job, total, slots) for job in ordered}
+
+        def gain(name: str) -> float:
+            left, count = times[name], given[name]
+            return float(left[count] - left[count + 1]) if count + 1 < len(left) else 0.0
+
+        spare = total - len(ordered)
+        while spare > 0 and given:
+            best = max(given, key=gain)
+            if gain(best) <= 0:
+                break
+            given[best] += 1
+            spare -= 1
+        return _keep_or_place(jobs, nodes, current, given, "the most time saved by a replica")
+
+
+def _times(job: JobInfo, total: int, slots: int) -> list[float]:
+    """Remaining seconds by number of replicas, index 0 unused; one entry for a job without a model."""
+    if job.model is None:
+        return [math.inf, math.inf]
+    most = min(job.max_replicas, total)
+    counts = np.arange(1, most + 1)
+    found = goodputs([job.model], np.where(counts > slots, 2, 1), counts).goodput[0]
+    left = (job.remaining or 0.0) / np.maximum(found, 1e-9)
+    usable = int(np.argmin(found > 0)) if not (found > 0).all() else most
+    return [math.inf, *left[:usable].tolist()]
+
+
+def pollux_like(
+    jobs: Sequence[JobInfo],
+    nodes: Sequence[NodeInfo],
+    current: Mapping[str, Allocation],
+    now: float,
+    settings: Settings,
+) -> Decision:
+    """Pollux's objective (power mean of speedups, p = −1, lengths unknown), solved exactly."""
+    unknown = [replace(job, remaining=None) for job in jobs]
+    return allocate(
+        unknown, nodes, current, now, replace(settings, objective=Objective.SPEEDUP, fairness=-1.0)
+    )
+
+
+def make_policy(name: str) -> tuple[Any, bool]:
+    """The policy called `name`, and whether its jobs run with their tuned replicas and batch size."""
+    policies: dict[str, tuple[Any, bool]] = {
+        "goodput": (allocate, False),
+        "pollux-like": (pollux_like, False),
+        "tiresias": (Tiresias(), True),
+        "optimus": (Optimus(), True),
+        "fifo": (Fifo(), True),
+        "even": (Even(), False),
+    }
+    return policies[name]
+
+
+POLICIES = ("goodput", "pollux-like", "tiresias", "optimus", "fifo", "even")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -224,19 +223,19 @@ class Simulation:
         app = job.app
         if self.options.shared_curves:
             pool = self._pooled.setdefault(app.name, Profile())
-            for key, (step, sync) in list(job.profile.times.items())[pool_mark(job) :]:
+            for key, (step, sync) in list(job.profile.times.items())[job.pooled :]:
                 pool.add(*key, step, sync)
-            job.pool_mark = len(job.profile.times)  # type: ignore[attr-defined]
+            job.pooled = len(job.profile.times)
             theta = pool.theta
         else:
             theta = job.profile.theta
         if job.grad_params is None or theta is None:
             return None
-        low, high = app.min_local_bsz, app.max_local_bsz
-        fixed = app.fixed_batch_size
+        low, high, fixed = app.min_local_bsz, app.max_local_bsz, job.fixed_batch_size
         grads = job.grad_params
         if fixed:
-            return GoodputModel(theta, grads, fixed, None, (low, fixed), True)
+            high = max(high, fixed) if app.fixed_batch_size else high
+            return GoodputModel(theta, grads, fixed, None, (low, high), True)
         return GoodputModel(theta, grads, app.init_batch_size, app.max_batch_size, (low, high), True)
 
     def _remaining(self, job: SimJob) -> float | None:
@@ -245,13 +244,3 @@ class Simulation:
         factor = (self.options.declared or {}).get(job.name, 1.0)
         left = job.app.total_progress * factor - job.progress
         return max(left, 0.0) * job.app.init_batch_size
-
-
-def pool_mark(job: SimJob) -> int:
-    """How many of the job's measurements are in the pool already."""
-    return int(getattr(job, "pool_mark", 0))
-
-
-def average(values: Sequence[float]) -> float:
-    """Arithmetic mean, NaN of nothing."""
-    return math.fsum(values) / len(values) if values else math.nan

@@ -69,6 +69,7 @@ class SimJob:
         self.app = app
         self.fixed_batch_size = fixed_batch_size
         self.profile = Profile()
+        self.pooled = 0  # how many of its measurements are in the pool that jobs of its kind share
         self.grad_params: GradParams | None = None
         self.allocation: Allocation = NOTHING
         self.parts: tuple[int, ...] = ()

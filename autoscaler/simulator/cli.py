@@ -1,0 +1,182 @@
+"""`adaptdl simulate`: what a policy would have made of a workload."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from adaptdl_elastic.autoscaler.policy import Objective, Settings
+from adaptdl_elastic.autoscaler.simulator.application import Application, read_application
+from adaptdl_elastic.autoscaler.simulator.baselines import POLICIES, make_policy
+from adaptdl_elastic.autoscaler.simulator.engine import FixedCluster, Options, Outcome, Simulation
+from adaptdl_elastic.autoscaler.simulator.report import Report, summarize
+from adaptdl_elastic.autoscaler.simulator.synthetic import generate_workload, write_applications
+from adaptdl_elastic.autoscaler.simulator.workload import (
+    Submission,
+    WorkloadError,
+    read_workload,
+    write_workload,
+)
+
+EVENTS_PAY_BELOW = 10.0
+"""Seconds of pause below which deciding on every arrival and end is worth its changes."""
+
+
+@click.command()
+@click.option(
+    "--workload", type=click.Path(path_type=Path), help="CSV: name,time,application,num_replicas,batch_size."
+)
+@click.option(
+    "--apps", type=click.Path(path_type=Path), help="Folder with a folder of traces per application."
+)
+@click.option(
+    "--generate",
+    type=click.IntRange(min=1),
+    metavar="JOBS",
+    help="Make up so many jobs instead (see --save).",
+)
+@click.option(
+    "--hours",
+    type=click.FloatRange(min=0.01),
+    default=8.0,
+    show_default=True,
+    help="Over which --generate spreads them.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of --generate and of --declared-sigma.")
+@click.option(
+    "--save",
+    type=click.Path(path_type=Path),
+    help="Keep what --generate made in this folder: workload.csv and apps/.",
+)
+@click.option(
+    "--nodes", type=click.IntRange(min=1), default=16, show_default=True, help="Nodes in the cluster."
+)
+@click.option("--slots", type=click.IntRange(min=1), default=4, show_default=True, help="Slots of each.")
+@click.option(
+    "--policy", type=click.Choice(POLICIES), default="goodput", show_default=True, help="Who decides."
+)
+@click.option(
+    "--rescale-cost",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Pause of every change.",
+)
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=1),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between decisions.",
+)
+@click.option(
+    "--events/--rounds",
+    default=None,
+    help="Decide when jobs come, end and measure, too. [default: if a change costs less than 10 s]",
+)
+@click.option(
+    "--objective", type=click.Choice([o.value for o in Objective]), default="completion", show_default=True
+)
+@click.option(
+    "--fairness",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Exponent p of the power mean of --objective speedup.",
+)
+@click.option(
+    "--declared-sigma",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    help="Jobs' declared lengths are wrong by a log-normal factor of this sigma.",
+)
+@click.option("--undeclared", is_flag=True, help="Jobs do not say how long they are.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw allocations over time into this PNG.")
+def simulate(**given: Any) -> None:
+    """Replay a workload with a simulated clock and say what became of its jobs.
+
+    Without --workload and --apps a workload is made up (--generate).
+    """
+    try:
+        outcome, report = _run(given)
+    except (WorkloadError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    if given["plot"]:
+        from adaptdl_elastic.autoscaler.simulator.plot import draw
+
+        draw(outcome, given["plot"], title=f"{given['policy']}: average JCT {report.average_jct:.0f} s")
+    values = {"policy": given["policy"], "rescale_cost": given["rescale_cost"], **dataclasses.asdict(report)}
+    if given["as_json"]:
+        click.echo(json.dumps(values))
+    else:
+        _show(values)
+
+
+def _run(given: Mapping[str, Any]) -> tuple[Outcome, Report]:
+    workload, apps = _inputs(given)
+    cost = given["rescale_cost"]
+    policy, tuned = make_policy(given["policy"])
+    rng = np.random.default_rng(given["seed"])
+    factors = np.exp(rng.normal(0.0, given["declared_sigma"], len(workload)))
+    options = Options(
+        pause=cost,
+        interval=given["interval"],
+        events=cost < EVENTS_PAY_BELOW if given["events"] is None else given["events"],
+        tuned=tuned,
+        declared={job.name: float(x) for job, x in zip(workload, factors, strict=True)},
+        undeclared=given["undeclared"],
+    )
+    settings = Settings(objective=Objective(given["objective"]), fairness=given["fairness"])
+    cluster = FixedCluster(given["nodes"], given["slots"])
+    outcome = Simulation(workload, apps, cluster, policy, settings, options).run()
+    return outcome, summarize(outcome)
+
+
+def _inputs(given: Mapping[str, Any]) -> tuple[tuple[Submission, ...], dict[str, Application]]:
+    if (given["workload"] is None) != (given["apps"] is None):
+        raise WorkloadError("--workload and --apps go together: jobs, and the traces of their applications")
+    if given["workload"] is not None:
+        if given["generate"]:
+            raise WorkloadError("give either --workload and --apps, or --generate")
+        workload = read_workload(given["workload"])
+        names = sorted({job.application for job in workload})
+        return workload, {name: read_application(given["apps"] / name) for name in names}
+    workload = generate_workload(given["generate"] or 40, given["hours"], given["seed"])
+    return workload, _made_up(workload, given)
+
+
+def _made_up(workload: tuple[Submission, ...], given: Mapping[str, Any]) -> dict[str, Application]:
+    import tempfile
+
+    names = sorted({job.application for job in workload})
+    if given["save"]:
+        given["save"].mkdir(parents=True, exist_ok=True)
+        write_workload(given["save"] / "workload.csv", workload)
+        write_applications(given["save"] / "apps", given["nodes"], given["slots"])
+        return {name: read_application(given["save"] / "apps" / name) for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        write_applications(Path(folder), given["nodes"], given["slots"])
+        return {name: read_application(Path(folder) / name) for name in names}
+
+
+def _show(values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{name} {x:.2f}" for name, x in value.items())
+        elif isinstance(value, float):
+            value = f"{value:,.1f}" if abs(value) >= 10 else f"{value:.3f}"
+        click.echo(f"{key.replace('_', ' '):22s} {value}")
+
+
+if __name__ == "__main__":
+    sys.exit(simulate())
