@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test lint clean
+.PHONY: help install demo cluster-demo ec2-demo api test lint clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -24,6 +24,15 @@ install: $(STAMP) ## a virtual environment with everything in it
 
 demo: $(STAMP) ## the main job: an elastic run on this machine, with a summary and a picture
 	@$(BIN)/python examples/demo.py
+
+cluster-demo: $(STAMP) ## three agents on this machine: one joins late, one is drained, one is killed
+	@$(BIN)/python examples/cluster_demo.py
+
+ec2-demo: $(STAMP) ## an auto-scaling group without an account: grows, is interrupted, shrinks
+	@$(BIN)/python examples/ec2_demo.py
+
+api: $(STAMP) ## docs/api.md from the docstrings
+	@$(BIN)/python docs/generate_api.py
 
 lint: $(STAMP) ## ruff, mypy --strict, import-linter
 	@$(BIN)/ruff check .

@@ -31,7 +31,9 @@ class Net(nn.Module):
         return self.layers(images)
 
 
-def train(model: nn.Module, loader: adl.AdaptiveDataLoader, optimizer: torch.optim.Optimizer, device: str) -> None:
+def train(
+    model: nn.Module, loader: adl.AdaptiveDataLoader, optimizer: torch.optim.Optimizer, device: str
+) -> None:
     model.train()
     for images, labels in loader:
         optimizer.zero_grad()
@@ -56,7 +58,9 @@ def evaluate(model: nn.Module, loader: adl.AdaptiveDataLoader, device: str) -> t
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--data", help="folder with MNIST or Fashion-MNIST idx files (default: what is there)")
+    parser.add_argument(
+        "--data", help="folder with MNIST or Fashion-MNIST idx files (default: what is there)"
+    )
     parser.add_argument("--epochs", type=int, help="default: 40 for scikit-learn's digits, 4 for larger sets")
     parser.add_argument("--batch-size", type=int, default=32, help="the batch size that --lr is meant for")
     parser.add_argument("--max-batch-size", type=int, default=1024)
