@@ -82,13 +82,14 @@ class CheckpointManager:
         recorded: str | None = None,
         job: str = "",
         keep: int = 3,
+        writes: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if keep < 1:
             raise ValueError(f"the number of checkpoints to keep must be at least 1, got {keep}")
         self.storage = storage
         self._recorded = recorded or None
-        self._job, self._keep = job, keep
+        self._job, self._keep, self._writes = job, keep, writes
         self._clock = clock
         self._lock = threading.Lock()  # guards _unclaimed and _history
         self._opened = False
@@ -132,6 +133,11 @@ class CheckpointManager:
                 )
             return None
         candidates = self._candidates(self.storage, exactly)
+        if self._writes:  # to hear it now is better than at the first save
+            try:
+                self.storage.check_writable()
+            except StorageError as error:
+                raise CheckpointError(f"{error}; choose another ADAPTDL_CHECKPOINT_PATH") from error
         for checkpoint_id in candidates:
             try:
                 self._take(self.storage, checkpoint_id)

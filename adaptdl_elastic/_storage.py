@@ -253,6 +253,10 @@ class Storage(ABC):
         """The verified content of one state; stays readable when the checkpoint is removed."""
 
     @abstractmethod
+    def check_writable(self) -> None:
+        """StorageError when it is plain from the start that nothing can be written here."""
+
+    @abstractmethod
     def begin(self, checkpoint_id: str) -> Writing:
         """Start to write a checkpoint."""
 
@@ -269,7 +273,7 @@ class DirectoryStorage(Storage):
     """Checkpoints as directories below one directory, which nodes share when there are several."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._root = Path(path)
+        self._root = Path(path).expanduser().absolute()  # a script may change its directory
         self.path = str(self._root)
 
     def ids(self) -> list[str]:
@@ -310,6 +314,15 @@ class DirectoryStorage(Storage):
             file.close()
             raise
         return file
+
+    def check_writable(self) -> None:
+        """Make the directory, and ask the operating system."""
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            if not os.access(self._root, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), self.path)
+        except OSError as error:
+            raise StorageError(f"no checkpoint can be written to {self.path}: {reason(error)}") from error
 
     def begin(self, checkpoint_id: str) -> Writing:
         """A temporary directory beside the others."""

@@ -67,6 +67,9 @@ class S3Storage(Storage):
             raise
         return file
 
+    def check_writable(self) -> None:
+        """Nothing: permissions show at the first save, and its failure is told."""
+
     def begin(self, checkpoint_id: str) -> Writing:
         """Objects that no manifest names yet."""
         return _S3Writing(self, checkpoint_id)

@@ -381,6 +381,7 @@ def _manager(session: Session) -> CheckpointManager:
             recorded=os.environ.get("ADAPTDL_CHECKPOINT_ID"),
             job=session.job,
             keep=int(_number("ADAPTDL_CHECKPOINT_KEEP", 3, 1)),
+            writes=session.rank == 0,
         )
     assert isinstance(manager, CheckpointManager)
     return manager

@@ -244,11 +244,49 @@ def test_torch_reports_a_really_full_device_as_such(script: Script) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_without_write_permission_is_told(script: Script, tmp_path: Path) -> None:
+def test_a_directory_without_write_permission_is_told_at_the_start(script: Script, tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir(mode=0o500)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        Number("n")
+
+
+def test_a_path_that_can_not_be_made_is_told_at_the_start(script: Script, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    script.restart(ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "file" / "below"))
+    with pytest.raises(
+        CheckpointError, match=r"Not a directory: .*choose another ADAPTDL_CHECKPOINT_PATH|not starting"
+    ):
+        Number("n")
+
+
+def test_permission_that_is_lost_later_leaves_the_checkpoint_before(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = Number("n", 1)
+    checkpoint.save_all_states()
+    number.value = 2
+
+    def denied(*args: Any, **kwargs: Any) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", denied)
+        with pytest.raises(CheckpointSaveError, match="Permission denied"):
+            checkpoint.save_all_states()
+    script.restart()
+    assert Number("n").value == 1
+
+
+def test_a_relative_path_stays_where_it_was_when_the_script_changes_its_directory(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script.restart(ADAPTDL_CHECKPOINT_PATH="relative")
     Number("n")
-    with pytest.raises(CheckpointSaveError, match="Permission denied"):
-        checkpoint.save_all_states()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    checkpoint.save_all_states()
+    assert (tmp_path / "relative").is_dir()
 
 
 class Slow(Number):
