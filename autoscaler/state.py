@@ -76,6 +76,7 @@ class View:
     drains: Mapping[str, Seen[records.DrainRequest]] = field(default_factory=_empty)
     gone: Mapping[tuple[str, str], Missing] = field(default_factory=_empty)  # (job, node) seen to vanish
     leader: Seen[records.LeaderRecord] | None = None
+    autoscaler: Seen[records.AutoscalerStatus] | None = None
     steady_since: float = float("-inf")  # since when the store has answered without a break
     revision: int = 0
 
@@ -115,6 +116,7 @@ class Keeper:
         self._drains: dict[str, Seen[records.DrainRequest]] = {}
         self._gone: dict[tuple[str, str], Missing] = {}
         self._leader: Seen[records.LeaderRecord] | None = None
+        self._autoscaler: Seen[records.AutoscalerStatus] | None = None
         self._revision = 0
         self._known: set[str] = set()
         self._problems: list[Problem] = []
@@ -171,6 +173,7 @@ class Keeper:
             drains=MappingProxyType(dict(self._drains)),
             gone=MappingProxyType(dict(self._gone)),
             leader=self._leader,
+            autoscaler=self._autoscaler,
             steady_since=steady_since,
             revision=self._revision,
         )
@@ -185,6 +188,8 @@ class Keeper:
                 return self._drains.get(node)
             case ["coordinator", "leader"]:
                 return self._leader
+            case ["autoscaler", "status"]:
+                return self._autoscaler
             case ["jobs", job, ("spec" | "request" | "status" | "plan" | "hints" | "checkpoint") as name]:
                 view = self._jobs.get(job)
                 found: Seen[Any] | None = getattr(view, name) if view else None
@@ -229,6 +234,8 @@ class Keeper:
                     self._drains[node] = drain
             case ["coordinator", "leader"]:
                 self._leader = self._decode(records.LeaderRecord, key, value, revision, now)
+            case ["autoscaler", "status"]:
+                self._autoscaler = self._decode(records.AutoscalerStatus, key, value, revision, now)
             case ["jobs", job, *rest]:
                 self._put_job(key, job, rest, value, revision, now)
             case ["events", _]:
@@ -324,6 +331,8 @@ class Keeper:
                 self._drains.pop(node, None)
             case ["coordinator", "leader"]:
                 self._leader = None
+            case ["autoscaler", "status"]:
+                self._autoscaler = None
             case ["jobs", job, *rest] if job in self._jobs:
                 self._remove_of_job(job, rest)
             case ["events", _]:

@@ -307,7 +307,8 @@ class _Round:
         changed = question.fingerprint != self.memory.asked
         gap = max(self.settings.min_gap, 10 * self.memory.policy_seconds)
         due = last + (min(gap, self.settings.interval) if changed else self.settings.interval)
-        if now < due and not (changed and self._somebody_starts(conditions) and now >= last):
+        at_once = question.by_hand != self.memory.by_hand or (changed and self._somebody_starts(conditions))
+        if now < due and not at_once:
             self._wake(due)
             return
         fallback: dict[str, Target] = {}
@@ -329,6 +330,7 @@ class _Round:
             self.memory,
             round_at=now,
             asked=question.fingerprint,
+            by_hand=question.by_hand,
             targets=MappingProxyType(fallback),
             policy_seconds=seconds,
         )

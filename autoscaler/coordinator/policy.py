@@ -36,6 +36,7 @@ class Question:
     current: Mapping[str, Allocation]
     causes: Mapping[str, tuple[Cause, str]]  # for jobs whose size somebody else chose: why, in words
     fingerprint: Any  # two questions with the same one need not both be asked
+    by_hand: Any  # what people asked for: when it changes, somebody waits for the answer
 
 
 def policy_inputs(
@@ -79,7 +80,8 @@ def ask(
         prints.append(_fingerprint(job, condition, info, places, settings))
     asked_about = {info.name for info in infos}
     nodes = _nodes(view, ledger, asked_about)
-    return Question(tuple(infos), nodes, current, causes, (tuple(prints), nodes))
+    by_hand = tuple((name, text) for name, (cause, text) in causes.items() if cause is Cause.MANUAL)
+    return Question(tuple(infos), nodes, current, causes, (tuple(prints), nodes), by_hand)
 
 
 def _nodes(view: View, ledger: Ledger, asked_about: set[str]) -> tuple[NodeInfo, ...]:

@@ -53,6 +53,7 @@ class Memory:
 
     round_at: float = float("-inf")  # when the policy was last asked
     asked: Any = None  # what it was asked about: a round is due when this differs
+    by_hand: Any = ()  # what people had asked for then: a round is due at once when this differs
     targets: Mapping[str, Target] = field(default_factory=lambda: MappingProxyType({}))
     late: Mapping[tuple[str, str], tuple[str, float]] = field(  # (job, node) -> (agent, when)
         default_factory=lambda: MappingProxyType({})

@@ -1,0 +1,127 @@
+"""Writes adaptdl.json, the Grafana dashboard of a coordinator's metrics, beside itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+JOB = '{job=~"$job"}'
+# (title, unit, [(expression, legend)], width of 24)
+ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]], int]]]] = [
+    (
+        "Cluster",
+        [
+            ("Slots", "short", [("adaptdl_slots", "all"), ("adaptdl_slots_used", "used")], 8),
+            ("Jobs", "short", [("adaptdl_jobs > 0", "{{state}}"), ("adaptdl_queue", "queue")], 8),
+            ("Nodes", "short", [("adaptdl_nodes", "nodes"), ("adaptdl_nodes_draining", "draining")], 8),
+            (
+                "Plans a minute",
+                "short",
+                [("sum by (cause) (rate(adaptdl_plans_total[5m])) * 60", "{{cause}}")],
+                8,
+            ),
+            (
+                "Policy, decision (99th percentile)",
+                "s",
+                [
+                    ("histogram_quantile(0.99, rate(adaptdl_policy_seconds_bucket[15m]))", "policy"),
+                    ("histogram_quantile(0.99, rate(adaptdl_decision_seconds_bucket[15m]))", "decision"),
+                ],
+                8,
+            ),
+            ("Cost an hour", "currencyUSD", [("adaptdl_hourly_cost", "now")], 8),
+        ],
+    ),
+    (
+        "Jobs",
+        [
+            ("Replicas", "short", [(f"adaptdl_job_replicas{JOB}", "{{job}}")], 12),
+            ("Batch size", "short", [(f"adaptdl_job_batch_size{JOB}", "{{job}}")], 12),
+            (
+                "Goodput, samples per second",
+                "short",
+                [
+                    (f"adaptdl_job_goodput{JOB}", "{{job}}"),
+                    (f"adaptdl_job_goodput_predicted{JOB}", "{{job}} predicted"),
+                ],
+                12,
+            ),
+            ("Prediction error", "percentunit", [(f"adaptdl_job_prediction_error{JOB}", "{{job}}")], 12),
+            ("Statistical efficiency", "percentunit", [(f"adaptdl_job_efficiency{JOB}", "{{job}}")], 8),
+            ("Gain", "short", [(f"adaptdl_job_gain{JOB}", "{{job}}")], 8),
+            ("Learning rate factor", "short", [(f"adaptdl_job_lr_factor{JOB}", "{{job}}")], 8),
+            ("Throughput, samples per second", "short", [(f"adaptdl_job_throughput{JOB}", "{{job}}")], 8),
+            ("Progress", "percentunit", [(f"adaptdl_job_progress{JOB}", "{{job}}")], 8),
+            ("Pause of the last change", "s", [(f"adaptdl_job_last_pause_seconds{JOB}", "{{job}}")], 8),
+            ("Restarts used", "short", [(f"adaptdl_job_restarts_used{JOB}", "{{job}}")], 8),
+            ("Generation", "short", [(f"adaptdl_job_generation{JOB}", "{{job}}")], 8),
+            ("Nodes of the job", "short", [(f"adaptdl_job_nodes{JOB}", "{{job}}")], 8),
+        ],
+    ),
+]
+
+
+def dashboard() -> dict[str, Any]:
+    """The dashboard as Grafana imports it."""
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for heading, graphs in ROWS:
+        panels.append(_row(len(panels) + 1, heading, y))
+        x, y = 0, y + 1
+        for title, unit, targets, width in graphs:
+            if x + width > 24:
+                x, y = 0, y + 8
+            panels.append(_graph(len(panels) + 1, title, unit, targets, {"x": x, "y": y, "w": width, "h": 8}))
+            x += width
+        y += 8
+    return {
+        "title": "adaptdl-elastic",
+        "uid": "adaptdl-elastic",
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {
+            "list": [
+                {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"},
+                {
+                    "name": "job",
+                    "type": "query",
+                    "datasource": {"type": "prometheus", "uid": "${datasource}"},
+                    "query": "label_values(adaptdl_job_replicas, job)",
+                    "refresh": 2,
+                    "multi": True,
+                    "includeAll": True,
+                    "current": {"text": "All", "value": "$__all"},
+                },
+            ]
+        },
+        "panels": panels,
+    }
+
+
+def _row(number: int, title: str, y: int) -> dict[str, Any]:
+    return {"id": number, "type": "row", "title": title, "gridPos": {"x": 0, "y": y, "w": 24, "h": 1}}
+
+
+def _graph(
+    number: int, title: str, unit: str, targets: list[tuple[str, str]], where: dict[str, int]
+) -> dict[str, Any]:
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    return {
+        "id": number,
+        "type": "timeseries",
+        "title": title,
+        "datasource": source,
+        "gridPos": where,
+        "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
+        "targets": [
+            {"refId": chr(65 + i), "datasource": source, "expr": expression, "legendFormat": legend}
+            for i, (expression, legend) in enumerate(targets)
+        ],
+    }
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("adaptdl.json").write_text(json.dumps(dashboard(), indent=1) + "\n")

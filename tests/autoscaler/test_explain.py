@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from coordinator_pump import Pump
+
+from adaptdl_elastic.autoscaler.explain import Explanation, as_json, explain, lines
+from adaptdl_elastic.autoscaler.policy import allocate
+from adaptdl_elastic.autoscaler.policy.types import Decision
+from adaptdl_elastic.rendezvous.records import JobState
+
+
+def explained(pump: Pump, job: str) -> Explanation:
+    found = explain(pump.view(), pump.view().jobs[job], allocate, pump.settings)
+    json.dumps(as_json(found), allow_nan=False)
+    assert all(isinstance(line, str) for line in lines(found))
+    return found
+
+
+def instant(*question: Any) -> Decision:
+    """The policy, as if it took no time on the test's clock."""
+    return replace(allocate(*question), seconds=0.0)
+
+
+@pytest.fixture
+def pump() -> Pump:
+    return Pump(policy=instant)
+
+
+def test_one_more_and_one_fewer_and_what_they_cost(pump: Pump) -> None:
+    pump.job("a")
+    pump.node("n0", "a", 4)
+    pump.settle()
+    pump.ask("a", replicas=2)
+    pump.settle()
+    found = explained(pump, "a")
+    assert found.replicas == 2
+    assert found.now is not None
+    assert found.now.goodput
+    assert found.one_more is not None
+    assert found.one_more.goodput
+    assert found.one_more.change
+    assert found.one_fewer is not None
+    assert found.one_fewer.goodput
+    assert found.one_fewer.change
+    assert found.one_more.replicas == 3
+    assert found.one_more.change > 0 > found.one_fewer.change
+    # after `pays_after` seconds the larger one has done what the smaller one has
+    assert found.one_more.pays_after is not None
+    assert found.pause is not None
+    there = (found.one_more.pays_after - found.pause) * found.one_more.goodput
+    assert there == pytest.approx(found.one_more.pays_after * found.now.goodput)
+    assert any("a person asked for 2" in text for text in found.limited_by)
+    assert found.free_slots == 2
+
+
+def test_who_else_wants_it(pump: Pump) -> None:
+    for job in ("a", "b"):
+        pump.job(job)
+        pump.node("n0", job, 4)
+    pump.settle().later(700)
+    found = explained(pump, "a")
+    assert [rival.job for rival in found.rivals] == ["b"]
+    assert found.rivals[0].shared_nodes == ("n0",)
+    assert found.rivals[0].marginal_speedup is not None
+    assert found.rivals[0].marginal_speedup > 0
+    assert any("another job's" in text for text in found.limited_by)
+    assert found.one_more is not None
+    assert "needs slots that other jobs have" in found.one_more.note
+
+
+def test_a_job_that_has_not_reported(pump: Pump) -> None:
+    pump.job("a")
+    pump.node("n0", "a", 4, reports=False)
+    pump.settle()
+    found = explained(pump, "a")
+    assert found.now is not None
+    assert found.now.goodput is None
+    assert any("not been profiled" in text for text in found.limited_by)
+
+
+def test_a_job_that_waits(pump: Pump) -> None:
+    pump.job("a", min_replicas=9)
+    pump.node("n0", "a", 4)
+    pump.settle()
+    found = explained(pump, "a")
+    assert (found.replicas, found.now) == (0, None)
+    assert "needs at least 9 replicas" in found.reason
+
+
+def test_a_job_that_is_over(pump: Pump) -> None:
+    pump.job("a")
+    agent = pump.node("n0", "a", 4)
+    pump.settle()
+    agent.finish()
+    pump.settle()
+    assert explained(pump, "a").state == JobState.DONE.value
+
+
+def test_a_job_that_the_coordinator_has_not_seen(pump: Pump) -> None:
+    pump.job("a")
+    assert explained(pump, "a").state == "pending"

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from pathlib import Path
+
+import pytest
+from coordinator_pump import Pump
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from adaptdl_elastic.autoscaler.coordinator.core import decide
+from adaptdl_elastic.autoscaler.metrics import CLUSTER_GAUGES, JOB_GAUGES, CoordinatorMetrics, serve
+from adaptdl_elastic.rendezvous.records import AutoscalerStatus, encode
+
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "adaptdl.json"
+
+
+@pytest.fixture
+def pump() -> Pump:
+    pump = Pump()
+    pump.job("a")
+    pump.node("n0", "a", 4)
+    pump.job("b", min_replicas=9)
+    pump.node("n0", "b", 4)
+    pump.settle()
+    agent = pump.agents[0]
+    agent.report(
+        pump.plan("a"),
+        throughput=5000.0,
+        efficiency=0.8,
+        gain=3.0,
+        lr_factor=2.0,
+        progress=0.25,
+        goodput=3900.0,
+    )
+    pump.ask("a", replicas=2)
+    pump.settle()
+    agent.report(pump.plan("a"), throughput=5000.0, efficiency=0.8, gain=3.0, lr_factor=2.0, progress=0.25)
+    pump.store.put(pump.keys.autoscaler_status, encode(AutoscalerStatus("static", 1, 1, 2.5, 7.0)))
+    return pump.settle()
+
+
+def observe(pump: Pump, metrics: CoordinatorMetrics) -> None:
+    metrics.leading(True)
+    view = pump.view()
+    memory = pump.memory
+    pump.ask("a", replicas=3)
+    decided = decide(
+        pump.view(), memory, keys=pump.keys, fence=pump.fence, settings=pump.settings, policy=pump.policy
+    )
+    metrics.decided(view, decided, 0.01)
+
+
+def samples(text: str) -> dict[tuple[str, str], float]:
+    return {
+        (
+            sample.name,
+            sample.labels.get("job") or sample.labels.get("state") or sample.labels.get("cause") or "",
+        ): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_what_a_scrape_shows(pump: Pump) -> None:
+    registry = CollectorRegistry()
+    observe(pump, CoordinatorMetrics(registry))
+    found = samples(generate_latest(registry).decode())
+    assert found["adaptdl_leader", ""] == 1
+    assert found["adaptdl_slots", ""] == 4
+    assert found["adaptdl_slots_used", ""] == 2
+    assert found["adaptdl_queue", ""] == 1
+    assert found["adaptdl_jobs", "running"] == 1
+    assert found["adaptdl_job_replicas", "a"] == 2
+    assert found["adaptdl_job_gain", "a"] == 3.0
+    assert found["adaptdl_plans_total", "manual"] == 1
+    assert found["adaptdl_hourly_cost", ""] == 2.5
+
+
+def test_every_metric_has_a_value_when_all_is_known(pump: Pump) -> None:
+    registry = CollectorRegistry()
+    observe(pump, CoordinatorMetrics(registry))
+    names = {name for name, _ in samples(generate_latest(registry).decode())}
+    assert {*JOB_GAUGES, *CLUSTER_GAUGES} <= names
+
+
+def test_one_that_does_not_lead_says_nothing_of_jobs(pump: Pump) -> None:
+    registry = CollectorRegistry()
+    metrics = CoordinatorMetrics(registry)
+    observe(pump, metrics)
+    metrics.leading(False)
+    found = samples(generate_latest(registry).decode())
+    assert found["adaptdl_leader", ""] == 0
+    assert ("adaptdl_job_replicas", "a") not in found
+
+
+def test_every_metric_of_the_dashboard_exists(pump: Pump) -> None:
+    registry = CollectorRegistry()
+    observe(pump, CoordinatorMetrics(registry))
+    exported = {name for name, _ in samples(generate_latest(registry).decode())}
+    board = json.loads(DASHBOARD.read_text())
+    expressions = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+    expressions += [variable["query"] for variable in board["templating"]["list"]]
+    named = set(re.findall(r"\badaptdl_\w+", " ".join(expressions)))
+    assert named <= exported, named - exported
+    assert set(JOB_GAUGES) <= named, "a metric that no panel shows"
+
+
+def test_the_dashboard_is_what_its_generator_writes() -> None:
+    import runpy
+
+    module = runpy.run_path(str(DASHBOARD.with_name("generate.py")))
+    assert json.loads(DASHBOARD.read_text()) == module["dashboard"]()
+
+
+def test_it_is_served_where_it_is_asked_to_be(pump: Pump) -> None:
+    metrics = serve("127.0.0.1", 0)
+    try:
+        observe(pump, metrics)
+        with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=10) as answer:
+            assert b"adaptdl_job_replicas" in answer.read()
+    finally:
+        metrics.close()
