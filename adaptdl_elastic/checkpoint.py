@@ -27,14 +27,18 @@ import io
 import logging
 import os
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
 from adaptdl_elastic import _session, _storage, env
 from adaptdl_elastic._checkpoint_manager import CheckpointError, CheckpointManager, Saved
 from adaptdl_elastic._session import Session
+
+if TYPE_CHECKING:
+    from adaptdl_elastic.torch._copying import HostBuffers
 
 __all__ = [
     "CheckpointError",
@@ -57,6 +61,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _SCRATCH = "checkpoint"
+_crc32_lock = threading.Lock()  # the option is the process's
 
 
 class CheckpointSaveError(RuntimeError):
@@ -113,6 +118,13 @@ class State:
         """Write a snapshot so that `load` can read it. Called in a thread of its own."""
         fileobj.write(snapshot)
 
+    def _copy_for_save(self) -> Any:
+        """A snapshot that `_saved` will be given back."""
+        return self.snapshot()
+
+    def _saved(self, snapshot: Any) -> None:
+        """The snapshot was written, in the writer's thread, and nobody needs it any more."""
+
 
 class TensorState(State):
     """A state that is a dict of tensors and plain values, nested as deeply as need be.
@@ -121,6 +133,8 @@ class TensorState(State):
     can hold tensors, numbers, strings, None, and dicts, lists and tuples of these, and nothing that runs
     code; a save of anything else is a TypeError that names it. Tensors are loaded to the CPU.
     """
+
+    _buffers: HostBuffers | None = None
 
     def state_dict(self) -> Any:
         """The tensors themselves, not copies."""
@@ -150,15 +164,38 @@ class TensorState(State):
 
         return copy_to_host(self.state_dict(), self.name)
 
+    def _copy_for_save(self) -> Any:
+        """Into the memory of the last save: as much is needed at every save anyway."""
+        from adaptdl_elastic.torch._copying import HostBuffers, copy_to_host
+
+        if type(self).snapshot is not TensorState.snapshot:
+            return self.snapshot()
+        if self._buffers is None:
+            self._buffers = HostBuffers()
+        return copy_to_host(self.state_dict(), self.name, self._buffers)
+
+    def _saved(self, snapshot: Any) -> None:
+        if self._buffers is not None:
+            self._buffers.give(snapshot)
+
     def restore(self, snapshot: Any) -> None:
         """`load_state_dict`; it must copy, as torch's own do, because the snapshot may be used again."""
         self.load_state_dict(snapshot)
 
     def write_snapshot(self, snapshot: Any, fileobj: Any) -> None:
-        """`torch.save` without a second copy."""
+        """`torch.save` without a second copy, and without zip's checksums, which cost more than all else.
+
+        The manifest has checksums of its own.
+        """
         import torch
 
-        torch.save(snapshot, fileobj)
+        with _crc32_lock:
+            before = torch.serialization.get_crc32_options()
+            torch.serialization.set_crc32_options(False)
+            try:
+                torch.save(snapshot, fileobj)
+            finally:
+                torch.serialization.set_crc32_options(before)
 
 
 def save_all_states(
@@ -221,8 +258,15 @@ def save_all_states(
 
 def _writer(state: State) -> Callable[[Any], None]:
     """What writes the state as it is now, later."""
-    snapshot = state.snapshot()
-    return lambda file: state.write_snapshot(snapshot, file)
+    snapshot = state._copy_for_save()
+
+    def write(file: Any) -> None:
+        try:
+            state.write_snapshot(snapshot, file)
+        finally:
+            state._saved(snapshot)
+
+    return write
 
 
 def save_state(state: State, checkpoint_dir: str | os.PathLike[str], sync: bool = True) -> None:

@@ -3,32 +3,72 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
-def copy_to_host(value: Any, where: str) -> Any:
+class HostBuffers:
+    """Memory of an earlier copy, to copy into again: fresh memory costs a page fault every 4 KiB."""
+
+    def __init__(self) -> None:
+        self._spare: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+
+    def take(self, like: torch.Tensor) -> torch.Tensor | None:
+        """A buffer of that shape, or None."""
+        spare = self._spare.get(_layout(like))
+        return spare.pop() if spare else None
+
+    def give(self, copied: Any) -> None:
+        """Reuse the tensors of a copy that nobody needs any more, and forget those given before."""
+        self._spare = {}
+        for tensor in {id(t): t for t in _tensors(copied)}.values():
+            self._spare.setdefault(_layout(tensor), []).append(tensor)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+
+
+def copy_to_host(value: Any, where: str, buffers: HostBuffers | None = None) -> Any:
     """A deep copy of `value` with every tensor in host memory, later changes of the original unseen.
 
     A tensor that occurs twice is copied once and stays shared. Numbers of numpy become Python's, so that
     `torch.load(weights_only=True)` accepts what is saved. Raises TypeError, naming the place below
     `where`, for anything but tensors, plain values, and dicts, lists, tuples and sets of them.
     """
-    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    result = _copy(value, where, copies)
-    if any(original.is_cuda for original, _ in copies.values()):
+    copies = _Copies({}, buffers or HostBuffers())
+    with torch.no_grad():
+        result = _copy(value, where, copies)
+    if any(original.is_cuda for original, _ in copies.done.values()):
         torch.cuda.synchronize()  # the copies to pinned memory were only queued
     return result
 
 
-def _copy(value: Any, where: str, copies: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
+class _Copies(NamedTuple):
+    done: dict[int, tuple[torch.Tensor, torch.Tensor]]  # by the original's id
+    buffers: HostBuffers
+
+
+def _copy(value: Any, where: str, copies: _Copies) -> Any:
     if isinstance(value, torch.Tensor):
-        if id(value) not in copies:
-            copies[id(value)] = (value, _copy_tensor(value))
-        return copies[id(value)][1]
+        if id(value) not in copies.done:
+            copies.done[id(value)] = (value, _copy_tensor(value.detach(), copies.buffers))
+        return copies.done[id(value)][1]
     if type(value) in _PLAIN:
         return value
     if isinstance(value, dict):
@@ -53,8 +93,10 @@ def _copy(value: Any, where: str, copies: dict[int, tuple[torch.Tensor, torch.Te
     )
 
 
-def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    source = tensor.detach()
+def _copy_tensor(source: torch.Tensor, buffers: HostBuffers) -> torch.Tensor:
+    buffer = buffers.take(source)
+    if buffer is not None:
+        return buffer.copy_(source, non_blocking=source.is_cuda)
     if source.is_cuda:
         host = torch.empty_like(source, device="cpu", pin_memory=True)
         return host.copy_(source, non_blocking=True)
