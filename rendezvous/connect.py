@@ -26,7 +26,7 @@ def connect(endpoint: str, *, api: Api = "auto", options: StoreOptions | None = 
         raise StoreOptionError(f"--etcd-api is {api!r}; it can be {', '.join(API_NAMES)}")
     options = options or StoreOptions.from_environment()
     endpoints = parse_endpoints(endpoint, options.secure)
-    found = api if api != "auto" else _detect(endpoints, options)
+    found = _find_api(endpoints, options, api)
     if found == "v3":
         from adaptdl_elastic.rendezvous.etcd_v3 import EtcdV3Store
 
@@ -40,23 +40,30 @@ def connect(endpoint: str, *, api: Api = "auto", options: StoreOptions | None = 
     return v2
 
 
-def _detect(endpoints: tuple[str, ...], options: StoreOptions) -> Api:
+_PROBES: dict[str, tuple[str, dict[str, object] | None]] = {
+    "v3": ("/v3/kv/range", {"key": "AA==", "count_only": True}),
+    "v2": ("/v2/keys/", None),
+}
+_MISSING = {
+    "auto": "neither etcd's v3 gateway nor its v2 API is there: is it an etcd, of version 3.4 or later?",
+    "v2": "it has no v2 API: start it with --enable-v2 (gone from etcd 3.6 on), or leave --etcd-api away",
+    "v3": "it has no v3 gateway: is it an etcd, of version 3.4 or later?",
+}
+
+
+def _find_api(endpoints: tuple[str, ...], options: StoreOptions, wanted: Api) -> str:
     http = Http(endpoints, options, lambda error: error.status in (502, 503, 504))
     try:
-        # 404 is the only answer that a server gives which has no such API; any other is for the driver
-        if _answers(http, "/v3/kv/range", {"key": "AA==", "count_only": True}):
-            return "v3"
-        if _answers(http, "/v2/keys/", None):
-            return "v2"
+        for api, (path, body) in _PROBES.items():
+            if wanted in ("auto", api) and _answers(http, path, body):
+                return api
     finally:
         http.close()
-    raise StoreError(
-        f"{endpoints[0]} answers, but neither etcd's v3 gateway nor its v2 API is there: is it an etcd, "
-        f"of version 3.4 or later or with --enable-v2?"
-    )
+    raise StoreError(f"{', '.join(endpoints)} answers, but {_MISSING[wanted]}")
 
 
 def _answers(http: Http, path: str, body: dict[str, object] | None) -> bool:
+    # 404 is what a server answers that has no such API; anything else is for the driver to deal with
     try:
         http.call(path, body)
     except HttpStatusError as error:

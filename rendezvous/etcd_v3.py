@@ -305,6 +305,7 @@ class EtcdV3Watch(Watch):
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._stream: Stream | None = None
+        self._doubted = False  # the token, since the last good answer
         store._http.endpoints.on_switch(self._leave)
 
     def __iter__(self) -> Iterator[Change]:
@@ -354,6 +355,7 @@ class EtcdV3Watch(Watch):
             fault = answer["error"]
             self._refused(HttpStatusError(500, str(fault.get("message", fault)), fault.get("grpc_code")))
             return
+        self._doubted = False
         if answer.get("created") and _revision(answer) < self._next - 1:
             self._check_history()
         changes = [self._change(event) for event in answer.get("events", [])]
@@ -387,7 +389,10 @@ class EtcdV3Watch(Watch):
 
     def _refused(self, error: HttpStatusError) -> None:
         """Raise, or return to try again."""
-        if _is_stale_token(error):
+        # a 3.5 that was restarted, and so forgot its tokens, calls an old one a lack of permission
+        stale = _is_stale_token(error) or ("permission denied" in error.message and not self._doubted)
+        if stale and self._store.options.user is not None:
+            self._doubted = True
             self._store._forget_token()
             self._end_stream()
             return

@@ -1,0 +1,277 @@
+"""Servers that die, hang, are cut off, lose their data, or never were."""
+
+from __future__ import annotations
+
+import http.server
+import shutil
+import threading
+import time
+
+import pytest
+from cutting_proxy import CuttingProxy
+from etcd_binaries import etcd_binary
+
+from adaptdl_elastic.rendezvous.connect import StoreOptions, connect
+from adaptdl_elastic.rendezvous.etcd_v2 import EtcdV2Store
+from adaptdl_elastic.rendezvous.etcd_v3 import EtcdV3Store
+from adaptdl_elastic.rendezvous.options import StoreOptionError, parse_endpoints
+from adaptdl_elastic.rendezvous.server import EtcdServer, free_ports
+from adaptdl_elastic.rendezvous.store import CompactedError, StoreError, StoreUnavailableError
+
+pytestmark = pytest.mark.etcd
+
+
+def test_a_watch_loses_nothing_when_the_server_is_killed(own_world, collect):
+    key = own_world.prefix + "a"
+    reader, writer = own_world.client(), own_world.client()
+    seen = collect(reader.watch(own_world.prefix))
+    written = []
+    for number in range(60):
+        if number % 20 == 10:
+            own_world.real.kill()
+            own_world.real.start()
+        written.append((writer.put(key, str(number)), str(number)))
+    changes = seen.wait(len(written))
+    revisions = [change.revision for change in changes]
+    assert revisions == sorted(set(revisions))
+    assert set(written) <= {(change.revision, change.value) for change in changes}
+
+
+def test_what_was_written_while_a_watch_was_cut_off_comes(own_world, collect):
+    with CuttingProxy(own_world.real.endpoint) as proxy:
+        seen = collect(own_world.client(proxy.endpoint).watch(own_world.prefix))
+        writer = own_world.client()
+        writer.put(own_world.prefix + "a", "0")
+        seen.wait(1)
+        proxy.cut()
+        for number in range(1, 6):
+            writer.put(own_world.prefix + "a", str(number))
+        writer.delete(own_world.prefix + "a")
+        proxy.heal()
+        changes = seen.wait(7)
+    assert [change.value for change in changes] == ["0", "1", "2", "3", "4", "5", None]
+
+
+@pytest.mark.parametrize("seconds", [3.0])
+def test_a_paused_server_may_lose_a_lease_but_not_silently(own_world, seconds):
+    _pause(own_world, ttl=1, seconds=seconds)
+
+
+@pytest.mark.slow
+def test_ten_seconds_of_pause(own_world):
+    if own_world.kind != "v3-3.5":
+        pytest.skip("once is enough")
+    _pause(own_world, ttl=5, seconds=10.0)
+
+
+def _pause(world, ttl: float, seconds: float) -> None:
+    store = world.client()
+    lease = store.lease(ttl)
+    store.put(world.prefix + "mine", "1", lease)
+    world.real.pause()
+    over = threading.Event()
+    threading.Timer(seconds, lambda: (world.real.resume(), over.set())).start()
+    assert not lease.lost.wait(seconds - 1), "lost without the server's word"
+    assert lease.remaining() == 0, "nobody can be certain any more"
+    assert over.wait(10)
+    deadline = time.monotonic() + 2 * ttl + 3
+    while time.monotonic() < deadline and not lease.lost.is_set():
+        if lease.remaining() > 0:
+            assert store.get(world.prefix + "mine") is not None  # it survived
+            return
+    assert lease.lost.is_set()
+    again = store.lease(ttl)
+    store.put(world.prefix + "mine", "2", again)
+    assert store.get(world.prefix + "mine").value == "2"
+
+
+def test_a_partition_costs_the_lease_and_both_sides_learn_it(own_world, collect):
+    with CuttingProxy(own_world.real.endpoint) as proxy:
+        apart, together = own_world.client(proxy.endpoint, timeout=1.0), own_world.client()
+        seen = collect(together.watch(own_world.prefix))
+        lease = apart.lease(1)
+        apart.put(own_world.prefix + "mine", "1", lease)
+        seen.wait(1)
+        proxy.freeze()
+        assert seen.wait(2)[1].kind == "delete"
+        with pytest.raises(StoreUnavailableError, match="no answer in time"):
+            apart.get(own_world.prefix + "mine")
+        assert not lease.lost.is_set()
+        assert lease.remaining() == 0
+        proxy.heal()
+        assert lease.lost.wait(10)
+
+
+def test_a_swap_whose_answer_was_lost_is_not_done_twice(own_world):
+    with CuttingProxy(own_world.real.endpoint) as proxy:
+        store, other = own_world.client(proxy.endpoint), own_world.client()
+        key = own_world.prefix + "leader"
+        first = other.put(key, "nobody")
+        proxy.swallow()
+        threading.Timer(0.3, proxy.heal).start()
+        assert store.compare_and_swap(key, "me", first) == other.get(key).mod_revision
+        assert other.get(key).value == "me"
+        proxy.swallow()
+        threading.Timer(0.3, proxy.heal).start()
+        assert store.compare_and_swap(key, "me again", first) is None
+
+
+def test_a_hung_server_costs_no_more_than_the_time_out(own_world):
+    store = own_world.client(timeout=0.5)
+    own_world.real.pause()
+    start = time.monotonic()
+    with pytest.raises(StoreUnavailableError, match="no answer in time"):
+        store.put(own_world.prefix + "a", "1")
+    assert 0.4 < time.monotonic() - start < 3
+
+
+def test_a_server_that_restarts_within_the_time_out_is_not_noticed(own_world):
+    store = own_world.client()
+    own_world.real.kill()
+    thread = threading.Thread(target=own_world.real.start)
+    thread.start()
+    assert store.put(own_world.prefix + "a", "1")
+    thread.join()
+
+
+def test_data_that_were_replaced_are_noticed(own_world, collect):
+    store = own_world.client()
+    for number in range(20):
+        store.put(own_world.prefix + "a", str(number))
+    seen = collect(store.watch(own_world.prefix, store.range(own_world.prefix).revision))
+    seen.wait(1)
+    own_world.real.kill()
+    shutil.rmtree(own_world.real.log.parent / "data")
+    own_world.real.start()
+    assert isinstance(seen.wait_end(), CompactedError)
+    assert store.range(own_world.prefix).items == ()
+
+
+def test_the_next_endpoint_is_tried(own_world, collect):
+    (nobody,) = free_ports(1)
+    real = own_world.real.endpoint
+    with CuttingProxy(real) as one, CuttingProxy(real) as two:
+        store = own_world.client(f"127.0.0.1:{nobody},{one.endpoint},{two.endpoint}", timeout=4.0)
+        seen = collect(store.watch(own_world.prefix))
+        store.put(own_world.prefix + "a", "1")
+        seen.wait(1)
+        for victim, number in ((one, "2"), (two, "3")):
+            other = two if victim is one else one
+            other.cut()  # what was held back must not arrive late
+            other.heal()
+            victim.freeze()  # hangs; the watch on it has to move, too
+            store.put(own_world.prefix + "a", number)
+        assert [change.value for change in seen.wait(3)] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("kind", [EtcdV2Store, EtcdV3Store])
+def test_nobody_there(kind):
+    first, second = free_ports(2)
+    urls = parse_endpoints(f"127.0.0.1:{first},127.0.0.1:{second}")
+    start = time.monotonic()
+    with kind(urls, StoreOptions(timeout=0.5)) as store:
+        with pytest.raises(StoreUnavailableError) as caught:
+            store.get("/a")
+        assert time.monotonic() - start < 3
+        for port in (first, second):
+            assert f"127.0.0.1:{port}: connection refused" in str(caught.value)
+
+
+def test_connect_without_a_server_says_what_to_look_at():
+    (port,) = free_ports(1)
+    with pytest.raises(StoreUnavailableError, match=r"connection refused.*is --etcd right"):
+        connect(f"127.0.0.1:{port}", options=StoreOptions(timeout=0.3))
+
+
+def test_a_store_that_was_closed_says_so(own_world):
+    store = own_world.client()
+    store.close()
+    with pytest.raises(StoreUnavailableError, match="closed"):
+        store.get("/a")
+
+
+def test_the_api_is_found_out():
+    binary = etcd_binary("3.5") or pytest.skip("no etcd 3.5")
+    quick = StoreOptions(timeout=3)
+    with EtcdServer(binary=binary, v2=False) as server:
+        with connect(server.endpoint, options=quick) as store:
+            assert isinstance(store, EtcdV3Store)
+        with pytest.raises(StoreError, match="v2"):
+            connect(server.endpoint, api="v2", options=quick)
+    with EtcdServer(binary=binary, args=["--enable-grpc-gateway=false"]) as server:
+        with connect(server.endpoint, options=quick) as store:
+            assert isinstance(store, EtcdV2Store)
+        with pytest.raises(StoreError, match="v3"):
+            connect(server.endpoint, api="v3", options=quick)
+    with EtcdServer(binary=binary) as server:
+        for api, kind in (("v2", EtcdV2Store), ("v3", EtcdV3Store), ("auto", EtcdV3Store)):
+            with connect(server.endpoint, api=api, options=quick) as store:
+                assert isinstance(store, kind)
+
+
+class _NotEtcd(http.server.BaseHTTPRequestHandler):
+    status, text = 404, b"<html>not here</html>"
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(self.text)))
+        self.end_headers()
+        self.wfile.write(self.text)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "wanted"),
+    [
+        (404, b"<html>not here</html>", "is it an etcd"),
+        (200, b"<html>hello</html>", "not JSON"),
+        (200, b"[1, 2]", "not a JSON object"),
+    ],
+)
+def test_something_else_listens_there(status, text, wanted):
+    handler = type("Handler", (_NotEtcd,), {"status": status, "text": text})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with pytest.raises(StoreError, match=wanted):
+                connect(f"127.0.0.1:{server.server_address[1]}", options=StoreOptions(timeout=0.5))
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", "no etcd endpoint"),
+        (" , ", "no etcd endpoint"),
+        ("host:port", "Port could not be cast"),
+        ("host:99999", "Port out of range"),
+        ("ftp://host", "not of the form"),
+        ("host:1/v2", "not of the form"),
+        ("user:secret@host:1", "no user and password"),
+        ("a b:1", "not a host name"),
+    ],
+)
+def test_endpoints_that_are_none(text, wanted):
+    with pytest.raises(StoreOptionError, match=wanted) as caught:
+        parse_endpoints(text)
+    assert "secret" not in str(caught.value)
+
+
+def test_endpoints():
+    assert parse_endpoints("a:1, b,https://c:3/,[::1]:4") == (
+        "http://a:1",
+        "http://b:2379",
+        "https://c:3",
+        "http://[::1]:4",
+    )
+    assert parse_endpoints("a", secure=True) == ("https://a:2379",)
+    with pytest.raises(StoreOptionError, match="is not https"):
+        parse_endpoints("http://a", secure=True)

@@ -1,0 +1,196 @@
+"""Who is let in: TLS with a CA and client certificates, users and roles, on every server and API."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import certificates
+import pytest
+import requests
+from etcd_binaries import etcd_binary
+
+from adaptdl_elastic.rendezvous.connect import StoreOptions, connect
+from adaptdl_elastic.rendezvous.options import StoreOptionError
+from adaptdl_elastic.rendezvous.server import EtcdServer, ServerTls
+from adaptdl_elastic.rendezvous.store import StoreAuthError, StoreError, StoreUnavailableError
+
+pytestmark = pytest.mark.etcd
+KINDS = [("v3", "3.5"), ("v2", "3.5"), ("v3", "3.4"), ("v2", "3.4")]
+
+
+@pytest.fixture(scope="module")
+def pems(tmp_path_factory: pytest.TempPathFactory) -> certificates.Certificates:
+    return certificates.make(tmp_path_factory.mktemp("pem"))
+
+
+def binary_or_skip(version: str) -> Path:
+    return etcd_binary(version) or pytest.skip(f"no etcd {version} here")
+
+
+@pytest.mark.parametrize(("api", "version"), KINDS)
+def test_tls_with_client_certificates(api, version, pems, monkeypatch, collect):
+    # what requests would believe more than what we say
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(pems.other_ca))
+    monkeypatch.setenv("SSL_CERT_FILE", str(pems.other_ca))
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    tls = ServerTls(pems.server.cert, pems.server.key, client_ca=pems.ca)
+    ours = {"ca": pems.ca, "cert": pems.client.cert, "key": pems.client.key}
+    with EtcdServer(binary=binary_or_skip(version), tls=tls) as server:
+        with connect(server.endpoint, api=api, options=StoreOptions(timeout=10, **ours)) as store:
+            lease = store.lease(5)
+            revision = store.put("/adaptdl/v1/c/a", "1", lease)
+            seen = collect(store.watch("/adaptdl/v1/c/", revision))
+            store.put("/adaptdl/v1/c/a", "2")
+            assert [change.value for change in seen.wait(2)] == ["1", "2"]
+            server.kill()
+            server.start()
+            store.put("/adaptdl/v1/c/a", "3")
+            assert seen.wait(3)[2].value == "3"
+        with pytest.raises(StoreUnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
+            connect(
+                server.endpoint, api=api, options=StoreOptions(timeout=2, **{**ours, "ca": pems.other_ca})
+            )
+        with pytest.raises(StoreUnavailableError):
+            connect(server.endpoint, api=api, options=StoreOptions(timeout=1, ca=pems.ca))
+        bare = server.endpoint.removeprefix("https://")
+        with pytest.raises(StoreError):  # plain HTTP to a TLS port
+            connect(bare, api=api, options=StoreOptions(timeout=1))
+
+
+def _v3(server: EtcdServer, path: str, **body: object) -> dict[str, object]:
+    with requests.Session() as session:
+        session.trust_env = False
+        answer = session.post(f"http://{server.endpoint}/v3/{path}", json=body, timeout=10)
+        answer.raise_for_status()
+        return answer.json()
+
+
+def _b64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+@pytest.fixture(params=["3.5", "3.4"])
+def guarded(request: pytest.FixtureRequest) -> EtcdServer:
+    """An etcd whose user `adaptdl` may do everything under one prefix, as docs/security.md sets it up."""
+    with EtcdServer(binary=binary_or_skip(request.param)) as server:
+        prefix = {"key": _b64("/adaptdl/v1/one/"), "range_end": _b64("/adaptdl/v1/one0")}
+        for user in ("root", "adaptdl"):
+            _v3(server, "auth/role/add", name=user)
+            _v3(server, "auth/user/add", name=user, password=f"{user}-secret")
+            _v3(server, "auth/user/grant", user=user, role=user)
+        _v3(server, "auth/role/grant", name="adaptdl", perm={"permType": "READWRITE", **prefix})
+        _v3(server, "auth/enable")
+        yield server
+
+
+def test_users_and_roles(guarded, collect):
+    ours = StoreOptions(timeout=5, user="adaptdl", password="adaptdl-secret")
+    with connect(guarded.endpoint, options=ours) as store:
+        lease = store.lease(5)
+        revision = store.put("/adaptdl/v1/one/a", "1", lease)
+        seen = collect(store.watch("/adaptdl/v1/one/", revision))
+        assert store.compare_and_swap("/adaptdl/v1/one/a", "2", revision, lease)
+        assert len(store.range("/adaptdl/v1/one/").items) == 1
+        seen.wait(2)
+        guarded.kill()  # forgets every token
+        guarded.start()
+        store.put("/adaptdl/v1/one/a", "3")
+        assert seen.wait(3)[2].value == "3"
+        assert not lease.lost.wait(2.5)
+        for forbidden in (
+            lambda: store.put("/adaptdl/v1/two/a", "1"),
+            lambda: store.range("/adaptdl/v1/"),
+            lambda: next(iter(store.watch("/adaptdl/v1/two/", 1))),
+        ):
+            with pytest.raises(StoreAuthError, match="role needs readwrite"):
+                forbidden()
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"user": "adaptdl", "password": "wrong-secret"}, "refused the login"),
+        ({"user": "nobody", "password": "wrong-secret"}, "refused the login"),
+        ({}, "asks for a user"),
+    ],
+)
+def test_wrong_credentials_are_found_out_at_once(guarded, options, wanted):
+    with pytest.raises(StoreAuthError, match=wanted) as caught:
+        connect(guarded.endpoint, options=StoreOptions(timeout=5, **options))
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("version", ["3.5", "3.4"])
+def test_users_and_roles_of_the_v2_api(version, collect):
+    with EtcdServer(binary=binary_or_skip(version)) as server, requests.Session() as session:
+        session.trust_env = False
+        url = f"http://{server.endpoint}/v2/auth"
+        root = ("root", "root-secret")
+        rights = {"kv": {"read": ["/adaptdl/v1/one*"], "write": ["/adaptdl/v1/one*"]}}
+        for path, body in (
+            ("users/root", {"user": "root", "password": "root-secret"}),
+            ("roles/adaptdl", {"role": "adaptdl", "permissions": rights}),
+            ("users/adaptdl", {"user": "adaptdl", "password": "adaptdl-secret", "roles": ["adaptdl"]}),
+            ("enable", None),
+            ("roles/guest", {"role": "guest", "revoke": {"kv": {"read": ["/*"], "write": ["/*"]}}}),
+        ):
+            session.put(f"{url}/{path}", json=body, auth=root, timeout=10).raise_for_status()
+        ours = StoreOptions(timeout=5, user="adaptdl", password="adaptdl-secret")
+        with connect(server.endpoint, api="v2", options=ours) as store:
+            revision = store.put("/adaptdl/v1/one/a", "1", store.lease(5))
+            seen = collect(store.watch("/adaptdl/v1/one/", revision))
+            assert store.compare_and_swap("/adaptdl/v1/one/a", "2", revision)
+            seen.wait(2)
+            with pytest.raises(StoreAuthError, match="v2 role does not cover"):
+                store.put("/adaptdl/v1/two/a", "1")
+        with pytest.raises(StoreAuthError):
+            connect(server.endpoint, api="v2", options=StoreOptions(timeout=5))
+        wrong = StoreOptions(timeout=5, user="adaptdl", password="wrong-secret")
+        with (
+            connect(server.endpoint, api="v2", options=wrong) as store,
+            pytest.raises(StoreAuthError, match="password is wrong") as caught,
+        ):
+            store.get("/adaptdl/v1/one/a")
+        assert "secret" not in str(caught.value)
+
+
+def test_options_from_the_environment(tmp_path):
+    password = tmp_path / "password"
+    password.write_text("s3cret\n")
+    options = StoreOptions.from_environment(
+        {
+            "ADAPTDL_ETCD_USER": "adaptdl",
+            "ADAPTDL_ETCD_PASSWORD_FILE": str(password),
+            "ADAPTDL_ETCD_TIMEOUT": "2.5",
+        },
+        user=None,
+    )
+    assert (options.user, options.password, options.timeout) == ("adaptdl", "s3cret", 2.5)
+    assert "s3cret" not in repr(options)
+    assert StoreOptions.from_environment({"ADAPTDL_ETCD_TIMEOUT": "2"}, timeout=3.0).timeout == 3.0
+
+
+@pytest.mark.parametrize(
+    ("environ", "wanted"),
+    [
+        ({"ADAPTDL_ETCD_TIMEOUT": "soon"}, "'soon', not a number"),
+        ({"ADAPTDL_ETCD_TIMEOUT": "-1"}, "must be positive"),
+        ({"ADAPTDL_ETCD_USER": "adaptdl"}, "needs a password"),
+        ({"ADAPTDL_ETCD_CERT": "/dev/null"}, "needs its key"),
+        ({"ADAPTDL_ETCD_CA": "/nowhere/ca.pem"}, "'/nowhere/ca.pem' can not be read"),
+        ({"ADAPTDL_ETCD_PASSWORD_FILE": "/nowhere/pw"}, "can not be read"),
+        ({"ADAPTDL_ETCD_PASSWORD_FILE": "/dev/null"}, "is empty"),
+    ],
+)
+def test_options_that_can_not_be(environ, wanted):
+    with pytest.raises(StoreOptionError, match=wanted):
+        StoreOptions.from_environment(environ)
+
+
+def test_a_file_that_is_no_certificate(tmp_path):
+    junk = tmp_path / "ca.pem"
+    junk.write_text("junk")
+    with pytest.raises(StoreOptionError, match="not usable"):
+        connect("127.0.0.1:1", options=StoreOptions(ca=junk))
