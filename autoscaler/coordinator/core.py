@@ -46,6 +46,7 @@ from adaptdl_elastic.autoscaler.coordinator.status import (
 )
 from adaptdl_elastic.autoscaler.coordinator.types import (
     Action,
+    Allocation,
     CompareAndSwap,
     Decided,
     DeletePrefix,
@@ -89,6 +90,7 @@ class _Round:
         self.conditions: dict[str, Condition] = {}
         self.notes: dict[str, _Notes] = {name: _Notes() for name in view.jobs}
         self.late = dict(memory.late)
+        self.clumsy = memory.clumsy
 
     def run(self) -> Decided:
         fenced = [job for job in self.view.jobs.values() if self._fence(job)]
@@ -104,7 +106,7 @@ class _Round:
             self._status(job, self.conditions[job.job])
             self._collect(job, self.conditions[job.job])
         self._forget_ended()
-        memory = replace(self.memory, late=MappingProxyType(self.late))
+        memory = replace(self.memory, late=MappingProxyType(self.late), clumsy=self.clumsy)
         return Decided(tuple(self.actions), memory, max(self.wake_at, self.view.now))
 
     # -- 1. fence
@@ -182,11 +184,15 @@ class _Round:
             why = f"lost {', '.join(lost)}"
             self._replan(job, plan, Cause.NODE_LOST, Transition.ABORT, why, restarts, plan.failed_step)
             return
+        if not condition.health.failed:
+            self._withdraw(job, condition, plan)
+            return
         if exhausted(self.view, job, condition, self.settings):
             return  # the status ends the job
         restarts = restarts_after_failure(self.view, job, plan, self.settings)
-        not_before = jobs.failed_at(job, plan.generation) + jobs.pause_before_restart(restarts, self.settings)
-        found = jobs.failures(job, plan.generation)
+        generation = jobs.failed_generation(job, plan)
+        not_before = jobs.failed_at(job, generation) + jobs.pause_before_restart(restarts, self.settings)
+        found = jobs.failures(job, generation)
         what = (
             f"rank {found[0].rank} failed: {found[0].message or found[0].exit_code}"
             if found
@@ -200,6 +206,14 @@ class _Round:
         why = f"{what} (restart {restarts} of {job.spec.record.max_restarts})"
         step = job.checkpoint.record.step if job.checkpoint else 0
         self._replan(job, plan, Cause.FAILURE, Transition.ABORT, why, restarts, step)
+
+    def _withdraw(self, job: JobView, condition: Condition, plan: Plan) -> None:
+        """Newcomers failed beside the running training: make the same change by restart."""
+        found = jobs.failures(job, plan.generation)
+        what = (found[0].message or f"exit code {found[0].exit_code}") if found else "a newcomer ended"
+        self.clumsy |= {plan.run}
+        why = f"{plan.reason}; not in place: {what}"
+        self._replan(job, plan, plan.cause, Transition.RESTART, why)
 
     def _wrongly_counted(self, job: JobView, plan: Plan, lost: tuple[str, ...]) -> bool:
         """Whether the failure that led to `plan` was the loss of a node that we only see now."""
@@ -225,27 +239,54 @@ class _Round:
         starting = set(condition.health.starting)
         if not starting or job.plan is None or job.spec is None:
             return
-        for leaver in plan.leaving:
-            if not released(self.view, job, leaver.node, leaver.agent, leaver.generation):
-                return  # nobody can start yet, and their own time-out is running
+        timeout = job.spec.record.rescale_timeout
+        if plan.transition is Transition.INPLACE and not condition.health.running:
+            self._late_in_place(job, plan, starting, job.plan.seen + timeout, timeout)
+            return
+        if any(not released(self.view, job, x.node, x.agent, x.generation) for x in plan.leaving):
+            return  # nobody can start yet, and their own time-out is running
         gone = [s.seen for s in job.ended.values() if s.record.generation < plan.generation]
-        due = max([job.plan.seen, *gone]) + job.spec.record.rescale_timeout
-        ready = {node for (g, node) in job.ready if g == plan.generation}
-        if plan.transition is Transition.INPLACE:
-            starting -= ready
+        due = max([job.plan.seen, *gone]) + timeout
         if self.view.now < due:
             self._wake(due)
             return
-        if starting == set(in_plan(plan)) or not starting:
+        if starting == set(in_plan(plan)):
             return  # nobody has: there is no better plan than to go on waiting
         agents = self.view.agents(job.job)
-        without = {**self.late, **{(job.job, n): (agents[n].record.agent, self.view.now) for n in starting}}
-        names = ", ".join(sorted(starting))
-        why = f"{names} did not start within {job.spec.record.rescale_timeout:g} s"
-        kept, self.late = self.late, without
+        kept, self.late = self.late, dict(self.late)
+        self.late.update({(job.job, n): (agents[n].record.agent, self.view.now) for n in starting})
+        why = f"{', '.join(sorted(starting))} did not start within {timeout:g} s"
         if not self._replan(job, plan, Cause.NODE_LOST, Transition.ABORT, why, feasible_only=True):
             self.late = kept
             self.notes[job.job].waits_for = f"{why}, and there is no other node"
+
+    def _late_in_place(
+        self, job: JobView, plan: Plan, starting: set[str], due: float, timeout: float
+    ) -> None:
+        """Take back a change in place whose newcomers are late, or that does not come about.
+
+        Nobody has left the generation before, so it simply goes on under a new number.
+        """
+        before = max((x.generation for x in plan.leaving), default=-1)
+        was = {x.node: x.replicas for x in plan.leaving if x.generation == before}
+        ready = {node for (g, node) in job.ready if g == plan.generation}
+        late = {n for n, count in in_plan(plan).items() if n in starting and count > was.get(n, 0)} - ready
+        if not late:
+            due += timeout  # they are ready: now it is for those who train to find the place to switch
+        if self.view.now < due:
+            self._wake(due)
+            return
+        agents = self.view.agents(job.job)
+        self.late.update({(job.job, n): (agents[n].record.agent, self.view.now) for n in late - set(was)})
+        if not late - set(was):
+            self.clumsy |= {plan.run}
+        names = f"newcomers on {', '.join(sorted(late))} were not ready" if late else "it did not happen"
+        why = f"a change in place was taken back: {names} within {timeout:g} s"
+        stays = was and set(was) <= set(agents) and was != in_plan(plan)
+        if stays:
+            self._publish(job, Change(was, plan.cause, Transition.INPLACE, why))
+        else:
+            self._replan(job, plan, plan.cause, Transition.RESTART, why)
 
     def _replan(
         self,
@@ -276,8 +317,15 @@ class _Round:
             found, why = {}, f"{why}; {why_pending(spec, rooms(self.view, job), places, self.ledger)}"
         elif sum(found.values()) != plan.replicas:
             why = f"{why}: {sum(found.values())} replicas are left of {plan.replicas}"
-        how = transition or jobs.planned_transition(job, spec, plan, found)
+        how = transition or self._transition(job, found)
         return self._publish(job, Change(found, cause, how, why, restarts, failed_step))
+
+    def _transition(self, job: JobView, allocation: Allocation) -> Transition:
+        assert job.spec is not None
+        spec = job.spec.record
+        if spec.run in self.clumsy:
+            return Transition.RESTART
+        return jobs.planned_transition(job, spec, jobs.this_run(job), allocation)
 
     def _with_late(self) -> Memory:
         return replace(self.memory, late=MappingProxyType(self.late))
@@ -391,7 +439,7 @@ class _Round:
                         name
                     ].waits_for = f"waits for {short} on {node} that another job is about to leave"
                 return
-        how = jobs.planned_transition(job, job.spec.record, condition.plan, target.allocation)
+        how = self._transition(job, target.allocation)
         self._publish(
             job,
             Change(
@@ -472,7 +520,7 @@ class _Round:
         if job.plan is None:
             return
         needed = {leaver.generation for leaver in holding(self.view, job)}
-        oldest = job.plan.record.generation - 1
+        oldest = job.plan.record.generation - 2
         if condition.phase is Phase.OVER and not self.view.agents(job.job):
             oldest = job.plan.record.generation + 1
         for generation in sorted(job.generations):

@@ -60,6 +60,7 @@ class Health:
     failed: tuple[str, ...] = ()  # failed or aborted, unasked
     lost: tuple[str, ...] = ()  # registration gone, and there is evidence or patience is over
     missing: tuple[str, ...] = ()  # registration gone, patience is not over
+    undone: tuple[str, ...] = ()  # newcomers that failed before anybody had left the generation before
     settled_at: float = FOREVER  # when patience with the missing ends
     started_at: float = 0.0  # when the last of the running was seen to run
 
@@ -142,7 +143,7 @@ def examine(view: View, job: JobView, settings: Settings) -> Condition:
 def _phase(plan: Plan, health: Health) -> Phase:
     if len(health.done) == len(plan.placements):
         return Phase.FINISHED
-    if health.failed or health.lost:
+    if health.failed or health.lost or health.undone:
         return Phase.BROKEN
     if len(health.done) + len(health.stopped) == len(plan.placements):
         return Phase.LEFT
@@ -181,14 +182,28 @@ def inspect(view: View, job: JobView, plan: Plan, settings: Settings) -> Health:
             started_at = max(started_at, running.seen)
         else:
             sorted_["starting"].append(node)
+    undone: list[str] = []
+    if plan.transition is Transition.INPLACE and not sorted_["running"]:
+        undone, sorted_["failed"] = sorted_["failed"], _failed_before(job, plan)
     lost, missing, settled_at = _sort_absent(view, job, absent, bool(sorted_["failed"]), settings)
     return Health(
         **{name: tuple(nodes) for name, nodes in sorted_.items()},
+        undone=tuple(undone),
         lost=lost,
         missing=missing,
         settled_at=settled_at,
         started_at=started_at,
     )
+
+
+def _failed_before(job: JobView, plan: Plan) -> list[str]:
+    """Nodes whose replicas failed in the generation that a change in place has not yet left."""
+    return [
+        leaver.node
+        for leaver in plan.leaving
+        if (seen := job.ended.get((leaver.generation, leaver.node))) is not None
+        and _ENDED_AS[seen.record.outcome] == "failed"
+    ]
 
 
 _ENDED_AS = {
@@ -240,6 +255,14 @@ def failures(job: JobView, generation: int) -> tuple[Failure, ...]:
     return tuple(failure for _, failure in sorted(found, key=lambda item: (item[0], item[1].time)))
 
 
+def failed_generation(job: JobView, plan: Plan) -> int:
+    """The generation that failed: the plan's own, or the one that a change in place had not yet left."""
+    if plan.transition is Transition.INPLACE and not failures(job, plan.generation):
+        before = [one.generation for one in plan.leaving if (one.generation, one.node) in job.ended]
+        return max(before, default=plan.generation)
+    return plan.generation
+
+
 def root_exit_code(job: JobView, generation: int) -> int:
     """The exit code a job fails with: that of its root cause, a signal as the shell says it."""
     codes = [failure.exit_code for failure in failures(job, generation)]
@@ -282,8 +305,9 @@ def planned_transition(job: JobView, spec: JobSpec, plan: Plan | None, allocatio
     hints = job.hints.record if job.hints else None
     if spec.rescale is Rescale.RESTART or hints is None or plan is None or hints.generation < plan.first:
         return Transition.RESTART
-    survivors = {p.node for p in plan.placements} & set(allocation)
-    return Transition.INPLACE if hints.inplace and survivors else Transition.RESTART
+    first = next(iter(allocation), None)  # has rank 0, which must be a survivor's
+    survives = any(p.node == first for p in plan.placements)
+    return Transition.INPLACE if hints.inplace and survives else Transition.RESTART
 
 
 def pause(job: JobView, plan: Plan) -> float | None:

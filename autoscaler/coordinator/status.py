@@ -26,6 +26,8 @@ def exhausted(view: View, job: JobView, condition: Condition, settings: Settings
     """Whether a failed job may not be restarted any more."""
     if condition.phase is not Phase.BROKEN or condition.health.lost or condition.plan is None:
         return False
+    if not condition.health.failed:
+        return False  # newcomers that failed beside the running training cost nothing
     assert job.spec is not None
     return restarts_after_failure(view, job, condition.plan, settings) > job.spec.record.max_restarts
 
@@ -85,11 +87,12 @@ def _state(
 
 def _given_up(job: JobView, plan: Plan) -> tuple[JobState, str, int]:
     assert job.spec is not None
-    found = jobs.failures(job, plan.generation)
+    generation = jobs.failed_generation(job, plan)
+    found = jobs.failures(job, generation)
     what = f": rank {found[0].rank}: {found[0].message or found[0].exit_code}" if found else ""
     allowed = job.spec.record.max_restarts
     text = f"failed after {plan.restarts} of {allowed} restarts{what}"
-    return JobState.FAILED, text, jobs.root_exit_code(job, plan.generation)
+    return JobState.FAILED, text, jobs.root_exit_code(job, generation)
 
 
 def _of_plan(job: JobView, plan: Plan, status: JobStatus, old: JobStatus) -> JobStatus:
@@ -100,7 +103,9 @@ def _of_plan(job: JobView, plan: Plan, status: JobStatus, old: JobStatus) -> Job
         last_pause = jobs.pause(job, plan)
         if last_pause is not None and plan.cause in _PLANNED:
             pauses = (*pauses, last_pause)[-MAX_PAUSES:]
-    found = jobs.failures(job, plan.generation) or jobs.failures(job, plan.generation - 1)
+    # one further back when a change in place was not yet made when it failed
+    recent = (jobs.failures(job, generation) for generation in range(plan.generation, plan.generation - 3, -1))
+    found = next((failures for failures in recent if failures), ())
     return replace(
         status,
         generation=plan.generation,

@@ -58,6 +58,7 @@ class Memory:
     late: Mapping[tuple[str, str], tuple[str, float]] = field(  # (job, node) -> (agent, when)
         default_factory=lambda: MappingProxyType({})
     )
+    clumsy: frozenset[str] = frozenset()  # runs of jobs that could not be changed in place
     waiting: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # job -> since when
     policy_seconds: float = 0.0  # wall time of the last round
 

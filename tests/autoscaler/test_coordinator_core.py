@@ -16,6 +16,7 @@ from adaptdl_elastic.rendezvous.records import (
     JobState,
     Leaving,
     Plan,
+    Rescale,
     Transition,
     encode,
 )
@@ -361,6 +362,94 @@ def test_an_agents_removal_of_a_dead_node_is_ratified(pump: Pump) -> None:
     assert all(agent.running == plan.generation for agent in pump.agents)
 
 
+# -- changes in place
+
+
+def in_place(pump: Pump, **changes: object) -> None:
+    """A job `a` on n0 and n1 that reports that it could change in place, and n2 is free."""
+    pump.job("a", max_replicas=3, rescale_timeout=20, **changes)
+    pump.node("n0", "a")
+    pump.node("n1", "a")
+    pump.settle()
+    pump.agents[0].report(pump.plan("a"), inplace=True, max_profiled_replicas=1)
+    pump.settle()
+    assert set(pump.placed("a")) == {"n0", "n1"}
+
+
+def grow_in_place(pump: Pump, **changes: object) -> None:
+    """A plan is out that n2 joins in place, and nothing has happened yet."""
+    in_place(pump, **changes)
+    pump.node("n2", "a")
+    pump.agents[0].report(pump.plan("a"), inplace=True, max_profiled_replicas=2)
+    pump.decide()
+    assert set(pump.placed("a")) == {"n0", "n1", "n2"}
+
+
+def test_a_change_is_made_in_place_where_script_and_user_allow(pump: Pump) -> None:
+    grow_in_place(pump)
+    assert pump.plan("a").transition is Transition.INPLACE
+
+
+def test_not_in_place_when_the_user_says_restart(pump: Pump) -> None:
+    grow_in_place(pump, rescale=Rescale.RESTART)
+    assert pump.plan("a").transition is Transition.RESTART
+
+
+def test_not_in_place_when_rank_0_would_be_a_newcomer(pump: Pump) -> None:
+    in_place(pump)
+    pump.node("n2", "a")
+    pump.agents[0].register(draining=True)
+    pump.agents[1].register(draining=True)
+    pump.decide()
+    assert pump.placed("a") == {"n2": 1}
+    assert pump.plan("a").transition is Transition.RESTART
+
+
+def test_a_newcomer_that_fails_costs_nothing_and_the_change_is_made_by_restart(pump: Pump) -> None:
+    grow_in_place(pump, max_restarts=0)
+    generation, newcomer = pump.plan("a").generation, pump.agents[2]
+    newcomer.step()
+    newcomer.fail("calls a collective before its loop")
+    pump.settle()
+    plan = pump.plan("a")
+    assert (plan.generation, plan.transition, plan.restarts) == (generation + 1, Transition.RESTART, 0)
+    assert set(pump.placed("a")) == {"n0", "n1", "n2"}
+    assert "not in place: calls a collective before its loop" in plan.reason
+    pump.agents[0].report(plan, inplace=True)
+    pump.ask("a", replicas=2)
+    pump.decide()
+    assert pump.plan("a").transition is Transition.RESTART
+
+
+def test_a_late_newcomer_is_given_up_and_training_goes_on(pump: Pump) -> None:
+    grow_in_place(pump)
+    generation, was = pump.plan("a").generation, {"n0": 1, "n1": 1}
+    for _ in range(3):
+        pump.decide()
+    pump.clock.now += 19
+    pump.decide()
+    assert pump.plan("a").generation == generation
+    pump.clock.now += 2
+    pump.decide()
+    plan = pump.plan("a")
+    assert (plan.generation, plan.transition, pump.placed("a")) == (generation + 1, Transition.INPLACE, was)
+    assert "n2 were not ready within 20 s" in plan.reason
+    pump.settle()
+    assert pump.placed("a") == was
+    assert pump.status("a").state is JobState.RUNNING
+
+
+def test_a_replica_that_fails_while_newcomers_warm_up_is_a_failure(pump: Pump) -> None:
+    grow_in_place(pump)
+    pump.agents[0].fail("boom")
+    pump.decide()
+    plan = pump.plan("a")
+    assert (plan.cause, plan.transition, plan.restarts) == (Cause.FAILURE, Transition.ABORT, 1)
+    pump.settle()
+    assert pump.status("a").failures[0].message == "boom"
+    assert all(agent.running == pump.plan("a").generation for agent in pump.agents)
+
+
 # -- bounds and garbage
 
 
@@ -594,7 +683,7 @@ def test_old_generations_keys_are_collected(pump: Pump) -> None:
         pump.settle()
     last = pump.plan("a").generation
     assert last >= 7
-    assert min(pump.view().jobs["a"].generations) == last - 1
+    assert min(pump.view().jobs["a"].generations) == last - 2
     agent.finish()
     pump.settle().settle()
     assert pump.view().jobs["a"].generations == frozenset()
