@@ -1,7 +1,7 @@
 """What a replica does between `fork` and the user's first line, and after the last one.
 
 The script must not notice that it was forked from a warm server: it is `__main__`, its directory is
-`sys.path[0]`, its arguments are `sys.argv`, its output is unbuffered as under torchrun, its random
+`sys.path[0]`, its arguments are `sys.argv`, its output comes by the line, its random
 numbers are its own, and its tracebacks hold no frame of ours. The interpreter ends as it does for
 `python script.py`: other threads are waited for, atexit functions run, streams are flushed.
 """
@@ -103,11 +103,11 @@ def _exec(command: Command) -> NoReturn:
 
 def _fresh_interpreter(command: Command) -> None:
     sys.argv = list(command.argv)
-    # as `python -u`, which is what torchrun starts
+    # by the line, as on a terminal: replicas that write to the same file do not cut each other's lines
     for name, number in (("stdout", 1), ("stderr", 2)):
-        raw = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115 - lives as long as the process
+        raw = open(number, "wb", closefd=False)  # noqa: SIM115 - lives as long as the process
         errors = "backslashreplace" if name == "stderr" else None
-        stream = io.TextIOWrapper(raw, errors=errors, write_through=True)
+        stream = io.TextIOWrapper(raw, errors=errors, line_buffering=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     first = command.cwd if command.mode == "module" else str(Path(command.argv[0]).resolve().parent)
@@ -146,6 +146,8 @@ def _die_of(error: BaseException) -> NoReturn:
         sys.exit(1)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
     sys.exit(130)

@@ -27,7 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         StreamOptionError,
         complain,
         launch,
-        start_fork_server,
     )
     from adaptdl_elastic.rendezvous.options import StoreOptionError
 
@@ -36,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # a signal that comes before the agent listens has nothing to save yet
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
     try:
-        return launch(options, start_fork_server(), complain)
+        return launch(options, complain)
     except (LaunchError, StreamOptionError, StoreOptionError) as error:
         complain(f"error: {error}")
         return 2 if isinstance(error, (StreamOptionError, StoreOptionError)) else 1

@@ -19,16 +19,48 @@ A generation on a node::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 
+from adaptdl_elastic.agent import inplace
+from adaptdl_elastic.agent.states import (
+    Action,
+    AskToStop,
+    Departure,
+    EndedSeen,
+    Event,
+    Exit,
+    Held,
+    Identity,
+    Kill,
+    Leave,
+    LeaveNow,
+    MasterSeen,
+    NodesSeen,
+    OpenMaster,
+    Phase,
+    PlanSeen,
+    Replica,
+    ReplicaExited,
+    ReplicaHello,
+    ReplicaReady,
+    ReplicaStarted,
+    ReplicaStep,
+    ReplicaSwitched,
+    Say,
+    SpecSeen,
+    StartReplicas,
+    State,
+    StatusSeen,
+    Tick,
+    WriteDraining,
+    WriteEnded,
+    WriteRunning,
+)
 from adaptdl_elastic.rendezvous.records import (
     EndedRecord,
     Failure,
     JobState,
     JobStatus,
-    MasterRecord,
     Outcome,
     Plan,
     Transition,
@@ -37,284 +69,6 @@ from adaptdl_elastic.rendezvous.records import (
 STOPPED = 143  # exit code of what can be resumed
 OWN_STOP_AFTER = 5.0  # seconds that a draining agent waits for the coordinator's plan
 KILL_AGAIN_AFTER = 5.0  # seconds between two SIGKILLs at what will not go
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who this agent is, and the limits it keeps to; constant."""
-
-    node: str
-    agent: str
-    job: str
-    run: str
-    checkpoint_timeout: float = 120.0
-    hang_timeout: float | None = None  # seconds without a step, after a first one; None: never
-
-
-@dataclass(frozen=True)
-class Replica:
-    """One process of a generation."""
-
-    local_rank: int
-    rank: int
-    pid: int | None = None
-    library: bool = False  # it said hello: stop it by message
-    signalled: bool = False  # it was sent SIGTERM: whatever it answers is what we asked for
-    exit_code: int | None = None
-    exited: float = 0.0  # wall clock
-    step: int | None = None
-    stepped: float | None = None  # `now` of its newest step
-
-
-class Phase(str, Enum):
-    """What becomes of the held generation."""
-
-    RUNNING = "running"
-    STOPPING = "stopping"  # asked to save and leave
-    KILLING = "killing"
-
-
-@dataclass(frozen=True)
-class Held:
-    """The replicas of one generation on this node."""
-
-    generation: int
-    replicas: tuple[Replica, ...]
-    phase: Phase = Phase.RUNNING
-    until: float | None = None  # stopping: kill then; killing: kill again then
-    failure: Failure | None = None  # the first one, which made us kill the others
-    plain: bool = True  # nobody said hello
-
-    @property
-    def alive(self) -> tuple[Replica, ...]:
-        """Those that have not exited."""
-        return tuple(r for r in self.replicas if r.exit_code is None)
-
-
-@dataclass(frozen=True)
-class Departure:
-    """Why and since when this node leaves the job."""
-
-    reason: str
-    since: float  # `now`
-    deadline: float | None = None  # wall clock: when the node will be gone
-
-
-@dataclass(frozen=True)
-class State:
-    """What an agent knows and has."""
-
-    me: Identity
-    plan: Plan | None = None
-    acted: int = -1  # highest generation that was started here, or given up before it was
-    held: Held | None = None
-    agents: Mapping[str, str] = field(default_factory=dict)  # node → agent registered for this job
-    ended: Mapping[tuple[int, str], Outcome] = field(default_factory=dict)
-    master: MasterRecord | None = None
-    opening: int = -1  # generation whose master we were asked to open
-    status: JobStatus | None = None
-    departure: Departure | None = None
-    outcome: Outcome | None = None  # of the last generation held here
-    outcome_at: float = 0.0
-    exiting: bool = False
-
-
-# Events -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Tick:
-    """Time has passed."""
-
-
-@dataclass(frozen=True)
-class PlanSeen:
-    """The plan in the store."""
-
-    plan: Plan
-
-
-@dataclass(frozen=True)
-class StatusSeen:
-    """The coordinator's word about the job."""
-
-    status: JobStatus
-
-
-@dataclass(frozen=True)
-class NodesSeen:
-    """Who is registered for this job now: node → agent."""
-
-    agents: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class EndedSeen:
-    """A node's replicas are gone from a generation."""
-
-    generation: int
-    node: str
-    outcome: Outcome
-
-
-@dataclass(frozen=True)
-class MasterSeen:
-    """Where a generation meets."""
-
-    master: MasterRecord
-
-
-@dataclass(frozen=True)
-class ReplicaStarted:
-    """A process is there."""
-
-    generation: int
-    local_rank: int
-    pid: int
-
-
-@dataclass(frozen=True)
-class ReplicaHello:
-    """The script uses the library."""
-
-    generation: int
-    local_rank: int
-
-
-@dataclass(frozen=True)
-class ReplicaStep:
-    """A replica finished an optimizer step."""
-
-    generation: int
-    local_rank: int
-    step: int
-
-
-@dataclass(frozen=True)
-class ReplicaExited:
-    """A process is gone. `message` is what is known of why."""
-
-    generation: int
-    local_rank: int
-    exit_code: int
-    time: float  # wall clock
-    message: str = ""
-
-
-@dataclass(frozen=True)
-class Leave:
-    """A signal, a notice or a drain request: this node shall go in an orderly way."""
-
-    reason: str
-    deadline: float | None = None
-
-
-@dataclass(frozen=True)
-class LeaveNow:
-    """A second signal: do not wait for anything."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class SpecSeen:
-    """Which run the job's specification in the store belongs to."""
-
-    run: str
-
-
-Event = (
-    Tick
-    | PlanSeen
-    | StatusSeen
-    | NodesSeen
-    | EndedSeen
-    | MasterSeen
-    | ReplicaStarted
-    | ReplicaHello
-    | ReplicaStep
-    | ReplicaExited
-    | Leave
-    | LeaveNow
-    | SpecSeen
-)
-
-# Actions ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OpenMaster:
-    """Keep a TCPStore for this generation and publish where."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
-class StartReplicas:
-    """Start this node's part of a plan."""
-
-    plan: Plan
-    master: MasterRecord
-
-
-@dataclass(frozen=True)
-class AskToStop:
-    """Ask replicas to save and leave: those with the library by message, plain ones by SIGTERM."""
-
-    local_ranks: tuple[int, ...]
-    plain: tuple[int, ...]
-    reason: str
-
-
-@dataclass(frozen=True)
-class Kill:
-    """SIGKILL to replicas and what they started."""
-
-    local_ranks: tuple[int, ...]
-    reason: str
-
-
-@dataclass(frozen=True)
-class WriteRunning:
-    """Tell the others that this node's replicas have started."""
-
-    generation: int
-    library: bool = False
-
-
-@dataclass(frozen=True)
-class WriteEnded:
-    """Tell the others that this node's slots are free."""
-
-    record: EndedRecord
-
-
-@dataclass(frozen=True)
-class WriteDraining:
-    """Say in this node's registration that it leaves."""
-
-    reason: str
-    deadline: float | None
-
-
-@dataclass(frozen=True)
-class Say:
-    """One line for the person at the terminal."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Exit:
-    """The agent is done."""
-
-    code: int
-    reason: str
-
-
-Action = (
-    OpenMaster | StartReplicas | AskToStop | Kill | WriteRunning | WriteEnded | WriteDraining | Say | Exit
-)
 
 
 def decide(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
@@ -338,6 +92,10 @@ def deadline(state: State) -> float | None:
     if held is not None and held.until is not None:
         times.append(held.until)
     if held is not None and held.phase is Phase.RUNNING:
+        if held.change is not None and not held.change.announced:
+            times.append(held.change.until)
+        if held.join_by is not None:
+            times.append(held.join_by)
         if state.departure is not None:
             times.append(state.departure.since + OWN_STOP_AFTER)
         if state.me.hang_timeout is not None:
@@ -413,8 +171,13 @@ def _answer(state: State, generation: int, outcome: Outcome) -> tuple[State, Act
 
 def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
     held = state.held
-    if held is None or isinstance(event, Tick) or getattr(event, "generation", None) != held.generation:
+    if held is None or isinstance(event, Tick):
         return state, []
+    if isinstance(event, (ReplicaReady, ReplicaSwitched)):
+        return replace(state, held=inplace.learn(held, event)), []
+    if getattr(event, "generation", None) != held.generation:
+        newcomer = isinstance(event, ReplicaExited)
+        return (replace(state, held=inplace.learn(held, event)) if newcomer else state), []  # type: ignore[arg-type]
     actions: list[Action] = []
     match event:
         case ReplicaStarted(_, local_rank, pid):
@@ -436,6 +199,8 @@ def _learn_exit(held: Held, local_rank: int, code: int, time: float, message: st
         return held
     expected = code in (0, STOPPED) or replica.signalled
     held = _change(held, local_rank, exit_code=code, exited=time)
+    if held.joining:
+        return held  # `inplace` sees it
     if expected or held.phase is Phase.KILLING or held.failure is not None:
         return held
     return replace(held, failure=Failure(replica.rank, code, message, time))
@@ -459,28 +224,41 @@ def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
         return _depart(state, newest, now)
     if plan is None or not newest or not _names_us(state, plan):
         return state, []
-    if not all(_gone(state, leaving.generation, leaving.node, leaving.agent) for leaving in plan.leaving):
+    # survivors of a change in place never leave; once they have all the same it is a plain start
+    join = plan.transition is Transition.INPLACE and not _all_gone(state, plan)
+    if not join and not _all_gone(state, plan):
         return state, []
-    if _was_done(state, plan):
+    if not join and _was_done(state, plan):
         state, answer = _answer(replace(state, outcome=Outcome.DONE), plan.generation, Outcome.DONE)
         return state, [answer]
     if state.master is None or state.master.generation != plan.generation:
-        if plan.ranks(state.me.node).start != 0 or state.opening == plan.generation:
-            return state, []
-        return replace(state, opening=plan.generation), [OpenMaster(plan.generation)]
+        return _open_master(state, plan)
     replicas = tuple(Replica(i, rank) for i, rank in enumerate(plan.ranks(state.me.node)))
     held = Held(plan.generation, replicas)
-    state = replace(state, held=held, acted=plan.generation)
-    return state, [StartReplicas(plan, state.master), WriteRunning(plan.generation)]  # type: ignore[arg-type]
+    actions: list[Action] = [StartReplicas(plan, state.master, tuple(range(len(replicas))), join)]
+    if join:
+        held = replace(held, joining=True, join_by=now + state.me.rescale_timeout)
+    else:
+        actions.append(WriteRunning(plan.generation))
+    return replace(state, held=held, acted=plan.generation), actions
+
+
+def _open_master(state: State, plan: Plan) -> tuple[State, list[Action]]:
+    """Where a generation meets is opened by the agent of rank 0, once."""
+    if plan.ranks(state.me.node).start != 0 or not len(plan.ranks(state.me.node)):
+        return state, []
+    if state.opening == plan.generation:
+        return state, []
+    return replace(state, opening=plan.generation), [OpenMaster(plan.generation)]
 
 
 def _reconcile_held(state: State, held: Held, now: float) -> tuple[State, list[Action]]:
     alive = tuple(r.local_rank for r in held.alive)
+    step = inplace.reconcile(state, held, now)
+    if step is not None:
+        return step
     if not alive:
-        record = _ended(state.me, held)
-        ended = {**state.ended, (held.generation, state.me.node): record.outcome}
-        state = replace(state, held=None, ended=ended, outcome=record.outcome, outcome_at=now)
-        return state, [WriteEnded(record)]
+        return _all_ended(state, held, now)
     if held.phase is Phase.KILLING:
         if held.until is not None and now >= held.until:
             return _kill(state, held, "it does not go", now)
@@ -489,6 +267,12 @@ def _reconcile_held(state: State, held: Held, now: float) -> tuple[State, list[A
     if why is not None:
         return _kill(state, held, why, now)
     if held.phase is Phase.RUNNING:
+        plan = state.plan
+        if plan is not None and plan.generation > max(held.generation, held.withdrawn):
+            if held.change is not None and held.change.plan is plan:
+                return state, []
+            if held.change is None and inplace.possible(held, plan):
+                return _go_over(state, held, plan, now)
         why = _why_stop(state, held, now)
         if why is not None:
             held = replace(held, phase=Phase.STOPPING, until=now + state.me.checkpoint_timeout)
@@ -499,6 +283,35 @@ def _reconcile_held(state: State, held: Held, now: float) -> tuple[State, list[A
             return replace(state, held=held), [AskToStop(asked, plain, why)]
         return _watch_for_hang(state, held, now)
     return state, []
+
+
+def _go_over(state: State, held: Held, plan: Plan, now: float) -> tuple[State, list[Action]]:
+    """Begin a change in place, as soon as it is known where the new generation meets."""
+    if held.stray and any(r.exit_code is None for r in held.stray):
+        return state, []  # their slots are not free yet
+    if state.master is None or state.master.generation != plan.generation:
+        return _open_master(state, plan)
+    return inplace.begin(state, held, plan, state.master, now)
+
+
+def _all_ended(state: State, held: Held, now: float) -> tuple[State, list[Action]]:
+    """Nothing of the held generation runs any more, nor of one that was to follow it in place."""
+    record, change = _ended(state.me, held), held.change
+    records = [record]
+    if change is not None and len(change.plan.ranks(state.me.node)):
+        after = replace(record, generation=change.plan.generation)
+        if change.switched:  # what failed was the new generation
+            records = [EndedRecord(state.me.node, held.generation, Outcome.STOPPED, 0), after]
+        else:
+            outcome = Outcome.DONE if record.outcome is Outcome.DONE else Outcome.ABORTED
+            records = [record, replace(after, outcome=outcome, failure=None)]
+    elif change is not None and record.outcome is Outcome.DONE:
+        records = [replace(record, outcome=Outcome.STOPPED)]  # they left: the others go on
+    ended = {**state.ended, **{(r.generation, r.node): r.outcome for r in records}}
+    acted = max(state.acted, *(r.generation for r in records))
+    last = records[-1].outcome
+    state = replace(state, held=None, ended=ended, acted=acted, outcome=last, outcome_at=now)
+    return state, [WriteEnded(r) for r in records]
 
 
 def _why_kill(state: State, held: Held, now: float) -> str | None:
@@ -518,7 +331,7 @@ def _why_kill(state: State, held: Held, now: float) -> str | None:
 def _why_stop(state: State, held: Held, now: float) -> str | None:
     """Why the held replicas are to save and leave."""
     plan = state.plan
-    if plan is not None and plan.generation > held.generation:
+    if plan is not None and plan.generation > max(held.generation, held.withdrawn):
         return plan.reason or plan.cause.value
     if state.departure is not None and now >= state.departure.since + OWN_STOP_AFTER:
         return state.departure.reason
@@ -549,7 +362,9 @@ def _kill(state: State, held: Held, why: str, now: float) -> tuple[State, list[A
 def _ended(me: Identity, held: Held) -> EndedRecord:
     """How the held generation has ended on this node."""
     codes = [r.exit_code or 0 for r in held.replicas]
-    if held.failure is not None:
+    if held.joining:
+        outcome, code = Outcome.ABORTED, 0  # nothing was lost by it: those it was to join go on
+    elif held.failure is not None:
         outcome, code = Outcome.FAILED, held.failure.exit_code
     elif held.phase is Phase.KILLING:
         outcome, code = Outcome.ABORTED, -9
@@ -563,6 +378,10 @@ def _ended(me: Identity, held: Held) -> EndedRecord:
 def _names_us(state: State, plan: Plan) -> bool:
     mine = [p for p in plan.placements if p.node == state.me.node]
     return bool(mine) and mine[0].agent in ("", state.me.agent)
+
+
+def _all_gone(state: State, plan: Plan) -> bool:
+    return all(_gone(state, leaving.generation, leaving.node, leaving.agent) for leaving in plan.leaving)
 
 
 def _gone(state: State, generation: int, node: str, agent: str) -> bool:

@@ -101,7 +101,7 @@ class Display:
             print_summary(self._console, self._job, summary)
         if self._plot is not None:
             self._draw(summary, self._plot)
-        if exit_code == 0 and self._summary:
+        if exit_code == 0:
             return
         where = f"; logs: {logs}" if logs is not None else ""
         self.say(f"{reason} (exit code {exit_code}{where})")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
 import select
 import signal
 import sys
@@ -18,11 +17,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -33,14 +30,16 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from adaptdl_elastic.agent import decisions as d
-from adaptdl_elastic.agent import failures
+from adaptdl_elastic.agent import decisions, failures, inplace
+from adaptdl_elastic.agent import states as d
 from adaptdl_elastic.agent.child import Command
 from adaptdl_elastic.agent.coordinator_host import CoordinatorChild
-from adaptdl_elastic.agent.environ import JobEnvironment, free_port, listen, replica_environment
+from adaptdl_elastic.agent.environ import JobEnvironment, replica_environment
 from adaptdl_elastic.agent.forkserver import Exited, ForkServer, Spawned
+from adaptdl_elastic.agent.interruption import Notice
 from adaptdl_elastic.agent.journal import Journal
 from adaptdl_elastic.agent.loop import Loop
+from adaptdl_elastic.agent.meeting import Joined, Meeting
 from adaptdl_elastic.agent.mirror import Mirror
 from adaptdl_elastic.agent.output import Output
 from adaptdl_elastic.agent.replica import ReplicaHandle
@@ -52,6 +51,7 @@ from adaptdl_elastic.rendezvous.records import (
     JobState,
     MasterRecord,
     Plan,
+    ReadyRecord,
     RunningRecord,
     encode,
 )
@@ -61,8 +61,6 @@ from adaptdl_elastic.sched_hints import decode as decode_hints
 
 logger = logging.getLogger(__name__)
 
-_SECRET = "adaptdl/secret"  # in the generation's TCPStore; never in etcd
-_JOIN_SECONDS = 30.0  # for reaching rank 0's TCPStore
 _FLUSH_SECONDS = 10.0  # for the last writes to the store
 
 
@@ -82,16 +80,6 @@ class Setting:
 @dataclass(frozen=True)
 class _Signal:
     number: int
-
-
-@dataclass(frozen=True)
-class _Joined:
-    """The secret of a generation came, or did not."""
-
-    plan: Plan
-    master: MasterRecord
-    secret: str | None
-    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,9 +116,8 @@ class AdaptiveAgent(SimpleElasticAgent):
         self._watchers = [Watcher(store, prefix, self._loop.post) for prefix in self._mirror.prefixes]
         self._replicas: dict[int, ReplicaHandle] = {}  # by their number at the fork server
         self._numbers = 0
-        self._masters: dict[int, TCPStore] = {}
-        self._secrets: dict[int, str] = {}
-        self._joining: Plan | None = None
+        self._meeting = Meeting(setting.host, setting.ports, self._loop.post)
+        self._joining: d.StartReplicas | None = None
         self._plan: Plan | None = None  # of the held generation
         self._coordinator: CoordinatorChild | None = None
         self._claiming = False
@@ -206,18 +193,18 @@ class AdaptiveAgent(SimpleElasticAgent):
         for handle in self._replicas.values():
             handle.close()
         self._replicas.clear()
-        self._masters.clear()
+        self._meeting.close()
         self._loop.close()
 
     def _result(self) -> RunResult:
-        failed = self.exit_code not in (0, d.STOPPED)
-        state = {0: WorkerState.SUCCEEDED, d.STOPPED: WorkerState.STOPPED}.get(
+        failed = self.exit_code not in (0, decisions.STOPPED)
+        state = {0: WorkerState.SUCCEEDED, decisions.STOPPED: WorkerState.STOPPED}.get(
             self.exit_code, WorkerState.FAILED
         )
         broken = {
             handle.rank: ProcessFailure(handle.local_rank, handle.pid or 0, code, handle.error_file)
             for handle, code in self._last_exits
-            if failed and code not in (0, d.STOPPED)
+            if failed and code not in (0, decisions.STOPPED)
         }
         fine = {w.global_rank: None for w in self._worker_group.workers if w.global_rank not in broken}
         return RunResult(state, fine, broken)
@@ -225,7 +212,7 @@ class AdaptiveAgent(SimpleElasticAgent):
     # Events -------------------------------------------------------------------------------------
 
     def _next_time(self) -> float | None:
-        times = [d.deadline(self.state)]
+        times = [decisions.deadline(self.state)]
         if (due := self._journal.due()) is not None:
             times.append(time.monotonic() + max(0.0, due - time.time()))
         return min((t for t in times if t is not None), default=None)
@@ -238,8 +225,10 @@ class AdaptiveAgent(SimpleElasticAgent):
                 self._look_around()
             case _Signal(number):
                 self._on_signal(signal.Signals(number))
-            case _Joined():
+            case Joined():
                 self._joined(event)
+            case Notice():
+                self._on_notice(event)
             case _Said(text):
                 self._say(text)
             case Connection(up, why):
@@ -250,7 +239,7 @@ class AdaptiveAgent(SimpleElasticAgent):
                 self._decide(event)  # type: ignore[arg-type]
 
     def _decide(self, event: d.Event) -> None:
-        self.state, actions = d.decide(self.state, event, time.monotonic())
+        self.state, actions = decisions.decide(self.state, event, time.monotonic())
         for action in actions:
             self._act(action)
 
@@ -260,7 +249,20 @@ class AdaptiveAgent(SimpleElasticAgent):
             self._decide(d.LeaveNow(f"{number.name} twice"))
             return
         self._say(f"{number.name}: saving and stopping; once more stops at once")
-        self._decide(d.Leave(number.name))
+        self._leave(number.name, None)
+
+    def _leave(self, reason: str, deadline: float | None) -> None:
+        if self.state.departure is None:
+            self._journal.emit("drain", node=self._setting.me.node, deadline=deadline, reason=reason)
+        self._decide(d.Leave(reason, deadline))
+
+    def _on_notice(self, notice: Notice) -> None:
+        """The cloud has said something about this machine."""
+        if notice.drain:
+            self._say(f"this node will be gone: {notice.reason}")
+            self._leave(notice.reason, notice.deadline)
+        else:
+            self._writer.submit(lambda: self._registration.update(at_risk=True))
 
     def _look_around(self) -> None:
         """What the store asks of this agent beside its plan."""
@@ -269,8 +271,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         if drain is not None and self.state.departure is None:
             record = self._registration.record
             if drain.instance in (None, record.instance):
-                self._journal.emit("drain", node=me.node, deadline=drain.deadline, reason=drain.reason)
-                self._decide(d.Leave(drain.reason, drain.deadline))
+                self._leave(drain.reason, drain.deadline)
         asked = mirror.request
         if asked is not None and asked.run in ("", me.run) and asked.checkpoint > self._checkpoint_asked:
             self._checkpoint_asked = asked.checkpoint
@@ -307,8 +308,16 @@ class AdaptiveAgent(SimpleElasticAgent):
         match action:
             case d.OpenMaster(generation):
                 self._open_master(generation)
-            case d.StartReplicas(plan, master):
-                self._start(plan, master)
+            case d.StartReplicas():
+                self._start(action)
+            case d.TellPlan(plan, master):
+                self._tell_plan(plan, master)
+            case d.Withdraw(plan, reason):
+                self._withdraw(plan, reason)
+            case d.Adopt(plan):
+                self._adopt(plan)
+            case d.WriteReady(generation):
+                self._write_ready(generation)
             case d.AskToStop(local_ranks, plain, reason):
                 self._ask_to_stop(local_ranks, plain, reason)
             case d.Kill(local_ranks, reason):
@@ -328,59 +337,31 @@ class AdaptiveAgent(SimpleElasticAgent):
         self._registration.update(draining=True, deadline=deadline)
 
     def _open_master(self, generation: int) -> None:
-        host = self._setting.host
-        with_socket = listen(host, self._setting.ports)
-        port = int(with_socket.getsockname()[1])
-        store = TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=_JOIN_SECONDS),
-            master_listen_fd=with_socket.detach(),
-        )
-        self._secrets[generation] = os.environ.get("ADAPTDL_SECRET") or secrets.token_hex(16)
-        store.set(_SECRET, self._secrets[generation])
-        self._masters[generation] = store
-        record = MasterRecord(generation, host, port, free_port(host, self._setting.ports))
-        key = self._keys.generation(self._setting.me.job, generation, "master")
-        self._put(key, encode(record))
+        record = self._meeting.open(generation)
+        self._put(self._keys.generation(self._setting.me.job, generation, "master"), encode(record))
         self._decide(d.MasterSeen(record))
 
-    def _start(self, plan: Plan, master: MasterRecord) -> None:
-        self._masters = {g: s for g, s in self._masters.items() if g == plan.generation}
-        secret = self._secrets.get(plan.generation) or os.environ.get("ADAPTDL_SECRET")
-        self._joining = plan
-        if secret is not None:
-            self._joined(_Joined(plan, master, secret))
-        else:
-            threading.Thread(target=self._join, args=(plan, master), name="join", daemon=True).start()
+    def _start(self, start: d.StartReplicas) -> None:
+        if not start.join:
+            self._meeting.forget(start.plan.generation)
+        self._joining = start
+        self._meeting.join(start)
 
-    def _join(self, plan: Plan, master: MasterRecord) -> None:
-        """In a thread: another node's TCPStore may be slow, or gone."""
-        try:
-            store = TCPStore(
-                master.host, master.port, is_master=False, timeout=timedelta(seconds=_JOIN_SECONDS)
-            )
-            joined = _Joined(plan, master, store.get(_SECRET).decode())
-        except RuntimeError as error:  # torch's DistError and its kin
-            joined = _Joined(plan, master, None, str(error).splitlines()[0])
-        self._loop.post(joined)
-
-    def _joined(self, joined: _Joined) -> None:
-        plan = joined.plan
-        if self._joining is not plan:
+    def _joined(self, joined: Joined) -> None:
+        start = joined.start
+        if self._joining is not start:
             return  # given up meanwhile
         self._joining = None
         if joined.secret is None:
-            where = f"{joined.master.host}:{joined.master.port}"
-            self._never_started(plan, 1, f"can not reach rank 0's node at {where}: {joined.why}")
+            self._never_started(start, 1, joined.why)
             return
-        self._plan = plan
-        self._last_exits.clear()
-        for local_rank, rank in enumerate(plan.ranks(self._setting.me.node)):
-            self._spawn(plan, joined.master, local_rank, rank, joined.secret)
-        self._initialize_workers(self._worker_group)
+        if not start.join or self._plan is None:
+            self._last_exits.clear()
+            self._plan = start.plan
+        for local_rank in start.local_ranks:
+            self._spawn(start, local_rank, joined.secret)
+        if self._plan is start.plan:
+            self._initialize_workers(self._worker_group)
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         self._rendezvous(worker_group)
@@ -388,21 +369,15 @@ class AdaptiveAgent(SimpleElasticAgent):
             worker_group.workers[local_rank].id = number
         worker_group.state = WorkerState.HEALTHY
 
-    def _spawn(self, plan: Plan, master: MasterRecord, local_rank: int, rank: int, secret: str) -> None:
+    def _spawn(self, start: d.StartReplicas, local_rank: int, secret: str) -> None:
+        plan = start.plan
+        rank = plan.ranks(self._setting.me.node)[local_rank]
         self._numbers += 1
         destination = self._output.open(plan.generation, local_rank, rank)
         handle = ReplicaHandle(self._numbers, plan.generation, local_rank, rank, destination.error_file)
-        checkpoint = self._mirror.checkpoint
-        environment = replica_environment(
-            self._setting.environment,
-            plan,
-            master,
-            local_rank,
-            secret,
-            checkpoint.id if checkpoint is not None else None,
-            destination.error_file,
-            os.environ,
-        )
+        environment = self._environment(plan, start.master, local_rank, secret, destination.error_file)
+        if start.join:
+            environment["ADAPTDL_JOIN"] = "1"
         command = replace(self._setting.command, env=environment)
         theirs = handle.theirs.fileno()
         sys.stdout.flush()
@@ -415,23 +390,78 @@ class AdaptiveAgent(SimpleElasticAgent):
         self._replicas[handle.number] = handle
         self._loop.add(handle, partial(self._channel_news, handle))
 
-    def _never_started(self, plan: Plan, code: int, why: str) -> None:
-        for local_rank in range(len(plan.ranks(self._setting.me.node))):
-            self._decide(d.ReplicaExited(plan.generation, local_rank, code, time.time(), why))
+    def _environment(
+        self, plan: Plan, master: MasterRecord, local_rank: int, secret: str, error_file: str
+    ) -> dict[str, str]:
+        checkpoint = self._mirror.checkpoint
+        return replica_environment(
+            self._setting.environment,
+            plan,
+            master,
+            local_rank,
+            secret,
+            checkpoint.id if checkpoint is not None else None,
+            error_file,
+            os.environ,
+        )
+
+    def _tell_plan(self, plan: Plan, master: MasterRecord) -> None:
+        """To every replica of the held generation: who it becomes, and where."""
+        if self._plan is None:
+            return
+        numbers = inplace.renumber(self._plan, plan)
+        mine = plan.ranks(self._setting.me.node)
+        message = inplace.plan_message(plan, master, numbers, len(mine))
+        for handle in self._replicas.values():
+            environment: dict[str, str] = {}
+            if handle.local_rank < len(mine):
+                secret = self._meeting.secret or ""
+                environment = self._environment(plan, master, handle.local_rank, secret, handle.error_file)
+            handle.send({**message, "environ": environment})
+
+    def _withdraw(self, plan: Plan, reason: str) -> None:
+        start, self._joining = self._joining, None
+        if start is not None:
+            self._never_started(start, -signal.SIGKILL)
+        self._say(f"generation {plan.generation} is withdrawn, training goes on: {reason}")
+        for handle in self._replicas.values():
+            if handle.generation != plan.generation:
+                handle.send(
+                    {"type": "plan", "generation": plan.generation, "withdraw": True, "reason": reason}
+                )
+
+    def _adopt(self, plan: Plan) -> None:
+        """The replicas have gone over: their handles follow."""
+        ranks = plan.ranks(self._setting.me.node)
+        for handle in self._replicas.values():
+            handle.generation, handle.rank = plan.generation, ranks[handle.local_rank]
+            handle.first_step = None
+        self._plan = plan
+        self._meeting.forget(plan.generation)
+        self._initialize_workers(self._worker_group)
+        pids = {h.rank: h.pid for h in self._replicas.values() if h.pid is not None}
+        self._journal.started(plan, pids, self._last_step_elsewhere(plan))
+        self._journal.hello()
+        for handle in self._replicas.values():
+            early, handle.early_step, handle.switched = handle.early_step, None, False
+            if early is not None:
+                self._heard_step(handle, *early)
+
+    def _never_started(self, start: d.StartReplicas, code: int, why: str = "") -> None:
+        for local_rank in start.local_ranks:
+            self._loop.post(d.ReplicaExited(start.plan.generation, local_rank, code, time.time(), why))
 
     def _give_up_joining(self, code: int) -> bool:
-        plan, self._joining = self._joining, None
-        if plan is not None:
-            self._loop.post(d.Tick())
-            for local_rank in range(len(plan.ranks(self._setting.me.node))):
-                self._loop.post(d.ReplicaExited(plan.generation, local_rank, code, time.time()))
-        return plan is not None
+        start, self._joining = self._joining, None
+        if start is not None:
+            self._never_started(start, code)
+        return start is not None and not start.join
 
     def _held(self, local_ranks: tuple[int, ...]) -> list[ReplicaHandle]:
         return [h for h in self._replicas.values() if h.local_rank in local_ranks]
 
     def _ask_to_stop(self, local_ranks: tuple[int, ...], plain: tuple[int, ...], reason: str) -> None:
-        if self._give_up_joining(d.STOPPED):
+        if self._give_up_joining(decisions.STOPPED):
             return
         for handle in self._held(local_ranks):
             handle.send({"type": "stop", "reason": reason})  # one that can not hear it is about to end
@@ -450,6 +480,11 @@ class AdaptiveAgent(SimpleElasticAgent):
         node = self._setting.me.node
         record = RunningRecord(node, generation, time.time(), first, library)
         self._put(self._keys.generation(self._setting.me.job, generation, "running", node), encode(record))
+
+    def _write_ready(self, generation: int) -> None:
+        node = self._setting.me.node
+        record = ReadyRecord(node, generation, time.time())
+        self._put(self._keys.generation(self._setting.me.job, generation, "ready", node), encode(record))
 
     def _write_ended(self, record: EndedRecord) -> None:
         self._journal.ended()
@@ -500,7 +535,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         self._decide(d.ReplicaStarted(handle.generation, handle.local_rank, pid))
         plan = self._plan
         mine = [h for h in self._replicas.values() if h.generation == handle.generation]
-        if plan is not None and all(h.pid is not None for h in mine):
+        if plan is not None and plan.generation == handle.generation and all(h.pid is not None for h in mine):
             pids = {h.rank: h.pid for h in mine if h.pid is not None}
             self._journal.started(plan, pids, self._last_step_elsewhere(plan))
 
@@ -521,7 +556,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         handle.close()
         self._last_exits.append((handle, code))
         message = ""
-        if code not in (0, d.STOPPED):
+        if code not in (0, decisions.STOPPED):
             message = failures.describe(code, handle.error_file, self._setting.command.argv[0])
         self._decide(d.ReplicaExited(handle.generation, handle.local_rank, code, time.time(), message))
 
@@ -548,13 +583,21 @@ class AdaptiveAgent(SimpleElasticAgent):
             case "event":
                 fields = {k: v for k, v in message.items() if k not in ("type", "event", "time")}
                 self._journal.emit(str(message["event"]), message.get("time"), **fields)
+            case "ready":
+                self._decide(d.ReplicaReady(int(message["generation"]), handle.local_rank))
+            case "switched":
+                handle.switched = True
+                self._journal.last_step_was(message.get("last_step"))
+                self._decide(d.ReplicaSwitched(int(message["generation"]), handle.local_rank))
             case "hints":
                 self._heard_hints(message["hints"])
             case "saved":
                 self._heard_saved(handle, message["checkpoint"])
 
     def _heard_step(self, handle: ReplicaHandle, step: int, when: float) -> None:
-        handle.last_step = when
+        if handle.switched and handle.first_step is not None:  # of a generation that is not all there yet
+            handle.early_step = handle.early_step or (step, when)
+            return
         self._journal.step(when)
         if handle.first_step is None:
             handle.first_step = when

@@ -60,6 +60,7 @@ class ForkServer:
         self.process = process
         self._socket = sock
         self._buffer = b""
+        self._used = False
 
     @classmethod
     def start(cls, environ: dict[str, str] | None = None, modules: Sequence[str] = PRELOAD) -> ForkServer:
@@ -87,6 +88,7 @@ class ForkServer:
         channel: int | None = None,
     ) -> None:
         """Ask for a replica; descriptors left out are the agent's own. OSError when the server is gone."""
+        self._used = True
         streams = dict(zip(_STREAMS, (stdout, stderr, channel), strict=True))
         given = [(name, value) for name, value in streams.items() if value is not None]
         line = _line(op="spawn", id=number, streams=[name for name, _ in given], command=asdict(command))
@@ -114,6 +116,8 @@ class ForkServer:
     def close(self, timeout: float = 5.0) -> None:
         """Kill what still runs, and wait for the server's end."""
         self._socket.close()
+        if not self._used:
+            self.process.kill()  # it may be in the middle of its imports
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -57,6 +57,11 @@ class Journal:
         if self._begun is not None:
             self._write_generation(self._begun, when)
 
+    def last_step_was(self, when: float | None) -> None:
+        """A replica says when its last step before a change was; steps are not all reported."""
+        if when is not None:
+            self._last_step = max(float(when), self._last_step or 0.0)
+
     def flush(self) -> None:
         """The generation ends, or says nothing for long: write what is known of it."""
         if self._begun is not None:

@@ -19,6 +19,7 @@ from typing import Any
 import adaptdl_elastic
 from adaptdl_elastic.agent import interruption, joining
 from adaptdl_elastic.agent.child import Command
+from adaptdl_elastic.agent.display import Display
 from adaptdl_elastic.agent.environ import JobEnvironment, address_towards, share_path
 from adaptdl_elastic.agent.eventlog import EventLog
 from adaptdl_elastic.agent.forkserver import ForkServer
@@ -42,18 +43,17 @@ class LaunchError(RuntimeError):
     """The run can not start; the message says what to do."""
 
 
-def launch(options: Options, fork_server: ForkServer, say: Callable[[str], None]) -> int:
+def launch(options: Options, say: Callable[[str], None]) -> int:
     """Run this node's part of the job; the exit code. LaunchError when it can not start."""
     with ExitStack() as stack:
-        stack.callback(fork_server.close)
         redirects = Streams.parse("--redirects", options.redirects)
         tee = Streams.parse("--tee", options.tee)
         check_checkpoint_path(options.checkpoint_path)
         events = _open_event_log(options)
         stack.callback(events.close)
+        fork_server = start_fork_server()  # warms up while the rest of us starts
+        stack.callback(fork_server.close)
         endpoint, store = _store(options, stack)
-        from adaptdl_elastic.agent.display import Display
-
         display = Display.of(options, say)
         events.listeners.append(display.event)
         stack.callback(display.close)
@@ -210,20 +210,22 @@ def _run(
 ) -> int:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    from adaptdl_elastic.agent import decisions as d
+    from adaptdl_elastic.agent import states
+    from adaptdl_elastic.agent.decisions import STOPPED
     from adaptdl_elastic.agent.elastic import AdaptiveAgent, Setting
     from adaptdl_elastic.agent.journal import Journal
     from adaptdl_elastic.agent.rendezvous_handler import PlanHandler
 
     record = found.registration.record
     setting = Setting(
-        me=d.Identity(
+        me=states.Identity(
             record.node,
             record.agent,
             options.job,
             found.spec.run,
             options.checkpoint_timeout,
             options.hang_timeout,
+            options.rescale_timeout,
         ),
         host=found.host,
         ports=options.port_range,
@@ -273,7 +275,7 @@ def _run(
         if watcher is not None:
             watcher.stop()
         found.registration.close()
-    output.keep = output.keep or agent.exit_code not in (0, d.STOPPED)
+    output.keep = output.keep or agent.exit_code not in (0, STOPPED)
     if agent.job_done:
         joining.note_finished(options.checkpoint_path, found.spec.run)
     journal.emit("exit", exit_code=agent.exit_code, reason=agent.exit_reason)
@@ -293,7 +295,7 @@ def coordinator_arguments(options: Options, endpoint: str) -> tuple[str, ...]:
 
 
 def start_fork_server() -> ForkServer:
-    """Warm up in the background, while the rest of the agent starts."""
+    """A fork server with this process's environment."""
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", "1")  # no pool of threads before the fork
     return ForkServer.start(environment)

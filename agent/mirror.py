@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import TypeVar
 
-from adaptdl_elastic.agent import decisions as d
+from adaptdl_elastic.agent import states as d
 from adaptdl_elastic.agent.storelink import KeyChanged, Keyspace
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.records import (

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from adaptdl_elastic.agent.torchrun_options import torchrun_parser
 from adaptdl_elastic.rendezvous.keys import check_name
 
 PROGRAM = "adaptdl-run"
@@ -84,11 +88,10 @@ class Options:
 
 
 def parser() -> argparse.ArgumentParser:
-    """torchrun's parser, with our options added. Imports torch."""
-    from torch.distributed.run import get_args_parser
-
-    made: argparse.ArgumentParser = get_args_parser()
+    """torchrun's parser, with our options added."""
+    made = torchrun_parser()
     made.prog = PROGRAM
+    made.error = partial(_refuse, made)  # type: ignore[method-assign,assignment]
     made.description = (
         "Run a PyTorch job whose replicas, batch size and learning rate adapt while it runs. "
         "Takes what torchrun takes, and the options under 'adaptdl-elastic'."
@@ -96,6 +99,17 @@ def parser() -> argparse.ArgumentParser:
     made.set_defaults(max_restarts=int(os.environ.get("PET_MAX_RESTARTS", "3")))
     _add_ours(made.add_argument_group("adaptdl-elastic"))
     return made
+
+
+def _refuse(made: argparse.ArgumentParser, message: str) -> None:
+    """argparse prints a screen of usage first; one line with the likely word is easier to read."""
+    known = [name for action in made._actions for name in action.option_strings if name.startswith("--")]
+    for word in re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else ():
+        close = difflib.get_close_matches(word, known, 1)
+        message += f" (did you mean {close[0]}?)" if close else ""
+    if message.endswith("training_script_args"):
+        message = "there is no script to run: adaptdl-run [options] SCRIPT [arguments]"
+    raise OptionError(f"{message}; see {PROGRAM} --help")
 
 
 def _add_ours(group: Any) -> None:
@@ -207,6 +221,8 @@ def _mode(args: argparse.Namespace) -> str:
     if args.module:
         return "module"
     if args.no_python and not getattr(args, "run_path", False):
+        if shutil.which(args.training_script) is None:
+            raise OptionError(f"{args.training_script!r} is not a program that can be executed from here")
         return "exec"
     script = Path(args.training_script)
     if not script.exists():

@@ -27,7 +27,8 @@ class ReplicaHandle:
         self.pid: int | None = None
         self.library = False
         self.first_step: float | None = None  # wall clock
-        self.last_step: float | None = None
+        self.switched = False  # it went over to the next generation, which this agent has not adopted yet
+        self.early_step: tuple[int, float] | None = None  # its first step there
         self.channel, self.theirs = Channel.pair()
         self._buffer = b""
 

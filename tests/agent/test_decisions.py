@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptdl_elastic.agent import decisions as d
+from adaptdl_elastic.agent import states as d
+from adaptdl_elastic.agent.decisions import KILL_AGAIN_AFTER, OWN_STOP_AFTER, deadline, decide
 from adaptdl_elastic.rendezvous.records import (
     Cause,
     EndedRecord,
@@ -52,7 +53,7 @@ class Agent:
         self(d.NodesSeen({"here": "agent-1", "there": "agent-there"}))
 
     def __call__(self, event: d.Event) -> list[d.Action]:
-        self.state, actions = d.decide(self.state, event, self.now)
+        self.state, actions = decide(self.state, event, self.now)
         return actions
 
     def running(self, generation: int = 0, count: int = 2, library: bool = True) -> Agent:
@@ -86,7 +87,7 @@ def test_rank_0_opens_the_master_and_then_starts() -> None:
     assert agent(d.PlanSeen(first)) == [d.OpenMaster(0)]
     assert agent(d.Tick()) == []
     found = master(0)
-    assert agent(found) == [d.StartReplicas(first, found.master), d.WriteRunning(0)]
+    assert agent(found) == [d.StartReplicas(first, found.master, (0, 1)), d.WriteRunning(0)]
 
 
 def test_others_wait_for_the_master() -> None:
@@ -142,10 +143,10 @@ def test_one_that_says_hello_after_the_signal_is_not_a_failure() -> None:
 def test_what_does_not_stop_in_time_is_killed_and_killed_again() -> None:
     agent = Agent().running()
     agent(d.PlanSeen(plan(1, ("here", 1))))
-    assert d.deadline(agent.state) == 120.0
+    assert deadline(agent.state) == 120.0
     assert agent.later(119) == []
     assert kinds(agent.later(1)) == ["Kill"]
-    assert kinds(agent.later(d.KILL_AGAIN_AFTER)) == ["Kill"]
+    assert kinds(agent.later(KILL_AGAIN_AFTER)) == ["Kill"]
     assert agent.exits(-9, -9)[0] == d.WriteEnded(EndedRecord("here", 0, Outcome.ABORTED, -9))
 
 
@@ -240,8 +241,8 @@ def test_a_leaving_node_is_taken_out_by_the_coordinator() -> None:
 def test_a_leaving_node_stops_by_itself_when_no_plan_comes() -> None:
     agent = Agent().running()
     agent(d.Leave("SIGTERM"))
-    assert d.deadline(agent.state) == d.OWN_STOP_AFTER
-    assert kinds(agent.later(d.OWN_STOP_AFTER)) == ["AskToStop"]
+    assert deadline(agent.state) == OWN_STOP_AFTER
+    assert kinds(agent.later(OWN_STOP_AFTER)) == ["AskToStop"]
 
 
 @pytest.mark.parametrize(("others", "code"), [(True, 0), (False, 143)])
@@ -276,7 +277,7 @@ def test_a_replica_that_takes_no_step_is_a_failure() -> None:
     agent(d.ReplicaStep(0, 1, 7))
     agent.later(20)
     agent(d.ReplicaStep(0, 0, 8))
-    assert d.deadline(agent.state) == 1030.0
+    assert deadline(agent.state) == 1030.0
     actions = agent.later(10)
     assert kinds(actions) == ["Say", "Kill"]
     ended = agent.exits(-9, -9)[0]

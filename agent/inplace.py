@@ -1,0 +1,240 @@
+"""A change of size in place, as one node's agent sees it: pure, like `decisions`, which calls it.
+
+The replicas drive the change themselves; the agents start newcomers, pass the plan on, and keep the
+books. On a node the first min(old, new) slots survive, in slot order, so local ranks never change and
+never mean two processes at once::
+
+    plan g+1 ─► TellPlan to replicas of g, StartReplicas(newcomers, join)     training goes on in g
+             ─► every newcomer ready: WriteReady
+             ─► every survivor and newcomer switched, leavers gone: Adopt, WriteEnded(g), WriteRunning(g+1)
+
+Before the first replica has switched a newcomer that ends or is late costs nothing: the change is
+withdrawn, `ended` says so for g+1, training goes on in g, and the coordinator makes another plan. After
+that, an end is a failure of g+1 like any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from adaptdl_elastic.agent.states import (
+    Action,
+    Adopt,
+    Change,
+    Held,
+    Kill,
+    Phase,
+    Replica,
+    ReplicaExited,
+    ReplicaReady,
+    ReplicaSwitched,
+    StartReplicas,
+    State,
+    TellPlan,
+    Withdraw,
+    WriteEnded,
+    WriteReady,
+    WriteRunning,
+)
+from adaptdl_elastic.rendezvous.records import (
+    EndedRecord,
+    Failure,
+    MasterRecord,
+    Outcome,
+    Plan,
+    Transition,
+)
+
+Step = tuple[State, list[Action]]
+
+
+@dataclass(frozen=True)
+class Renumbering:
+    """Who becomes who: `ranks[old rank]` is the new one, None for those who leave."""
+
+    ranks: tuple[int | None, ...]
+    newcomers: tuple[int, ...]  # new ranks
+
+
+def renumber(old: Plan, new: Plan) -> Renumbering:
+    """On each node the first min(old, new) slots survive, in slot order."""
+    ranks: list[int | None] = []
+    survivors: set[int] = set()
+    for placement in old.placements:
+        before, after = old.ranks(placement.node), new.ranks(placement.node)
+        kept = [after[i] if i < len(after) else None for i in range(len(before))]
+        ranks += kept
+        survivors.update(rank for rank in kept if rank is not None)
+    return Renumbering(tuple(ranks), tuple(r for r in range(new.replicas) if r not in survivors))
+
+
+def plan_message(plan: Plan, master: MasterRecord, numbers: Renumbering, local: int) -> dict[str, object]:
+    """What a replica of the generation before is told (adaptdl_elastic/channel.py), but for its `environ`."""
+    return {
+        "type": "plan",
+        "generation": plan.generation,
+        "replicas": plan.replicas,
+        "nodes": plan.nodes,
+        "ranks": list(numbers.ranks),
+        "newcomers": list(numbers.newcomers),
+        "master_addr": master.host,
+        "master_port": master.port,
+        "local_world_size": local,
+    }
+
+
+def possible(held: Held, plan: Plan) -> bool:
+    """Whether what is held here can go over to this plan without stopping."""
+    return (
+        plan.transition is Transition.INPLACE
+        and bool(plan.placements)
+        and held.phase is Phase.RUNNING
+        and not held.joining
+        and all(r.library for r in held.replicas if r.exit_code is None)
+    )
+
+
+def begin(state: State, held: Held, plan: Plan, master: MasterRecord, now: float) -> Step:
+    """Tell the replicas, and start those that join them."""
+    ranks = plan.ranks(state.me.node)
+    fresh = tuple(Replica(i, ranks[i]) for i in range(len(held.replicas), len(ranks)))
+    change = Change(plan, fresh, now + state.me.rescale_timeout, announced=not fresh)
+    actions: list[Action] = [TellPlan(plan, master)]
+    if fresh:
+        actions.append(StartReplicas(plan, master, tuple(r.local_rank for r in fresh), join=True))
+    return replace(state, held=replace(held, change=change)), actions
+
+
+def learn(held: Held, event: ReplicaReady | ReplicaSwitched | ReplicaExited) -> Held:
+    """Take note of what a replica says about the change, or of a newcomer's end."""
+    change = held.change
+    if held.joining and event.generation == held.generation and not isinstance(event, ReplicaExited):
+        return _learn_joining(held, event)
+    if isinstance(event, ReplicaExited):
+        return _learn_end(held, event)
+    if change is None or event.generation != change.plan.generation:
+        return held
+    if isinstance(event, ReplicaReady):
+        change = replace(change, ready=change.ready | {event.local_rank})
+    else:
+        change = replace(change, switched=change.switched | {event.local_rank})
+    return replace(held, change=change)
+
+
+def _learn_joining(held: Held, event: ReplicaReady | ReplicaSwitched) -> Held:
+    replicas = list(held.replicas)
+    one = replicas[event.local_rank]
+    switched = isinstance(event, ReplicaSwitched)
+    replicas[event.local_rank] = replace(one, library=True, switched=one.switched or switched)
+    return replace(held, replicas=tuple(replicas))
+
+
+def _learn_end(held: Held, event: ReplicaExited) -> Held:
+    def ended(replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
+        return tuple(
+            replace(r, exit_code=event.exit_code) if r.local_rank == event.local_rank else r for r in replicas
+        )
+
+    change = held.change
+    if change is None or event.generation != change.plan.generation:
+        return replace(held, stray=ended(held.stray))
+    held = replace(held, change=replace(change, newcomers=ended(change.newcomers)))
+    if change.switched and event.exit_code != 0 and held.failure is None and held.phase is Phase.RUNNING:
+        rank = next((r.rank for r in change.newcomers if r.local_rank == event.local_rank), -1)
+        return replace(held, failure=Failure(rank, event.exit_code, event.message, event.time))
+    return held
+
+
+def reconcile(state: State, held: Held, now: float) -> Step | None:
+    """One step of a change that is under way; None: there is nothing to do for it now."""
+    if held.joining:
+        return _reconcile_joining(state, held, now)
+    change = held.change
+    if change is None or held.phase is not Phase.RUNNING or held.failure is not None:
+        return None
+    if all(r.exit_code is not None for r in held.replicas) and any(
+        r.exit_code is None for r in change.newcomers
+    ):
+        return withdraw(state, held, "the script came to its end")
+    newer = state.plan is not None and state.plan.generation > change.plan.generation
+    if not change.switched:
+        ended = [r for r in change.newcomers if r.exit_code is not None]
+        if ended:
+            return withdraw(state, held, f"newcomer {ended[0].rank} ended with code {ended[0].exit_code}")
+        if newer and state.plan is not None:
+            return withdraw(state, held, state.plan.reason)
+        if now >= change.until and not _all_ready(change):
+            return withdraw(state, held, f"newcomers not ready within {state.me.rescale_timeout:g} s")
+    if not change.announced and _all_ready(change):
+        held = replace(held, change=replace(change, announced=True))
+        return replace(state, held=held), [WriteReady(change.plan.generation)]
+    return _adopt(state, held, change)
+
+
+def _all_ready(change: Change) -> bool:
+    return change.ready >= {r.local_rank for r in change.newcomers}
+
+
+def _adopt(state: State, held: Held, change: Change) -> Step | None:
+    ranks = change.plan.ranks(state.me.node)
+    leavers = [r for r in held.replicas if r.local_rank >= len(ranks)]
+    if not len(ranks) or change.switched < set(range(len(ranks))):
+        return None
+    if any(r.exit_code is None for r in leavers):
+        return None
+    survivors = [replace(r, rank=ranks[r.local_rank]) for r in held.replicas if r.local_rank < len(ranks)]
+    newcomers = [replace(r, library=True) for r in change.newcomers]
+    me, plan = state.me, change.plan
+    state = replace(
+        state,
+        held=Held(plan.generation, (*survivors, *newcomers), plain=False),
+        acted=plan.generation,
+        ended={**state.ended, (held.generation, me.node): Outcome.STOPPED},
+    )
+    record = EndedRecord(me.node, held.generation, Outcome.STOPPED, 0)
+    return state, [Adopt(plan), WriteEnded(record), WriteRunning(plan.generation, library=True)]
+
+
+def withdraw(state: State, held: Held, why: str) -> Step:
+    """Give the change up and go on in the held generation."""
+    change = held.change
+    assert change is not None
+    plan, node = change.plan, state.me.node
+    finished = all(r.exit_code == 0 for r in held.replicas)
+    outcome = Outcome.DONE if finished else Outcome.ABORTED
+    failure = None if finished else Failure(-1, 0, why)
+    alive = tuple(r.local_rank for r in change.newcomers if r.exit_code is None)
+    state = replace(
+        state,
+        held=replace(held, change=None, withdrawn=plan.generation, stray=change.newcomers),
+        acted=max(state.acted, plan.generation),
+        ended={**state.ended, (plan.generation, node): outcome},
+    )
+    actions: list[Action] = [Withdraw(plan, why)]
+    if alive:
+        actions.append(Kill(alive, why))
+    if len(plan.ranks(node)):
+        actions.append(WriteEnded(EndedRecord(node, plan.generation, outcome, 0, failure)))
+    return state, actions
+
+
+def _reconcile_joining(state: State, held: Held, now: float) -> Step | None:
+    """This node has newcomers only."""
+    if held.phase is not Phase.RUNNING:
+        return None
+    if all(r.switched for r in held.replicas):
+        state = replace(state, held=replace(held, joining=False, join_by=None, plain=False))
+        return state, [WriteRunning(held.generation, library=True)]
+    newer = state.plan is not None and state.plan.generation > held.generation
+    ended = [r for r in held.replicas if r.exit_code is not None]
+    late = held.join_by is not None and now >= held.join_by and not all(r.library for r in held.replicas)
+    if newer or ended or late:
+        why = "late" if late else f"ended with code {ended[0].exit_code}" if ended else "another plan"
+        held = replace(
+            held, phase=Phase.KILLING, failure=Failure(-1, 0, f"newcomers on {state.me.node}: {why}")
+        )
+        alive = tuple(r.local_rank for r in held.alive)
+        return replace(state, held=held), [Kill(alive, why)]
+    if held.join_by is not None and all(r.library for r in held.replicas):
+        return replace(state, held=replace(held, join_by=None)), [WriteReady(held.generation)]
+    return None

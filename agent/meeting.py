@@ -1,0 +1,88 @@
+"""Where the replicas of a generation meet: a TCPStore that the agent of rank 0 keeps.
+
+The key that the library's collectives authenticate with travels in it, never in etcd. It is
+`ADAPTDL_SECRET` where the environment says it, else made by the first agent of rank 0; it stays the
+same for the run, because replicas that go over to another generation in place keep theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from adaptdl_elastic.agent.environ import free_port, listen
+from adaptdl_elastic.agent.states import StartReplicas
+from adaptdl_elastic.rendezvous.records import MasterRecord
+
+_SECRET = "adaptdl/secret"
+_JOIN_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The secret of a generation came, or did not."""
+
+    start: StartReplicas
+    secret: str | None
+    why: str = ""
+
+
+class Meeting:
+    """Keeps the stores of the newest generations, and the secret."""
+
+    def __init__(self, host: str, ports: tuple[int, int] | None, post: Callable[[object], None]) -> None:
+        self._host, self._ports, self._post = host, ports, post
+        self._stores: dict[int, TCPStore] = {}
+        self.secret = os.environ.get("ADAPTDL_SECRET") or None
+
+    def open(self, generation: int) -> MasterRecord:
+        """Keep the store of a generation; NoPortError when nothing is free to listen on."""
+        sock = listen(self._host, self._ports)
+        port = int(sock.getsockname()[1])
+        store = TCPStore(
+            self._host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_JOIN_SECONDS),
+            master_listen_fd=sock.detach(),
+        )
+        self.secret = self.secret or secrets.token_hex(16)
+        store.set(_SECRET, self.secret)
+        self._stores[generation] = store
+        return MasterRecord(generation, self._host, port, free_port(self._host, self._ports))
+
+    def join(self, start: StartReplicas) -> None:
+        """Post `Joined` once the secret is known: at once, or from a thread that asks rank 0's node."""
+        if self.secret is not None:
+            self._post(Joined(start, self.secret))
+        else:
+            threading.Thread(target=self._ask, args=(start,), name="join", daemon=True).start()
+
+    def _ask(self, start: StartReplicas) -> None:
+        master = start.master
+        try:
+            store = TCPStore(
+                master.host, master.port, is_master=False, timeout=timedelta(seconds=_JOIN_SECONDS)
+            )
+            self.secret = store.get(_SECRET).decode()
+        except RuntimeError as error:  # torch's DistError and its kin
+            why = str(error).splitlines()[0]
+            where = f"{master.host}:{master.port}"
+            self._post(Joined(start, None, f"can not reach rank 0's node at {where}: {why}"))
+        else:
+            self._post(Joined(start, self.secret))
+
+    def forget(self, before: int) -> None:
+        """Close the stores of older generations."""
+        self._stores = {g: store for g, store in self._stores.items() if g >= before}
+
+    def close(self) -> None:
+        """Close them all."""
+        self._stores.clear()

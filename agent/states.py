@@ -1,0 +1,377 @@
+"""What an agent knows, hears and does: the vocabulary of its decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from adaptdl_elastic.rendezvous.records import (
+    EndedRecord,
+    Failure,
+    JobStatus,
+    MasterRecord,
+    Outcome,
+    Plan,
+)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this agent is, and the limits it keeps to; constant."""
+
+    node: str
+    agent: str
+    job: str
+    run: str
+    checkpoint_timeout: float = 120.0
+    hang_timeout: float | None = None  # seconds without a step, after a first one; None: never
+    rescale_timeout: float = 60.0
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One process of a generation."""
+
+    local_rank: int
+    rank: int
+    pid: int | None = None
+    library: bool = False  # it said hello: stop it by message
+    signalled: bool = False  # it was sent SIGTERM: whatever it answers is what we asked for
+    switched: bool = False  # a newcomer that has joined what it was to join
+    exit_code: int | None = None
+    exited: float = 0.0  # wall clock
+    step: int | None = None
+    stepped: float | None = None  # `now` of its newest step
+
+
+class Phase(str, Enum):
+    """What becomes of the held generation."""
+
+    RUNNING = "running"
+    STOPPING = "stopping"  # asked to save and leave
+    KILLING = "killing"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A planned change in place that is under way here, beside the training of the held generation."""
+
+    plan: Plan
+    newcomers: tuple[Replica, ...]  # of the new generation, on this node
+    until: float  # `now` by which they must be ready
+    ready: frozenset[int] = frozenset()  # local ranks of newcomers
+    switched: frozenset[int] = frozenset()  # local ranks that are in the new generation already
+    announced: bool = False  # that all newcomers are ready
+
+
+@dataclass(frozen=True)
+class Held:
+    """The replicas of one generation on this node."""
+
+    generation: int
+    replicas: tuple[Replica, ...]
+    phase: Phase = Phase.RUNNING
+    until: float | None = None  # stopping: kill then; killing: kill again then
+    failure: Failure | None = None  # the first one, which made us kill the others
+    plain: bool = True  # nobody said hello
+    change: Change | None = None
+    withdrawn: int = -1  # generation of a change in place that was given up
+    stray: tuple[Replica, ...] = ()  # newcomers of a change that was given up, on their way out
+    joining: bool = False  # newcomers only: they warm up to join replicas of other nodes
+    join_by: float | None = None
+
+    @property
+    def alive(self) -> tuple[Replica, ...]:
+        """Those that have not exited, newcomers and strays included."""
+        newcomers = self.change.newcomers if self.change is not None else ()
+        return tuple(r for r in (*self.replicas, *newcomers, *self.stray) if r.exit_code is None)
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Why and since when this node leaves the job."""
+
+    reason: str
+    since: float  # `now`
+    deadline: float | None = None  # wall clock: when the node will be gone
+
+
+@dataclass(frozen=True)
+class State:
+    """What an agent knows and has."""
+
+    me: Identity
+    plan: Plan | None = None
+    acted: int = -1  # highest generation that was started here, or given up before it was
+    held: Held | None = None
+    agents: Mapping[str, str] = field(default_factory=dict)  # node → agent registered for this job
+    ended: Mapping[tuple[int, str], Outcome] = field(default_factory=dict)
+    master: MasterRecord | None = None
+    opening: int = -1  # generation whose master we were asked to open
+    status: JobStatus | None = None
+    departure: Departure | None = None
+    outcome: Outcome | None = None  # of the last generation held here
+    outcome_at: float = 0.0
+    exiting: bool = False
+
+
+# Events -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True)
+class PlanSeen:
+    """The plan in the store."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class StatusSeen:
+    """The coordinator's word about the job."""
+
+    status: JobStatus
+
+
+@dataclass(frozen=True)
+class NodesSeen:
+    """Who is registered for this job now: node → agent."""
+
+    agents: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class EndedSeen:
+    """A node's replicas are gone from a generation."""
+
+    generation: int
+    node: str
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class MasterSeen:
+    """Where a generation meets."""
+
+    master: MasterRecord
+
+
+@dataclass(frozen=True)
+class ReplicaStarted:
+    """A process is there."""
+
+    generation: int
+    local_rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class ReplicaHello:
+    """The script uses the library."""
+
+    generation: int
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class ReplicaStep:
+    """A replica finished an optimizer step."""
+
+    generation: int
+    local_rank: int
+    step: int
+
+
+@dataclass(frozen=True)
+class ReplicaReady:
+    """A newcomer is warm and waits to join. `generation` is the one it joins."""
+
+    generation: int
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class ReplicaSwitched:
+    """A survivor or a newcomer is in the new generation."""
+
+    generation: int
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class ReplicaExited:
+    """A process is gone. `message` is what is known of why."""
+
+    generation: int
+    local_rank: int
+    exit_code: int
+    time: float  # wall clock
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """A signal, a notice or a drain request: this node shall go in an orderly way."""
+
+    reason: str
+    deadline: float | None = None
+
+
+@dataclass(frozen=True)
+class LeaveNow:
+    """A second signal: do not wait for anything."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class SpecSeen:
+    """Which run the job's specification in the store belongs to."""
+
+    run: str
+
+
+Event = (
+    Tick
+    | PlanSeen
+    | StatusSeen
+    | NodesSeen
+    | EndedSeen
+    | MasterSeen
+    | ReplicaStarted
+    | ReplicaHello
+    | ReplicaStep
+    | ReplicaReady
+    | ReplicaSwitched
+    | ReplicaExited
+    | Leave
+    | LeaveNow
+    | SpecSeen
+)
+
+
+# Actions ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OpenMaster:
+    """Keep a TCPStore for this generation and publish where."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class StartReplicas:
+    """Start this node's part of a plan: all of it, or the newcomers that join what runs."""
+
+    plan: Plan
+    master: MasterRecord
+    local_ranks: tuple[int, ...]
+    join: bool = False
+
+
+@dataclass(frozen=True)
+class TellPlan:
+    """Tell the replicas of the held generation how they change in place."""
+
+    plan: Plan
+    master: MasterRecord
+
+
+@dataclass(frozen=True)
+class Withdraw:
+    """Tell the replicas of the held generation that a change is off."""
+
+    plan: Plan
+    reason: str
+
+
+@dataclass(frozen=True)
+class Adopt:
+    """The held generation is now this plan's: survivors have new ranks, newcomers belong to it."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class WriteReady:
+    """Tell the others that this node's newcomers are warm."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class AskToStop:
+    """Ask replicas to save and leave: those with the library by message, plain ones by SIGTERM."""
+
+    local_ranks: tuple[int, ...]
+    plain: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL to replicas and what they started."""
+
+    local_ranks: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class WriteRunning:
+    """Tell the others that this node's replicas have started."""
+
+    generation: int
+    library: bool = False
+
+
+@dataclass(frozen=True)
+class WriteEnded:
+    """Tell the others that this node's slots are free."""
+
+    record: EndedRecord
+
+
+@dataclass(frozen=True)
+class WriteDraining:
+    """Say in this node's registration that it leaves."""
+
+    reason: str
+    deadline: float | None
+
+
+@dataclass(frozen=True)
+class Say:
+    """One line for the person at the terminal."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The agent is done."""
+
+    code: int
+    reason: str
+
+
+Action = (
+    OpenMaster
+    | StartReplicas
+    | TellPlan
+    | Withdraw
+    | Adopt
+    | AskToStop
+    | Kill
+    | WriteReady
+    | WriteRunning
+    | WriteEnded
+    | WriteDraining
+    | Say
+    | Exit
+)

@@ -1,0 +1,62 @@
+"""torchrun's own argument parser, without the seconds that `import torch` takes.
+
+A typing error should be answered at once, and the agent can import torch while the fork server does.
+`torch.distributed.run.get_args_parser` needs nothing of torch but two argparse actions and one enum, so
+its definition is read from the installed torch's source and executed with those. Where that does not
+work (another torch, no source) torch is imported and asked; a test holds the two to be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import enum
+import importlib.util
+import logging
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+def torchrun_parser() -> argparse.ArgumentParser:
+    """The parser that `torchrun` of the installed torch uses."""
+    spec = importlib.util.find_spec("torch")  # does not import it
+    if spec is not None and spec.origin is not None:
+        try:
+            return from_source(Path(spec.origin).parent)
+        except Exception as error:  # whatever a future torch.distributed.run needs
+            logger.debug("torchrun's parser could not be had from its source: %r", error)
+    from torch.distributed.run import get_args_parser
+
+    made: argparse.ArgumentParser = get_args_parser()
+    return made
+
+
+def from_source(torch: Path) -> argparse.ArgumentParser:
+    """The parser, out of the source files in torch's directory."""
+    names: dict[str, Any] = {
+        "ArgumentParser": argparse.ArgumentParser,
+        "REMAINDER": argparse.REMAINDER,
+        "Action": argparse.Action,
+        "Enum": enum.Enum,
+    }
+    exec("import os", names)
+    _define(torch / "distributed" / "argparse_util.py", {"env", "check_env"}, names)
+    binding = torch / "numa" / "binding.py"
+    if binding.exists():  # torch >= 2.8
+        _define(binding, {"AffinityMode"}, names)
+        names["_AffinityMode"] = names["AffinityMode"]
+    _define(torch / "distributed" / "run.py", {"get_args_parser"}, names)
+    made: argparse.ArgumentParser = names["get_args_parser"]()
+    return made
+
+
+def _define(path: Path, wanted: set[str], names: dict[str, Any]) -> None:
+    """Execute the definitions of some functions and classes of a module, and nothing else of it."""
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    tree.body = [node for node in tree.body if isinstance(node, kinds) and node.name in wanted]
+    if {node.name for node in tree.body if isinstance(node, kinds)} != wanted:
+        raise LookupError(f"{path} does not define all of {sorted(wanted)}")
+    exec(compile(tree, str(path), "exec", dont_inherit=True), names)

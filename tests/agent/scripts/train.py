@@ -1,0 +1,27 @@
+"""A small elastic job: `train.py EPOCHS SECONDS_PER_STEP`; each replica ends by saying where it arrived."""
+
+import sys
+import time
+
+import torch
+from torch.utils.data import TensorDataset
+
+import adaptdl_elastic.torch as adl
+
+epochs, pause = int(sys.argv[1]), float(sys.argv[2])
+adl.init_process_group("gloo")
+torch.manual_seed(0)
+features = torch.randn(200, 8, generator=torch.Generator().manual_seed(1))
+loader = adl.AdaptiveDataLoader(
+    TensorDataset(features, features.sum(1, keepdim=True)), batch_size=20, shuffle=True
+)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model = adl.AdaptiveDataParallel(model, optimizer)
+for _ in adl.remaining_epochs_until(epochs):
+    for x, y in loader:
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        time.sleep(pause)
+print(f"weights {model.module.weight.sum().item():.6f} of rank {adl.rank()}", flush=True)

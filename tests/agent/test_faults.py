@@ -1,0 +1,223 @@
+"""Real runs in which something goes wrong. ElasticRun asserts that no process is left behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from elastic_run import ElasticRun, environment
+
+from adaptdl_elastic.rendezvous.server import EtcdServer
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TRAIN, PLAIN = str(SCRIPTS / "train.py"), str(SCRIPTS / "plain.py")
+pytestmark = [pytest.mark.etcd, pytest.mark.timeout(240)]
+
+ELASTIC = ("--standalone", "--no-autoscale", "--nproc-per-node=2", "--checkpoint-path=saved")
+
+
+def pids(run: ElasticRun, generation: int) -> dict[int, int]:
+    event = run.wait_for_event("started", generation=generation, timeout=120)
+    return {int(rank): pid for rank, pid in event["pids"].items()}
+
+
+def samples(run: ElasticRun) -> dict[int, int]:
+    """Samples of each finished epoch."""
+    return {event["epoch"]: event["samples"] for event in run.of("epoch")}
+
+
+def lines_of_ours(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("adaptdl-run:")]
+
+
+def child(run: ElasticRun, word: str) -> psutil.Process:
+    """A process of this run whose command line has a word."""
+    for process in psutil.Process(run.process.pid).children(recursive=True):
+        if word in " ".join(process.cmdline()):
+            return process
+    raise AssertionError(f"no {word} among the processes of the run")
+
+
+# What can not start ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--nnodes=8:1", PLAIN], ["--nnodes=8:1", "--nnodes=1:8"]),
+        (["--nnodes=1:8", PLAIN], ["--rdzv-endpoint HOST:PORT"]),
+        (["--nproc-per-node=some", PLAIN], ["--nproc-per-node=some", "MIN:MAX"]),
+        (["--nosuch", PLAIN], ["--nosuch", "--help"]),
+        (["--nnode-range=3", PLAIN], ["--nnode-range"]),
+        (["missing.py"], ["missing.py"]),
+        ([], ["SCRIPT"]),
+        (["--no-python", "nosuchprogram"], ["nosuchprogram"]),
+        (["--tee=9", PLAIN], ["--tee=9", "0:3,1:2"]),
+        (["--port-range=1:2", PLAIN], ["--port-range=1:2"]),
+        (["--checkpoint-path=/proc/nowhere", PLAIN], ["/proc/nowhere", "--checkpoint-path"]),
+        (["--event-log=/proc/nowhere/log", PLAIN], ["--event-log"]),
+        (["--max-restarts=-1", PLAIN], ["--max-restarts=-1"]),
+        (["--rdzv-endpoint=127.0.0.1:1", "--etcd-timeout=0.5", PLAIN], ["127.0.0.1:1", "--rdzv-endpoint"]),
+        (["--plot=run.txt", PLAIN], [".png"]),
+    ],
+)
+def test_what_can_not_start_says_so_in_one_line(
+    arguments: list[str], words: list[str], tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "adaptdl_elastic.agent", *arguments],
+        cwd=tmp_path,
+        env=environment(XDG_RUNTIME_DIR=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode in (1, 2)
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("adaptdl-run: error: ")
+    for word in words:
+        assert word in line
+
+
+# Scripts without the library ---------------------------------------------------------------------
+
+
+def test_a_plain_ddp_script_runs_as_under_torchrun(tmp_path: Path) -> None:
+    with ElasticRun(["--standalone", "--nproc-per-node=2", PLAIN, "ddp"], tmp_path) as run:
+        assert run.wait() == 0
+        assert sorted(run.text().splitlines()) == [
+            "gradient 12.0",
+            "gradient 12.0",
+            "rank 0 of 2",
+            "rank 1 of 2",
+        ]
+        assert run.of("exit")[0]["exit_code"] == 0
+
+
+def test_a_script_that_raises_is_tried_again_and_then_reported(tmp_path: Path) -> None:
+    arguments = ["--standalone", "--max-restarts=1", "--log-dir=logs", "--tee=3", PLAIN, "raise"]
+    with ElasticRun(arguments, tmp_path) as run:
+        assert run.wait() == 1
+        text = run.text()
+        assert text.count("Traceback") == 2
+        assert "forkserver" not in text
+        assert [f["message"] for f in run.of("failure")] == ["ValueError: boom"] * 2
+        last = lines_of_ours(text)[-1]
+        assert "ValueError: boom" in last
+        assert "logs" in last
+    attempts = sorted(tmp_path.glob("logs/plain_*/attempt_*/0/stderr.log"))
+    assert len(attempts) == 2, "the logs of both generations are kept"
+    assert all("ValueError: boom" in path.read_text() for path in attempts)
+    assert "[default0]:ValueError: boom" in text
+
+
+def test_a_crash_has_its_signal_as_exit_code(tmp_path: Path) -> None:
+    with ElasticRun(["--standalone", "--max-restarts=0", PLAIN, "kill"], tmp_path) as run:
+        assert run.wait() == 137
+        assert "SIGKILL" in run.text()
+
+
+def test_a_killed_agent_leaves_nothing_behind(tmp_path: Path) -> None:
+    with ElasticRun(["--standalone", "--nproc-per-node=2", PLAIN, "sleep"], tmp_path) as run:
+        pids(run, 0)
+        run.process.kill()
+        run.process.wait()
+        assert run.orphans() == []
+
+
+def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
+    with ElasticRun(["--standalone", "--no-python", "sh", "-c", "trap '' TERM; sleep 1000"], tmp_path) as run:
+        pids(run, 0)
+        run.process.send_signal(signal.SIGTERM)
+        run.wait_for_event("drain", reason="SIGTERM")
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait(30) == 143
+
+
+# Elastic jobs ------------------------------------------------------------------------------------
+
+
+def test_a_killed_replica_goes_on_from_the_periodic_checkpoint(tmp_path: Path) -> None:
+    with ElasticRun([*ELASTIC, "--checkpoint-interval=0.3", TRAIN, "4", "0.03"], tmp_path) as run:
+        victim = pids(run, 0)[1]
+        run.wait_for_event("epoch", epoch=1)
+        run.wait_for_event("checkpoint")
+        psutil.Process(victim).kill()
+        failure = run.wait_for_event("failure")
+        assert (failure["rank"], failure["exit_code"]) == (1, -9)
+        assert run.wait() == 0
+        assert samples(run) == dict.fromkeys(range(4), 200)
+        assert [g["cause"] for g in run.of("generation")] == ["start", "failure"]
+        weights = [line.split()[1] for line in run.text().splitlines() if line.startswith("weights")]
+        assert len(weights) == 2
+        assert len(set(weights)) == 1
+
+
+def test_interrupted_it_saves_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    command = [*ELASTIC, TRAIN, "3", "0.05"]
+    with ElasticRun(command, tmp_path) as run:
+        run.wait_for_event("epoch", epoch=0)
+        run.interrupt()
+        assert run.wait() == 143
+        assert run.of("checkpoint")[-1]["kind"] == "stop"
+        assert 2 not in samples(run)
+    with ElasticRun(command, tmp_path) as run:
+        assert run.wait() == 0
+        assert 0 not in samples(run)
+        assert samples(run)[2] == 200
+    with ElasticRun([*ELASTIC, TRAIN, "1", "0"], tmp_path) as run:
+        assert run.wait() == 0
+        assert "starting anew" in run.text()
+        assert samples(run) == {0: 200}
+
+
+def test_a_stopped_replica_is_found_out(tmp_path: Path) -> None:
+    with ElasticRun([*ELASTIC, "--hang-timeout=3", TRAIN, "3", "0.03"], tmp_path) as run:
+        victim = pids(run, 0)[1]
+        run.wait_for_event("generation", generation=0)
+        psutil.Process(victim).suspend()
+        failure = run.wait_for_event("failure")
+        assert "--hang-timeout" in failure["message"]
+        assert run.wait() == 0
+        assert samples(run) == dict.fromkeys(range(3), 200)
+
+
+def test_the_coordinator_may_die_without_touching_training(tmp_path: Path) -> None:
+    with ElasticRun([*ELASTIC, TRAIN, "4", "0.05"], tmp_path) as run:
+        run.wait_for_event("generation", generation=0)
+        child(run, "coordinator").kill()
+        assert run.wait() == 0
+        assert len(run.of("generation")) == 1
+        assert samples(run) == dict.fromkeys(range(4), 200)
+
+
+def test_the_fork_server_may_die(tmp_path: Path) -> None:
+    with ElasticRun([*ELASTIC, TRAIN, "2", "0.03"], tmp_path) as run:
+        run.wait_for_event("epoch", epoch=0)
+        child(run, "forkserver").kill()
+        assert run.wait() == 0
+        assert samples(run)[1] == 200
+
+
+@pytest.fixture
+def etcd() -> Iterator[EtcdServer]:
+    with EtcdServer() as server:
+        yield server
+
+
+def test_etcd_may_be_killed_and_started_again(etcd: EtcdServer, tmp_path: Path) -> None:
+    arguments = [f"--rdzv-endpoint={etcd.endpoint}", *ELASTIC[1:], TRAIN, "6", "0.05"]
+    with ElasticRun(arguments, tmp_path) as run:
+        run.wait_for_event("epoch", epoch=0)
+        etcd.kill()
+        run.wait_for_event("epoch", epoch=2)
+        etcd.start()
+        assert run.wait() == 0
+        assert samples(run) == dict.fromkeys(range(6), 200)
+        assert len(run.of("generation")) == 1
