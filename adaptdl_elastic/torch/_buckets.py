@@ -126,6 +126,7 @@ class Recording:
 
     own: list[torch.Tensor] = field(default_factory=list)
     average: list[torch.Tensor] = field(default_factory=list)
+    change: list[torch.Tensor] = field(default_factory=list)  # |g − g'|², g' being the step's before
     reduced: torch.Tensor | None = None
     work: Any = None
 
@@ -139,6 +140,7 @@ class HookState:
     world_size: int
     weight: float = 1.0  # what this replica's accumulated gradient is multiplied with before the sum
     recording: Recording | None = None  # set: this backward pass is sampled
+    kept: dict[int, torch.Tensor] | None = None  # the step's before, by bucket; None: not wanted
     absorb: bool = False  # a failed all-reduce leaves zeros and `failure`, instead of raising
     failure: BaseException | None = None
 
@@ -167,7 +169,9 @@ def reduce_bucket(state: HookState, bucket: GradBucket) -> torch.futures.Future[
     if recording is None and state.world_size == 1:
         return _finished(buffer)
     if recording is not None:
-        recording.own.append(_bucket_norms(state, bucket, buffer))
+        recording.own.append(state.norms.bucket(buffer, bucket.parameters(), bucket.gradients()))
+        if state.kept is not None:
+            _compare(state.norms, state.kept, recording, bucket)
     if state.world_size == 1:
         return _finished(buffer)
     try:
@@ -182,8 +186,20 @@ def reduce_bucket(state: HookState, bucket: GradBucket) -> torch.futures.Future[
     return _finish(state, bucket, recording, future)
 
 
-def _bucket_norms(state: HookState, bucket: GradBucket, buffer: torch.Tensor) -> torch.Tensor:
-    return state.norms.bucket(buffer, bucket.parameters(), bucket.gradients())
+def _compare(norms: Norms, kept: dict[int, torch.Tensor], recording: Recording, bucket: GradBucket) -> None:
+    """Keep a bucket, or compare it with the one that was kept, which it overwrites: never two copies."""
+    buffer = bucket.buffer()
+    before = kept.pop(bucket.index(), None)
+    if before is None or before.shape != buffer.shape:  # DDP rebuilds its buckets once
+        kept[bucket.index()] = buffer.clone()
+        return
+    change = before.sub_(buffer)
+    start = buffer.storage_offset()
+    views = [
+        change.as_strided(grad.size(), grad.stride(), grad.storage_offset() - start)
+        for grad in bucket.gradients()
+    ]
+    recording.change.append(norms.bucket(change, bucket.parameters(), views))
 
 
 def _reduce_own(state: HookState, recording: Recording) -> None:

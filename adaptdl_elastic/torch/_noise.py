@@ -22,8 +22,8 @@ it writes the same with B_small and B_big.) Three ways to V, by what a step comp
   V = |g±|² because E|g±|² = tr Σ / m. It is the split of a batch in two halves, (g₁ − g₂)/2, with
   one squared norm instead of two, and it costs one more backward pass through the graph that is
   there, on sampled steps only. The weights do not move between the halves.
-* **Successive gradients** (`variance_from_pair`). Where the graph can not be walked twice: the
-  gradients of two successive steps are taken for parts of one batch of twice the size, as in Adaptdl's
+* **Successive gradients**, V = |g₁ − g₂|²/2. Where the graph can not be walked twice: the
+  gradients of two successive steps are taken for parts of one batch of twice the size, as in AdaptDL's
   differenced estimator. Biased when weights move: the step −η·g₁ shifts G by −η·H·g₁, which makes
   g₁·g₂ too small by η·tr(HΣ)/m and |G|² with it. A last resort, and said in the log.
 
@@ -56,11 +56,6 @@ def variance_from_parts(part_sqr: Array, mean_sqr: Array, count: int) -> Array:
     if count < 2:
         raise ValueError(f"a variance needs at least two parts, got count={count}")
     return (part_sqr - mean_sqr) / (count - 1)
-
-
-def variance_from_pair(first_sqr: Array, second_sqr: Array, inner: Array) -> Array:
-    """Variance of one step's gradient from two successive ones, |g₁ − g₂|²/2 (biased when weights move)."""
-    return (first_sqr + second_sqr - 2.0 * inner) / 2.0
 
 
 def balanced_signs(count: int, generator: torch.Generator) -> torch.Tensor:

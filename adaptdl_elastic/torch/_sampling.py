@@ -44,6 +44,7 @@ class Sampler:
         self._pending: _Pending | None = None
         self._generator = torch.Generator()  # never the global one: the run must not depend on sampling
         self._split_works = True
+        self._kept_step = -1  # whose gradient the hook has kept
         self.news = False  # something has been measured since this was last reset
 
     def begin(self, batch: Batch, synchronised: bool) -> bool:
@@ -56,7 +57,13 @@ class Sampler:
         if synchronised:
             self._hook.recording = Recording()
             self._recordings.append(self._hook.recording)
-        return self._split_works and batch.replicas == 1 and batch.micro_batches == 1
+        single = batch.replicas == 1 and batch.micro_batches == 1
+        if single and not self._split_works:
+            if self._hook.kept is None or self._kept_step + 1 != self._gns.steps:
+                self._hook.kept = {}
+        else:
+            self._hook.kept = None
+        return single and self._split_works
 
     def split(self, edges: list[Any], gradients: tuple[torch.Tensor | None, ...], local: int | None) -> None:
         """Measure V = |g±|²: walk the graph below `edges` once more with the samples' signs flipped."""
@@ -70,8 +77,8 @@ class Sampler:
         except (RuntimeError, ValueError) as error:
             self._split_works = False
             logger.warning(
-                "the gradient noise can not be measured by splitting the batch (%s): with one replica it "
-                "is known only with gradient accumulation",
+                "gradient noise is estimated from successive steps, less well at high learning rates, "
+                "while there is one replica and no accumulation: the batch can not be split (%s)",
                 str(error).splitlines()[0],
             )
             return
@@ -99,17 +106,26 @@ class Sampler:
             self._first = self._hook.norms.squares(pairs)
 
     def drop(self) -> None:
-        """Forget what has been measured of a step that will not be taken."""
-        self._recordings, self._variances, self._first = [], [], None
+        """Forget what has been measured of a step that will not be taken, or has been.
+
+        The backward pass of a forward pass that was already is still to be measured: `zero_grad` may
+        stand between them.
+        """
+        coming = self._hook.recording
+        self._recordings = [coming] if coming is not None and not coming.own else []
+        self._variances, self._first = [], None
 
     def close(self, scale: float) -> None:
         """The step has been taken: send what has been measured of it on its way."""
         recordings = [r for r in self._recordings if r.own]
-        batch, step = self._batch, self._gns.steps
+        step = self._gns.steps
         if recordings and self._sampled:
-            costly = batch.replicas * batch.micro_batches == 1
-            self._gns.measured(self._gns.costly_schedule if costly else self._gns.cheap_schedule)
             finish = self._moments(recordings)
+            if finish is None and self._hook.kept:
+                self._kept_step = step  # and compare the next one with it
+            else:
+                costly = bool(self._variances)
+                self._gns.measured(self._gns.costly_schedule if costly else self._gns.cheap_schedule)
             if finish is not None:
                 self._pending = _Pending(step, scale, self._unscaled(finish, recordings[0]))
         self.drop()
@@ -133,6 +149,10 @@ class Sampler:
             return lambda: torch.stack([mean, (first - mean) / (parts - 1)])
         if variances:
             return lambda: torch.stack([mean, _total(variances)])
+        change = recordings[-1].change
+        if change and len(change) == len(recordings[-1].own):
+            self._hook.kept = None
+            return lambda: torch.stack([mean, _total(change) / 2.0])
         return None
 
     def _unscaled(

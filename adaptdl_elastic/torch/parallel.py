@@ -77,6 +77,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
             _amp.attach(mp_scaler, self, optimizer)
         self._state = _ParallelState(self, name)
         checkpoint.load_state(self._state)
+        _session.current().scratch.setdefault("models", []).append(self)
 
     def _attach_hook(self) -> None:
         """Register the communication hook with the reducer that DDP's constructor has just made."""
@@ -84,6 +85,20 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._hook = _buckets.HookState(norms, self.process_group, self.process_group.size())
         self._sampler = Sampler(self.gns, self._hook, self._mp_scaler)
         self.register_comm_hook(self._hook, _buckets.reduce_bucket)
+
+    def reinit_process_group(self) -> None:
+        """Make buckets and hook anew for the present default process group, on the same parameters.
+
+        For a change of the number of replicas within the process; parameters and statistics must be
+        equal on all replicas, and no window under way. Runs no collectives that move parameters.
+        """
+        kept = {name: value for name, value in vars(self).items() if name.endswith("_hooks")}
+        training = self.training
+        super().__init__(self.module, **{**self._ddp_kwargs, "init_sync": False})
+        vars(self).update(kept)  # Module's constructor has dropped what a script registered on us
+        self.training = training
+        self._window.reset()
+        self._attach_hook()
 
     # What a script reads.
 

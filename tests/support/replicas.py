@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "adaptdl_elastic.torch.parallel"])
+_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "adaptdl_elastic.torch.parallel", "adaptdl_elastic.torch.data"])
 
 
 def run(function: Callable[..., Any], replicas: int, *args: Any, timeout: float = 90.0) -> list[Any]:
@@ -36,7 +37,7 @@ def run(function: Callable[..., Any], replicas: int, *args: Any, timeout: float 
             for rank, pipe in enumerate(pipes):
                 assert pipe.poll(timeout), f"rank {rank} did not answer within {timeout} s"
                 try:
-                    ok, value = pipe.recv()
+                    ok, value = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     raise AssertionError(f"rank {rank} died") from None
                 assert ok, f"rank {rank} failed:\n{value}"
@@ -74,7 +75,8 @@ def _main(
         result = function(*args)
         dist.barrier()
         dist.destroy_process_group()
-        pipe.send((True, result))
+        answer = (True, result)
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        answer = (False, traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(answer))  # not torch's pickler: its tensors die with the sender
     pipe.close()

@@ -1,0 +1,55 @@
+"""A data loop without data: what AdaptiveDataParallel asks of the loader whose batch it is fed with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adaptdl_elastic import _session
+from adaptdl_elastic.torch._data_helper import registry
+
+
+@dataclass
+class FakeLoader:
+    """Set `window` to the samples of each micro-batch by replica, [micro-batches][replicas], and count `chunk`."""
+
+    window: Sequence[Sequence[int]]
+    batch_size: int
+    current_local_bsz: int
+    chunk: int = 0
+    training: bool = False
+
+    def train(self) -> None:
+        self.training = True
+
+    @property
+    def accumulation_steps(self) -> int:
+        return len(self.window) - 1
+
+    @property
+    def window_samples(self) -> int:
+        return sum(map(sum, self.window))
+
+    @property
+    def local_samples(self) -> int:
+        return self.window[self.chunk][_session.current().rank]
+
+    @property
+    def gradient_weight(self) -> float:
+        parts = len(self.window) * _session.current().replicas
+        return self.local_samples * parts / self.window_samples
+
+    def is_accum_step(self) -> bool:
+        return self.chunk < self.accumulation_steps
+
+    def is_optim_step(self) -> bool:
+        return not self.is_accum_step()
+
+    def __enter__(self) -> FakeLoader:
+        known: Any = registry()
+        known.current = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        registry().current = None

@@ -1,0 +1,202 @@
+"""What replicas do in tests/training/test_parallel.py. Every function runs inside of a gloo group."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fake_loader import FakeLoader
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from adaptdl_elastic.torch._noise import Schedule
+from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
+
+Parameters = list[torch.Tensor]
+
+
+class Net(nn.Module):
+    """A bit of everything: convolution, batch normalisation, dropout, a buffer, two parameter groups."""
+
+    def __init__(self, unused: bool = False) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Dropout(0.2),
+            nn.Linear(144, 16),
+        )
+        self.head = nn.Linear(16, 3)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        if unused:
+            self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.body(x)))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    head = [p for name, p in model.named_parameters() if name.startswith("head")]
+    rest = [p for name, p in model.named_parameters() if not name.startswith("head")]
+    groups = [{"params": rest, "lr": 0.05}, {"params": head, "lr": 0.1}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+OPTIMIZERS = {"sgd": sgd, "adam": adam}
+
+
+def data(step: int, count: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    return (
+        torch.randn(count, 1, 8, 8, generator=generator),
+        torch.randint(0, 3, (count,), generator=generator),
+    )
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, first: int = 0) -> None:
+    loss = nn.CrossEntropyLoss()
+    for step in range(first, first + count):
+        torch.manual_seed(step)  # dropout
+        inputs, targets = data(step)
+        optimizer.zero_grad()
+        loss(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def measure_always(adp: AdaptiveDataParallel) -> None:
+    adp.gns.cheap_schedule = adp.gns.costly_schedule = Schedule(longest=1)
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([v.detach().double().flatten() for v in model.state_dict().values()])
+
+
+def same_as_ddp(optimizer: str, unused: bool, kwargs: dict[str, Any]) -> tuple[bool, float, float]:
+    """Whether 6 steps of AdaptiveDataParallel, each of them sampled, equal DDP's bit for bit."""
+    torch.manual_seed(0)
+    model = Net(unused)
+    plain, adaptive = copy.deepcopy(model), copy.deepcopy(model)
+    theirs, ours = OPTIMIZERS[optimizer](plain), OPTIMIZERS[optimizer](adaptive)
+    adp = AdaptiveDataParallel(adaptive, ours, **kwargs)
+    measure_always(adp)
+    steps(DistributedDataParallel(plain, **kwargs), theirs, 6)
+    steps(adp, ours, 6)
+    adp._sampler.collect()
+    return bool(torch.equal(flat(plain), flat(adaptive))), adp.gns.sqr_avg(), adp.gns.var_avg()
+
+
+def buffers_are_rank_0s() -> torch.Tensor:
+    """Running means after evaluation has begun."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = sgd(model)
+    adp = AdaptiveDataParallel(model, optimizer)
+    steps(adp, optimizer, 3)
+    adp.eval()
+    adp(data(9)[0])
+    return model.body[1].running_mean.clone()
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(6, 1)
+
+
+def samples(count: int, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    x, y = torch.randn(200, 6, generator=generator), torch.randn(200, 1, generator=generator)
+    return x[start : start + count], y[start : start + count]
+
+
+def windows(
+    plan: Sequence[Sequence[Sequence[int]]], batch_size: int, clip: float | None = None, amp: bool = False
+) -> Parameters:
+    """Train a linear model on windows of micro-batches, [windows][micro-batches][replicas] samples each.
+
+    Samples are handed out in order: to all replicas of a micro-batch, then the next one. The loop is
+    written as AdaptDL's tutorial has it: everything once per batch.
+    """
+    rank = dist.get_rank()
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=amp)
+    adp = AdaptiveDataParallel(model, optimizer, mp_scaler=scaler)
+    measure_always(adp)
+    position = 0
+    for window in plan:
+        with FakeLoader(window, batch_size, current_local_bsz=max(map(max, window))) as loader:
+            for chunk, sizes in enumerate(window):
+                loader.chunk = chunk
+                start = position + sum(sizes[:rank])
+                count = sizes[rank]
+                x, y = samples(count or 1, start if count else 0)  # a filler where there is nothing left
+                optimizer.zero_grad()
+                scaler.scale(((adp(x) - y) ** 2).mean()).backward()
+                if clip is not None:
+                    scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(adp.parameters(), clip)
+                scaler.step(optimizer)
+                scaler.update()
+                position += sum(sizes)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def one_by_one(batches: Sequence[int], clip: float | None = None) -> Parameters:
+    """The oracle: torch's SGD on whole batches of those sizes."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    position = 0
+    for count in batches:
+        x, y = samples(count, position)
+        optimizer.zero_grad()
+        ((model(x) - y) ** 2).mean().backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        position += count
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def gan() -> tuple[bool, float, float]:
+    """Two models and optimizers; the discriminator has two backward passes a step, and a third one in vain."""
+
+    def train(wrap: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        generator, judge = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+        g_optimizer = torch.optim.SGD(generator.parameters(), lr=0.05)
+        d_optimizer = torch.optim.SGD(judge.parameters(), lr=0.05)
+        g_model, d_model = wrap(generator, g_optimizer, "g"), wrap(judge, d_optimizer, "d")
+        loss = nn.BCEWithLogitsLoss()
+        noise = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(5):
+            real = torch.randn(8, 6, generator=noise)
+            fake = g_model(torch.randn(8, 4, generator=noise))
+            d_optimizer.zero_grad()
+            loss(d_model(real), torch.ones(8, 1)).backward()
+            loss(d_model(fake.detach()), torch.zeros(8, 1)).backward()
+            d_optimizer.step()
+            g_optimizer.zero_grad()
+            loss(d_model(fake), torch.ones(8, 1)).backward()
+            g_optimizer.step()
+        return [p.detach() for p in (*generator.parameters(), *judge.parameters())]
+
+    made: list[AdaptiveDataParallel] = []
+
+    def adaptive(model: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> nn.Module:
+        made.append(AdaptiveDataParallel(model, optimizer, name=name, broadcast_buffers=False))
+        measure_always(made[-1])
+        return made[-1]
+
+    plain = train(lambda model, *_: DistributedDataParallel(model, broadcast_buffers=False))
+    ours = train(adaptive)
+    same = all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    return same, made[0].gns.var_avg(), made[1].gns.var_avg()

@@ -1,0 +1,461 @@
+"""AdaptiveDataParallel against DistributedDataParallel and torch's optimizers."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import parallel_cases as cases
+import pytest
+import replicas
+import torch
+from fake_loader import FakeLoader
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic.torch import scaling_rules
+from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
+
+DDP_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"gradient_as_bucket_view": True},
+    {"static_graph": True},
+    {"find_unused_parameters": True},
+    {"bucket_cap_mb": 0.001},
+]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("options", DDP_OPTIONS, ids=str)
+def test_one_replica_trains_bit_for_bit_as_ddp(optimizer: str, options: dict[str, Any]) -> None:
+    unused = bool(options.get("find_unused_parameters"))
+    same, _, var = cases.same_as_ddp(optimizer, unused, options)
+    assert same
+    assert var > 0.0
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("options", DDP_OPTIONS[:5:2] + DDP_OPTIONS[3:4], ids=str)
+def test_replicas_train_bit_for_bit_as_ddp(count: int, options: dict[str, Any]) -> None:
+    unused = bool(options.get("find_unused_parameters"))
+    results = replicas.run(cases.same_as_ddp, count, "sgd", unused, options)
+    assert [same for same, *_ in results] == [True] * count
+    assert len({(sqr, var) for _, sqr, var in results}) == 1, "replicas disagree on the statistics"
+    assert results[0][2] > 0.0
+
+
+def test_two_replicas_with_adam_train_bit_for_bit_as_ddp() -> None:
+    for same, _, var in replicas.run(cases.same_as_ddp, 2, "adam", False, {}):
+        assert same
+        assert var > 0.0
+
+
+def test_batch_norm_buffers_are_rank_0s_when_evaluating() -> None:
+    first, second = replicas.run(cases.buffers_are_rank_0s, 2)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_gan_trains_as_with_ddp(count: int) -> None:
+    for same, generator, judge in replicas.run(cases.gan, count):
+        assert same
+        assert generator > 0.0
+        assert judge > 0.0
+
+
+def assert_close(ours: cases.Parameters, oracle: cases.Parameters) -> None:
+    for a, b in zip(ours, oracle, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+EVEN = [[[4], [4], [4]]] * 4
+UNEVEN = [[[4], [4]], [[4], [4]], [[4], [3]], [[2]]]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("plan", [EVEN, UNEVEN], ids=["even", "uneven end"])
+@pytest.mark.parametrize("clip", [None, 0.3], ids=["", "clipped"])
+@pytest.mark.parametrize("amp", [False, True], ids=["", "scaler"])
+def test_accumulated_micro_batches_are_one_batch(
+    plan: list[list[list[int]]], clip: float | None, amp: bool
+) -> None:
+    sizes = [sum(map(sum, window)) for window in plan]
+    assert_close(cases.windows(plan, max(sizes), clip, amp), cases.one_by_one(sizes, clip))
+
+
+TWO = [[[4, 4], [4, 4]], [[4, 4], [3, 2]], [[1, 1]], [[2, 1]], [[1, 0]]]
+THREE = [[[2, 2, 2]], [[2, 2, 1]], [[1, 1, 0]]]
+
+
+@pytest.mark.parametrize("plan", [TWO, THREE], ids=["two replicas, accumulating", "three replicas"])
+def test_the_uneven_end_of_an_epoch_weighs_every_sample_the_same(plan: list[list[list[int]]]) -> None:
+    sizes = [sum(map(sum, window)) for window in plan]
+    results = replicas.run(cases.windows, len(plan[0][0]), plan, max(sizes))
+    for ours in results:
+        assert_close(ours, cases.one_by_one(sizes))
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_are_out_of_sight_while_they_accumulate() -> None:
+    model = cases.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    adp = AdaptiveDataParallel(model, optimizer)
+    x, y = cases.samples(4)
+    with FakeLoader([[4], [4]], 8, 4) as loader:
+        ((adp(x) - y) ** 2).mean().backward()
+        assert model.weight.grad is None
+        assert adp.gns.accum_count == 1
+        assert not adp.gns.should_zero_grad
+        before = model.weight.clone()
+        optimizer.step()
+        adp.zero_grad()
+        assert torch.equal(before, model.weight)
+        loader.chunk = 1
+        ((adp(x) - y) ** 2).mean().backward()
+        assert model.weight.grad is not None
+        optimizer.step()
+        assert not torch.equal(before, model.weight)
+        assert adp.gns.should_zero_grad
+
+
+@pytest.mark.usefixtures("alone")
+def test_accumulating_by_hand_is_ddps_no_sync() -> None:
+    def train(model: nn.Module, ddp: Any, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        x, y = cases.samples(8)
+        for _ in range(3):
+            with ddp.no_sync():
+                ((ddp(x[:4]) - y[:4]) ** 2).mean().backward()
+            ((ddp(x[4:]) - y[4:]) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return cases.flat(model)
+
+    plain, adaptive = cases.linear(), cases.linear()
+    theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, adaptive))
+    adp = AdaptiveDataParallel(adaptive, ours)
+    assert torch.equal(train(plain, DistributedDataParallel(plain), theirs), train(adaptive, adp, ours))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_closure_can_not_accumulate() -> None:
+    model = cases.linear()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    adp = AdaptiveDataParallel(model, optimizer, scaling_rule=scaling_rules.LinearScale())
+    x, y = cases.samples(4)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = ((adp(x) - y) ** 2).mean()
+        loss.backward()
+        return loss
+
+    before = closure()
+    optimizer.step(closure)
+    assert closure() < before
+    with FakeLoader([[4], [4]], 8, 4), pytest.raises(RuntimeError, match="gradient_accumulation=False"):
+        closure()
+        optimizer.step(closure)
+
+
+# Mixed precision.
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_loss_scale_does_not_show_in_the_statistics() -> None:
+    def variance(scale: float) -> float:
+        model = cases.linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+        adp = AdaptiveDataParallel(model, optimizer, mp_scaler=scaler, name=f"scale {scale}")
+        cases.measure_always(adp)
+        adp._sampler._generator.manual_seed(0)
+        for step in range(6):
+            x, y = cases.samples(16, 16 * step)
+            optimizer.zero_grad()
+            scaler.scale(((adp(x) - y) ** 2).mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        adp._sampler.collect()
+        return adp.gns.var_avg()
+
+    assert variance(1.0) == pytest.approx(variance(1024.0), rel=1e-4)
+
+
+@pytest.mark.usefixtures("alone")
+def test_steps_with_inf_are_skipped_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = cases.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    adp = AdaptiveDataParallel(model, optimizer, mp_scaler=scaler)
+    cases.measure_always(adp)
+    caplog.set_level(logging.INFO, logger="adaptdl_elastic")
+    for step in range(4):
+        x, y = cases.samples(8)
+        optimizer.zero_grad()
+        loss = ((adp(x) - y) ** 2).mean()
+        scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    adp._sampler.collect()
+    assert adp.gns.steps == 3
+    assert adp.gns.get_progress() == 3.0
+    assert adp.gns.skipped == 1
+    assert "inf or nan" in caplog.text
+    assert adp.gns.var_avg() < float("inf")
+    assert scaler.get_scale() == 1.0, "the scaler has backed off once"
+
+
+@pytest.mark.usefixtures("alone")
+def test_bfloat16_autocast() -> None:
+    torch.manual_seed(0)
+    model = cases.Net()
+    optimizer = cases.sgd(model)
+    adp = AdaptiveDataParallel(model, optimizer)
+    for step in range(4):
+        inputs, targets = cases.data(step)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.cross_entropy(adp(inputs), targets)
+        loss.backward()
+        optimizer.step()
+    assert adp.gns.var_avg() > 0.0
+
+
+# Statistics.
+
+
+@pytest.mark.usefixtures("alone")
+def test_statistics_are_kept_by_parameter_group() -> None:
+    def moments(groups: int) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+        split = [model.parameters()] if groups == 1 else [model[0].parameters(), model[2].parameters()]
+        optimizer = torch.optim.SGD([{"params": list(params)} for params in split], lr=0.0)
+        adp = AdaptiveDataParallel(model, optimizer, name=f"{groups} groups")
+        cases.measure_always(adp)
+        adp._sampler._generator.manual_seed(0)
+        for step in range(5):
+            x, y = cases.samples(16, 16 * step)
+            optimizer.zero_grad()
+            ((adp(x) - y) ** 2).mean().backward()
+            optimizer.step()
+        adp._sampler.collect()
+        return adp.gns.raw_sqr_avg, adp.gns.raw_var_avg
+
+    (sqr, var), (one_sqr, one_var) = moments(2), moments(1)
+    assert sqr.shape == var.shape == (2,)
+    assert sqr.sum() == pytest.approx(one_sqr[0])
+    assert var.sum() == pytest.approx(one_var[0])
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", ["tuple", "dict", "sequence first"])
+def test_batches_are_split_wherever_the_samples_are(kind: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y = self.layer(x)
+            shapes = {"tuple": (y, y.square(), 1), "dict": {"logits": y}, "sequence first": y.T.unsqueeze(2)}
+            return shapes[kind]
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    adp = AdaptiveDataParallel(model, optimizer)
+    with FakeLoader([[8]], 8, 8):
+        for step in range(3):
+            output = adp(cases.samples(8, 8 * step)[0])
+            loss = output["logits"] if kind == "dict" else output
+            loss = loss[0] + loss[1] if kind == "tuple" else loss
+            optimizer.zero_grad()
+            loss.square().mean().backward()
+            optimizer.step()
+    assert adp.gns.var_avg() > 0.0
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_that_returns_its_loss_is_measured_by_successive_gradients(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 1)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return (self.layer(x) - y).square().mean()
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    adp = AdaptiveDataParallel(model, optimizer)
+    cases.measure_always(adp)
+    for step in range(12):
+        optimizer.zero_grad()
+        adp(*cases.samples(8, 8 * step)).backward()
+        optimizer.step()
+    assert adp.gns.var_avg() > 0.0
+    assert caplog.text.count("successive steps") == 1, "said once"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_without_tensor_outputs_can_not_accumulate() -> None:
+    class Box:
+        def __init__(self, value: torch.Tensor) -> None:
+            self.value = value
+
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return Box(super().forward(x))
+
+    model = Model(6, 1)
+    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with FakeLoader([[4], [4]], 8, 4), pytest.raises(RuntimeError, match="holds no tensor"):
+        adp(torch.randn(4, 6))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_models(backend: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = cases.samples(16)
+    losses = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        adp = AdaptiveDataParallel(torch.compile(model, backend=backend), optimizer)
+        cases.measure_always(adp)
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = ((adp(x) - y) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    assert adp.gns.var_avg() > 0.0
+
+
+# What surrounds it.
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_parameter_without_gradient_is_ddps_error_or_left_alone() -> None:
+    model = cases.Net(unused=True)
+    optimizer = cases.sgd(model)
+    adp = AdaptiveDataParallel(model, optimizer)
+    with pytest.raises(RuntimeError, match="find_unused_parameters"):
+        cases.steps(adp, optimizer, 2)
+
+
+@pytest.mark.usefixtures("alone")
+def test_schedulers_before_and_after_step_without_complaint() -> None:
+    model = cases.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    adp = AdaptiveDataParallel(model, optimizer, before)
+    after = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    x, y = cases.samples(4)
+    for _ in range(2):
+        optimizer.zero_grad()
+        ((adp(x) - y) ** 2).mean().backward()
+        optimizer.step()
+        before.step()
+        after.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 16)
+
+
+@pytest.mark.usefixtures("alone")
+def test_training_goes_on_from_a_checkpoint_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADAPTDL_CHECKPOINT_PATH", str(tmp_path))
+
+    def build() -> tuple[AdaptiveDataParallel, torch.optim.Optimizer]:
+        _session.reset()
+        torch.manual_seed(0)
+        model = cases.Net()
+        optimizer = cases.adam(model)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        adp = AdaptiveDataParallel(model, optimizer, scheduler, torch.amp.GradScaler("cpu"))
+        cases.measure_always(adp)
+        return adp, optimizer
+
+    adp, optimizer = build()
+    cases.steps(adp, optimizer, 4)
+    adp._lr_scheduler.step()
+    checkpoint.save_all_states(kind="request")
+    cases.steps(adp, optimizer, 3, first=4)
+    resumed, resumed_optimizer = build()
+    assert resumed.gns.steps == 4
+    assert resumed.gns.get_progress() == 4.0
+    cases.steps(resumed, resumed_optimizer, 3, first=4)
+    assert torch.equal(cases.flat(adp.module), cases.flat(resumed.module))
+
+
+@pytest.mark.usefixtures("alone")
+def test_two_models_need_two_names() -> None:
+    first, second = cases.linear(), cases.linear()
+    AdaptiveDataParallel(first, torch.optim.SGD(first.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="name"):
+        AdaptiveDataParallel(second, torch.optim.SGD(second.parameters(), lr=0.1))
+
+
+@pytest.mark.usefixtures("alone")
+def test_wrong_arguments_are_named() -> None:
+    model, other = cases.linear(), cases.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    foreign = torch.optim.SGD(other.parameters(), lr=0.1)
+    wrong: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
+        (TypeError, "model must be", ("model", optimizer), {}),
+        (TypeError, "optimizer must be", (model, "sgd"), {}),
+        (TypeError, "lr_scheduler", (model, optimizer, 0.1), {}),
+        (TypeError, "mp_scaler", (model, optimizer), {"mp_scaler": 3}),
+        (TypeError, "scaling_rule", (model, optimizer), {"scaling_rule": scaling_rules.AdaScale}),
+        (TypeError, "unknown argument 'colour'", (model, optimizer), {"colour": 1}),
+        (TypeError, "pass the model itself", (DistributedDataParallel(model), optimizer), {}),
+        (ValueError, "no parameter of the model", (model, foreign), {}),
+    ]
+    for kind, message, arguments, options in wrong:
+        with pytest.raises(kind, match=message):
+            AdaptiveDataParallel(*arguments, **options)
+
+
+def test_no_process_group_is_said() -> None:
+    model = cases.linear()
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.usefixtures("alone")
+def test_tensorboard_tags() -> None:
+    class Writer:
+        def __init__(self) -> None:
+            self.seen: dict[str, float] = {}
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            assert step == 7
+            self.seen[tag] = value
+
+    model = cases.linear()
+    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    writer = Writer()
+    adp.to_tensorboard(writer, 7, "train")
+    assert writer.seen["train/Gain"] == 1.0
+    assert writer.seen["train/Learning_Rate_Factor/0"] == 1.0
+    assert {"train/Gradient_Norm_Sqr", "train/Gradient_Variance", "train/Progress"} < writer.seen.keys()
+
+
+@pytest.mark.usefixtures("alone")
+def test_evaluation_without_no_grad_is_not_training() -> None:
+    model = cases.linear()
+    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    adp.eval()
+    with FakeLoader([[4]], 4, 4) as loader:
+        adp(cases.samples(4)[0])
+        assert not loader.training
