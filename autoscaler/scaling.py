@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from adaptdl_elastic.autoscaler.policy.curves import goodputs
-from adaptdl_elastic.autoscaler.policy.types import JobInfo
+from adaptdl_elastic.autoscaler.policy.types import NOTHING, JobInfo
 
 HOUR = 3600.0
 
@@ -55,6 +55,7 @@ class ScalingSettings:
     interruption_cost: float = 180.0  # seconds of a node that an interruption costs
     max_interruptions: float = 1.0  # per spot node and hour, above which spot is not bought
     hold_every: float = 30.0  # heartbeats of lifecycle hooks
+    hysteresis: float = 0.05  # a size is left only for one that is cheaper by this fraction
     exploration: float = 2.0  # a job is not sized beyond so many times what it was profiled on
 
     def __post_init__(self) -> None:
@@ -93,6 +94,7 @@ def wants(
     settings: ScalingSettings,
     now: float,
     most_slots: int,
+    before: Mapping[str, int] = NOTHING,
 ) -> tuple[Want, ...]:
     """For every job the size that is worth its price.
 
@@ -103,6 +105,7 @@ def wants(
         settings: whose `hour_value`, `deadlines` and `exploration` are used.
         now: seconds since the epoch, to compare deadlines with.
         most_slots: of the largest cluster there could be.
+        before: what each job was found to be worth at the last look; kept while it is nearly as good.
     """
     fixed = {
         j.name: _fixed(j, most_slots) for j in jobs if j.model is None or j.requested_replicas is not None
@@ -111,7 +114,17 @@ def wants(
     curves = _curves(free, slots, most_slots, settings.exploration)
     value = settings.slots_value * slot_price if settings.hour_value is None else settings.hour_value
     chosen = {
-        job.name: _choose(job, counts, rates, slot_price, value, _deadline(settings, job.name), now, settings)
+        job.name: _choose(
+            job,
+            counts,
+            rates,
+            slot_price,
+            value,
+            _deadline(settings, job.name),
+            now,
+            settings,
+            before.get(job.name),
+        )
         for job, (counts, rates) in zip(free, curves, strict=True)
     }
     return tuple(chosen.get(job.name) or Want(job.name, fixed[job.name]) for job in jobs)
@@ -160,6 +173,7 @@ def _choose(
     deadline: float | None,
     now: float,
     settings: ScalingSettings,
+    before: int | None,
 ) -> Want:
     if not len(counts):
         return Want(job.name, max(1, job.min_replicas))
@@ -170,7 +184,11 @@ def _choose(
         price = np.where(in_time, slot_price * counts / rates, np.inf)
         best = int(np.argmax(rates)) if late else int(np.argmin(price))
     else:
-        best = int(np.argmin((value + slot_price * counts) / rates))
+        costs = (value + slot_price * counts) / rates
+        best = int(np.argmin(costs))
+        kept = np.flatnonzero(counts == before)
+        if len(kept) and costs[kept[0]] <= costs[best] * (1 + settings.hysteresis):
+            best = int(kept[0])
     left = None if job.remaining is None else float(job.remaining / rates[best])
     return Want(job.name, int(counts[best]), float(rates[best]), left, late)
 

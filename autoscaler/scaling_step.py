@@ -45,7 +45,7 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
     low_since = (seen.now if memory.low_since is None else memory.low_since) if low else None
     notes = [*seen.capacity.warnings, *warnings, *overdue, *_late(wanted, seen)]
     return Step(
-        replace(memory, low_since=low_since),
+        replace(memory, low_since=low_since, wanted={want.job: want.replicas for want in wanted}),
         tuple(actions),
         goal.nodes,
         goal.reason,
@@ -125,7 +125,7 @@ class _Market:
         slots, price = self.usual()
         most = sum(pool.maximum * pool.slots for pool in self.seen.capacity.pools)
         most = min(most, self.settings.max_nodes * slots) + self.seen.other_slots
-        return wants(self.seen.jobs, slots, price, self.settings, self.seen.now, most)
+        return wants(self.seen.jobs, slots, price, self.settings, self.seen.now, most, self.memory.wanted)
 
     def have(self) -> int:
         """Nodes of the usual size."""

@@ -38,7 +38,6 @@ from adaptdl_elastic.autoscaler.providers.prices import latest_spot_prices
 logger = logging.getLogger(__name__)
 
 RULED_TAG = "adaptdl-elastic:before"
-_PRICES_FOR = 300.0  # seconds that spot prices are good for
 _PER_CALL = 50  # instances per SetInstanceProtection
 _HOOK = "autoscaling:EC2_INSTANCE_TERMINATING"
 
@@ -68,6 +67,7 @@ class Ec2Provider(Provider):
     """
 
     name = "ec2"
+    price_seconds = 300.0  # that spot prices are good for
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class Ec2Provider(Provider):
         if self._clock() >= self._spot_until:
             self._wanted_types = sorted(set(types))
             self._spot = self._spot_prices()
-            self._spot_until = self._clock() + _PRICES_FOR
+            self._spot_until = self._clock() + self.price_seconds
         return read.Prices(self._on_demand, self._spot)
 
     def _history(self) -> Mapping[tuple[str, str], float]:

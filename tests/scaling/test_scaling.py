@@ -145,3 +145,13 @@ def test_the_cheaper_pool_first_and_the_dearer_for_the_rest() -> None:
 def test_settings_check_themselves(wrong: dict[str, float], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ScalingSettings(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_size_is_kept_while_it_is_nearly_as_good() -> None:
+    settings = ScalingSettings(hour_value=4.0, hysteresis=0.05)
+    counts = np.array(sizes(64, 4))
+    costs = (4.0 + counts) / rates(list(counts))
+    for before, cost in zip(counts, costs, strict=True):
+        (want,) = wants([job()], 4, 1.0, settings, 0.0, 64, {"train": int(before)})
+        near = cost <= costs.min() * 1.05
+        assert want.replicas == (before if near else counts[int(np.argmin(costs))])

@@ -1,0 +1,176 @@
+"""What goodput-aware autoscaling costs, against a fixed cluster and against utilisation thresholds.
+
+    python benchmarks/cost.py --traces ../shared/traces --workload 6 [--json cost.json] [--workers 2]
+
+Replays the workloads of the Pollux artifact on nodes that are bought in a simulated market. Everybody
+runs the same allocation policy, pays the same price per node hour from an instance's launch to its end,
+and waits the same time for an instance to boot; only the number of nodes is decided differently.
+
+fixed       16 nodes from the first second to the last completion
+threshold   more nodes above one utilisation, fewer below another; a grid of both, all points reported
+goodput     `adaptdl autoscale`'s own decision, at several worths of time
+spot        the same on spot at 30 % of the price, taken back every 4 h on average, on-demand beside it
+bound       what no autoscaler can beat (adaptdl_elastic/autoscaler/simulator/market_bound.py)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from adaptdl_elastic.autoscaler.policy.allocate import allocate
+from adaptdl_elastic.autoscaler.policy.types import Settings
+from adaptdl_elastic.autoscaler.providers.base import Pool
+from adaptdl_elastic.autoscaler.scaling import ScalingSettings
+from adaptdl_elastic.autoscaler.simulator.application import read_application
+from adaptdl_elastic.autoscaler.simulator.engine import Options
+from adaptdl_elastic.autoscaler.simulator.market import fixed, generate
+from adaptdl_elastic.autoscaler.simulator.market_bound import cost_at, frontier
+from adaptdl_elastic.autoscaler.simulator.market_run import (
+    Bill,
+    Setup,
+    run_fixed,
+    run_goodput,
+    run_threshold,
+)
+from adaptdl_elastic.autoscaler.simulator.workload import read_workload
+
+NODES, SLOTS, PRICE = 16, 4, 1.0
+SPOT_PRICE, HOURS_BETWEEN_INTERRUPTIONS = 0.3, 4.0
+GOODPUT = (2.0, 3.0, 4.0, 5.0, 7.0, 10.0)  # worth of a job's hour, in slot hours at the on-demand price
+SPOT = (5.0, 10.0)  # the same, at spot's price: time is worth relatively more
+THRESHOLDS = ((0.5, 0.7), (0.6, 0.8), (0.7, 0.85), (0.75, 0.9), (0.8, 0.95), (0.85, 0.97), (0.9, 0.98))
+QUICK_THRESHOLDS = THRESHOLDS[1::2]
+
+Task = tuple[str, int, tuple[float, ...]]
+
+
+def setup(traces: Path, workload: int, pause: float) -> Setup:
+    apps = {folder.name: read_application(folder) for folder in sorted((traces / "apps").iterdir())}
+    jobs = read_workload(traces / "workloads" / f"workload-{workload}.csv")
+    return Setup(jobs, apps, allocate, Settings(), Options(pause=pause, interval=60.0, events=True), SLOTS)
+
+
+def run(task: Task, traces: Path, pause: float, most: int) -> dict[str, Any]:
+    """One simulation, in a process of its own."""
+    kind, workload, numbers = task
+    began = time.process_time()
+    made = setup(traces, workload, pause)
+    pool = Pool("on-demand", desired=0, maximum=most, slots=SLOTS, hourly_price=PRICE)
+    markets = {"on-demand": fixed(PRICE)}
+    settings = ScalingSettings(max_nodes=most, low=0.9, shrink_after=60.0)
+    bill: Bill
+    if kind == "bound":
+        points = frontier(made.workload, made.apps, SLOTS)
+        return {"kind": kind, "workload": workload, "points": points, "cpu_s": time.process_time() - began}
+    if kind == "fixed":
+        bill = run_fixed(made, NODES, PRICE)
+    elif kind == "threshold":
+        bill = run_threshold(made, [pool], markets, settings, *numbers)
+    elif kind == "goodput":
+        value = ScalingSettings(**{**asdict(settings), "slots_value": numbers[0]})
+        bill = run_goodput(made, [pool], markets, value, f"goodput v={numbers[0]:g}")
+    else:
+        spot = Pool("spot", desired=0, maximum=most, slots=SLOTS, hourly_price=SPOT_PRICE, preemptible=True)
+        markets["spot"] = generate(1, SPOT_PRICE, 1 / HOURS_BETWEEN_INTERRUPTIONS, cap=PRICE)
+        money = numbers[0] * SPOT_PRICE / SLOTS
+        value = ScalingSettings(**{**asdict(settings), "hour_value": money})
+        bill = run_goodput(made, [spot, pool], markets, value, f"spot v={numbers[0]:g}")
+    return {"kind": kind, "workload": workload, **asdict(bill), "cpu_s": time.process_time() - began}
+
+
+def tasks(workloads: list[int], quick: bool) -> list[Task]:
+    found: list[Task] = []
+    for workload in workloads:
+        found += [("bound", workload, ()), ("fixed", workload, ())]
+        found += [("goodput", workload, (v,)) for v in (GOODPUT[1::2] if quick else GOODPUT)]
+        found += [("spot", workload, (v,)) for v in SPOT]
+        found += [("threshold", workload, pair) for pair in (QUICK_THRESHOLDS if quick else THRESHOLDS)]
+    return found
+
+
+def summary(rows: list[dict[str, Any]], workload: int) -> dict[str, Any]:
+    """The comparisons that are asked for, at the best point that keeps to the completion time."""
+
+    def of(kind: str) -> list[dict[str, Any]]:
+        return [row for row in rows if row["kind"] == kind and row["workload"] == workload]
+
+    (base,) = of("fixed")
+    bound = of("bound")[0]["points"] if of("bound") else []
+    goodput = [(row["cost"], row["jct"]) for row in of("goodput")]
+    threshold = [(row["cost"], row["jct"]) for row in of("threshold")]
+    found: dict[str, Any] = {"workload": workload, "fixed_cost": base["cost"], "fixed_jct": base["jct"]}
+    found["fixed_over_goodput_at_jct_1.1"] = base["cost"] / cost_at(goodput, base["jct"] * 1.1)
+    found["saving_at_jct_1.1"] = 1 - cost_at(goodput, base["jct"] * 1.1) / base["cost"]
+    found["bound_saving_at_jct_1.1"] = 1 - cost_at(bound, base["jct"] * 1.1) / base["cost"]
+    found["threshold_points"] = [
+        {"cost": c, "jct": t, "goodput_cost_at_that_jct": cost_at(goodput, t)} for c, t in threshold
+    ]
+    comparable = [
+        1 - cost_at(goodput, t) / c for c, t in threshold if cost_at(goodput, t) == cost_at(goodput, t)
+    ]
+    found["saving_against_best_threshold"] = min(comparable, default=float("nan"))
+    found["spot"] = [
+        {
+            "cheaper": base["cost"] / row["cost"],
+            "jct_ratio": row["jct"] / base["jct"],
+            "interruptions": row["interruptions"],
+        }
+        for row in of("spot")
+    ]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--traces", type=Path, default=Path(__file__).parents[2] / "shared" / "traces")
+    parser.add_argument("--workload", type=int, action="append", help="repeatable; default: 1 2 3 4 6")
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds that a change costs a job")
+    parser.add_argument("--max-nodes", type=int, default=64)
+    parser.add_argument("--quick", action="store_true", help="fewer points of each grid")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    workloads = options.workload or [1, 2, 3, 4, 6]
+    rows: list[dict[str, Any]] = []
+    with ProcessPoolExecutor(options.workers) as pool:
+        waiting = [
+            pool.submit(run, task, options.traces, options.pause, options.max_nodes)
+            for task in tasks(workloads, options.quick)
+        ]
+        for done in as_completed(waiting):
+            row = done.result()
+            rows.append(row)
+            if row["kind"] != "bound":
+                print(
+                    f"workload-{row['workload']} {row['name']:<20} cost {row['cost']:8.1f}"
+                    f"  jct {row['jct']:7.0f} s  end {row['makespan']:7.0f} s  most {row['most_nodes']} nodes"
+                    f"  {row['interruptions']} interruptions  ({row['cpu_s']:.0f} s of CPU)",
+                    flush=True,
+                )
+            if options.json:
+                text = {"machine": platform.platform(), "pause": options.pause, "rows": rows}
+                options.json.write_text(json.dumps(text, indent=1))
+    summaries = [summary(rows, workload) for workload in workloads]
+    for found in summaries:
+        print(json.dumps(found, indent=1))
+    if options.json:
+        everything = {
+            "machine": platform.platform(),
+            "pause": options.pause,
+            "rows": rows,
+            "summary": summaries,
+        }
+        options.json.write_text(json.dumps(everything, indent=1))
+
+
+if __name__ == "__main__":
+    main()
