@@ -67,6 +67,7 @@ class Session:
         self.step = 0  # optimizer steps finished since the job began
         self.epoch: int | None = None  # of the epoch loop that runs
         self.last_step_time: float | None = None  # wall clock, end of the last finished optimizer step
+        self.joining = False  # a newcomer that has not yet come to where the others are
         self.pid = os.getpid()
         self._control: Control | None = None
         self._metrics: Metrics | None = None

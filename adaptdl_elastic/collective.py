@@ -17,6 +17,9 @@ from adaptdl_elastic.reducer import Future, ReduceFn, Reducer, default_reduce_fn
 
 __all__ = ["allreduce", "allreduce_async", "broadcast", "initialize", "teardown"]
 
+CAN_NOT_JOIN = 76
+"""Exit code of a newcomer that can not be brought to where the others are. Nothing is lost by it."""
+
 _HERE = str(Path(__file__).parent)
 
 
@@ -90,6 +93,8 @@ def broadcast(value: Any, *, tag: str | None = None) -> Any:
 def _reducer() -> Reducer:
     session = _session.current()
     if session.reducer is None:
+        if session.joining:
+            _give_up()
         if session.replicas > 1:
             raise RuntimeError(
                 f"this is one of {session.replicas} replicas and they are not connected: call "
@@ -97,6 +102,17 @@ def _reducer() -> Reducer:
             )
         session.reducer = Reducer(0, 1)
     return session.reducer
+
+
+def _give_up() -> None:
+    """A newcomer wants what only all replicas together can do, and the others have it behind them."""
+    print(
+        "this script can not be rescaled in place: it calls a collective before its data loop, to which "
+        "the running replicas can not answer any more",
+        file=sys.stderr,
+        flush=True,
+    )
+    raise SystemExit(CAN_NOT_JOIN)
 
 
 def _tag(kind: str, tag: str | None) -> str:

@@ -207,8 +207,12 @@ class Control:
         assert channel is not None
         for message in channel:
             kind = message.get("type")
-            if kind in ("stop", "checkpoint", "plan"):
+            if kind in ("stop", "checkpoint"):
                 self.request({**message, "kind": kind})
+            elif kind == "plan":
+                from adaptdl_elastic.torch import _inplace
+
+                _inplace.on_plan(self.session, message)
         if not self._closed and os.getpid() == self.session.pid:
             log.error("the agent of this replica is gone")
             os._exit(STOPPED)
@@ -293,10 +297,16 @@ class Control:
         with condition:
             number, self._round, self._decision = self._round, None, None
             self._position = position
-        try:
-            self._execute(commands)
-        finally:
+        generation = self.session.generation
+        self._execute([{**command, "position": position} for command in commands])
+        if self.session.generation == generation:  # else there is another rank 0's leader to talk to
             self._tell(0, ("executed", number, None))
+
+    def renew(self, position: Position) -> None:
+        """A new generation has begun in this process, at `position`."""
+        with self._condition:
+            self._position, self._lost, self._first_step = position, None, True
+        self._events.put(("renew", 0, None))
 
     def _together(self, position: Position) -> bool:
         """Whether every replica is at `position`; otherwise those behind have been told to catch up."""
@@ -416,6 +426,8 @@ class Leader:
         """One event of the control thread."""
         if kind == "want":
             self._want(body)
+        elif kind == "renew":
+            self._running = None
         elif kind == "ready" and body[0] == self._number:
             self._ready[sender] = tuple(body[1])
             self._decide()

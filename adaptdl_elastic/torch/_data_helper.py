@@ -78,6 +78,7 @@ class AdaptiveDataLoaderHelper:
         self._atomic = local_batch(batch_size, self.replicas)
         self._accum = 0
         self._generation: int | None = None  # whose best batch size was asked for
+        self._told: int | None = None  # generation for which the agent knows what can be done in place
         self._loops: Loops | None = None
         self._skipped = False
         # the window under way
@@ -253,6 +254,7 @@ class AdaptiveDataLoaderHelper:
                 session.control.handlers["batch_size"] = self._change
                 if self._poll not in session.control.polls:
                     session.control.polls.append(self._poll)
+                    session.control._events.put(("tick", 0, None))  # it may wait for events only
             if self.training:
                 session.metrics.current(self._atomic, self._accum)
         return self._atomic
@@ -371,6 +373,11 @@ class AdaptiveDataLoaderHelper:
         state.boundary()
 
     def _report_position(self, session: _session.Session, state: Loops) -> None:
+        if self._told != session.generation:
+            from adaptdl_elastic.torch import _inplace
+
+            self._told = session.generation
+            session.metrics.inplace(*_inplace.possible(session))
         done = total = None
         if self.end_index:
             done = float(state.finished * self.end_index + min(state.index, self.end_index))

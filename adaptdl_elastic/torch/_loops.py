@@ -95,6 +95,10 @@ class Loops(checkpoint.TensorState):
             )
         self.looping = True
         self.entered += 1
+        if self._session.joining:
+            from adaptdl_elastic.torch import _inplace
+
+            return _inplace.newcomer(self._session).arrive((self.finished, self.entered))
         if self.entered <= self.finished_loops:
             return False
         self._session.control.boundary((self.finished, self.entered, self.index))

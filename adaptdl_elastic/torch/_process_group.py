@@ -56,6 +56,12 @@ def init_process_group(
             session.generation,
             session.job,
         )
+    session.scratch["backend"] = backend
+    if os.environ.get("ADAPTDL_JOIN"):
+        from adaptdl_elastic.torch import _inplace
+
+        _inplace.begin_joining(session, backend)
+        return
     if session.replicas == 1:
         _alone(session, backend, init_method)
     elif os.environ.get("MASTER_PORT") and "RANK" in os.environ:
@@ -113,7 +119,7 @@ def _by_hand(session: Session, backend: str, init_method: str | None) -> None:
 def _connect_through(session: Session, store: Any) -> None:
     """Rank 0 takes a free port and tells the others through torch's store, with a key of its own."""
     if session.rank == 0:
-        host, key = _listening_host(), env.secret() or secrets.token_hex(16).encode()
+        host, key = listening_host(), env.secret() or secrets.token_hex(16).encode()
 
         def publish(port: int) -> None:
             store.set(_ADDRESS, json.dumps([host, port, key.decode()]))
@@ -124,8 +130,8 @@ def _connect_through(session: Session, store: Any) -> None:
         _connect(session, host, port, text.encode())
 
 
-def _listening_host() -> str:
-    """The address of rank 0's machine as its launcher gave it, when it is one of this machine's."""
+def listening_host() -> str:
+    """Where rank 0 listens: its address as the launcher gave it, when it is one of this machine's."""
     host = env.master_addr()
     try:
         with socket.create_server((host, 0)):

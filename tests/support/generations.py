@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "adaptdl_elastic.torch.parallel"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "adaptdl_elastic.torch.parallel"])
 
 _NEXT_PORT = iter(range(21000 + os.getpid() * 7 % 9000, 40000))
 
@@ -49,9 +49,7 @@ def run(
         for rank in range(replicas):
             given = {**environment, "ADAPTDL_NUM_REPLICAS": str(replicas), "ADAPTDL_REPLICA_RANK": str(rank)}
             given |= {"ADAPTDL_MASTER_ADDR": "127.0.0.1", "ADAPTDL_MASTER_PORT": port}
-            process = _CONTEXT.Process(
-                target=_main, args=(str(script), given, str(folder / f"output-{rank}"))
-            )
+            process = CONTEXT.Process(target=main, args=(str(script), given, str(folder / f"output-{rank}")))
             process.start()
             processes.append(process)
         ended = []
@@ -70,7 +68,7 @@ def run(
                 process.join(5)
 
 
-def _main(script: str, environment: dict[str, str], output: str) -> None:
+def main(script: str, environment: dict[str, str], output: str) -> None:
     os.setsid()
     os.environ.update(environment)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -15,12 +15,12 @@ import torch
 from torch.utils.data import Dataset
 
 import adaptdl_elastic.torch as adl
-from adaptdl_elastic import _session
+from adaptdl_elastic import _session, collective
 from adaptdl_elastic.torch.scaling_rules import LinearScale
 
 S = {
     "size": 61, "batch": 8, "epochs": 1, "shuffle": True, "workers": 0, "accumulate": 0, "evaluate": 0,
-    "stop": None, "seed": 5, "drop_last": False, "stream": False, "persistent": False,
+    "stop": None, "seed": 5, "drop_last": False, "stream": False, "persistent": False, "pace": 0.0,
     **json.loads(os.environ.get("LOOP", "{}")),
 }  # fmt: skip
 OUT = Path(os.environ["OUT"])
@@ -86,6 +86,13 @@ def main():
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model = adl.AdaptiveDataParallel(model, optimizer, scaling_rule=LinearScale())
+    trouble = os.environ.get("TROUBLE")
+    if trouble == "crash":
+        raise RuntimeError("trouble")
+    while trouble == "hang":
+        time.sleep(1)
+    if trouble == "collective":
+        collective.allreduce(1)
     for epoch in adl.remaining_epochs_until(S["epochs"]):
         model.train()
         for count, batch in enumerate(loader, 1):
@@ -98,6 +105,7 @@ def main():
             optimizer.zero_grad()
             model(batch).mean().backward()
             optimizer.step()
+            time.sleep(S["pace"])  # what a step takes
         model.eval()
         for count, batch in enumerate(evaluation if S["evaluate"] else (), 1):
             interrupt("evaluate", epoch, count)

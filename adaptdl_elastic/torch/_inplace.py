@@ -1,0 +1,393 @@
+"""Changing the number of replicas without restarting those that stay.
+
+The problem. A restart costs a checkpoint, new processes, and everything that a script does before its
+loop. Those that stay need none of it: they have the state. Only the newcomers have to be brought to the
+place in the script where the others are, and then all of them into one new process group.
+
+What does not do. Stopping the others while newcomers start (seconds); handing newcomers a position while
+training goes on (the others are elsewhere before the newcomers have got there); loading a checkpoint
+(gone by, too, and large).
+
+What is done, for generation g + 1 beside the running g:
+
+1. Agents start the newcomers with the environment of g + 1 and `ADAPTDL_JOIN=1`, and send the plan to the
+   replicas of g. A TCPStore kept by an agent is where both meet. Training goes on.
+2. *Preview.* At an agreed boundary rank 0 puts a copy of everything but models into the store: where the
+   script is, sums of accumulators, profiles. A newcomer goes on from it as from a checkpoint: finished
+   epochs and data loops are skipped, `synchronized()` blocks show what they showed. Torch's process group
+   is a fake one of the planned size. It runs until it comes to the data loop under way, says so in the
+   store ("arrived"), and waits. Training goes on.
+3. When all have arrived, rank 0 has the change agreed on like any other (`_control`). If the boundary is
+   in the data loop that the newcomers wait at, it is carried out; else rank 0 writes a new preview, and
+   they go on to where the script is now. A newcomer that calls a collective on its way can not be
+   answered and gives up, as does one that breaks for whatever reason: training goes on in g.
+4. *Switch*, inside `__next__` of every loader: states are synchronised over the old group, which is then
+   destroyed; who leaves exits; rank 0 publishes an address; all of g + 1 connect, form torch's group,
+   and newcomers get every state from the memory of one who was there. Every AdaptiveDataParallel makes
+   its buckets and its hook anew; the loader divides what is left of the pass anew.
+
+Until rank 0 publishes the address nothing has been given up, and the plan can be withdrawn. From then on
+a failure is one of generation g + 1, which restarts from the last checkpoint.
+
+What stays as it was: rank 0 is rank 0, because only it has the profiles and the script's files open. What
+newcomers run twice is what a restart would run again, so the rules of `epoch` are the rules here: what
+must happen once per epoch stands at the end of its body.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import secrets
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed
+
+from adaptdl_elastic import checkpoint, env
+from adaptdl_elastic._session import Identity, Session
+from adaptdl_elastic.reducer import Reducer
+from adaptdl_elastic.torch import _transfer
+from adaptdl_elastic.torch._loops import loops
+from adaptdl_elastic.torch._process_group import listening_host
+
+if TYPE_CHECKING:
+    from adaptdl_elastic.channel import Message
+    from adaptdl_elastic.torch._control import Command, Position
+
+dist: Any = torch.distributed  # its stub does not export the stores
+
+log = logging.getLogger(__name__)
+
+JOIN_VARIABLE = "ADAPTDL_JOIN"
+
+PATIENCE = 60.0
+"""Seconds that those who have begun to switch wait for each other."""
+
+_SCRATCH = "inplace"
+_SLICE = timedelta(seconds=0.5)
+
+
+class Rescaler:
+    """A survivor's or leaver's side: one a session, made when its agent first speaks of a plan."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._lock = threading.Condition()
+        self._plans: dict[int, Message] = {}  # by generation, as our agent told us
+        self._called_off: set[int] = set()
+        self._again = threading.Event()  # the switch was tried, or is not wanted any more
+        control = session.control
+        control.handlers["preview"] = self._preview
+        control.handlers["switch"] = self._switch
+
+    def on_plan(self, message: Message) -> None:
+        """The agent's `plan` message. In the channel's thread."""
+        generation = int(message["generation"])
+        with self._lock:
+            if message.get("withdraw"):
+                self._called_off.add(generation)
+                self._again.set()
+                return
+            self._plans[generation] = message
+            self._lock.notify_all()
+        if self._session.rank == 0:
+            threading.Thread(
+                target=self._lead, args=(generation, message), name="adaptdl-rescale", daemon=True
+            ).start()
+
+    def _wanted(self, generation: int) -> bool:
+        return generation not in self._called_off and self._session.generation < generation
+
+    def _lead(self, generation: int, plan: Message) -> None:
+        """Rank 0, beside the training: bring the newcomers to where it is, then have the change agreed."""
+        try:
+            if plan["ranks"][0] != 0:
+                raise ValueError("rank 0 must stay rank 0")
+            store = _meeting(plan["master_addr"], int(plan["master_port"]), generation)
+            attempt = 0
+            while self._wanted(generation):
+                self._again.clear()
+                command = {"generation": generation, "attempt": attempt}
+                if plan["newcomers"]:
+                    self._session.control.request({**command, "kind": "preview"})
+                    if not self._arrived(store, generation, attempt, plan["newcomers"]):
+                        return
+                    command["at"] = json.loads(store.get(f"preview/{attempt}"))
+                self._session.control.request({**command, "kind": "switch"})
+                self._again.wait()
+                attempt += 1
+        except Exception as error:
+            log.warning("generation %d can not begin in place: %s", generation, error)
+
+    def _arrived(self, store: Any, generation: int, attempt: int, newcomers: list[int]) -> bool:
+        """Wait until all newcomers are where preview number `attempt` led them; False if called off."""
+        keys = [f"arrived/{attempt}/{rank}" for rank in newcomers]
+        while self._wanted(generation):
+            if _has_come(store, keys):
+                return True
+        return False
+
+    # -- at agreed boundaries, in the training thread ----------------------------------------------
+
+    def _preview(self, command: Command) -> None:
+        """Rank 0 shows the newcomers where the script is, and all states that are not models."""
+        generation = command["generation"]
+        if self._session.rank != 0 or not self._wanted(generation):
+            return
+        plan, attempt = self._plans[generation], command["attempt"]
+        heavy = {model._state.name for model in _models(self._session)}
+        names = [name for name in self._session.states if name not in heavy]
+        try:
+            store = _meeting(plan["master_addr"], int(plan["master_port"]), generation)
+            store.set(f"preview/{attempt}", json.dumps(command["position"][:2]))
+            step = {"preview": checkpoint.snapshot_states(names), "at": list(command["position"][:2])}
+            store.set(f"step/{attempt}", _seal(step))
+        except RuntimeError as error:  # the store is gone with its agent: training goes on
+            log.warning("generation %d can not begin in place: %s", generation, error)
+
+    def _switch(self, command: Command) -> None:
+        """Become generation g + 1, or leave."""
+        session, generation, position = self._session, command["generation"], command["position"]
+        at = command.get("at")
+        here = at is None or list(position[:2]) == list(at)
+        assert session.reducer is not None
+        if not session.reducer.broadcast(here and self._wanted(generation), tag="switch"):
+            self._again.set()
+            return
+        plan = self._plan(generation)
+        began = time.monotonic()
+        for _, state in sorted(session.states.items()):
+            state.sync()
+        session.reducer.barrier(tag="switch")
+        new_rank = plan["ranks"][session.rank]
+        if new_rank is None:
+            session.control.report_step(force=True)
+            raise SystemExit(0)
+        session.reducer.close()
+        dist.destroy_process_group()
+        os.environ.update({name: str(value) for name, value in plan["environ"].items()})
+        session.identity = Identity(new_rank, plan["replicas"], plan["nodes"], generation, session.job)
+        store = _meeting(plan["master_addr"], int(plan["master_port"]), generation)
+        _form(session, store, command["attempt"], session.scratch["backend"])
+        _transfer.give(session, list(plan["newcomers"]))
+        _finish(session, position, began)
+        del self._plans[generation]
+        self._again.set()
+
+    def _plan(self, generation: int) -> Message:
+        """Our own agent's message of a plan that all replicas have agreed to carry out."""
+        with self._lock:
+            if not self._lock.wait_for(lambda: generation in self._plans, PATIENCE):
+                raise RuntimeError(f"the agent has not told this replica of generation {generation}")
+            return self._plans[generation]
+
+
+class Newcomer:
+    """A newcomer's side, from its start until it is one of the others."""
+
+    def __init__(self, session: Session, backend: str, store: Any) -> None:
+        self.session, self.backend, self._store = session, backend, store
+        self._attempt = 0
+        self._at: tuple[int, int] = (0, 0)  # epoch and data loop where the others were last seen
+
+    def preview(self, step: dict[str, Any] | None = None) -> None:
+        """Go on from where the others were when rank 0 looked last."""
+        again = step is not None
+        step = step or self._next()
+        states = step["preview"]
+        if again:  # our own way there is to be gone, not jumped over
+            states.pop("adaptdl-loops", None)
+        epoch, loop = step["at"]
+        self._at = (epoch, max(loop, 1))
+        checkpoint.restore_states(states)
+
+    def _next(self) -> dict[str, Any]:
+        key = f"step/{self._attempt}"
+        while not _has_come(self._store, [key]):
+            pass
+        return _open(self._store.get(key))
+
+    def arrive(self, place: tuple[int, int]) -> bool:
+        """Come to a data loop: join the others in it, or pass it by because they have (False)."""
+        session = self.session
+        while place >= self._at:
+            self._store.set(f"arrived/{self._attempt}/{session.rank}", "1")
+            session.send({"type": "ready", "generation": session.generation})
+            self._attempt += 1
+            step = self._next()
+            if "preview" in step:
+                self.preview(step)
+                continue
+            self._join()
+            return True
+        return False
+
+    def _join(self) -> None:
+        session, began = self.session, time.monotonic()
+        dist.destroy_process_group()
+        _form(session, self._store, self._attempt - 1, self.backend)
+        _transfer.take(session)
+        session.joining = False
+        os.environ.pop(JOIN_VARIABLE, None)
+        state = loops()
+        _finish(session, (state.finished, state.entered, state.index), began)
+        session.scratch.pop(_SCRATCH)
+
+
+def newcomer(session: Session) -> Newcomer:
+    """This process's, while `session.joining`."""
+    found = session.scratch[_SCRATCH]
+    assert isinstance(found, Newcomer)
+    return found
+
+
+def on_plan(session: Session, message: Message) -> None:
+    """The agent speaks of another generation. In the channel's thread."""
+    found = session.scratch.get(_SCRATCH)
+    if found is None:
+        found = session.scratch[_SCRATCH] = Rescaler(session)
+    if isinstance(found, Rescaler):
+        found.on_plan(message)
+
+
+def possible(session: Session) -> tuple[bool, str]:
+    """Whether this script and backend can change their size in place, and why not."""
+    backend = session.scratch.get("backend")
+    if backend != "gloo":
+        return False, f"the backend is {backend}: only gloo's groups are known to be re-made safely"
+    if not _models(session):
+        return False, "no AdaptiveDataParallel has been made"
+    if session.channel is not None and env.secret() is None:
+        return False, "there is no ADAPTDL_SECRET"
+    return True, ""
+
+
+def is_newcomer() -> bool:
+    """Whether this process was started to join a running generation."""
+    return bool(os.environ.get(JOIN_VARIABLE))
+
+
+def begin_joining(session: Session, backend: str) -> None:
+    """A newcomer's `init_process_group`: a fake group of the planned size, and the others' states."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    store = _meeting(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), session.generation)
+    found = session.scratch[_SCRATCH] = Newcomer(session, backend, store)
+    session.start()
+    checkpoint.agree(lambda _: (None, None))  # nothing is loaded from disk
+    session.joining = True
+    found.preview()
+    hook = sys.excepthook
+    dist.init_process_group("fake", store=FakeStore(), rank=session.rank, world_size=session.replicas)
+    sys.excepthook = hook
+
+
+def _meeting(host: str, port: int, generation: int) -> Any:
+    """The store where generation `generation` meets."""
+    store = dist.TCPStore(
+        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE)
+    )
+    return dist.PrefixStore(f"adaptdl/{generation}", store)
+
+
+def _has_come(store: Any, keys: list[str]) -> bool:
+    """Whether all keys are there, within a moment."""
+    try:
+        store.wait(keys, _SLICE)
+    except RuntimeError as error:
+        if "timeout" in str(error).lower():
+            return False
+        raise
+    return True
+
+
+def _models(session: Session) -> list[Any]:
+    found: list[Any] = session.scratch.get("models", [])
+    return found
+
+
+def _form(session: Session, store: Any, attempt: int, backend: str) -> None:
+    """Connect all of generation g + 1: first the library's collectives, then torch's."""
+    key = f"go/{session.generation}"
+    if session.rank == 0:
+        host, secret = listening_host(), secrets.token_hex(16)
+
+        def publish(port: int) -> None:
+            store.set(key, json.dumps([host, port, secret]))
+            store.set(f"step/{attempt + 1}", _seal({"go": True}))
+
+        reducer = _reducer(session, host, 0, secret, publish)
+    else:
+        host, port, secret = json.loads(store.get(key))
+        reducer = _reducer(session, host, port, secret, None)
+    session.reducer = reducer
+    hook = sys.excepthook
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("torch", store),
+        rank=session.rank,
+        world_size=session.replicas,
+    )
+    sys.excepthook = hook  # every process group wraps it once more
+
+
+def _reducer(session: Session, host: str, port: int, secret: str, publish: Any) -> Reducer:
+    return Reducer(
+        session.rank,
+        session.replicas,
+        host,
+        port,
+        secret=secret.encode(),
+        timeout=PATIENCE,
+        on_control=session.on_control,
+        on_lost=session.on_lost,
+        publish=publish,
+    )
+
+
+def _finish(session: Session, position: Position, began: float) -> None:
+    """What survivors and newcomers do last."""
+    for model in _models(session):
+        model.reinit_process_group()
+    assert session.reducer is not None
+    epoch, loop, index = position  # a list, if it came through a message
+    session.control.renew((epoch, loop, index))
+    session.reducer.barrier(tag="switched")
+    session.metrics.pause()
+    session.send({"type": "switched", "generation": session.generation})
+    log.info(
+        "generation %d: rank %d of %d after %.3f s",
+        session.generation,
+        session.rank,
+        session.replicas,
+        time.monotonic() - began,
+    )
+
+
+def _seal(step: dict[str, Any]) -> bytes:
+    """A step for the newcomers, so that whoever else writes into the store can not run code in them."""
+    data = pickle.dumps(step)
+    return _sign(data) + data
+
+
+def _open(sealed: bytes) -> dict[str, Any]:
+    import hmac
+
+    signature, data = sealed[:32], sealed[32:]
+    if not hmac.compare_digest(signature, _sign(data)):
+        raise RuntimeError("the preview was not written by a replica that knows ADAPTDL_SECRET")
+    found: dict[str, Any] = pickle.loads(data)
+    return found
+
+
+def _sign(data: bytes) -> bytes:
+    import hashlib
+    import hmac
+
+    return hmac.new(env.secret() or b"", data, hashlib.sha256).digest()

@@ -1,0 +1,140 @@
+"""State from the memory of one replica into that of another.
+
+Rank 0 tells everybody what there is (names, and the nesting with shapes in place of tensors); then each
+newcomer gets the tensors from one of those who were there, point to point, donors taking turns. Tensors
+go in buckets of one type, so that many small ones cost one message, and no more than one bucket is held
+beyond the state itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from adaptdl_elastic import checkpoint
+from adaptdl_elastic._session import Session
+
+BUCKET = 32 * 1024 * 1024
+"""Bytes of a message, unless a single tensor is larger."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands where a tensor was."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def give(session: Session, newcomers: list[int]) -> None:
+    """The side of those who were there. Every one of them calls it with the same `newcomers`."""
+    if not newcomers:
+        return
+    assert session.reducer is not None
+    described: dict[str, tuple[str, Any]] = {}
+    tensors: list[torch.Tensor] = []
+    for name, state in sorted(session.states.items()):
+        if isinstance(state, checkpoint.TensorState):
+            described[name] = ("tensors", _strip(state.state_dict(), tensors))
+        elif session.rank == 0:
+            described[name] = ("bytes", state.snapshot())
+    session.reducer.broadcast((described, newcomers), tag="states")
+    donors = [rank for rank in range(session.replicas) if rank not in newcomers]
+    mine = [n for turn, n in enumerate(newcomers) if donors[turn % len(donors)] == session.rank]
+    for newcomer in mine:
+        for bucket in _buckets(tensors):
+            flat = torch.cat([t.detach().reshape(-1) for t in bucket]) if len(bucket) > 1 else bucket[0]
+            dist.send(_sendable(flat), newcomer)
+
+
+def take(session: Session) -> None:
+    """The side of a newcomer: receive every state, and be in it."""
+    assert session.reducer is not None
+    described, newcomers = session.reducer.broadcast(None, tag="states")
+    donors = [rank for rank in range(session.replicas) if rank not in newcomers]
+    donor = donors[newcomers.index(session.rank) % len(donors)]
+    slots: list[Slot] = []
+    for kind, body in described.values():
+        if kind == "tensors":
+            _find_slots(body, slots)
+    tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
+    device = _device()
+    for bucket in _buckets(tensors):
+        flat = torch.empty(sum(t.numel() for t in bucket), dtype=bucket[0].dtype, device=device)
+        dist.recv(flat, donor)
+        parts = torch.split(flat, [t.numel() for t in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+    supply = iter(tensors)
+    checkpoint.restore_states(
+        {name: _fill(body, supply) if kind == "tensors" else body for name, (kind, body) in described.items()}
+    )
+
+
+def _device() -> torch.device:
+    """Where messages have to be for the present backend."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _sendable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to(_device()).contiguous().reshape(-1)
+
+
+def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Runs of tensors of one type and device, of at most BUCKET bytes; empty tensors are left out."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        nbytes = tensor.numel() * tensor.element_size()
+        if bucket and (size + nbytes > BUCKET or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += nbytes
+    if bucket:
+        yield bucket
+
+
+def _strip(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """`value` with a Slot in place of every tensor, which goes to the end of `tensors`."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return Slot(tuple(value.shape), value.dtype)
+    if isinstance(value, dict):
+        return {key: _strip(item, tensors) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_strip(item, tensors) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value
+
+
+def _find_slots(value: Any, slots: list[Slot]) -> None:
+    """Every Slot, in the order in which `_strip` met the tensors."""
+    if isinstance(value, Slot):
+        slots.append(value)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _find_slots(item, slots)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _find_slots(item, slots)
+
+
+def _fill(value: Any, supply: Iterator[torch.Tensor]) -> Any:
+    """The inverse of `_strip`."""
+    if isinstance(value, Slot):
+        return next(supply)
+    if isinstance(value, dict):
+        return {key: _fill(item, supply) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_fill(item, supply) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value

@@ -1,0 +1,157 @@
+"""Changes of size without a restart, among real processes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_agent
+import generations
+import loop_script_path
+import pytest
+import torch
+from fake_agent import FakeAgent
+
+SIZE, BATCH = 2003, 8
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
+    jobs: list[FakeAgent] = []
+
+    def make(replicas: int, **given: Any) -> FakeAgent:
+        given = {"size": SIZE, "batch": BATCH, "pace": 0.004, **given}
+        job = FakeAgent(loop_script_path.PATH, tmp_path, LOOP=fake_agent.settings(**given), OUT=str(tmp_path))
+        jobs.append(job)
+        job.start(replicas)
+        job.wait_for("step", replicas)
+        return job
+
+    yield make
+    for job in jobs:
+        job.__exit__()
+
+
+def check(folder: Path, replicas: int, epochs: int = 1, size: int = SIZE) -> None:
+    """Every sample once per epoch, and applied so; the same weights everywhere."""
+    applied = torch.zeros(size, dtype=torch.float64)
+    counts: dict[int, Counter[int]] = {epoch: Counter() for epoch in range(epochs)}
+    for line in generations.records(folder):
+        if line["loop"] == "train":
+            mine = line["samples"][: line["local"]]
+            counts[line["epoch"]].update(mine)
+            applied[mine] += max(1.0, line["window"] / BATCH) / line["window"]
+    assert counts == {epoch: Counter(range(size)) for epoch in range(epochs)}
+    for rank in range(replicas):
+        torch.testing.assert_close(-torch.load(folder / f"weights-{rank}"), applied)
+
+
+def test_up(start: Any, tmp_path: Path) -> None:
+    job = start(1)
+    job.rescale(2)
+    job.finish()
+    check(tmp_path, 2)
+
+
+def test_down(start: Any, tmp_path: Path) -> None:
+    job = start(2)
+    job.rescale(1)
+    job.finish()
+    check(tmp_path, 1)
+
+
+@pytest.mark.slow
+def test_several_in_a_row(start: Any, tmp_path: Path) -> None:
+    job = start(1, epochs=2)
+    for replicas in (3, 2, 4, 1):
+        job.rescale(replicas)
+        job.wait_for("step")
+    job.finish()
+    check(tmp_path, 1, epochs=2)
+
+
+@pytest.mark.slow
+def test_during_accumulation(start: Any, tmp_path: Path) -> None:
+    job = start(2, accumulate=3)
+    job.rescale(3)
+    job.rescale(1)
+    job.finish()
+    check(tmp_path, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+def test_with_worker_processes(start: Any, tmp_path: Path, persistent: bool) -> None:
+    job = start(1, workers=1, persistent=persistent)
+    job.rescale(2)
+    job.finish()
+    check(tmp_path, 2)
+
+
+def test_a_stream(start: Any, tmp_path: Path) -> None:
+    job = start(1, stream=True)
+    job.rescale(2)
+    job.finish()
+    check(tmp_path, 2)
+
+
+@pytest.mark.slow
+def test_in_evaluation_loops_and_short_epochs(start: Any, tmp_path: Path) -> None:
+    """The loop that newcomers come to has often ended when they arrive: they go on after the others."""
+    job = start(1, size=80, epochs=40, evaluate=1, pace=0.005)
+    for replicas in (2, 3, 1, 2):
+        job.rescale(replicas)
+    job.finish()
+    check(tmp_path, 2, epochs=40, size=80)
+    seen = Counter(
+        (line["epoch"], sample)
+        for line in generations.records(tmp_path)
+        if line["loop"] == "evaluate"
+        for sample in line["samples"]
+    )
+    assert seen == Counter({(epoch, sample): 1 for epoch in range(40) for sample in range(80)})
+
+
+@pytest.mark.parametrize("trouble", ["crash", "hang", "collective"])
+def test_a_newcomer_in_trouble_never_stops_the_training(start: Any, tmp_path: Path, trouble: str) -> None:
+    job = start(2)
+    job.plan(3, TROUBLE=trouble)
+    if trouble == "hang":
+        job.wait_for("hello")
+    else:
+        assert job.pending[0].join() == {"crash": 1, "collective": 76}[trouble]
+    job.withdraw()
+    job.wait_for("step", 2)
+    job.rescale(1)  # another change afterwards
+    job.finish()
+    check(tmp_path, 1)
+
+
+def test_a_newcomer_that_dies_when_ready_is_withdrawn(start: Any, tmp_path: Path) -> None:
+    """Between its readiness and the switch nothing has been given up yet, or all of it: no third thing."""
+    job = start(1, pace=0.05, size=400)
+    job.plan(2)
+    job.wait_for("hello")
+    job.pending[0].process.kill()
+    job.withdraw()
+    job.finish()
+    check(tmp_path, 1, size=400)
+
+
+def test_stops_and_checkpoints_work_after_a_change(start: Any, tmp_path: Path) -> None:
+    job = start(1, pace=0.01)
+    job.rescale(2)
+    for each in job.running:
+        each.channel.send({"type": "checkpoint", "request": 7})
+    (saver,) = job.wait_for("saved")
+    assert saver.rank == 0
+    job.running[1].channel.send({"type": "stop", "reason": "test"})
+    assert [each.join() for each in job.running] == [143, 143]
+    environment = dict.fromkeys(("ADAPTDL_AGENT_FD",), "")
+    (replica,) = generations.run(
+        loop_script_path.PATH, 1, tmp_path, **{**job.environment, **environment}, timeout=100
+    )
+    assert replica.code == 0, replica.output
+    check(tmp_path, 1)

@@ -1,0 +1,178 @@
+"""An agent reduced to what a change in place needs of one: stores, channels, processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import generations
+import torch.distributed
+
+from adaptdl_elastic.channel import Channel
+
+dist: Any = torch.distributed
+
+
+class Process:
+    """One replica and the line to it."""
+
+    def __init__(self, job: FakeAgent, rank: int, environment: dict[str, str]) -> None:
+        self.rank: int | None = rank
+        ours, theirs = socket.socketpair()
+        self.channel = Channel(ours)
+        self.output = job.folder / f"output-{len(job.all)}"
+        self.process = generations.CONTEXT.Process(
+            target=_main, args=(str(job.script), environment, str(self.output), theirs)
+        )
+        self.process.start()
+        theirs.close()
+        job.all.append(self)
+        threading.Thread(target=self._read, args=(job,), daemon=True).start()
+
+    def _read(self, job: FakeAgent) -> None:
+        for message in self.channel:
+            job.messages.put((self, message, time.monotonic()))
+
+    def join(self, timeout: float = 30.0) -> int:
+        self.process.join(timeout)
+        assert self.process.exitcode is not None, f"rank {self.rank} still runs:\n{self.text()}"
+        return int(self.process.exitcode)
+
+    def text(self) -> str:
+        return self.output.read_text() if self.output.exists() else ""
+
+
+class FakeAgent:
+    """A job whose generations change in place."""
+
+    def __init__(self, script: Path, folder: Path, **environment: str) -> None:
+        self.script, self.folder, self.environment = script, folder, environment
+        self.environment.setdefault("ADAPTDL_CHECKPOINT_PATH", str(folder / "checkpoints"))
+        self.all: list[Process] = []
+        self.running: list[Process] = []
+        self.messages: queue.Queue[tuple[Process, dict[str, Any], float]] = queue.Queue()
+        self.stores: list[Any] = []
+        self.generation = 0
+        self.pending: list[Process] = []
+
+    def __enter__(self) -> FakeAgent:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for each in self.all:
+            if each.process.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(each.process.pid or 0, signal.SIGKILL)
+                each.process.join(5)
+            each.channel.close()
+
+    def start(self, replicas: int) -> None:
+        host, port = self._open()
+        self.running = [self._launch(rank, replicas, 0, host, port) for rank in range(replicas)]
+
+    def _open(self) -> tuple[str, int]:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.stores.append(store)
+        return "127.0.0.1", store.port
+
+    def variables(self, rank: int, replicas: int, generation: int, host: str, port: int) -> dict[str, str]:
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(replicas),
+            "ADAPTDL_REPLICA_RANK": str(rank),
+            "ADAPTDL_NUM_REPLICAS": str(replicas),
+            "ADAPTDL_NUM_NODES": "1",
+            "ADAPTDL_NUM_RESTARTS": str(generation),
+            "TORCHELASTIC_RESTART_COUNT": str(generation),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+            "ADAPTDL_SECRET": "secret",
+        }
+
+    def _launch(
+        self, rank: int, replicas: int, generation: int, host: str, port: int, **more: str
+    ) -> Process:
+        given = self.variables(rank, replicas, generation, host, port)
+        return Process(self, rank, {**self.environment, **given, **more})
+
+    def plan(self, replicas: int, **more: str) -> None:
+        """Begin generation g + 1 with so many replicas: survivors first, in their order."""
+        generation, old = self.generation + 1, self.running
+        host, port = self._open()
+        ranks = [rank if rank < replicas else None for rank in range(len(old))]
+        newcomers = list(range(len(old), replicas))
+        self.pending = [
+            self._launch(rank, replicas, generation, host, port, ADAPTDL_JOIN="1", **more)
+            for rank in newcomers
+        ]
+        for rank, each in enumerate(old):
+            environ = {} if ranks[rank] is None else self.variables(rank, replicas, generation, host, port)
+            each.channel.send(
+                {
+                    "type": "plan", "generation": generation, "replicas": replicas, "nodes": 1,
+                    "ranks": ranks, "newcomers": newcomers, "master_addr": host, "master_port": port,
+                    "environ": environ,
+                }
+            )  # fmt: skip
+
+    def withdraw(self) -> None:
+        self.generation += 1
+        for each in self.running:
+            each.channel.send(
+                {"type": "plan", "generation": self.generation, "withdraw": True, "reason": "x"}
+            )
+
+    def wait_for(self, kind: str, count: int = 1, timeout: float = 40.0) -> list[Process]:
+        """Until so many replicas have sent a message of that kind."""
+        deadline, found = time.monotonic() + timeout, []
+        while len(found) < count:
+            try:
+                sender, message, _ = self.messages.get(timeout=max(deadline - time.monotonic(), 0.01))
+            except queue.Empty:
+                outputs = "\n".join(f"--- {each.rank}\n{each.text()}" for each in self.all)
+                raise AssertionError(f"{len(found)} of {count} {kind!r}:\n{outputs}") from None
+            if message["type"] == kind:
+                found.append(sender)
+        return found
+
+    def rescale(self, replicas: int) -> None:
+        """A change in place, to its end."""
+        self.plan(replicas)
+        leavers = self.running[replicas:]
+        self.wait_for("switched", replicas)
+        self.generation += 1
+        self.running = self.running[:replicas] + self.pending
+        self.pending = []
+        for each in leavers:
+            assert each.join() == 0, each.text()
+
+    def finish(self, timeout: float = 60.0) -> None:
+        for each in self.running:
+            assert each.join(timeout) == 0, each.text()
+
+
+def _main(script: str, environment: dict[str, str], output: str, line: socket.socket) -> None:
+    environment["ADAPTDL_AGENT_FD"] = str(line.detach())
+    generations.main(script, environment, output)
+
+
+def events(job: FakeAgent) -> list[dict[str, Any]]:
+    """Whatever has been said and not been waited for."""
+    found = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            found.append(job.messages.get_nowait()[1])
+    return found
+
+
+def settings(**given: Any) -> str:
+    return json.dumps(given)
