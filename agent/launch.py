@@ -278,6 +278,7 @@ def _run(
     output.keep = output.keep or agent.exit_code not in (0, STOPPED)
     if agent.job_done:
         joining.note_finished(options.checkpoint_path, found.spec.run)
+    journal.flush()
     journal.emit("exit", exit_code=agent.exit_code, reason=agent.exit_reason)
     display.finish(agent.exit_code, agent.exit_reason, output.directory if output.keep else None)
     return agent.exit_code

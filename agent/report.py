@@ -87,7 +87,7 @@ class Collector:
             ]
             drop = set(many[1:-100:2])  # every other one of the older ones
             self.events = [e for i, e in enumerate(self.events) if i not in drop]
-            self.most = max(self.most, 2 * len(self.events))
+            self.most = max(self.most, len(self.events) + 100)
 
 
 def read(path: Path) -> list[Event]:
@@ -138,7 +138,7 @@ def _of(events: Iterable[Event], name: str) -> list[Event]:
 
 def _generations(events: Sequence[Event], began: float, end: float) -> tuple[Generation, ...]:
     starts = [float(event["time"]) - began for event in events]
-    ends = [*starts[1:], end]
+    ends = [*starts, end][1:]
     return tuple(
         Generation(
             number=int(event["generation"]),

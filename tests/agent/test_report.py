@@ -1,0 +1,135 @@
+"""A run summed up and drawn from its events."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from adaptdl_elastic.agent import display, report
+from adaptdl_elastic.agent.eventlog import Event
+from adaptdl_elastic.agent.journal import Journal
+from adaptdl_elastic.rendezvous.records import Cause, Failure, Placement, Plan, Transition
+
+RUN: list[Event] = [
+    {"time": 100.0, "event": "started", "generation": 0, "pids": {"0": 1}},
+    {"time": 101.0, "event": "generation", "generation": 0, "replicas": 1, "nodes": 1, "cause": "start",
+     "reason": "first", "pause_s": None},
+    {"time": 105.0, "event": "batch_size", "batch_size": 32, "gain": 1.0, "lr_factor": 1.0, "goodput": 300.0,
+     "predicted_goodput": 310.0, "efficiency": 1.0},
+    {"time": 107.0, "event": "metrics", "epoch": 0, "accuracy": 0.5, "loss": 2.0},
+    {"time": 110.0, "event": "generation", "generation": 1, "replicas": 2, "nodes": 1, "cause": "policy",
+     "reason": "goodput 300 → 450", "pause_s": 2.5},
+    {"time": 111.0, "event": "batch_size", "batch_size": 64, "gain": 1.5, "lr_factor": 1.4, "goodput": 430.0,
+     "predicted_goodput": 450.0, "efficiency": 0.8},
+    {"time": 112.0, "event": "goodput", "goodput": 440.0, "predicted_goodput": 450.0},
+    {"time": 115.0, "event": "failure", "rank": 1, "exit_code": -9, "message": "SIGKILL", "restarts_used": 1},
+    {"time": 118.0, "event": "metrics", "epoch": 1, "accuracy": 0.9, "loss": 0.3},
+    {"time": 119.0, "event": "epoch", "epoch": 1, "seconds": 9.0, "samples": 10},
+    {"time": 120.0, "event": "exit", "exit_code": 0, "reason": "done"},
+]  # fmt: skip
+
+
+def test_a_summary_says_when_and_why_each_generation_began() -> None:
+    summary = report.summarise(RUN)
+    assert summary.seconds == 20.0
+    first, second = summary.generations
+    assert (first.start, first.end, first.pause) == (1.0, 10.0, None)
+    assert (second.start, second.end, second.pause, second.cause) == (10.0, 20.0, 2.5, "policy")
+    assert summary.pauses == (2.5,)
+    assert summary.final_metrics == {"accuracy": 0.9, "loss": 0.3}
+    assert summary.failures == ((15.0, "replica 1: SIGKILL"),)
+    assert summary.goodputs[-1] == (12.0, 440.0, 450.0)
+    assert summary.exit_code == 0
+
+
+def test_it_is_printed_for_people() -> None:
+    text = io.StringIO()
+    display.print_summary(Console(file=text, width=100), "job", report.summarise(RUN))
+    for word in ("goodput 300 → 450", "2.5 s", "accuracy 0.9", "replica 1: SIGKILL", "32", "64"):
+        assert word in text.getvalue()
+
+
+@given(st.lists(st.sampled_from(RUN), unique_by=id))
+def test_any_part_of_a_log_can_be_summed_up_and_printed(events: list[Event]) -> None:
+    summary = report.summarise(events)
+    display.print_summary(Console(file=io.StringIO()), "job", summary)
+    assert all(g.start <= g.end for g in summary.generations)
+
+
+@pytest.mark.parametrize("events", [RUN, RUN[:2], []], ids=["whole", "just begun", "empty"])
+def test_a_picture_is_drawn(tmp_path: Path, events: list[Event]) -> None:
+    pytest.importorskip("matplotlib")
+    from adaptdl_elastic.agent.plot import draw
+
+    draw(report.summarise(events), tmp_path / "new" / "run.png", "job")
+    assert (tmp_path / "new" / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_log_that_was_cut_off_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("\n".join(json.dumps(event) for event in RUN) + '\n{"time": 1, "ev')
+    assert report.read(path) == RUN
+
+
+def test_a_long_run_does_not_fill_the_memory() -> None:
+    collector = report.Collector(most=200)
+    for i in range(5000):
+        collector.add({"time": float(i), "event": "goodput", "goodput": 1.0})
+        if i % 1000 == 0:
+            collector.add({"time": float(i), "event": "generation", "generation": i, "replicas": 1})
+    assert len(collector.events) < 1000
+    assert len([e for e in collector.events if e["event"] == "generation"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.314, "0.31 s"), (7.25, "7.2 s"), (42, "42 s"), (185, "3 min 05 s"), (7440, "2 h 04 min")],
+)
+def test_durations_are_for_people(seconds: float, text: str) -> None:
+    assert report.duration(seconds) == text
+
+
+def plan(generation: int, replicas: int = 2) -> Plan:
+    placements = (Placement("here", replicas),)
+    return Plan("job", "run", generation, placements, Cause.POLICY, Transition.RESTART, "why")
+
+
+def test_a_pause_lasts_from_the_last_step_to_the_first() -> None:
+    written: list[Event] = []
+    journal = Journal(written.append)
+    journal.started(plan(0), {0: 10, 1: 11}, None)
+    journal.hello()
+    for when in (5.0, 5.1, 6.0):
+        journal.step(when)
+    journal.ended()
+    journal.started(plan(1), {0: 12, 1: 13}, 6.25)  # another node saw a later step
+    journal.hello()
+    journal.step(9.0)
+    generations = [e for e in written if e["event"] == "generation"]
+    assert [(e["time"], e["pause_s"]) for e in generations] == [(5.0, None), (9.0, 2.75)]
+    assert [e["pids"] for e in written if e["event"] == "started"][1] == {"0": 12, "1": 13}
+
+
+def test_a_script_without_the_library_begins_when_it_starts() -> None:
+    written: list[Event] = []
+    journal = Journal(written.append)
+    journal.started(plan(0), {0: 10}, None)
+    assert journal.due() is not None
+    journal.flush()
+    assert [e["event"] for e in written] == ["started", "generation"]
+    assert journal.due() is None
+
+
+def test_a_failure_says_how_many_restarts_are_used() -> None:
+    written: list[Event] = []
+    Journal(written.append).failure(Failure(1, -9, "SIGKILL"), 2, 3)
+    assert {**written[0], "time": 0} == {
+        "time": 0, "event": "failure", "rank": 1, "exit_code": -9, "message": "SIGKILL",
+        "restarts_used": 2, "max_restarts": 3,
+    }  # fmt: skip
