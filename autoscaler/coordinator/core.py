@@ -208,12 +208,19 @@ class _Round:
         self._replan(job, plan, Cause.FAILURE, Transition.ABORT, why, restarts, step)
 
     def _withdraw(self, job: JobView, condition: Condition, plan: Plan) -> None:
-        """Newcomers failed beside the running training: make the same change by restart."""
-        found = jobs.failures(job, plan.generation)
-        what = (found[0].message or f"exit code {found[0].exit_code}") if found else "a newcomer ended"
+        """Newcomers failed beside the running training: it goes on, and later changes are by restart."""
+        ended = [job.ended[plan.generation, node].record for node in condition.health.undone]
+        said = next((one.failure.message for one in ended if one.failure and one.failure.message), "")
         self.clumsy |= {plan.run}
-        why = f"{plan.reason}; not in place: {what}"
-        self._replan(job, plan, plan.cause, Transition.RESTART, why)
+        self._take_back(job, plan, f"a change in place was taken back: {said or 'a newcomer ended'}")
+
+    def _take_back(self, job: JobView, plan: Plan, why: str) -> None:
+        """Let the generation that a change in place has not left yet go on under a new number."""
+        was = _before(plan)
+        if was and set(was) <= set(self.view.agents(job.job)) and was != in_plan(plan):
+            self._publish(job, Change(was, plan.cause, Transition.INPLACE, why))
+        else:
+            self._replan(job, plan, plan.cause, Transition.RESTART, why)
 
     def _wrongly_counted(self, job: JobView, plan: Plan, lost: tuple[str, ...]) -> bool:
         """Whether the failure that led to `plan` was the loss of a node that we only see now."""
@@ -267,8 +274,7 @@ class _Round:
 
         Nobody has left the generation before, so it simply goes on under a new number.
         """
-        before = max((x.generation for x in plan.leaving), default=-1)
-        was = {x.node: x.replicas for x in plan.leaving if x.generation == before}
+        was = _before(plan)
         ready = {node for (g, node) in job.ready if g == plan.generation}
         late = {n for n, count in in_plan(plan).items() if n in starting and count > was.get(n, 0)} - ready
         if not late:
@@ -282,11 +288,7 @@ class _Round:
             self.clumsy |= {plan.run}
         names = f"newcomers on {', '.join(sorted(late))} were not ready" if late else "it did not happen"
         why = f"a change in place was taken back: {names} within {timeout:g} s"
-        stays = was and set(was) <= set(agents) and was != in_plan(plan)
-        if stays:
-            self._publish(job, Change(was, plan.cause, Transition.INPLACE, why))
-        else:
-            self._replan(job, plan, plan.cause, Transition.RESTART, why)
+        self._take_back(job, plan, why)
 
     def _replan(
         self,
@@ -542,6 +544,13 @@ class _Round:
     def _wake(self, at: float, future_only: bool = False) -> None:
         if not future_only or at > self.view.now:
             self.wake_at = min(self.wake_at, at)
+
+
+def _before(plan: Plan) -> dict[str, int]:
+    """What the generation has that a change in place is to follow."""
+    # a change that was itself taken back never ran: what runs is the oldest of those that have not left
+    before = min((one.generation for one in plan.leaving), default=-1)
+    return {one.node: one.replicas for one in plan.leaving if one.generation == before}
 
 
 def _plan_event(plan: Plan) -> dict[str, Any]:

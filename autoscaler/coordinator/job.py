@@ -305,9 +305,9 @@ def planned_transition(job: JobView, spec: JobSpec, plan: Plan | None, allocatio
     hints = job.hints.record if job.hints else None
     if spec.rescale is Rescale.RESTART or hints is None or plan is None or hints.generation < plan.first:
         return Transition.RESTART
-    first = next(iter(allocation), None)  # has rank 0, which must be a survivor's
-    survives = any(p.node == first for p in plan.placements)
-    return Transition.INPLACE if hints.inplace and survives else Transition.RESTART
+    # rank 0 must stay rank 0: the others take the state from it
+    stays = bool(plan.placements) and next(iter(allocation), None) == plan.placements[0].node
+    return Transition.INPLACE if hints.inplace and stays else Transition.RESTART
 
 
 def pause(job: JobView, plan: Plan) -> float | None:

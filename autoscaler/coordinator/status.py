@@ -104,7 +104,9 @@ def _of_plan(job: JobView, plan: Plan, status: JobStatus, old: JobStatus) -> Job
         if last_pause is not None and plan.cause in _PLANNED:
             pauses = (*pauses, last_pause)[-MAX_PAUSES:]
     # one further back when a change in place was not yet made when it failed
-    recent = (jobs.failures(job, generation) for generation in range(plan.generation, plan.generation - 3, -1))
+    recent = (
+        jobs.failures(job, generation) for generation in range(plan.generation, plan.generation - 3, -1)
+    )
     found = next((failures for failures in recent if failures), ())
     return replace(
         status,

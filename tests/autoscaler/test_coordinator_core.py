@@ -12,9 +12,12 @@ from adaptdl_elastic.autoscaler.state import Seen
 from adaptdl_elastic.rendezvous.records import (
     Cause,
     DrainRequest,
+    EndedRecord,
+    Failure,
     JobRequest,
     JobState,
     Leaving,
+    Outcome,
     Plan,
     Rescale,
     Transition,
@@ -405,20 +408,21 @@ def test_not_in_place_when_rank_0_would_be_a_newcomer(pump: Pump) -> None:
     assert pump.plan("a").transition is Transition.RESTART
 
 
-def test_a_newcomer_that_fails_costs_nothing_and_the_change_is_made_by_restart(pump: Pump) -> None:
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.ABORTED])
+def test_a_newcomer_that_fails_costs_nothing(pump: Pump, outcome: Outcome) -> None:
     grow_in_place(pump, max_restarts=0)
-    generation, newcomer = pump.plan("a").generation, pump.agents[2]
-    newcomer.step()
-    newcomer.fail("calls a collective before its loop")
-    pump.settle()
-    plan = pump.plan("a")
-    assert (plan.generation, plan.transition, plan.restarts) == (generation + 1, Transition.RESTART, 0)
-    assert set(pump.placed("a")) == {"n0", "n1", "n2"}
-    assert "not in place: calls a collective before its loop" in plan.reason
-    pump.agents[0].report(plan, inplace=True)
-    pump.ask("a", replicas=2)
+    generation = pump.plan("a").generation
+    failure = Failure(2, 76, "calls a collective before its loop")
+    ended = EndedRecord("n2", generation, outcome, 76, failure)
+    pump.store.put(pump.keys.generation("a", generation, "ended", "n2"), encode(ended))
     pump.decide()
+    plan = pump.plan("a")
+    assert (plan.generation, plan.transition, plan.restarts) == (generation + 1, Transition.INPLACE, 0)
+    assert pump.placed("a") == {"n0": 1, "n1": 1}
+    assert plan.reason == "a change in place was taken back: calls a collective before its loop"
+    pump.settle()
     assert pump.plan("a").transition is Transition.RESTART
+    assert set(pump.placed("a")) == {"n0", "n1", "n2"}
 
 
 def test_a_late_newcomer_is_given_up_and_training_goes_on(pump: Pump) -> None:

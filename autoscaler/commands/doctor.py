@@ -1,0 +1,124 @@
+"""`adaptdl doctor`."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import click
+
+from adaptdl_elastic.autoscaler.cli import CommandError, Where, json_option, store_options
+
+_SIGNS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "error": ("FAIL", "red")}
+
+
+@click.command()
+@store_options
+@json_option
+@click.option("--node", default=None, help="This node's name. [default: the host's]")
+@click.option("--local-addr", default=None, help="Address that other nodes are to reach this one by.")
+@click.option("--port-range", default=None, metavar="LOW:HIGH", help="Ports that agents are confined to.")
+@click.option(
+    "--checkpoint-path", default=None, metavar="DIR", help="Where checkpoints go; run it on every node."
+)
+@click.option(
+    "--aws", "asgs", multiple=True, metavar="ASG", help="Check the rights for this scaling group too."
+)
+@click.option("--region", default=None, help="Its region.")
+@click.option("--profile", default=None, help="Credentials to use.")
+@click.option("--queue-url", default=None, help="Its queue of interruption notices.")
+def doctor(
+    where: Where,
+    as_json: bool,
+    node: str | None,
+    local_addr: str | None,
+    port_range: str | None,
+    checkpoint_path: str | None,
+    asgs: tuple[str, ...],
+    region: str | None,
+    profile: str | None,
+    queue_url: str | None,
+) -> int:
+    """Check this node and the store; every finding names its remedy. Exit code 1 when something fails."""
+    from adaptdl_elastic.autoscaler import doctor as checks
+
+    found = [*checks.check_versions(), *checks.check_limits(), *checks.check_address(local_addr)]
+    if port_range is not None:
+        found += checks.check_ports(*_ports(port_range), local_addr or "")
+    directory = None
+    if checkpoint_path is not None and "://" not in checkpoint_path:
+        directory = Path(checkpoint_path).absolute()
+        found += checks.check_directory(directory)
+    found += _store(where, node or socket.gethostname(), directory)
+    if asgs:
+        found += _aws(asgs, region, profile, queue_url)
+    if as_json:
+        rows = [{**vars(finding), "level": finding.level.value} for finding in found]
+        click.echo(json.dumps(rows, indent=2))
+    else:
+        for finding in found:
+            text, colour = _SIGNS[finding.level.value]
+            click.echo(f"{click.style(f'{text:<5}', fg=colour)} {finding.check}: {finding.detail}")
+            if finding.remedy:
+                click.echo(f"      -> {finding.remedy}")
+    return int(any(finding.level is checks.Level.ERROR for finding in found))
+
+
+def _ports(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)[:-](\d+)", text)
+    low, high = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 0 < low <= high < 65536:
+        raise click.UsageError(f"--port-range={text} is not LOW:HIGH between 1 and 65535, as in 29500:29600")
+    return low, high
+
+
+def _store(where: Where, node: str, directory: Path | None) -> list[Any]:
+    from adaptdl_elastic.autoscaler import doctor as checks
+    from adaptdl_elastic.autoscaler.commands.report import read
+    from adaptdl_elastic.rendezvous.keys import Keys
+    from adaptdl_elastic.rendezvous.options import StoreOptions
+    from adaptdl_elastic.rendezvous.store import StoreError
+
+    found: list[checks.Finding] = []
+    try:
+        endpoint, cluster = where.locate()
+        options = StoreOptions.from_environment(ca=where.ca, cert=where.cert, key=where.key, user=where.user)
+        found = checks.check_server(endpoint, options)
+        store, _ = where.connect()
+    except CommandError as problem:
+        if any(finding.level is checks.Level.ERROR for finding in found):
+            return found
+        return [*found, checks.error("store", problem.message, "give --etcd HOST:PORT of an etcd that runs")]
+    except StoreError as problem:
+        return [checks.error("store", str(problem), "correct the option or variable named")]
+    with store:
+        keys = Keys(cluster)
+        try:
+            found += checks.check_rights(store, keys)
+            view = read(store, keys)
+            found += checks.check_cluster(view, node)
+            found += checks.check_checkpoints(view)
+            if directory is not None:
+                with checks.marked(store, keys, node, directory) as marks:
+                    found += marks
+        except StoreError as problem:
+            found.append(checks.error("store", str(problem), "see the store's own log"))
+    return found
+
+
+def _aws(asgs: tuple[str, ...], region: str | None, profile: str | None, queue_url: str | None) -> list[Any]:
+    from adaptdl_elastic.autoscaler import doctor as checks
+
+    try:
+        from adaptdl_elastic.autoscaler.providers.ec2_doctor import check_aws
+    except ImportError as problem:
+        return [checks.error("aws", f"can not be checked: {problem}", "pip install boto3")]
+    return [
+        checks.ok(check.name, check.detail)
+        if check.ok
+        else checks.error(check.name, check.detail, getattr(check, "remedy", "") or "see docs/ec2.md")
+        for check in check_aws(asgs, region, profile, queue_url)
+    ]

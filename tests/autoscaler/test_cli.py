@@ -1,0 +1,236 @@
+"""`adaptdl` against a real etcd, a coordinator in a thread, and fake agents."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from coordinator_pump import share_policy
+from fake_agents import FakeAgent, spec_of, submit
+
+from adaptdl_elastic.autoscaler.cli import CommandError, Where, adaptdl
+from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
+from adaptdl_elastic.autoscaler.coordinator.types import Settings
+from adaptdl_elastic.rendezvous import records, runtime_file
+from adaptdl_elastic.rendezvous.connect import connect
+from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.records import CheckpointRecord
+from adaptdl_elastic.rendezvous.runtime_file import RuntimeFile
+from adaptdl_elastic.rendezvous.server import EtcdServer
+from adaptdl_elastic.rendezvous.store import Store
+
+
+class World:
+    """One cluster with a job `mnist` on node n0, and the command that looks at it."""
+
+    def __init__(self, etcd: EtcdServer, keys: Keys, stack: ExitStack) -> None:
+        self.etcd, self.keys, self.stack = etcd, keys, stack
+        self.store = self.client()
+        self.coordinator = Coordinator(
+            self.client(), keys, Settings(interval=0.5, min_gap=0.0), share_policy, ttl=5.0
+        )
+        thread = threading.Thread(target=self.coordinator.run, daemon=True)
+        thread.start()
+        stack.callback(thread.join, 10)
+        stack.callback(self.coordinator.stop)
+        self.agent = self.job("mnist")
+
+    def client(self) -> Store:
+        store = connect(self.etcd.endpoint)
+        self.stack.callback(store.close)
+        return store
+
+    def job(self, name: str, **changes: object) -> FakeAgent:
+        submit(self.store, self.keys, spec_of(name, **changes))
+        agent = FakeAgent(self.client(), self.keys, "n0", name, 4, clock=time.time).register().follow()
+        self.stack.callback(agent.stop)
+        return agent
+
+    def run(self, *arguments: str) -> Result:
+        options = ["--etcd", self.etcd.endpoint, "--cluster", self.keys.cluster]
+        return CliRunner().invoke(adaptdl, [*arguments, *options])
+
+    def json(self, *arguments: str) -> Any:
+        result = self.run(*arguments, "--json")
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    def says(self, *arguments: str) -> str:
+        result = self.run(*arguments)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+
+@pytest.fixture
+def world(etcd: EtcdServer, keys: Keys) -> Iterator[World]:
+    with ExitStack() as stack:
+        world = World(etcd, keys, stack)
+        assert world.says("scale", "mnist", "--replicas", "2", "--wait", "--timeout", "40")
+        yield world
+
+
+@pytest.mark.etcd
+def test_ls_and_status_show_what_runs(world: World) -> None:
+    (row,) = world.json("ls")
+    assert (row["job"], row["state"], row["replicas"], row["placements"]) == (
+        "mnist",
+        "running",
+        2,
+        {"n0": 2},
+    )
+    assert "mnist" in world.says("ls")
+    status = world.json("status", "mnist")
+    assert (status["replicas"], status["requested"], status["bounds"]["replicas"]) == (2, 2, [1, 64])
+    text = world.says("status", "mnist")
+    for part in ("goodput", "batch", "last rescale", "restarts", "2 replicas on 1 nodes"):
+        assert part in text
+    (node,) = world.json("nodes")
+    assert (node["node"], node["slots"], node["free"], node["jobs"]) == ("n0", 4, 2, {"mnist": 2})
+    assert "n0" in world.says("nodes")
+
+
+@pytest.mark.etcd
+def test_scale_by_hand_and_back_again(world: World) -> None:
+    world.says("scale", "mnist", "--replicas", "3", "--wait", "--timeout", "40")
+    assert world.json("ls")[0]["replicas"] == 3
+    assert world.json("status", "mnist")["requested"] == 3
+    world.says("scale", "mnist", "--auto")
+    assert world.json("status", "mnist")["requested"] is None
+
+
+@pytest.mark.etcd
+def test_stop_waits_for_the_end_and_says_when_it_is_over_already(world: World) -> None:
+    world.says("stop", "mnist", "--wait", "--timeout", "40")
+    assert world.json("ls") == []
+    assert world.json("ls", "--all")[0]["state"] == "stopped"
+    again = world.run("stop", "mnist")
+    assert again.exit_code == 1
+    assert "already ended: stopped" in again.output
+
+
+@pytest.mark.etcd
+def test_checkpoint_waits_for_a_newer_one(world: World) -> None:
+    key = world.keys.job("mnist", "checkpoint")
+    world.store.put(key, records.encode(CheckpointRecord("old", "/x")))
+
+    def save() -> None:
+        request = world.keys.job("mnist", "request")
+        with world.store.watch(request) as watch:
+            for change in watch:
+                if change.value and json.loads(change.value)["checkpoint"] == 1:
+                    world.store.put(key, records.encode(CheckpointRecord("new", "/x")))
+                    return
+
+    thread = threading.Thread(target=save, daemon=True)
+    thread.start()
+    while thread.is_alive():  # the watch may begin after the first request: ask again
+        result = world.run("checkpoint", "mnist", "--wait", "--timeout", "1")
+        thread.join(0.01 if result.exit_code else 10)
+        if result.exit_code:
+            item = world.store.get(world.keys.job("mnist", "request"))
+            assert item is not None
+            world.store.put(
+                world.keys.job("mnist", "request"), item.value.replace('"checkpoint":1', '"checkpoint":0')
+            )
+    assert world.json("status", "mnist")["checkpoint"] == "new"
+
+
+@pytest.mark.etcd
+def test_drain_moves_everything_away_and_can_be_taken_back(world: World) -> None:
+    other = FakeAgent(world.client(), world.keys, "n1", "mnist", 4, clock=time.time).register().follow()
+    world.stack.callback(other.stop)
+    world.says("drain", "n0", "--wait", "--timeout", "40")
+    assert set(world.json("ls")[0]["placements"]) == {"n1"}
+    states = {row["node"]: row["state"] for row in world.json("nodes")}
+    assert states == {"n0": "draining", "n1": "ok"}
+    world.says("drain", "n0", "--cancel")
+    assert "not being drained" in world.run("drain", "n0", "--cancel").output
+
+
+@pytest.mark.etcd
+def test_explain_and_events(world: World) -> None:
+    found = world.json("explain", "mnist")
+    assert found["replicas"] == 2
+    assert found["one_more"]["replicas"] == 3
+    assert "one more" in world.says("explain", "mnist")
+    names = {json.loads(line)["event"] for line in world.says("events", "--json").splitlines()}
+    assert {"leader", "plan", "state"} <= names
+    assert "plan" in world.says("events")
+
+
+@pytest.mark.etcd
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("status", "nope"), "no job 'nope' in cluster"),
+        (("explain", "nope"), "there is: mnist"),
+        (("stop", "no pe"), "no job 'no pe'"),
+        (("scale", "mnist", "--replicas", "65"), "was started for 1 to 64 replicas, not 65"),
+        (("drain", "n9"), "no node 'n9' is registered"),
+        (("drain", "a/b"), "can not be used"),
+    ],
+)
+def test_mistakes_are_one_clear_line(world: World, arguments: tuple[str, ...], message: str) -> None:
+    result = world.run(*arguments)
+    assert result.exit_code == 1
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("scale", "a"), 2, "say either --replicas N or --auto"),
+        (("scale", "a", "--replicas", "0"), 2, "0 is not in the range"),
+        (("nope",), 2, "No such command 'nope'"),
+        (("ls", "--etcd", "127.0.0.1:1"), 1, "can not be reached"),
+        (("ls", "--etcd", "http://x:y:z"), 1, "write HOST:PORT"),
+        (("ls", "--etcd-api", "v9"), 2, "'v9' is not one of"),
+        (("coordinator", "--interval", "-1"), 2, "not in the range"),
+    ],
+)
+def test_mistakes_without_a_store(arguments: tuple[str, ...], code: int, message: str) -> None:
+    command = [sys.executable, "-m", "adaptdl_elastic.autoscaler", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == code
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_help_needs_nothing_heavy() -> None:
+    script = (
+        "import sys\n"
+        "sys.argv = ['adaptdl', '--help']\n"
+        "from adaptdl_elastic.autoscaler.cli import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'numpy', 'scipy', 'boto3', 'rich', 'pydantic', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "coordinator" in result.stdout
+
+
+def test_a_standalone_job_is_found_by_its_note(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    import os
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("ADAPTDL_ETCD", raising=False)
+    with pytest.raises(CommandError, match="say --etcd HOST:PORT, or set ADAPTDL_ETCD"):
+        Where().locate()
+    runtime_file.write(RuntimeFile("127.0.0.1:4711", "solo", "mnist", os.getpid()))
+    assert Where().locate("mnist") == ("127.0.0.1:4711", "solo")
+    assert Where().locate() == ("127.0.0.1:4711", "solo")
+    with pytest.raises(CommandError, match="there is: mnist"):
+        Where().locate("cifar")
+    monkeypatch.setenv("ADAPTDL_ETCD", "etcd0:2379")
+    assert Where().locate("mnist") == ("etcd0:2379", "default")
+    assert Where(etcd="other:1", cluster="c").locate("mnist") == ("other:1", "c")

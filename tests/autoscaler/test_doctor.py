@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from coordinator_pump import Pump
+
+from adaptdl_elastic.autoscaler import doctor
+from adaptdl_elastic.autoscaler.cli import adaptdl
+from adaptdl_elastic.autoscaler.doctor import Finding, Level
+from adaptdl_elastic.rendezvous.connect import connect
+from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.memory import MemoryStore
+from adaptdl_elastic.rendezvous.options import StoreOptions
+from adaptdl_elastic.rendezvous.records import CheckpointRecord, encode
+from adaptdl_elastic.rendezvous.server import EtcdServer
+from adaptdl_elastic.rendezvous.store import Store, StoreAuthError
+
+
+def worst(found: list[Finding]) -> Level:
+    order = list(Level)
+    return max((finding.level for finding in found), key=order.index)
+
+
+def test_a_good_directory(tmp_path: Path) -> None:
+    assert worst(doctor.check_directory(tmp_path)) is Level.OK
+    assert worst(doctor.check_directory(tmp_path / "not" / "yet")) is Level.OK
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (finding,) = doctor.check_directory(tmp_path / "file")
+    assert (finding.level, finding.remedy) == (Level.ERROR, "choose another --checkpoint-path")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_that_may_not_be_written_to(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert worst(doctor.check_directory(tmp_path)) is Level.ERROR
+
+
+def test_ports_that_are_taken() -> None:
+    with socket.socket() as first, socket.socket() as second:
+        for sock in (first, second):
+            sock.bind(("127.0.0.1", 0))
+            sock.listen()
+        port = first.getsockname()[1]
+        (finding,) = doctor.check_ports(port, port, "127.0.0.1")
+        assert finding.level is Level.ERROR
+        assert "0 of" in finding.detail
+        assert "--port-range" in finding.remedy
+
+
+def test_an_address_nobody_can_reach() -> None:
+    assert doctor.check_address("127.0.0.1")[0].level is Level.WARNING
+    assert doctor.check_address("no-such-host.invalid")[0].level is Level.ERROR
+
+
+def test_clocks_that_differ_are_told() -> None:
+    assert doctor._skew("etcd", 1000.0, 1000.5, 0.1).level is Level.OK
+    ahead = doctor._skew("etcd", 1000.0, 1300.0, 0.1)
+    assert ahead.level is Level.WARNING
+    assert "is 300 s ahead of etcd" in ahead.detail
+
+
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [
+        ("3.3.1", Level.ERROR),
+        ("3.5.1", Level.WARNING),
+        ("3.5.9", Level.OK),
+        ("3.4.23", Level.OK),
+        ("3.6.0", Level.OK),
+    ],
+)
+def test_versions_of_etcd(version: str, level: Level) -> None:
+    assert doctor._version("http://x", version).level is level
+
+
+class Forbidden(MemoryStore):
+    def put(self, *_: object, **__: object) -> int:
+        raise StoreAuthError("permission denied")
+
+
+def test_rights() -> None:
+    store: Store = MemoryStore()
+    assert worst(doctor.check_rights(store, Keys())) is not Level.ERROR
+    assert store.range(Keys().root).items == ()
+    (finding,) = doctor.check_rights(Forbidden(), Keys())
+    assert "may not write under /adaptdl/v1/default/" in finding.detail
+    assert "grant-permission" in finding.remedy
+
+
+def test_versions_of_the_others_and_a_cluster_without_a_leader() -> None:
+    pump = Pump()
+    pump.job("a")
+    pump.node("n0", "a").register(version="9.9")
+    found = doctor.check_cluster(pump.view(), "n1")
+    details = {finding.check: finding for finding in found}
+    assert details["versions"].level is Level.ERROR
+    assert "9.9" in details["versions"].detail
+    assert details["coordinator"].level is Level.WARNING
+
+
+def test_a_checkpoint_that_is_not_here() -> None:
+    pump = Pump()
+    pump.job("a")
+    pump.node("n0", "a")
+    pump.store.put(pump.keys.job("a", "checkpoint"), encode(CheckpointRecord("c1", "/nowhere/c1")))
+    (finding,) = doctor.check_checkpoints(pump.view())
+    assert finding.level is Level.ERROR
+    assert "mount the directory" in finding.remedy
+
+
+def test_nodes_that_share_a_directory_and_nodes_that_do_not(tmp_path: Path) -> None:
+    store, shared, own = MemoryStore(), tmp_path / "shared", tmp_path / "own"
+    with doctor.marked(store, Keys(), "n0", shared) as found:
+        assert "no other node" in found[0].detail
+    with doctor.marked(store, Keys(), "n1", shared) as found:
+        assert (found[0].level, found[0].detail) == (Level.OK, "n0 wrote to the same one")
+    with doctor.marked(store, Keys(), "n2", own) as found:
+        assert found[0].level is Level.ERROR
+        assert "n0, n1 ran the doctor on a directory that is not this one" in found[0].detail
+
+
+def test_old_marks_are_forgotten(tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.put(
+        Keys().root + "doctor/marks/n9", json.dumps({"token": "x", "time": time.time() - doctor.FRESH - 1})
+    )
+    with doctor.marked(store, Keys(), "n0", tmp_path) as found:
+        assert found[0].level is Level.OK
+
+
+@pytest.mark.etcd
+def test_the_whole_examination(etcd: EtcdServer, keys: Keys, tmp_path: Path) -> None:
+    with connect(etcd.endpoint) as store:
+        before = store.range("").items
+        arguments = ["doctor", "--etcd", etcd.endpoint, "--cluster", keys.cluster, "--node", "n0"]
+        arguments += ["--local-addr", "127.0.0.1", "--checkpoint-path", str(tmp_path)]
+        result = CliRunner().invoke(adaptdl, [*arguments, "--json"])
+        found = {row["check"]: row["level"] for row in json.loads(result.stdout)}
+        assert "error" not in found.values()
+        assert {"python", "torch", "store", "clock", "rights", "store latency", "shared directory"} <= set(
+            found
+        )
+        left = {item.key for item in store.range("").items} - {item.key for item in before}
+        assert left <= {f"{keys.root}doctor/marks/n0"}
+
+
+def test_a_store_that_is_not_there() -> None:
+    found = doctor.check_server("127.0.0.1:1", StoreOptions(timeout=2.0))
+    assert found[0].level is Level.ERROR
+    result = CliRunner().invoke(adaptdl, ["doctor", "--etcd", "127.0.0.1:1"], standalone_mode=False)
+    assert result.return_value == 1
+    assert "does not answer" in result.output
+    assert "-> is etcd running" in result.output
