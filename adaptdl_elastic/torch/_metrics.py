@@ -46,8 +46,20 @@ THRESHOLD = 1.05
 GROWTH = 2.0
 """How far beyond the largest measured atomic batch size one decision may go."""
 
+MISFIT = 1.3
+"""Where measurement and model differ by more than this factor, the measurement decides; else the model.
+
+It averages over all configurations, each of which was measured at another moment of a noisy machine.
+"""
+
+SETTLED = WINDOW // 2
+"""Optimizer steps at one batch size before one that was measured earlier is returned to."""
+
 REFIT = 0.05
 """Relative change of a mean step time that makes the model be fitted anew."""
+
+SOON = 0.1
+"""Seconds from a change to the first look at it; then twice as long each time, up to the interval."""
 
 FORMAT = 1
 
@@ -166,6 +178,7 @@ class Metrics:
         self._progress = 0.0
         self._limits: _Limits | None = None
         self._current = BatchSize(0, 0)
+        self._steps = 0  # with an optimizer step, since it was changed
         self._position = _Position()
         self._inplace = (False, "")
         self._max_profiled = 1
@@ -224,6 +237,7 @@ class Metrics:
         self._window_time += elapsed
         self._window_samples += session.replicas * self._atomic
         if not accumulation_step:
+            self._steps += 1
             self._recent.append((self._window_time, self._window_samples))
             self._window_time, self._window_samples = 0.0, 0
         if self._skip > 0:
@@ -284,7 +298,7 @@ class Metrics:
         """The batch size that is in use from now on."""
         now = BatchSize(atomic_bsz, accumulation_steps)
         if now != self._current:
-            self._current, self._suggestion = now, None
+            self._current, self._suggestion, self._steps = now, None, 0
             self._recent.clear()
             self._wake.set()
 
@@ -374,23 +388,24 @@ class Metrics:
         if (best.atomic_bsz, best.accumulation_steps) == (now.atomic_bsz, now.accumulation_steps):
             return None
         session = self._session
-        if (
-            len(self._profiles.get(Key(session.nodes, session.replicas, now.atomic_bsz), Profile()).optim)
-            < ENOUGH
-        ):
-            return None  # give what is in use its chance first
+        if Key(session.nodes, session.replicas, now.atomic_bsz) not in self._fitted:
+            return None  # what is in use gets its chance first
+        if Key(session.nodes, session.replicas, best.atomic_bsz) in self._fitted and self._steps < SETTLED:
+            return None  # it was left for a reason
         return best if self._worth(model, best) > THRESHOLD * self._worth(model, now) else None
 
     def _worth(self, model: GoodputFunction, choice: BatchSize) -> float:
-        """Goodput of a choice: by measurement where it was measured, else by the model."""
+        """Goodput of a choice: by the model, or by measurement where it proves the model wrong."""
         session = self._session
         key = Key(session.nodes, session.replicas, choice.atomic_bsz)
         passes = choice.accumulation_steps
+        predicted = max(float(model(*key, passes)), 1e-12)
         accum_time, optim_time = self._fitted.get(key, (0.0, 0.0))
         if not optim_time or (passes and not accum_time):
-            return float(model(*key, passes))
+            return predicted
         batch = key.replicas * key.atomic_bsz * (passes + 1)
-        return float(batch / (passes * accum_time + optim_time) * model.efficiency(batch))
+        measured = float(batch / (passes * accum_time + optim_time) * model.efficiency(batch))
+        return predicted if 1 / MISFIT <= measured / predicted <= MISFIT else measured
 
     def entries(self) -> tuple[ProfileEntry, ...]:
         """Every configuration that was measured often enough."""
@@ -451,8 +466,9 @@ class Metrics:
         self._thread.start()
 
     def _run(self) -> None:
+        pause = SOON
         while not self._closed:
-            self._wake.wait(self._interval)
+            pause = SOON if self._wake.wait(min(pause, self._interval)) else 2 * pause
             self._wake.clear()
             try:
                 self.refresh()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from adaptdl_elastic import _session, checkpoint, sched_hints
 from adaptdl_elastic.channel import Channel
 from adaptdl_elastic.torch import _metrics
-from adaptdl_elastic.torch._metrics import WARMUP, WINDOW, BatchSize, Metrics, robust_mean
+from adaptdl_elastic.torch._metrics import SETTLED, WARMUP, WINDOW, BatchSize, Metrics, robust_mean
 
 
 @pytest.fixture
@@ -179,6 +179,19 @@ def test_measurements_overrule_the_model(script: Script) -> None:
         visited.append(now.atomic_bsz)
     assert visited[-1] <= 40
     assert len(set(visited[-10:])) == 1
+
+
+def test_one_that_was_left_is_returned_to_only_after_a_fair_trial_of_the_other(script: Script) -> None:
+    machine = Machine(lambda atomic: 0.01 if atomic <= 40 else 0.5)
+    limits(machine)
+    noisy_gradients(machine.metrics)
+    machine.train(20, 32)
+    machine.train(SETTLED - 1, 64)
+    machine.metrics.refresh()
+    assert machine.metrics.suggestion() is None
+    machine.train(1, 64)
+    machine.metrics.refresh()
+    assert machine.metrics.suggestion() is not None
 
 
 def test_a_decision_goes_at_most_twice_as_far_as_was_measured(script: Script) -> None:
