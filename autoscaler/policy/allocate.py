@@ -19,6 +19,7 @@ from adaptdl_elastic.autoscaler.policy.types import (
     Decision,
     JobInfo,
     NodeInfo,
+    Objective,
     Settings,
 )
 
@@ -69,9 +70,8 @@ def allocate(
     """
     started = time.process_time()
     usable = [node for node in nodes if not node.draining and node.slots > 0]
-    there = {node.name for node in usable}
     before = {job.name: dict(current.get(job.name, {})) for job in jobs}
-    intact = {job.name for job in jobs if before[job.name] and there.issuperset(before[job.name])}
+    intact = _intact(jobs, usable, before)
     pinned = [job for job in jobs if job.name in intact and _pinned(job, before[job.name])]
     common = _room(JobInfo(""), usable)
     plain = {job.name: job.limits is None and job.max_nodes is None for job in jobs}
@@ -101,6 +101,20 @@ def allocate(
     return replace(decision, reasons=given, seconds=time.process_time() - started)
 
 
+def _intact(jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo], before: Mapping[str, Allocation]) -> set[str]:
+    """Jobs that could stay as they are: none of their nodes is gone, draining, or fuller than it can be."""
+    room = {node.name: node.slots for node in nodes}
+    for job in jobs:
+        for node, replicas in before[job.name].items():
+            if node in room:
+                room[node] -= replicas
+    return {
+        job.name
+        for job in jobs
+        if before[job.name] and all(room.get(node, -1) >= 0 for node in before[job.name])
+    }
+
+
 def _pinned(job: JobInfo, before: Allocation) -> bool:
     """Whether a running job keeps what it has, whatever would be better."""
     if job.requested_replicas is not None:
@@ -128,6 +142,8 @@ def _room(job: JobInfo, nodes: Sequence[NodeInfo]) -> _Room:
 def _impossible(job: JobInfo, nodes: int, room: _Room) -> str:
     """Why a job can not run on these nodes even if it had them alone, empty if it can."""
     least = max(job.requested_replicas or job.min_replicas, job.min_nodes, 1)
+    if room.nodes == 0:
+        return f"none of the {nodes} nodes can take it" if nodes else "there are no nodes"
     if room.nodes < job.min_nodes:
         return f"needs {job.min_nodes} nodes, {room.nodes} of {nodes} can take it"
     if room.total < least:
@@ -165,7 +181,8 @@ def _tables(
     weight = objective.weights(remaining, settings, jobs)[:, np.newaxis]
     pause = np.array([settings.default_pause if job.pause is None else job.pause for job in jobs])
     paid = objective.after_pause(speedup, remaining, pause, settings)
-    extra = np.array([_urgency(job, now, settings) for job in jobs])[:, np.newaxis]
+    running = objective.FIRST * float(weight.max(initial=0.0)) * (settings.objective is Objective.COMPLETION)
+    extra = np.array([running + _urgency(job, now, settings) for job in jobs])[:, np.newaxis]
     changed = np.where(allowed, weight * objective.utility(paid, settings) + extra, 0.0)
     kept = np.array([_kept(job, found, sizes) for job, found in zip(jobs, had, strict=True)], dtype=int)
     rows = np.arange(len(jobs))
@@ -287,7 +304,13 @@ def _solve(tables: Tables, board: Board, capacity: int) -> tuple[dict[str, dict[
     """Choose sizes, then places. A size that finds no place is given up and the rest is chosen again."""
     allowed = tables.allowed.copy()
     start = {name: dict(found) for name, found in board.placed.items()}
-    best: tuple[float, dict[str, dict[str, int]]] | None = None
+    as_it_is = Board(board.nodes, board.current)
+    for name, found in start.items():
+        as_it_is.put(name, found)
+    for row, job in enumerate(tables.jobs):
+        if tables.kept[row] >= 0:
+            as_it_is.put(job.name, board.current[job.name])
+    best = _worth(tables, as_it_is), as_it_is.placed
     table = first = _table(tables, allowed, capacity)
     for _ in range(_ROUNDS):
         trial = Board(board.nodes, board.current, stable_wanted=board.stable_wanted)
@@ -295,7 +318,7 @@ def _solve(tables: Tables, board: Board, capacity: int) -> tuple[dict[str, dict[
             trial.put(name, found)
         failed, moved = _place(tables, table.choose(capacity), trial, allowed)
         worth = _worth(tables, trial)
-        if best is None or worth > best[0] + 1e-9:
+        if worth > best[0] + 1e-9:
             best = worth, trial.placed
         if not failed and not moved:
             break
@@ -303,7 +326,6 @@ def _solve(tables: Tables, board: Board, capacity: int) -> tuple[dict[str, dict[
             smaller = tables.sizes.replicas < tables.sizes.replicas[column]
             allowed[row] &= smaller
         table = _table(tables, allowed, capacity)
-    assert best is not None
     return best[1], first
 
 

