@@ -487,7 +487,8 @@ class AdaptiveAgent(SimpleElasticAgent):
         self._put(self._keys.generation(self._setting.me.job, generation, "ready", node), encode(record))
 
     def _write_ended(self, record: EndedRecord) -> None:
-        self._journal.ended()
+        if self._plan is None or record.generation == self._plan.generation:
+            self._journal.ended()
         record = replace(record, last_step=self._journal.last_step, time=time.time())
         if record.failure is not None:
             status = self.state.status
