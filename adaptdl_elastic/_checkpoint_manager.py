@@ -103,6 +103,7 @@ class CheckpointManager:
         self._thread: threading.Thread | None = None
         self._swept = False
         self._told = False
+        self._over = -1  # the last epoch that has ended
 
     # ------------------------------------------------------------------------------------- loading
 
@@ -233,9 +234,13 @@ class CheckpointManager:
     def expire(self, epoch: int) -> None:
         """Forget unclaimed states that belong to `epoch` or an earlier one."""
         with self._lock:
-            gone = [n for n, u in self._unclaimed.items() if u.expires is not None and u.expires <= epoch]
-            for name in gone:
-                self._unclaimed.pop(name).file.close()
+            self._over = max(self._over, epoch)
+            self._drop_expired()
+
+    def _drop_expired(self) -> None:
+        gone = [n for n, u in self._unclaimed.items() if u.expires is not None and u.expires <= self._over]
+        for name in gone:
+            self._unclaimed.pop(name).file.close()
 
     def unclaimed(self) -> list[str]:
         """States in the checkpoint that no part of the script has asked for so far."""
@@ -322,7 +327,9 @@ class CheckpointManager:
         if not self._swept:
             storage.sweep()
             self._swept = True
-        checkpoint_id = _storage.new_id([*storage.ids(), *self._history[-1:]], job.generation)
+        ids = storage.ids()
+        self._follow(storage, ids)
+        checkpoint_id = _storage.new_id([*ids, *self._history[-1:]], job.generation)
         writing = storage.begin(checkpoint_id)
         try:
             for name, (write, expires) in job.writes.items():
@@ -347,8 +354,15 @@ class CheckpointManager:
         self._history = (*self._history, checkpoint_id)[-HISTORY:]
         return manifest
 
+    def _follow(self, storage: Storage, ids: list[str]) -> None:
+        """Take up the history where another replica, whose place this one has taken, has left it."""
+        if ids and ids[-1] not in self._history and ids[-1] not in self._damaged:
+            with suppress(DamagedError):
+                self._history = (*storage.manifest(ids[-1]).history, ids[-1])[-HISTORY:]
+
     def _carry_over(self, writing: _storage.Writing, job: _Job) -> None:
         with self._lock:
+            self._drop_expired()
             left = {name: u for name, u in self._unclaimed.items() if name not in job.writes}
             for name, unclaimed in left.items():
                 with writing.state(name, unclaimed.expires) as file:

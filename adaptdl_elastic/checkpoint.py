@@ -374,10 +374,9 @@ def end_epoch(epoch: int) -> None:
     for name, state in list(session.states.items()):
         if state.expires is not None and state.expires <= epoch:
             del session.states[name]
-    manager = session.scratch.get(_SCRATCH)
-    if manager is not None:
-        manager.expire(epoch)
-        manager.tell_unclaimed()
+    manager = _manager(session)
+    manager.expire(epoch)
+    manager.tell_unclaimed()
 
 
 def unregister(state: State) -> None:

@@ -1,8 +1,8 @@
 """What a job learns about itself while it trains, and the batch size that follows from it.
 
-Rank 0 measures how long steps take at each (nodes, replicas, atomic batch size), and is told the
-gradient statistics. A thread of its own fits the goodput model to them, looks for a better batch size,
-and reports to the agent; the training loop only appends numbers and reads one attribute.
+Every replica measures how long steps take at each (nodes, replicas, atomic batch size), and is told
+the gradient statistics. On rank 0 a thread of its own fits the goodput model to them, looks for a better
+batch size, and reports to the agent; the training loop only appends numbers and reads one attribute.
 
 A step time is believed as the mean of the last `WINDOW` measurements without those that lie far from
 their median (Hampel's rule), and not before `WARMUP` steps have passed since a start or a change of the
@@ -141,7 +141,7 @@ class _Position:
 
 
 class _State(checkpoint.State):
-    """Rank 0's measurements, in the checkpoint."""
+    """The measurements, in the checkpoint."""
 
     def __init__(self, metrics: Metrics) -> None:
         super().__init__("adaptdl-metrics")
@@ -242,7 +242,7 @@ class Metrics:
             self._window_time, self._window_samples = 0.0, 0
         if self._skip > 0:
             self._skip -= 1
-        elif session.rank == 0:
+        else:  # on every replica: any of them may have to take rank 0's place
             self._record(key, elapsed, accumulation_step)
         if session.rank == 0 and self._background and self._thread is None:
             self._start()
@@ -346,7 +346,8 @@ class Metrics:
 
         For the start of a generation, when nothing is in use yet: it takes milliseconds.
         """
-        self._refit()
+        if self._perf_params is None:  # after a restart; else the background thread has done it
+            self._refit()
         return self._optimum()
 
     def suggestion(self) -> BatchSize | None:

@@ -17,6 +17,7 @@ from fresh import Script
 from numbers_state import Number
 
 from adaptdl_elastic import _session, _storage, checkpoint
+from adaptdl_elastic._session import Identity
 from adaptdl_elastic._storage import DirectoryStorage
 from adaptdl_elastic.checkpoint import CheckpointError, CheckpointSaveError, TensorState
 from adaptdl_elastic.torch._copying import copy_to_host
@@ -391,6 +392,29 @@ def test_states_of_an_epoch_are_dropped_with_it(script: Script, tmp_path: Path) 
     checkpoint.end_epoch(3)
     checkpoint.save_all_states()
     assert set(newest_states(tmp_path)) == {"kept"}
+
+
+def test_a_replica_that_takes_rank_0s_place_goes_on_with_its_checkpoints(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number, gone = Number("n", 1), Number("gone", 1)
+    Number("late", 5)
+    gone.expires = 0
+    first = checkpoint.save_all_states()
+    snapshots = checkpoint.snapshot_states(["n"])
+    assert first is not None
+    script.restart(ADAPTDL_REPLICA_RANK="1", ADAPTDL_NUM_REPLICAS="2")  # it joins in place, and loads nothing
+    checkpoint.restore_states(snapshots)
+    number = Number("n")
+    checkpoint.end_epoch(0)
+    session = _session.current()
+    session.identity = Identity(rank=0, replicas=1, generation=2)
+    number.value = 2
+    saved = checkpoint.save_all_states()
+    assert saved is not None
+    manifest = DirectoryStorage(tmp_path / "saved").manifest(saved.id)
+    assert set(manifest.states) == {"n", "late"}
+    assert (manifest.history, manifest.generation) == ((first.id,), 2)
 
 
 def newest_states(tmp_path: Path) -> dict[str, Any]:
