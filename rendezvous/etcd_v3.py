@@ -33,6 +33,7 @@ from adaptdl_elastic.rendezvous.store import (
 
 logger = logging.getLogger(__name__)
 
+_NO_USER = "this etcd asks for a user: set ADAPTDL_ETCD_USER and ADAPTDL_ETCD_PASSWORD_FILE"
 _LONGEST_PAUSE = 1.0  # seconds between two attempts of a watch to come back
 # gRPC status codes (google.golang.org/grpc/codes)
 _RESOURCE_EXHAUSTED, _OUT_OF_RANGE, _UNAVAILABLE, _UNAUTHENTICATED = 8, 11, 14, 16
@@ -93,12 +94,15 @@ def _store_error(error: HttpStatusError) -> StoreError:
         return StoreAuthError(
             "the etcd user may not do this: its role needs readwrite on the prefix (docs/security.md)"
         )
+    if said.startswith("CommonName of client"):
+        return StoreAuthError(
+            "the client certificate has a common name (CN), and etcd's gateway refuses those while users are "
+            "enabled: make one without (docs/security.md)"
+        )
     if error.code == _UNAUTHENTICATED or error.status == 401 or "authentication failed" in said:
         return StoreAuthError(f"etcd refused the login ({said}): check ADAPTDL_ETCD_USER and its password")
     if "user name is empty" in said or "user name not found" in said:
-        return StoreAuthError(
-            "this etcd asks for a user: set ADAPTDL_ETCD_USER and ADAPTDL_ETCD_PASSWORD_FILE"
-        )
+        return StoreAuthError(_NO_USER)
     if "too large" in said:
         return StoreError("etcd refused a value as too large: it takes up to 1.5 MB")
     if "space exceeded" in said:
@@ -211,7 +215,10 @@ class EtcdV3Store(Store):
         try:
             self._call("/v3/kv/range", {"key": _b64("/adaptdl/v1/"), "count_only": True})
         except StoreAuthError as error:
-            if "may not do this" not in str(error):  # a role that is limited to another prefix is fine
+            # a role that is limited to another prefix is fine; to be nobody is not
+            if self.options.user is None:
+                raise StoreAuthError(_NO_USER) from error
+            if "may not do this" not in str(error):
                 raise
 
     def _put_body(self, key: str, value: str, lease: Lease | None) -> Json:
