@@ -54,6 +54,7 @@ LEASE_TTL = 5.0
 _HEARTBEAT = 1.0  # how often the lease is looked at, locally
 _LAZY = ("hints", "checkpoint")  # changes of these may wait for others to come along
 _LAZY_DELAY = 0.5
+_LOUD = {"policy_failed": logging.ERROR, "malformed": logging.WARNING}
 _ROUNDS = 50  # decisions in a row without anything new from the store
 
 
@@ -347,7 +348,7 @@ class _Term:
     def say(self, event: str, fields: Any) -> None:
         """One line of the bounded log in the store; never the reason for anything to fail."""
         wall = self._o._wall()
-        logger.info("%s %s", event, fields)
+        logger.log(_LOUD.get(event, logging.INFO), "%s %s", event, fields)
         key = f"{self._o._keys.events}{int(wall * 1000):013d}-{secrets.token_hex(3)}"
         line = {"time": wall, "event": event, "fence": self._fence, **fields}
         try:

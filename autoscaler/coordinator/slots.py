@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from adaptdl_elastic.autoscaler.coordinator.types import Allocation
 from adaptdl_elastic.autoscaler.state import JobView, View
@@ -140,74 +142,85 @@ def resize(
 ) -> dict[str, int] | None:
     """An allocation of exactly `replicas` that moves as few as can be, on as few nodes as can be.
 
-    Keeps the order of the nodes that stay, so that rank 0 survives. None when there is none that
-    these rooms allow.
+    Keeps the order of the nodes that stay, so that rank 0 survives. None when none is found.
     """
     limit = len(places) if max_nodes is None else min(max_nodes, len(places))
     stay = [node for node in current if node in places]
-    fresh = sorted(
-        (node for node in places if node not in current),
-        key=lambda node: (places[node].preferred, -places[node].most, node),
-    )
     stay.sort(key=lambda node: places[node].preferred)  # stable: rank order among equals
-    best: tuple[tuple[int, int, int], dict[str, int]] | None = None
-    for kept in range(min(len(stay), limit), -1, -1):
-        for added in range(min(len(fresh), limit - kept) + 1):
-            count = kept + added
-            if count < max(min_nodes, 1) or count > replicas:
-                continue
-            # dropping from the end keeps rank 0; adding the roomiest first keeps nodes few
-            chosen = [*stay[:kept], *fresh[:added]]
+    fresh = [node for node in places if node not in current]
+    roomy = sorted(fresh, key=lambda node: (places[node].preferred, -places[node].most, node))
+    small = sorted(fresh, key=lambda node: (places[node].least, places[node].preferred, node))
+    for order in (roomy, small):  # few nodes if that works, else those that ask for least
+        best: tuple[tuple[int, int, int], dict[str, int]] | None = None
+        for chosen in _choices(stay, order, replicas, places, max(min_nodes, 1), limit):
             filled = _fill(chosen, replicas, current, places)
-            if filled is None:
-                continue
             moved = sum(max(0, current.get(node, 0) - filled.get(node, 0)) for node in current)
-            cost = (moved, count, sum(places[node].preferred for node in chosen))
+            cost = (moved, len(chosen), sum(places[node].preferred for node in chosen))
             if best is None or cost < best[0]:
                 best = cost, filled
-        if best is not None and best[0][0] == 0:
-            break
-    return None if best is None else best[1]
+            if moved == 0:
+                break
+        if best is not None:
+            return best[1]
+    return None
+
+
+def _choices(
+    stay: list[str], fresh: list[str], replicas: int, places: Mapping[str, Room], min_nodes: int, limit: int
+) -> Iterator[list[str]]:
+    """For each number of nodes that stay, those dropped from the end, the fewest fresh ones that do."""
+    most = list(accumulate((places[node].most for node in fresh), initial=0))
+    least = list(accumulate((places[node].least for node in fresh), initial=0))
+    for kept in range(min(len(stay), limit), -1, -1):
+        has = sum(places[node].most for node in stay[:kept])
+        needs = sum(places[node].least for node in stay[:kept])
+        added = max(bisect_left(most, replicas - has), min_nodes - kept, 0)
+        if added <= min(len(fresh), limit - kept) and kept + added and needs + least[added] <= replicas:
+            yield [*stay[:kept], *fresh[:added]]
 
 
 def _fill(
     chosen: list[str], replicas: int, current: Allocation, places: Mapping[str, Room]
-) -> dict[str, int] | None:
+) -> dict[str, int]:
     """`replicas` over exactly these nodes: first what each needs, then what it had, then the rest."""
     filled = {node: places[node].least for node in chosen}
     left = replicas - sum(filled.values())
-    if left < 0:
-        return None
     for goal in (current, {node: places[node].most for node in chosen}):
         for node in chosen:
             more = min(left, max(0, min(goal.get(node, 0), places[node].most) - filled[node]))
             filled[node] += more
             left -= more
-    return filled if left == 0 else None
+    return filled
+
+
+def _sizes(spec: JobSpec, places: Mapping[str, Room]) -> range:
+    """Numbers of replicas that a job may have and that these rooms could hold."""
+    least = max(1, spec.min_replicas, spec.min_nodes)
+    return range(least, min(spec.max_replicas, sum(room.most for room in places.values())) + 1)
 
 
 def smallest(
     spec: JobSpec, places: Mapping[str, Room], current: Allocation | None = None
 ) -> dict[str, int] | None:
     """The least that this job can begin with."""
-    for replicas in range(max(1, spec.min_replicas, spec.min_nodes), spec.max_replicas + 1):
-        found = resize(current or {}, replicas, places, min_nodes=spec.min_nodes, max_nodes=spec.max_nodes)
-        if found is not None:
-            return found
-    return None
+    return _first(_sizes(spec, places), spec, places, current or {})
 
 
 def nearest(
     spec: JobSpec, wanted: int, places: Mapping[str, Room], current: Allocation
 ) -> dict[str, int] | None:
     """The allocation whose size is as near to `wanted` as these rooms allow, smaller before larger."""
-    least, most = max(1, spec.min_replicas), spec.max_replicas
-    for distance in range(max(wanted, most) + 1):
-        for replicas in (wanted - distance, wanted + distance):
-            if least <= replicas <= most:
-                found = resize(current, replicas, places, min_nodes=spec.min_nodes, max_nodes=spec.max_nodes)
-                if found is not None:
-                    return found
+    sizes = sorted(_sizes(spec, places), key=lambda size: (abs(size - wanted), size))
+    return _first(sizes, spec, places, current)
+
+
+def _first(
+    sizes: Iterable[int], spec: JobSpec, places: Mapping[str, Room], current: Allocation
+) -> dict[str, int] | None:
+    for replicas in sizes:
+        found = resize(current, replicas, places, min_nodes=spec.min_nodes, max_nodes=spec.max_nodes)
+        if found is not None:
+            return found
     return None
 
 
