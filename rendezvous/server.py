@@ -118,6 +118,8 @@ class EtcdServer:
         self._ports: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._keeper: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._log_start = 0  # of this run, in the log
 
     @property
     def endpoint(self) -> str:
@@ -147,8 +149,10 @@ class EtcdServer:
 
     def start(self) -> EtcdServer:
         """Start it, on the same ports and data as before if it ran before, and wait until it serves."""
-        if self.running:
-            return self
+        with self._starting:
+            return self if self.running else self._start()
+
+    def _start(self) -> EtcdServer:
         if self._dir is None:
             self._dir = Path(tempfile.mkdtemp(prefix="adaptdl-etcd-"))
         self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -239,6 +243,7 @@ class EtcdServer:
     def _spawn(self) -> None:
         # The parent-death signal is tied to the *thread* that forked: this one stays for as long as etcd.
         spawned = threading.Event()
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
         problem: list[OSError] = []
         # nothing in our environment is meant for it; ETCD_* variables would be taken as options
         environment = {key: value for key, value in os.environ.items() if not key.startswith("ETCD_")}
@@ -291,11 +296,13 @@ class EtcdServer:
                 return False
 
     def _last_words(self) -> str:
+        """What it said first (a wrong option, then its manual) and last (why it gave up)."""
         try:
-            lines = self.log.read_text(errors="replace").strip().splitlines()
+            text = self.log.read_bytes()[self._log_start :].decode(errors="replace")
         except OSError:
             return ""
-        return " | ".join(lines[-3:])
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return " | ".join(dict.fromkeys(lines[:1] + lines[-2:]))
 
     def _reap(self) -> None:
         if self._keeper is not None:

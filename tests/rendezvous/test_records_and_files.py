@@ -1,0 +1,139 @@
+"""Codecs: what is written comes back, and what is not ours is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptdl_elastic.rendezvous import records as r
+from adaptdl_elastic.rendezvous import runtime_file
+from adaptdl_elastic.rendezvous.etcd_v2 import close_value, open_value
+from adaptdl_elastic.rendezvous.etcd_v3 import range_end
+from adaptdl_elastic.rendezvous.keys import Keys, check_name
+
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
+PLANS = st.builds(
+    r.Plan,
+    job=NAMES,
+    run=st.text(),
+    generation=st.integers(0, 10**6),
+    placements=st.lists(st.builds(r.Placement, NAMES, st.integers(1, 8), st.text())).map(tuple),
+    cause=st.sampled_from(r.Cause),
+    transition=st.sampled_from(r.Transition),
+    reason=st.text(),
+)
+
+
+@given(PLANS)
+def test_a_plan_comes_back(plan: r.Plan):
+    text = r.encode(plan)
+    assert r.decode(r.Plan, text) == plan
+    assert json.loads(text)["v"] == r.VERSION
+    ranks = [rank for node in dict.fromkeys(p.node for p in plan.placements) for rank in plan.ranks(node)]
+    assert set(ranks) <= set(range(plan.replicas))
+
+
+@pytest.mark.parametrize("text", ['{"v":7,"id":"x"}', '{"id":"x","v":7}', ' { "v" : 7 }', '{"v":7}'])
+def test_a_newer_version_is_refused_with_both_named(text: str):
+    with pytest.raises(r.NewerRecordError, match=r"leader: .*version 7 .* up to 1"):
+        r.decode(r.LeaderRecord, text, "leader")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "null",
+        "[]",
+        "{",
+        "{}",
+        "3",
+        "\x00",
+        '{"v":1}',
+        '{"v":"x"}',
+        '{"v":1,"id":{}}',
+        "[" * 5000,
+        "é",
+        '{"v":1,"id":NaN}',
+    ],
+)
+def test_garbage_is_refused_with_its_key(text: str):
+    with pytest.raises(r.MalformedRecordError, match=r"^the/key: "):
+        r.decode(r.LeaderRecord, text, "the/key")
+
+
+@given(st.text())
+def test_any_text_is_a_record_or_malformed(text: str):
+    for kind in (r.Plan, r.NodeRecord, r.JobStatus):
+        with pytest.raises(r.MalformedRecordError):
+            r.decode(kind, text)
+
+
+def test_fields_of_a_later_minor_version_are_ignored():
+    assert r.decode(r.LeaderRecord, '{"v":1,"id":"x","colour":"red"}').id == "x"
+
+
+@given(st.text(), st.sampled_from(["", "0123abc"]), st.integers(0, 10**9))
+def test_v2_heads_come_off(value: str, lease: str, revision: int):
+    closed = close_value(value, lease, revision)
+    opened, owner, number = open_value(closed)
+    assert (opened, owner) == (value, lease)
+    assert number == (revision if lease or value.startswith("\x01") else 0)
+
+
+@given(st.text(max_size=5), st.text(max_size=5))
+def test_the_end_of_a_prefix(prefix: str, key: str):
+    start, end, data = prefix.encode(), range_end(prefix), key.encode()
+    inside = data >= (start or b"\0") and (data < end or end == b"\0")
+    if data:  # there is no empty key
+        assert inside == data.startswith(start) or data == b"\0"
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "-a", ".a", "a b", "é", "a" * 129, "..", "a\n"])
+def test_names_that_can_not_be_keys(name: str):
+    with pytest.raises(ValueError, match=r"job .* can not be used"):
+        check_name("job", name)
+
+
+def test_clusters_do_not_share_prefixes():
+    assert not Keys("one2").root.startswith(Keys("one").root)
+
+
+def test_a_runtime_file_comes_back(tmp_path: Path):
+    folder = tmp_path / "adaptdl"
+    mine = runtime_file.RuntimeFile("127.0.0.1:1", "default", "job", os.getpid())
+    dead = runtime_file.RuntimeFile("127.0.0.1:2", "default", "dead", 2**22 - 3)
+    assert runtime_file.find(directory=folder) is None
+    path = runtime_file.write(mine, folder)
+    runtime_file.write(dead, folder)
+    (folder / "junk.json").write_text("junk")
+    assert (path.stat().st_mode & 0o777, folder.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert runtime_file.read_all(folder) == [mine]
+    assert runtime_file.find("job", folder) == mine
+    assert runtime_file.find("other", folder) is None
+    runtime_file.remove("job", os.getpid() + 1, folder)  # not ours
+    assert runtime_file.find("job", folder) == mine
+    runtime_file.remove("job", os.getpid(), folder)
+    runtime_file.remove("job", os.getpid(), folder)
+    assert runtime_file.find("job", folder) is None
+
+
+def test_a_directory_that_others_can_enter_is_not_trusted(tmp_path: Path):
+    folder = tmp_path / "adaptdl"
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    for use in (runtime_file.read_all, lambda folder: runtime_file.write(_record(), folder)):
+        with pytest.raises(runtime_file.RuntimeFileError, match="XDG_RUNTIME_DIR"):
+            use(folder)
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(runtime_file.RuntimeFileError):
+        runtime_file.read_all(tmp_path / "link")
+
+
+def _record() -> runtime_file.RuntimeFile:
+    return runtime_file.RuntimeFile("127.0.0.1:1", "default", "job", os.getpid())
