@@ -13,6 +13,7 @@ from adaptdl_elastic.agent.report import Generation, Summary, count, duration
 
 _INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 _BLUE, _GREEN, _ORANGE, _RED, _PURPLE = "#2f6fde", "#17916b", "#e07b00", "#d64545", "#7c4dbd"
+_NODES = (_BLUE, _ORANGE, _GREEN, _PURPLE, _RED, _MUTED)  # one colour a node, as far as they go
 _HIGHER_IS_BETTER = ("acc", "auc", "f1", "score", "precision", "recall", "bleu")
 _WIDTH = 10.0  # inches
 _LABELLED = 12  # generations whose reason fits above the picture
@@ -109,9 +110,18 @@ def _name(axis: Any, text: str) -> None:
 def _replicas(axis: Any, summary: Summary) -> None:
     _name(axis, "replicas")
     generations = summary.generations
+    nodes = list(dict.fromkeys(node for g in generations for node, _ in g.placements))
+    colors = dict(zip(nodes, _NODES, strict=False)) if len(nodes) > 1 else {}
     for generation in generations:
         width = generation.end - generation.start - _pause_after(generation, generations)
-        axis.bar(generation.start, generation.replicas, width, align="edge", color=_BLUE, alpha=0.22, lw=0)
+        bottom = 0
+        for node, replicas in generation.placements or (("", generation.replicas),):
+            color = colors.get(node, _BLUE)
+            axis.bar(
+                generation.start, replicas, width, bottom, align="edge", color=color, alpha=0.3, lw=0,
+                label=f"on {node}" if colors else None,
+            )  # fmt: skip
+            bottom += replicas
         axis.plot([generation.start, generation.start + width], [generation.replicas] * 2, color=_BLUE, lw=2)
         if len(generations) <= _LABELLED and width > 0.05 * summary.seconds:
             axis.text(
@@ -123,6 +133,11 @@ def _replicas(axis: Any, summary: Summary) -> None:
                 va="top",
                 clip_on=True,
             )
+    if colors:
+        handles, labels = axis.get_legend_handles_labels()
+        first = dict(zip(reversed(labels), reversed(handles), strict=True))
+        named = [f"on {node}" for node in nodes if f"on {node}" in first]
+        _legend(axis, [first[name] for name in named], named)
     top = max((g.replicas for g in generations), default=1)
     axis.set_ylim(0, top * 1.15)
     axis.yaxis.get_major_locator().set_params(integer=True)
@@ -199,16 +214,14 @@ def _metrics(axis: Any, summary: Summary) -> None:
         _legend(axis)
 
 
-def _legend(axis: Any) -> None:
-    if axis.get_legend_handles_labels()[0]:
+def _legend(axis: Any, handles: Sequence[Any] | None = None, labels: Sequence[str] | None = None) -> None:
+    if handles is None or labels is None:
+        handles, labels = axis.get_legend_handles_labels()
+    if handles:
         axis.legend(
-            loc="lower right",
-            bbox_to_anchor=(1.0, 0.98),
-            ncols=3,
-            frameon=False,
-            fontsize=8,
-            labelcolor=_MUTED,
-        )
+            handles, labels, loc="lower right", bbox_to_anchor=(1.0, 0.98), ncols=max(3, len(labels)),
+            frameon=False, fontsize=8, labelcolor=_MUTED,
+        )  # fmt: skip
 
 
 def _better_up(name: str) -> bool:

@@ -26,6 +26,7 @@ class Generation:
     reason: str
     pause: float | None  # seconds without a step before it; None: it was the first, or nobody knows
     transition: str = "restart"
+    placements: tuple[tuple[str, int], ...] = ()  # node, replicas
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ def _generations(events: Sequence[Event], began: float, end: float) -> tuple[Gen
             reason=str(event.get("reason", "")),
             pause=_number(event.get("pause_s")),
             transition=str(event.get("transition", "restart")),
+            placements=tuple((str(n), int(c)) for n, c in (event.get("placements") or {}).items()),
         )
         for event, start, stop in zip(events, starts, ends, strict=True)
     )
