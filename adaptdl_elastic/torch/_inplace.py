@@ -36,6 +36,7 @@ must happen once per epoch stands at the end of its body.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -47,6 +48,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed
 
 from adaptdl_elastic import checkpoint, env
@@ -70,7 +72,7 @@ PATIENCE = 60.0
 """Seconds that those who have begun to switch wait for each other."""
 
 _SCRATCH = "inplace"
-_SLICE = timedelta(seconds=0.5)
+_FOREVER = timedelta(days=365)
 
 
 class Rescaler:
@@ -81,6 +83,7 @@ class Rescaler:
         self._lock = threading.Condition()
         self._plans: dict[int, Message] = {}  # by generation, as our agent told us
         self._called_off: set[int] = set()
+        self._attempt = 0  # previews of the present plan
         self._again = threading.Event()  # the switch was tried, or is not wanted any more
         control = session.control
         control.handlers["preview"] = self._preview
@@ -93,10 +96,13 @@ class Rescaler:
             if message.get("withdraw"):
                 self._called_off.add(generation)
                 self._again.set()
+                if self._session.rank == 0 and generation in self._plans:
+                    self._release(self._plans[generation])
                 return
             self._plans[generation] = message
             self._lock.notify_all()
         if self._session.rank == 0:
+            self._attempt = 0
             threading.Thread(
                 target=self._lead, args=(generation, message), name="adaptdl-rescale", daemon=True
             ).start()
@@ -110,8 +116,8 @@ class Rescaler:
             if plan["ranks"][0] != 0:
                 raise ValueError("rank 0 must stay rank 0")
             store = _meeting(plan["master_addr"], int(plan["master_port"]), generation)
-            attempt = 0
             while self._wanted(generation):
+                attempt = self._attempt
                 self._again.clear()
                 command = {"generation": generation, "attempt": attempt}
                 if plan["newcomers"]:
@@ -121,17 +127,21 @@ class Rescaler:
                     command["at"] = json.loads(store.get(f"preview/{attempt}"))
                 self._session.control.request({**command, "kind": "switch"})
                 self._again.wait()
-                attempt += 1
+                self._attempt += 1
         except Exception as error:
             log.warning("generation %d can not begin in place: %s", generation, error)
 
     def _arrived(self, store: Any, generation: int, attempt: int, newcomers: list[int]) -> bool:
         """Wait until all newcomers are where preview number `attempt` led them; False if called off."""
-        keys = [f"arrived/{attempt}/{rank}" for rank in newcomers]
-        while self._wanted(generation):
-            if _has_come(store, keys):
-                return True
-        return False
+        store.wait([f"arrived/{attempt}/{rank}" for rank in newcomers], _FOREVER)
+        return self._wanted(generation)
+
+    def _release(self, plan: Message) -> None:
+        """Wake the thread that waits for newcomers who will not come any more."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, and nobody waits
+            store = _meeting(plan["master_addr"], int(plan["master_port"]), plan["generation"])
+            for rank in plan["newcomers"]:
+                store.set(f"arrived/{self._attempt}/{rank}", "")
 
     # -- at agreed boundaries, in the training thread ----------------------------------------------
 
@@ -167,16 +177,21 @@ class Rescaler:
         session.reducer.barrier(tag="switch")
         new_rank = plan["ranks"][session.rank]
         if new_rank is None:
-            session.control.report_step(force=True)
+            _tell_switched(session, generation)
             raise SystemExit(0)
+        marks = {"states": time.monotonic() - began}
         session.reducer.close()
         dist.destroy_process_group()
+        marks["left"] = time.monotonic() - began
         os.environ.update({name: str(value) for name, value in plan["environ"].items()})
         session.identity = Identity(new_rank, plan["replicas"], plan["nodes"], generation, session.job)
         store = _meeting(plan["master_addr"], int(plan["master_port"]), generation)
         _form(session, store, command["attempt"], session.scratch["backend"])
+        marks["formed"] = time.monotonic() - began
         _transfer.give(session, list(plan["newcomers"]))
+        marks["given"] = time.monotonic() - began
         _finish(session, position, began)
+        log.info("switched: %s", {key: round(value, 4) for key, value in marks.items()})
         del self._plans[generation]
         self._again.set()
 
@@ -209,8 +224,7 @@ class Newcomer:
 
     def _next(self) -> dict[str, Any]:
         key = f"step/{self._attempt}"
-        while not _has_come(self._store, [key]):
-            pass
+        self._store.wait([key], _FOREVER)
         return _open(self._store.get(key))
 
     def arrive(self, place: tuple[int, int]) -> bool:
@@ -286,6 +300,7 @@ def begin_joining(session: Session, backend: str) -> None:
     hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=session.rank, world_size=session.replicas)
     sys.excepthook = hook
+    _warm_up()
 
 
 def _meeting(host: str, port: int, generation: int) -> Any:
@@ -294,17 +309,6 @@ def _meeting(host: str, port: int, generation: int) -> Any:
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE)
     )
     return dist.PrefixStore(f"adaptdl/{generation}", store)
-
-
-def _has_come(store: Any, keys: list[str]) -> bool:
-    """Whether all keys are there, within a moment."""
-    try:
-        store.wait(keys, _SLICE)
-    except RuntimeError as error:
-        if "timeout" in str(error).lower():
-            return False
-        raise
-    return True
 
 
 def _models(session: Session) -> list[Any]:
@@ -360,7 +364,7 @@ def _finish(session: Session, position: Position, began: float) -> None:
     session.control.renew((epoch, loop, index))
     session.reducer.barrier(tag="switched")
     session.metrics.pause()
-    session.send({"type": "switched", "generation": session.generation})
+    _tell_switched(session, session.generation)
     log.info(
         "generation %d: rank %d of %d after %.3f s",
         session.generation,
@@ -368,6 +372,17 @@ def _finish(session: Session, position: Position, began: float) -> None:
         session.replicas,
         time.monotonic() - began,
     )
+
+
+def _tell_switched(session: Session, generation: int) -> None:
+    """Tell the agent that generation g is behind this replica, and when its last step ended."""
+    session.send({"type": "switched", "generation": generation, "last_step": session.last_step_time})
+
+
+def _warm_up() -> None:
+    """What torch does once, at the first backward pass, in advance: the others will wait for that pass."""
+    layer = torch.nn.Linear(64, 64)
+    layer(torch.ones(64, 64)).sum().backward()
 
 
 def _seal(step: dict[str, Any]) -> bytes:

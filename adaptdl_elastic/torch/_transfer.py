@@ -18,7 +18,7 @@ import torch.distributed as dist
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic._session import Session
 
-BUCKET = 32 * 1024 * 1024
+BUCKET = 1024 * 1024
 """Bytes of a message, unless a single tensor is larger."""
 
 
@@ -57,22 +57,60 @@ def take(session: Session) -> None:
     described, newcomers = session.reducer.broadcast(None, tag="states")
     donors = [rank for rank in range(session.replicas) if rank not in newcomers]
     donor = donors[newcomers.index(session.rank) % len(donors)]
-    slots: list[Slot] = []
-    for kind, body in described.values():
-        if kind == "tensors":
-            _find_slots(body, slots)
-    tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
-    device = _device()
+    tensors = _targets(session, described)
     for bucket in _buckets(tensors):
-        flat = torch.empty(sum(t.numel() for t in bucket), dtype=bucket[0].dtype, device=device)
-        dist.recv(flat, donor)
-        parts = torch.split(flat, [t.numel() for t in bucket])
-        for tensor, part in zip(bucket, parts, strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        _receive(bucket, donor)
     supply = iter(tensors)
     checkpoint.restore_states(
         {name: _fill(body, supply) if kind == "tensors" else body for name, (kind, body) in described.items()}
     )
+
+
+def _targets(session: Session, described: dict[str, tuple[str, Any]]) -> list[torch.Tensor]:
+    """Where each tensor goes: into the one that this replica has in its place already, else a new one."""
+    targets: list[torch.Tensor] = []
+    for name, (kind, body) in described.items():
+        if kind != "tensors":
+            continue
+        slots: list[Slot] = []
+        _find_slots(body, slots)
+        state, own = session.states.get(name), list[torch.Tensor]()
+        if isinstance(state, checkpoint.TensorState):
+            skeleton = _strip(state.state_dict(), own)
+            if skeleton != body:  # as an optimizer's, which has no state before its first step
+                own = _matching(skeleton, own, body)
+        targets += own or [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
+    return targets
+
+
+def _matching(skeleton: Any, own: list[torch.Tensor], body: Any) -> list[torch.Tensor]:
+    """`own` tensors for those top-level parts that are alike, new ones for the others."""
+    if not (isinstance(skeleton, dict) and isinstance(body, dict)):
+        return []
+    supply, targets = iter(own), list[torch.Tensor]()
+    mine: dict[Any, list[torch.Tensor]] = {}
+    for key, part in skeleton.items():
+        slots: list[Slot] = []
+        _find_slots(part, slots)
+        mine[key] = [next(supply) for _ in slots]
+    for key, part in body.items():
+        slots = []
+        _find_slots(part, slots)
+        alike = key in skeleton and skeleton[key] == part
+        targets += mine[key] if alike else [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
+    return targets
+
+
+def _receive(bucket: list[torch.Tensor], donor: int) -> None:
+    device = _device()
+    if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].device == device:
+        dist.recv(bucket[0].detach().view(-1), donor)
+        return
+    flat = torch.empty(sum(t.numel() for t in bucket), dtype=bucket[0].dtype, device=device)
+    dist.recv(flat, donor)
+    with torch.no_grad():
+        for tensor, part in zip(bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def _device() -> torch.device:
@@ -87,13 +125,13 @@ def _sendable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Runs of tensors of one type and device, of at most BUCKET bytes; empty tensors are left out."""
+    """Runs of small tensors of one type, of at most BUCKET bytes, and each larger tensor by itself."""
     bucket: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
-        if not tensor.numel():
-            continue
         nbytes = tensor.numel() * tensor.element_size()
+        if not nbytes:
+            continue
         if bucket and (size + nbytes > BUCKET or tensor.dtype != bucket[0].dtype):
             yield bucket
             bucket, size = [], 0
