@@ -37,6 +37,9 @@ def goodputs(models: Sequence[GoodputModel], nodes: ArrayLike, replicas: ArrayLi
             found = _evaluate([models[i] for i in chunk], nodes, replicas, accumulation)
             for target, values in zip(out, found, strict=True):
                 target[chunk] = values
+    for row, model in enumerate(models):
+        if model.corrections is not None:
+            out.goodput[row] *= model.corrections.factors(nodes > 1, replicas)
     return out
 
 

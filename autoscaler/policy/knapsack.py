@@ -17,7 +17,7 @@ Array = NDArray[np.float64]
 
 
 class Options(NamedTuple):
-    """What one job could have: sizes in slots, all at least 1, and what each is worth, all above zero."""
+    """What one job could have: sizes in slots, all at least 1, and what each is worth, 0: not to be had."""
 
     sizes: NDArray[Any]
     values: Array

@@ -59,6 +59,13 @@ class Board:
         self._room: NDArray[Any] = np.array([node.slots for node in self.nodes], dtype=int)  # free, as array
         self._alike = not any(node.at_risk or node.preemptible for node in self.nodes)
 
+    def copy(self) -> Board:
+        """The same, to try something on; what is on it can not be moved."""
+        other = Board(self.nodes, self.current, stable_wanted=self.stable_wanted)
+        for job, allocation in self.placed.items():
+            other.put(job, allocation)
+        return other
+
     def put(self, job: str, allocation: Mapping[str, int]) -> None:
         """Place a job."""
         self.placed[job] = dict(allocation)

@@ -12,7 +12,7 @@ from adaptdl_elastic.autoscaler.policy import objective
 from adaptdl_elastic.autoscaler.policy.types import Allocation, Decision, JobInfo, Reason, Settings
 
 if TYPE_CHECKING:
-    from adaptdl_elastic.autoscaler.policy.allocate import Tables
+    from adaptdl_elastic.autoscaler.policy.tables import Tables
 
 
 def explain(
@@ -20,6 +20,7 @@ def explain(
     jobs: Sequence[JobInfo],
     pinned: Collection[str],
     tables: Tables,
+    targets: Sequence[int | None],
     before: Mapping[str, Allocation],
     now: float,
     settings: Settings,
@@ -34,7 +35,10 @@ def explain(
         elif job.name in pinned:
             given[job.name] = Reason(f"keeps its {replicas(sum(after.values()))}: it may not be preempted")
         else:
-            given[job.name] = _reason(job, rows[job.name], tables, before[job.name], after, now, settings)
+            row = rows[job.name]
+            target = targets[row]
+            wanted = None if target is None else int(tables.sizes.replicas[target])
+            given[job.name] = _reason(job, row, tables, wanted, before[job.name], after, now, settings)
     return given
 
 
@@ -52,6 +56,7 @@ def _reason(
     job: JobInfo,
     row: int,
     tables: Tables,
+    wanted: int | None,
     before: Allocation,
     after: Allocation,
     now: float,
@@ -60,7 +65,7 @@ def _reason(
     had, has = _goodput(tables, row, before), _goodput(tables, row, after)
     pause = settings.default_pause if job.pause is None else job.pause
     cost = pause if after and before and dict(after) != dict(before) else 0.0
-    text = _sentence(job, before, after, had, has, cost, now, settings)
+    text = _sentence(job, before, after, wanted, had, has, cost, now, settings)
     count = sum(after.values())
     return Reason(
         text=text,
@@ -70,7 +75,7 @@ def _reason(
         one_more=_nearest(tables, row, count, 1),
         one_fewer=_nearest(tables, row, count, -1),
         pause=cost,
-        wanted=_wanted(tables, row),
+        wanted=wanted,
     )
 
 
@@ -78,6 +83,7 @@ def _sentence(
     job: JobInfo,
     before: Allocation,
     after: Allocation,
+    wanted: int | None,
     had: float | None,
     has: float | None,
     pause: float,
@@ -103,6 +109,8 @@ def _sentence(
     if has > had:
         window = float(objective.horizon(np.array([pause]), settings)[0])
         return f"{change} pays the {pause:.3g} s pause within {window:.0f} s"
+    if wanted is not None and sum(before.values()) < sum(after.values()) < wanted:
+        return f"{change}: on the way to {replicas(wanted)}"
     if sum(before.values()) == sum(after.values()):
         return f"{change}: moved to make room"
     return f"{change}: the slots are worth more to other jobs"
@@ -115,9 +123,8 @@ def _pause(job: JobInfo, settings: Settings) -> str:
 def _cell(tables: Tables, values: NDArray[np.float64], row: int, allocation: Allocation) -> float | None:
     if not allocation:
         return None
-    size, several = sum(allocation.values()), len(allocation) > 1
-    match = (tables.sizes.replicas == size) & (tables.sizes.several == several)
-    return float(values[row, np.argmax(match)]) if match.any() else None
+    column = tables.sizes.find(sum(allocation.values()), len(allocation) > 1)
+    return None if column is None else float(values[row, column])
 
 
 def _goodput(tables: Tables, row: int, allocation: Allocation) -> float | None:
@@ -134,9 +141,3 @@ def _nearest(tables: Tables, row: int, count: int, direction: int) -> float | No
     nearest = np.flatnonzero(ahead)[np.argsort(sizes[ahead], kind="stable")]
     near = tables.sizes.replicas == tables.sizes.replicas[nearest[0]]
     return float(tables.goodput[row, near].max())
-
-
-def _wanted(tables: Tables, row: int) -> int | None:
-    """Replicas with the best predicted goodput among those it may have."""
-    goodput = np.where(tables.allowed[row], tables.goodput[row], 0.0)
-    return int(tables.sizes.replicas[np.argmax(goodput)]) if goodput.any() else None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
+from adaptdl_elastic.autoscaler.policy.learning import Corrections
 from adaptdl_elastic.goodput import GradParams, PerfParams
 
 Allocation = Mapping[str, int]
@@ -28,6 +29,7 @@ class GoodputModel:
     max_batch_size: int | None = None  # None: the batch size is fixed
     local_bsz_bounds: tuple[int, int] | None = None
     accumulation: bool = False
+    corrections: Corrections | None = None  # where step times were measured that θ does not fit
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Settings:
     exploration: float = 2.0  # a job may get so many times the replicas it was profiled on
     horizon: float | None = None  # seconds within which a change must pay for its pause; None: by the pause
     hysteresis: float = 0.02  # a running job changes only for more than this relative gain
-    time_limit: float = 10.0  # seconds the integer program may take
+    time_limit: float = 2.0  # seconds the integer program may take
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Reason:
     one_more: float | None = None  # predicted goodput with one replica more
     one_fewer: float | None = None
     pause: float | None = None  # seconds the change costs, 0 when there is none
-    wanted: int | None = None  # replicas it would have alone on the cluster
+    wanted: int | None = None  # replicas it is to have once they have been explored
 
 
 @dataclass(frozen=True)

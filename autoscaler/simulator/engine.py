@@ -221,22 +221,26 @@ class Simulation:
 
     def _model(self, job: SimJob) -> GoodputModel | None:
         app = job.app
+        known = job.profile
         if self.options.shared_curves:
-            pool = self._pooled.setdefault(app.name, Profile())
+            known = self._pooled.setdefault(app.name, Profile())
             for key, (step, sync) in list(job.profile.times.items())[job.pooled :]:
-                pool.add(*key, step, sync)
+                known.add(*key, step, sync)
             job.pooled = len(job.profile.times)
-            theta = pool.theta
-        else:
-            theta = job.profile.theta
+        theta = known.theta
         if job.grad_params is None or theta is None:
             return None
         low, high, fixed = app.min_local_bsz, app.max_local_bsz, job.fixed_batch_size
-        grads = job.grad_params
-        if fixed:
-            high = max(high, fixed) if app.fixed_batch_size else high
-            return GoodputModel(theta, grads, fixed, None, (low, high), True)
-        return GoodputModel(theta, grads, app.init_batch_size, app.max_batch_size, (low, high), True)
+        high = max(high, app.fixed_batch_size or 0)
+        return GoodputModel(
+            theta,
+            job.grad_params,
+            fixed or app.init_batch_size,
+            None if fixed else app.max_batch_size,
+            (low, high),
+            True,
+            known.corrections,
+        )
 
     def _remaining(self, job: SimJob) -> float | None:
         if self.options.undeclared:

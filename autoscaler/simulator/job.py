@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from adaptdl_elastic.autoscaler.policy.learning import Corrections, correct
 from adaptdl_elastic.autoscaler.policy.types import NOTHING, Allocation
 from adaptdl_elastic.autoscaler.simulator.application import Application
 from adaptdl_elastic.autoscaler.simulator.workload import Submission
@@ -25,6 +26,7 @@ class Profile:
     max_replicas: int = 0
     _theta: PerfParams | None = None
     _stale: bool = False
+    _corrections: tuple[int, Corrections] = (-1, Corrections())  # and how many times they are made from
     _error: float = 0.0  # root mean squared log error of the last fit
 
     def add(self, nodes: int, replicas: int, atomic_bsz: int, step_time: float, sync_time: float) -> None:
@@ -55,6 +57,15 @@ class Profile:
             errors = np.log(predicted * np.array(step) / (np.array(replicas) * np.array(atomic)))
             self._error = float(np.sqrt(np.mean(errors**2)))
         return self._theta
+
+    @property
+    def corrections(self) -> Corrections:
+        """What measured step times say that θ does not."""
+        theta = self.theta
+        if theta is not None and self._corrections[0] != len(self.times):
+            steps = {key: step for key, (step, _) in self.times.items()}
+            self._corrections = len(self.times), correct(theta, steps)
+        return self._corrections[1]
 
 
 class SimJob:

@@ -130,7 +130,7 @@ def test_every_promise_is_kept_again_and_again(
         assert again.allocations == found.allocations
         current = found.allocations
         if now == 2000.0:  # a node goes and a job comes
-            nodes = nodes[1:] + [NodeInfo("late", 4)]
+            nodes = [*nodes[1:], NodeInfo("late", 4)]
             jobs = [job("late"), *jobs[1:]]
             current = {name: a for name, a in current.items() if name in {j.name for j in jobs}}
 
