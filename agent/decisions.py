@@ -386,7 +386,9 @@ def _all_gone(state: State, plan: Plan) -> bool:
 
 def _gone(state: State, generation: int, node: str, agent: str) -> bool:
     """Whether a node's replicas of a generation can not be running any more."""
-    return (generation, node) in state.ended or state.agents.get(node) != agent
+    if (generation, node) in state.ended:
+        return True
+    return state.agents is not None and state.agents.get(node) != agent
 
 
 def _was_done(state: State, plan: Plan) -> bool:
@@ -408,7 +410,7 @@ def _depart(state: State, newest: bool, now: float) -> tuple[State, list[Action]
         return state, [answer]
     if state.outcome is Outcome.DONE and now < state.outcome_at + OWN_STOP_AFTER:
         return state, []  # we may have been the last: the coordinator is about to say that the job is done
-    others = any(agent != state.me.agent for agent in state.agents.values())
+    others = any(agent != state.me.agent for agent in (state.agents or {}).values())
     if others:
         return _exit(state, 0, f"drained: {departure.reason}")
     return _exit(state, STOPPED, f"stopped: {departure.reason}")

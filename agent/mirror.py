@@ -16,7 +16,6 @@ from adaptdl_elastic.rendezvous.records import (
     JobRequest,
     JobSpec,
     JobStatus,
-    MalformedRecordError,
     MasterRecord,
     NodeRecord,
     Plan,
@@ -52,11 +51,14 @@ class Mirror:
         if isinstance(news, KeyChanged):
             yield from self._set(news.key, news.value)
             return
-        for key in [k for k in self._values if k.startswith(news.prefix) and k not in news.items]:
-            yield from self._set(key, None)
-        for key, value in news.items.items():
-            if self._values.get(key) != value:
-                yield from self._set(key, value)
+        changed = [(k, None) for k in self._values if k.startswith(news.prefix) and k not in news.items]
+        changed += [(k, v) for k, v in news.items.items() if self._values.get(k) != v]  # type: ignore[misc]
+        for key, value in changed:
+            for event in self._set(key, value):
+                # who is registered is known when all of it has been read: a node that comes later in
+                # the list has not vanished
+                if not isinstance(event, d.NodesSeen):
+                    yield event
         if news.prefix == self._keys.nodes:
             yield self._nodes()
 
@@ -67,7 +69,7 @@ class Mirror:
             self._values[key] = value
         try:
             yield from self._translate(key, value)
-        except MalformedRecordError as error:
+        except ValueError as error:  # MalformedRecordError, or a number that is none in a key
             logger.warning("ignored a value in the store: %s", error)
 
     def _translate(self, key: str, value: str | None) -> Iterator[d.Event]:

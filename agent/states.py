@@ -105,7 +105,7 @@ class State:
     plan: Plan | None = None
     acted: int = -1  # highest generation that was started here, or given up before it was
     held: Held | None = None
-    agents: Mapping[str, str] = field(default_factory=dict)  # node → agent registered for this job
+    agents: Mapping[str, str] | None = None  # node → agent registered for this job; None: not heard yet
     ended: Mapping[tuple[int, str], Outcome] = field(default_factory=dict)
     master: MasterRecord | None = None
     opening: int = -1  # generation whose master we were asked to open

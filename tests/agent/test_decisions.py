@@ -115,6 +115,15 @@ def test_a_node_that_has_vanished_is_not_waited_for() -> None:
     assert agent(d.NodesSeen({"here": "agent-1", "there": "another agent"})) == [d.OpenMaster(1)]
 
 
+def test_nobody_has_vanished_before_the_registrations_were_read() -> None:
+    state = d.State(me=ME)
+    there = Leaving("there", 1, "agent-there", 0)
+    state, actions = decide(state, d.PlanSeen(plan(1, ("here", 1), leaving=[there])), 0.0)
+    assert actions == []
+    state, actions = decide(state, d.NodesSeen({"here": "agent-1", "there": "agent-there"}), 0.0)
+    assert actions == []
+
+
 def test_a_planned_change_saves_ends_and_starts_again() -> None:
     agent = Agent().running()
     leaving = [Leaving("here", 2, "agent-1", 0)]
@@ -352,7 +361,7 @@ def test_every_generation_starts_once_in_order_and_is_answered_for(script: list[
                 assert set(started) <= set(ended), "two generations at once"
                 assert all(
                     (gone.generation, gone.node) in agent.state.ended
-                    or agent.state.agents.get(gone.node) != gone.agent
+                    or (agent.state.agents or {}).get(gone.node) != gone.agent
                     for gone in action.plan.leaving
                 )
                 started.append(action.plan.generation)
