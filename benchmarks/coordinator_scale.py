@@ -106,7 +106,7 @@ class Fleet:
                 self._of(plan.job, one.generation, "ended", one.node, ended)
             for placement in plan.placements:
                 running = RunningRecord(
-                    placement.node, plan.generation, now, first_step=now + 0.1, library=True
+                    placement.node, plan.generation, now, first_step=now + 3.0, library=True
                 )
                 self._of(plan.job, plan.generation, "running", placement.node, running)
             if plan.placements:

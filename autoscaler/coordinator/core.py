@@ -173,7 +173,11 @@ class _Round:
             self._mend(job, condition, condition.plan)
         else:
             self._wake(condition.health.settled_at)
-            if not self._drain(job, condition, condition.plan):
+            if self._drain(job, condition, condition.plan):
+                return
+            if condition.phase is Phase.STEADY:
+                self._by_hand(job, condition.plan)
+            else:
                 self._late(job, condition, condition.plan)
 
     def _mend(self, job: JobView, condition: Condition, plan: Plan) -> None:
@@ -240,6 +244,18 @@ class _Round:
             return False
         self._replan(job, plan, Cause.DRAIN, None, f"drains {', '.join(leaving)}")
         return True
+
+    def _by_hand(self, job: JobView, plan: Plan) -> None:
+        """Give a person what they asked for if there is room; the policy is asked to make some if not."""
+        wanted = jobs.requested_replicas(job)
+        if wanted is None or wanted == plan.replicas or job.spec is None or impossible(job.spec.record):
+            return
+        spec, now = job.spec.record, in_plan(plan)
+        late = jobs.late_nodes(self._with_late(), self.view, job, self.settings)
+        found = nearest(spec, wanted, rooms(self.view, job, self.ledger, late), now)
+        if found is not None and sum(found.values()) == wanted:
+            why = f"adaptdl scale: {counted(wanted, 'replica')}"
+            self._publish(job, Change(found, Cause.MANUAL, self._transition(job, found), why))
 
     def _late(self, job: JobView, condition: Condition, plan: Plan) -> None:
         """Plan without nodes that have not started in time, if enough others are there."""
@@ -426,8 +442,8 @@ class _Round:
         if condition.phase not in (Phase.EMPTY, Phase.STEADY):
             return
         now = in_plan(condition.plan)
-        if dict(target.allocation) == now:
-            return
+        if dict(target.allocation) == now or (target.cause is Cause.MANUAL and now and not target.allocation):
+            return  # what a person has asked to be larger or smaller is not taken away
         assert job.spec is not None
         agents = self.view.agents(name)
         for node, replicas in target.allocation.items():

@@ -134,7 +134,7 @@ def _job(
         model=None if hints is None else model(hints),
         max_profiled_replicas=0 if hints is None else hints.max_profiled_replicas,
         requested_replicas=fixed,
-        preemptible=spec.preemptible and not unsettled,
+        preemptible=spec.preemptible and not unsettled and not (why is not None and fixed == size),
         avoid_preemptible_nodes=spec.avoid_preemptible_nodes,
         weight=spec.weight,
         remaining=None if hints is None else hints.remaining_samples,

@@ -84,6 +84,23 @@ def test_manual_scale_and_back(pump: Pump) -> None:
     assert pump.placed("a") == {"n0": 4}
 
 
+def test_what_a_person_asks_for_needs_no_policy_where_there_is_room(pump: Pump) -> None:
+    pump.job("a")
+    pump.node("n0", "a", 4)
+    pump.settle()
+
+    def takes_everything(*question: object) -> Decision:
+        return Decision(allocations={"a": {}}, reasons={})
+
+    pump.policy = takes_everything
+    pump.ask("a", replicas=2)
+    pump.settle()
+    assert pump.placed("a") == {"n0": 2}
+    pump.ask("a", replicas=9)  # more than there is
+    pump.settle().later(200)
+    assert pump.placed("a") == {"n0": 2}
+
+
 def test_stop_saves_and_ends_resumable(pump: Pump) -> None:
     pump.job("a")
     agent = pump.node("n0", "a", 2)
