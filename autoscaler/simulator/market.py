@@ -249,9 +249,9 @@ class MarketCluster:
         end = self._ends[instance.id]
         if end - NOTICE <= self._now and instance.id not in self._told:
             self._told.add(instance.id)
+            self.interruptions += 1
             self._provider.interrupt(instance.id, end - self._now)
         if end <= self._now:
-            self.interruptions += 1
             self._provider.vanish(instance.id)
 
     def _look(self, now: float) -> None:

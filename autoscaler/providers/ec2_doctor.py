@@ -1,0 +1,161 @@
+"""What `adaptdl doctor --aws` looks at: who we are, what we may, and how the groups are set up.
+
+Every right is tried, not read: reading calls are made; changing ones are made so that they change
+nothing (EC2 Auto Scaling has no dry run): a request for the capacity that a group already has, a tag
+that is taken away again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adaptdl_elastic.autoscaler.providers import ec2_read as read
+from adaptdl_elastic.autoscaler.providers.base import ProviderError
+from adaptdl_elastic.autoscaler.providers.ec2 import connect
+from adaptdl_elastic.autoscaler.providers.ec2_errors import explained
+
+_TAG = "adaptdl-elastic:doctor"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at; `detail` says what was found, or what to do."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+def check_aws(
+    asgs: Sequence[str],
+    region: str | None = None,
+    profile: str | None = None,
+    queue_url: str | None = None,
+    connect_to: Callable[[str, str | None, str | None], Any] = connect,
+) -> list[Check]:
+    """Everything that `adaptdl autoscale` will need for these groups; never raises for what it finds."""
+    clients: dict[str, Any] = {}
+    try:
+        for service in ("sts", "autoscaling", "ec2", "sqs"):
+            clients[service] = connect_to(service, region, profile)
+        with explained("sts:GetCallerIdentity"):
+            who = clients["sts"].get_caller_identity()
+    except ProviderError as error:
+        return [Check("aws credentials", False, str(error))]
+    checks = [Check("aws credentials", True, f"{who['Arn']} in {clients['ec2'].meta.region_name}")]
+    for name in asgs:
+        checks += _group(clients, name)
+    checks.append(_try("spot prices", "ec2:DescribeSpotPriceHistory", lambda: _spot_prices(clients["ec2"])))
+    if queue_url:
+        checks.append(_queue(clients["sqs"], queue_url))
+    else:
+        checks.append(
+            Check(
+                "notice queue", True, "none given: notices come from the nodes themselves only (--queue-url)"
+            )
+        )
+    return checks
+
+
+def _group(clients: dict[str, Any], name: str) -> list[Check]:
+    autoscaling, ec2 = clients["autoscaling"], clients["ec2"]
+    try:
+        with explained("autoscaling:DescribeAutoScalingGroups", name):
+            found = autoscaling.describe_auto_scaling_groups(AutoScalingGroupNames=[name])[
+                "AutoScalingGroups"
+            ]
+    except ProviderError as error:
+        return [Check(name, False, str(error))]
+    if not found:
+        region = autoscaling.meta.region_name
+        return [
+            Check(name, False, f"no auto-scaling group {name!r} in {region}: check its name and --region")
+        ]
+    (group,) = found
+    checks = [_set_up(group)]
+    desired = int(group["DesiredCapacity"])
+    tag = {"ResourceId": name, "ResourceType": "auto-scaling-group", "Key": _TAG}
+    attempts: list[tuple[str, Callable[[], Any]]] = [
+        (
+            "autoscaling:SetDesiredCapacity",
+            lambda: autoscaling.set_desired_capacity(AutoScalingGroupName=name, DesiredCapacity=desired),
+        ),
+        (
+            "autoscaling:CreateOrUpdateTags",
+            lambda: autoscaling.create_or_update_tags(
+                Tags=[{**tag, "Value": "", "PropagateAtLaunch": False}]
+            ),
+        ),
+        ("autoscaling:DeleteTags", lambda: autoscaling.delete_tags(Tags=[tag])),
+        (
+            "autoscaling:UpdateAutoScalingGroup",
+            lambda: autoscaling.update_auto_scaling_group(
+                AutoScalingGroupName=name,
+                NewInstancesProtectedFromScaleIn=bool(group.get("NewInstancesProtectedFromScaleIn", False)),
+            ),
+        ),
+        (
+            "autoscaling:DescribeScalingActivities",
+            lambda: autoscaling.describe_scaling_activities(AutoScalingGroupName=name, MaxRecords=1),
+        ),
+        (
+            "autoscaling:DescribeLifecycleHooks",
+            lambda: autoscaling.describe_lifecycle_hooks(AutoScalingGroupName=name),
+        ),
+        ("ec2:DescribeLaunchTemplateVersions", lambda: _template(ec2, group)),
+        ("ec2:DescribeInstances", lambda: ec2.describe_instances(MaxResults=5)),
+        ("ec2:DescribeInstanceTypes", lambda: ec2.describe_instance_types(InstanceTypes=["t3.micro"])),
+    ]
+    return checks + [_try(name, action, attempt) for action, attempt in attempts]
+
+
+def _set_up(group: read.Answer) -> Check:
+    name, low, high = group["AutoScalingGroupName"], int(group["MinSize"]), int(group["MaxSize"])
+    problems = []
+    try:
+        read.check_group(group)
+    except ProviderError as error:
+        problems.append(str(error))
+    if low > high:
+        problems.append(f"its Min {low} is above its Max {high}")
+    if high == 0:
+        problems.append("its Max is 0: nothing can be had of it")
+    if read.template_of(group) is None:
+        problems.append("it has no launch template")
+    notes = f"{low} to {high} nodes, {group['DesiredCapacity']} wanted"
+    if low > 0:
+        notes += "; with a Min above 0 it never shrinks to nothing"
+    return Check(name, not problems, "; ".join(problems) or notes)
+
+
+def _template(ec2: Any, group: read.Answer) -> Any:
+    template = read.template_of(group)
+    if template is None:
+        return None
+    name = template.get("LaunchTemplateName")
+    pointer = {"LaunchTemplateName": name} if name else {"LaunchTemplateId": template["LaunchTemplateId"]}
+    return ec2.describe_launch_template_versions(**pointer, Versions=["$Default"])
+
+
+def _spot_prices(ec2: Any) -> Any:
+    return ec2.describe_spot_price_history(InstanceTypes=["m5.large"], MaxResults=5)
+
+
+def _try(name: str, action: str, attempt: Callable[[], Any]) -> Check:
+    try:
+        with explained(action, name):
+            attempt()
+    except ProviderError as error:
+        return Check(f"{name}: {action}", False, str(error))
+    return Check(f"{name}: {action}", True, "allowed")
+
+
+def _queue(sqs: Any, url: str) -> Check:
+    try:
+        with explained("sqs:GetQueueAttributes", url):
+            answer = sqs.get_queue_attributes(QueueUrl=url, AttributeNames=["ApproximateNumberOfMessages"])
+    except ProviderError as error:
+        return Check("notice queue", False, str(error))
+    return Check("notice queue", True, f"{answer['Attributes']['ApproximateNumberOfMessages']} messages wait")
