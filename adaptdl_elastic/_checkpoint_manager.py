@@ -70,6 +70,7 @@ class _Job:
 class _Unclaimed:
     file: BinaryIO
     expires: int | None
+    crc32: tuple[int, ...]
 
 
 class CheckpointManager:
@@ -199,7 +200,7 @@ class CheckpointManager:
         files: dict[str, _Unclaimed] = {}
         try:
             for name, entry in manifest.states.items():
-                files[name] = _Unclaimed(storage.open(checkpoint_id, entry), entry.expires)
+                files[name] = _Unclaimed(storage.open(checkpoint_id, entry), entry.expires, entry.crc32)
         except BaseException:
             for opened in files.values():
                 opened.file.close()
@@ -369,6 +370,10 @@ class CheckpointManager:
                     unclaimed.file.seek(0)
                     shutil.copyfileobj(unclaimed.file, file, 1 << 20)
                 unclaimed.file.seek(0)
+                if writing.entries[name].crc32 != unclaimed.crc32:  # never give rot new checksums
+                    del writing.entries[name]
+                    self._unclaimed.pop(name).file.close()
+                    logger.error("state %r has rotted since it was opened: left out of checkpoints", name)
 
     def _prune(self, storage: Storage) -> None:
         ids = storage.ids()

@@ -368,6 +368,23 @@ def test_what_no_part_of_the_script_has_asked_for_yet_is_carried_over(
     assert Number("late").value == 2
 
 
+def test_rot_is_not_carried_over_under_new_checksums(
+    script: Script, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Number("early", 1)
+    Number("late", 22)
+    before = checkpoint.save_all_states()
+    assert before is not None
+    script.restart()
+    Number("early")
+    damage(tmp_path, before.id, "late.state")  # in place, while it is open
+    assert checkpoint.save_all_states() is not None
+    assert "'late' has rotted" in caplog.text
+    assert set(newest_states(tmp_path)) == {"early"}
+    script.restart()
+    assert not Number("late").loaded
+
+
 def test_a_state_that_the_checkpoint_does_not_know_is_told(
     script: Script, caplog: pytest.LogCaptureFixture
 ) -> None:

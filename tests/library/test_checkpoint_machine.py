@@ -82,6 +82,16 @@ class Checkpoints(RuleBasedStateMachine):
         assert self.manager.open() == intact
         self.values, self.carried = {}, dict(self.truth[intact]) if intact else {}
 
+    @rule(names=st.sets(st.sampled_from(NAMES)), saves=st.integers(0, KEEP + 1))
+    def generation(self, names: set[str], saves: int) -> None:
+        """What a generation usually does, so that long lives are seen often."""
+        self.restart()
+        for name in sorted(names):
+            self.register(name)
+        for _ in range(saves):
+            self.train()
+            self.save()
+
     @precondition(lambda self: self.truth)
     @rule(data=st.data())
     def damage(self, data: st.DataObject) -> None:
@@ -92,9 +102,10 @@ class Checkpoints(RuleBasedStateMachine):
         files = [MANIFEST, *(file_name(name) for name in self.truth[damaged])]
         path = self.folder / damaged / data.draw(st.sampled_from(files))
         content = path.read_bytes()
+        path.unlink()  # what is open already was verified, and is another file
         how = data.draw(st.sampled_from(["flip", "short", "long", "gone"]))
         if how == "gone" and path.name != MANIFEST:
-            path.unlink()
+            pass
         elif how == "long":
             path.write_bytes(content + b"0")
         elif how == "short":
