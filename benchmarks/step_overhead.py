@@ -6,7 +6,7 @@ Both train a copy of one model on the same data with the same local batch. Block
 random order, so that both see the same machine. `cpu` and `wall` are the medians over pairs of blocks of
 the ratio of CPU time of the process (all its threads) and of wall time; `cpu_mean` is the ratio of the
 totals, which counts the sampled steps however rare they are (with one replica they walk the graph a
-second time, one step in 64). Measured as after --age steps, when sampling has settled. One torch thread
+second time, one step in 40). Measured as after --age steps, when sampling has settled. One torch thread
 per process.
 """
 
@@ -170,7 +170,7 @@ class Trainee:
         """Go on as if it had trained for `steps` steps: the schedule of samples depends on that alone."""
         assert isinstance(self.model, AdaptiveDataParallel)
         state = self.model.gns.state_dict()
-        self.model.gns.load_state_dict({**state, "steps": steps, "next": steps, "last": steps})
+        self.model.gns.load_state_dict({**state, "steps": steps, "next": steps})
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -45,7 +45,13 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 SMOOTHING = 0.999
-"""Weight that the past keeps per step of the initial batch size, as in AdaptDL."""
+"""The longest window is 1/(1 − SMOOTHING) steps of the initial batch size: AdaptDL's memory."""
+
+_LEAST = 8  # measurements on either side of a change
+_ENOUGH = 64  # measurements that are kept whatever batch size they stand for
+_CELLS = 6  # of a size, before two become one of twice the size: borders are 1/12 of the window apart
+_SIGNIFICANT = 5.0  # standard errors: rarely by chance, though there are ~30 borders and spreads of 8
+_RELEVANT = 0.25  # of a logarithm, or of |G|²: less would change the noise scale by less than a quarter
 
 
 def variance_from_parts(part_sqr: Array, mean_sqr: Array, count: int) -> Array:
@@ -112,53 +118,151 @@ class Measurement:
 
 
 @dataclass
+class _Cell:
+    """Some successive measurements, summed up."""
+
+    count: int  # measurements
+    weight: float  # Σ S: a step at scale S is S times as precise as one of the initial batch size
+    sqr: Array  # Σ S·|G|², shape [groups]
+    var: Array  # Σ S·tr Σ/m₀, shape [groups]
+    seen: Array  # Σ x of what changes are looked for in, shape [3]
+    seen_sqr: Array  # Σ x²
+
+    def add(self, other: _Cell) -> None:
+        self.count += other.count
+        self.weight += other.weight
+        self.sqr = self.sqr + other.sqr
+        self.var = self.var + other.var
+        self.seen = self.seen + other.seen
+        self.seen_sqr = self.seen_sqr + other.seen_sqr
+
+
+@dataclass
 class Moments:
-    """Exponentially smoothed moments, without the bias towards their initial zero (as Adam's)."""
+    """Mean moments over a window of measurements that is as long as nothing has changed.
+
+    A fixed exponential average is either noisy or late: gradients shrink by orders of magnitude in the
+    first steps, and these would hold its mean for a thousand. So the window is cut where the
+    measurements before and after differ, as in ADWIN (Bifet and Gavaldà, *Learning from Time-Changing
+    Data with Adaptive Windowing*, SIAM SDM 2007): measurements are kept in cells of 1, 2, 4, …, at most
+    `_CELLS` of a size, and after each the older part is dropped when, at some border between cells,
+    the mean of log |ḡ|², of log V (both nearly normal) or of the estimate of |G|² differs by more than
+    `_SIGNIFICANT` standard errors and by more than `_RELEVANT`. While training is stationary the window
+    grows to `1/(1 − smoothing)` steps of the initial batch size.
+    """
 
     groups: int
     smoothing: float = SMOOTHING
-    sqr_sum: Array = field(init=False)
-    var_sum: Array = field(init=False)
-    weight: float = field(default=0.0, init=False)
+    cells: list[_Cell] = field(default_factory=list, init=False)  # oldest first
 
-    def __post_init__(self) -> None:
-        self.sqr_sum = np.zeros(self.groups)
-        self.var_sum = np.zeros(self.groups)
+    def add(self, measurement: Measurement) -> None:
+        """Take in a measurement."""
+        scale, sqr, var = measurement.scale, measurement.sqr, measurement.var
+        tiny = np.finfo(np.float64).tiny
+        total, variance = float(measurement.mean_sqr.sum()), float(measurement.variance.sum())
+        # In units of the initial batch size: a larger batch is no change of the gradient's noise.
+        known = max(float(sqr.sum()) + scale * variance, tiny)
+        floor = max(scale * variance, 1e-3 * scale * abs(total), tiny)
+        seen = np.array([np.log(known), np.log(floor), float(sqr.sum())])
+        self.cells.append(_Cell(1, scale, scale * sqr, scale * var, seen, seen**2))
+        self._cut()
+        self._merge()
 
-    def add(self, measurement: Measurement, steps: float = 1.0) -> None:
-        """Take in a measurement that stands for `steps` training steps.
+    def __len__(self) -> int:
+        """How many measurements the window holds."""
+        return sum(cell.count for cell in self.cells)
 
-        A step at scale S counts as S steps of the initial batch size: it is as much more precise.
-        """
-        keep = self.smoothing ** (steps * measurement.scale)
-        self.sqr_sum = keep * self.sqr_sum + (1.0 - keep) * measurement.sqr
-        self.var_sum = keep * self.var_sum + (1.0 - keep) * measurement.var
-        self.weight = keep * self.weight + (1.0 - keep)
+    def _cut(self) -> None:
+        limit = 1.0 / (1.0 - self.smoothing)
+        while len(self) > _ENOUGH and sum(cell.weight for cell in self.cells[1:]) > limit:
+            del self.cells[0]
+        while (border := self._border()) is not None:
+            del self.cells[:border]
+
+    def _border(self) -> int | None:
+        """Index of the first cell of what is to be kept, None when nothing has changed."""
+        if len(self) < 2 * _LEAST:
+            return None
+        count = np.cumsum([cell.count for cell in self.cells])[:, None].astype(np.float64)
+        seen = np.cumsum([cell.seen for cell in self.cells], axis=0)
+        square = np.cumsum([cell.seen_sqr for cell in self.cells], axis=0)
+        before, after = count[:-1], count[-1] - count[:-1]
+        mean_before, mean_after = seen[:-1] / before, (seen[-1] - seen[:-1]) / after
+        spread_before = np.maximum(square[:-1] / before - mean_before**2, 0.0)
+        spread_after = np.maximum((square[-1] - square[:-1]) / after - mean_after**2, 0.0)
+        apart = spread_before / np.maximum(before - 1, 1.0) + spread_after / np.maximum(after - 1, 1.0)
+        pooled = (before * spread_before + after * spread_after) / (count[-1] - 2)
+        # The larger of both: eight measurements can lie close together by chance.
+        error = np.sqrt(np.maximum(apart, pooled * (1.0 / before + 1.0 / after)))
+        change = np.abs(mean_before - mean_after)
+        size = np.maximum(np.abs(mean_before), np.abs(mean_after))
+        relevant = change > np.stack([np.full(len(size), _RELEVANT)] * 2 + [_RELEVANT * size[:, 2]], axis=1)
+        found = (change > _SIGNIFICANT * error) & relevant & (before >= _LEAST) & (after >= _LEAST)
+        borders = np.flatnonzero(found.any(axis=1))
+        return int(borders[-1]) + 1 if borders.size else None
+
+    def _merge(self) -> None:
+        index = len(self.cells) - 1
+        run = 0
+        while index > 0:
+            run = run + 1 if self.cells[index - 1].count == self.cells[index].count else 0
+            if run >= _CELLS:  # the two oldest of a size become one of the next
+                self.cells[index - 1].add(self.cells.pop(index))
+                run = 0
+            index -= 1
+
+    @property
+    def known(self) -> bool:
+        """Whether there is any measurement."""
+        return bool(self.cells)
 
     @property
     def sqr(self) -> Array:
         """Mean estimate of |G|², shape [groups]; not clipped. Zero before the first measurement."""
-        return self.sqr_sum / self.weight if self.weight else self.sqr_sum
+        return self._mean([cell.sqr for cell in self.cells])
 
     @property
     def var(self) -> Array:
         """Mean estimate of tr Σ / m₀, shape [groups]; not clipped."""
-        return self.var_sum / self.weight if self.weight else self.var_sum
+        return self._mean([cell.var for cell in self.cells])
+
+    def recency(self) -> Array:
+        """How much a measurement of each cell counts, shape [cells]: e⁻¹ after a third of the window.
+
+        Drift too slow to be cut out lags less, for a quarter more of standard error.
+        """
+        counts = np.array([cell.count for cell in self.cells], dtype=np.float64)
+        after = counts[::-1].cumsum()[::-1] - counts / 2.0
+        weights: Array = np.exp(-3.0 * after / counts.sum())
+        return weights
+
+    def _mean(self, sums: list[Array]) -> Array:
+        if not sums:
+            return np.zeros(self.groups)
+        recency = self.recency()
+        total = recency @ np.array([cell.weight for cell in self.cells])
+        mean: Array = recency @ np.stack(sums) / total
+        return mean
 
     def state_dict(self) -> dict[str, Any]:
         """Plain lists and numbers."""
-        return {"sqr": self.sqr_sum.tolist(), "var": self.var_sum.tolist(), "weight": self.weight}
+        cells = [
+            [cell.count, cell.weight, *(a.tolist() for a in (cell.sqr, cell.var, cell.seen, cell.seen_sqr))]
+            for cell in self.cells
+        ]
+        return {"groups": self.groups, "cells": cells}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned; ValueError when the number of groups is another."""
-        if len(state["sqr"]) != self.groups:
+        if state["groups"] != self.groups:
             raise ValueError(
-                f"the saved gradient statistics are of {len(state['sqr'])} parameter groups, the "
+                f"the saved gradient statistics are of {state['groups']} parameter groups, the "
                 f"optimizer has {self.groups}: build it as it was when the checkpoint was written"
             )
-        self.sqr_sum = np.asarray(state["sqr"], dtype=np.float64)
-        self.var_sum = np.asarray(state["var"], dtype=np.float64)
-        self.weight = float(state["weight"])
+        self.cells = [
+            _Cell(int(count), float(weight), *(as_array(values) for values in arrays))
+            for count, weight, *arrays in state["cells"]
+        ]
 
 
 @dataclass(frozen=True)
@@ -171,7 +275,7 @@ class Schedule:
     """
 
     longest: int
-    patience: int = 16  # a gap of g after patience·g steps
+    patience: int = 32  # a gap of g after patience·g steps
 
     def gap(self, step: int) -> int:
         """Steps from a measurement at `step` to the next."""

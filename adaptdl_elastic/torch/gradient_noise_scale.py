@@ -32,8 +32,8 @@ class GradientNoiseScale:
 
     adp: the AdaptiveDataParallel that it belongs to, or None. optimizer: its parameter groups are kept
     apart. mp_scaler: the torch.amp.GradScaler in use. num_replicas, accum_scale: as AdaptDL's; the
-    scale of a step without an AdaptiveDataLoader. smoothing: weight that the past keeps per step of the
-    initial batch size, in (0, 1).
+    scale of a step without an AdaptiveDataLoader. smoothing: the means are over at most
+    1/(1 − smoothing) steps of the initial batch size, fewer where gradients have changed; in (0, 1).
 
     Source: McCandlish et al., *An Empirical Model of Large-Batch Training*, 2018; Johnson et al.,
     *AdaScale SGD*, ICML 2020; Qiao et al., *Pollux*, OSDI 2021.
@@ -42,7 +42,7 @@ class GradientNoiseScale:
     #: Longest gap, in steps, between two measurements that cost two passes over the gradient ...
     cheap_schedule = Schedule(longest=8)
     #: ... and between two that cost another backward pass (one replica, no accumulation).
-    costly_schedule = Schedule(longest=64)
+    costly_schedule = Schedule(longest=40)
 
     def __init__(
         self,
@@ -65,7 +65,6 @@ class GradientNoiseScale:
         self._steps = 0
         self._samples = 0.0  # seen, in initial batch sizes
         self._next = 0  # step to be measured next
-        self._last = 0  # step measured last
         self._factors: tuple[float, float, Array] | None = None  # scale, gain, by group: of now
         self.skipped = 0
 
@@ -92,7 +91,7 @@ class GradientNoiseScale:
     @property
     def known(self) -> bool:
         """Whether anything has been measured yet. Until then every gain is 1."""
-        return self._moments.weight > 0.0
+        return self._moments.known
 
     def gain(self, scale: float) -> float:
         """How many steps of the initial batch size one step at `scale` is worth, in [1, scale].
@@ -184,8 +183,7 @@ class GradientNoiseScale:
             self.skipped += 1
             logger.info("the gradient of step %d is inf or nan: not counted in its statistics", step)
             return False
-        self._moments.add(measurement, max(1, step - self._last))
-        self._last = step
+        self._moments.add(measurement)
         self._factors = None
         return True
 
@@ -209,7 +207,6 @@ class GradientNoiseScale:
             "steps": self._steps,
             "samples": self._samples,
             "next": self._next,
-            "last": self._last,
             "skipped": self.skipped,
         }
 
@@ -218,7 +215,7 @@ class GradientNoiseScale:
         self._moments.load_state_dict(state["moments"])
         self.set_progress(state["progress"])
         self._steps, self._samples = int(state["steps"]), float(state["samples"])
-        self._next, self._last = int(state["next"]), int(state["last"])
+        self._next = int(state["next"])
         self.skipped = int(state["skipped"])
         self._factors = None
         self.reset_accumulation()

@@ -8,14 +8,14 @@ g = x(xᵀδ − ε) has the mean G = Λδ, and because E[xxᵀ(xᵀδ)²] = 2Λ
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from adaptdl_elastic.torch._noise import Measurement, Moments, Schedule
+from adaptdl_elastic.torch._noise import Moments, Schedule
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
 
@@ -31,7 +31,7 @@ class Problem:
     @property
     def spectrum(self) -> torch.Tensor:
         """Eigenvalues of Λ (it is diagonal), shape [features], with mean 1."""
-        values = torch.logspace(0, 1, self.features) ** float(np.log10(self.condition))
+        values = torch.logspace(0, 1, self.features) ** math.log10(self.condition)
         return values / values.mean()
 
     def batch(self, samples: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +57,7 @@ def train(
     every_step: bool = True,
     problem: Problem = Problem(),
 ) -> dict[str, Any]:
-    """Train by plain SGD at a constant batch; estimated and true moments, smoothed with equal weights."""
+    """Train by plain SGD at a constant batch; estimated and true moments, over the same steps."""
     rank, replicas = dist.get_rank(), dist.get_world_size()
     model = torch.nn.Linear(problem.features, 1, bias=False)
     with torch.no_grad():
@@ -68,26 +68,37 @@ def train(
     if every_step:
         adp.gns.cheap_schedule = adp.gns.costly_schedule = Schedule(longest=1)
     batch = local * replicas
-    truth = Moments(1)
+    truth: list[tuple[float, float]] = []
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    last = 0
-    for step in range(steps):
+    for _ in range(steps):
         x, y = problem.batch(local, generator)
-        sqr, variance = problem.truth(model.weight)
         optimizer.zero_grad()
         (0.5 * (adp(x) - y) ** 2).mean().backward()
         if adp.gns.due():
-            mean = np.array([variance / batch])
-            truth.add(Measurement(np.array([sqr]) + mean, mean, 1.0), max(1, step - last))
-            last = step
+            truth.append(problem.truth(model.weight))
         optimizer.step()
     adp._sampler.collect()
+    true_sqr, true_var = _mean_over(adp.gns._moments, truth)
     return {
-        "sqr": adp.gns.raw_sqr_avg[0],
-        "var": adp.gns.raw_var_avg[0],
-        "true_sqr": truth.sqr[0],
-        "true_var": truth.var[0],
+        "sqr": float(adp.gns.raw_sqr_avg[0]),
+        "var": float(adp.gns.raw_var_avg[0]) * batch,
+        "true_sqr": true_sqr,
+        "true_var": true_var,
     }
+
+
+def _mean_over(moments: Moments, truth: list[tuple[float, float]]) -> tuple[float, float]:
+    """The mean truth of the steps that `moments` are the means of, with the same weights."""
+    window = truth[-len(moments) :]
+    weights = [
+        weight
+        for weight, cell in zip(moments.recency(), moments.cells, strict=True)
+        for _ in range(cell.count)
+    ]
+    sqr, var = (
+        sum(w * pair[i] for w, pair in zip(weights, window, strict=True)) / sum(weights) for i in (0, 1)
+    )
+    return float(sqr), float(var)
 
 
 def train_seeds(lr: float, seeds: int, every_step: bool = True) -> dict[str, float]:

@@ -116,28 +116,67 @@ def measurement(sqr: float, var: float, scale: float = 1.0) -> Measurement:
     return Measurement(np.array([sqr]) + variance, variance, scale)
 
 
-def test_smoothing_has_no_bias_towards_zero() -> None:
-    moments = Moments(1, smoothing=0.99)
-    moments.add(measurement(2.0, 5.0, scale=4.0))
-    assert moments.sqr[0] == pytest.approx(2.0)
-    assert moments.var[0] == pytest.approx(5.0)
+def noisy(sqr: float, var: float, rng: np.random.Generator, scale: float = 1.0) -> Measurement:
+    """A measurement as a model of many parameters gives it: |ḡ|² and V with a relative error of 30 %."""
+    variance = np.array([var / scale]) * rng.lognormal(-0.045, 0.3)
+    return Measurement(np.array([sqr + var / scale]) * rng.lognormal(-0.045, 0.3), variance, scale)
 
 
-def test_a_measurement_stands_for_the_steps_since_the_last() -> None:
-    often, seldom = Moments(1, smoothing=0.9), Moments(1, smoothing=0.9)
-    for _ in range(4):
-        often.add(measurement(2.0, 5.0))
-    often.add(measurement(1.0, 1.0))
-    seldom.add(measurement(2.0, 5.0), steps=4)
-    seldom.add(measurement(1.0, 1.0))
-    assert seldom.state_dict()["weight"] == pytest.approx(often.state_dict()["weight"])
-    assert seldom.sqr[0] == pytest.approx(often.sqr[0])
+def test_means_of_a_stationary_problem_are_over_nearly_all_of_it() -> None:
+    for seed in range(10):
+        rng, moments = np.random.default_rng(seed), Moments(1)
+        for _ in range(500):
+            moments.add(noisy(2.0, 5.0, rng))
+        assert len(moments) > 400, "nothing has changed"
+        assert moments.sqr[0] == pytest.approx(2.0, rel=0.15)
+        assert moments.var[0] == pytest.approx(5.0, rel=0.05)
+
+
+@pytest.mark.parametrize(("sqr", "var"), [(0.02, 5.0), (2.0, 1.0), (20.0, 50.0)])
+def test_a_step_change_is_followed(sqr: float, var: float) -> None:
+    rng, moments = np.random.default_rng(0), Moments(1)
+    for _ in range(300):
+        moments.add(noisy(20.0, 5.0, rng))
+    for _ in range(100):
+        moments.add(noisy(sqr, var, rng))
+    assert len(moments) <= 110
+    assert moments.var[0] == pytest.approx(var, rel=0.15)
+    assert moments.sqr[0] == pytest.approx(sqr, rel=0.3, abs=0.5)
+
+
+def test_a_geometric_decay_is_followed_within_a_factor_of_two() -> None:
+    """|G|² shrinks a thousandfold in 300 steps, its variance tenfold: the noise scale keeps up."""
+    rng, moments = np.random.default_rng(0), Moments(1)
+    for step in range(600):
+        fraction = min(step / 300, 1.0)
+        sqr, var = 100.0 * 1e-3**fraction, 10.0 * 0.1**fraction
+        moments.add(noisy(sqr, var, rng))
+        if step >= 40 and step % 20 == 0 and sqr > 0.5:  # below, 30 % of V drowns |G|²
+            assert 0.4 < (moments.var[0] / moments.sqr[0]) / (var / sqr) < 2.5, step
+    assert moments.var[0] == pytest.approx(1.0, rel=0.15)
+
+
+def test_a_change_of_the_batch_size_is_no_change_of_the_noise() -> None:
+    rng, moments = np.random.default_rng(1), Moments(1)
+    for step in range(400):
+        moments.add(noisy(2.0, 5.0, rng, scale=1.0 if step < 200 else 2.0))
+    assert len(moments) == 400
+
+
+def test_the_window_is_bounded() -> None:
+    rng, moments = np.random.default_rng(1), Moments(1, smoothing=0.99)
+    for _ in range(1000):
+        moments.add(noisy(2.0, 5.0, rng))
+    assert 80 <= len(moments) <= 150
+    assert len(moments.cells) < 60
 
 
 def test_moments_survive_a_checkpoint() -> None:
     before, after = Moments(2), Moments(2)
-    before.add(Measurement(np.array([3.0, 4.0]), np.array([1.0, 2.0]), 2.0))
+    for _ in range(40):
+        before.add(Measurement(np.array([3.0, 4.0]), np.array([1.0, 2.0]), 2.0))
     after.load_state_dict(before.state_dict())
+    assert len(after) == 40
     assert after.sqr.tolist() == before.sqr.tolist()
     with pytest.raises(ValueError, match="2 parameter groups, the optimizer has 3"):
         Moments(3).load_state_dict(before.state_dict())

@@ -156,9 +156,10 @@ def test_a_closure_can_not_accumulate() -> None:
     before = closure()
     optimizer.step(closure)
     assert closure() < before
-    with FakeLoader([[4], [4]], 8, 4), pytest.raises(RuntimeError, match="gradient_accumulation=False"):
+    with FakeLoader([[4], [4]], 8, 4):
         closure()
-        optimizer.step(closure)
+        with pytest.raises(RuntimeError, match="gradient_accumulation=False"):
+            optimizer.step(closure)
 
 
 # Mixed precision.

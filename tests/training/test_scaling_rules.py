@@ -1,0 +1,168 @@
+"""Every rule against its paper's formula, and against torch's optimizers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import parallel_cases as cases
+import pytest
+import torch
+from fake_loader import FakeLoader
+
+from adaptdl_elastic.torch import scaling_rules
+from adaptdl_elastic.torch._noise import Measurement
+from adaptdl_elastic.torch.gradient_noise_scale import AdamGradientNoiseScale
+from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
+from adaptdl_elastic.torch.scaling_rules import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+def model_with(rule: Any, kind: Any = torch.optim.SGD, **options: Any) -> AdaptiveDataParallel:
+    model = cases.linear()
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.5}]
+    return AdaptiveDataParallel(model, kind(groups, lr=0.1, **options), scaling_rule=rule)
+
+
+def feed(adp: AdaptiveDataParallel) -> tuple[np.ndarray, np.ndarray]:
+    sqr, var = np.array([1.0, 3.0]), np.array([8.0, 2.0])
+    adp.gns.record(Measurement(sqr + var, var, 1.0), 0)
+    return sqr, var
+
+
+def test_adascale_is_the_gain_of_each_group() -> None:
+    """r_t = (σ² + μ²)/(σ²/S + μ²): Johnson et al., 2020, section 3."""
+    adp = model_with(AdaScale())
+    sqr, var = feed(adp)
+    for scale in (2.0, 5.5, 64.0):
+        np.testing.assert_allclose(adp.scaling_rule.scale_lr(scale), (var + sqr) / (var / scale + sqr))
+
+
+def test_adamscale_is_its_square_root_in_adams_metric() -> None:
+    adp = model_with(AdamScale(), torch.optim.Adam)
+    sqr, var = feed(adp)
+    assert isinstance(adp.gns, AdamGradientNoiseScale)
+    np.testing.assert_allclose(adp.scaling_rule.scale_lr(4.0), ((var + sqr) / (var / 4.0 + sqr)) ** 0.5)
+    assert AdamScale(power=1.0).power == 1.0
+    with pytest.raises(ValueError, match="power"):
+        AdamScale(power=0.0)
+
+
+def test_linear_and_square_root() -> None:
+    assert LinearScale().scale_lr(7.0) == 7.0
+    assert SqrtScale().scale_lr(9.0) == 3.0
+
+
+def test_legw_warms_up_linearly_over_scale_times_the_epochs() -> None:
+    """You et al., 2019: batch ×S, learning rate ×√S, warm-up epochs ×S."""
+    rule = LEGWScale(base_warmup_epochs=2, data_size=80)
+    adp = model_with(rule)
+    with pytest.raises(RuntimeError, match="AdaptiveDataLoader"):
+        rule.scale_lr(1.0)
+    adp._initial_batch_size = 8
+    factors = []
+    for _ in range(40):  # ten steps of the initial batch size an epoch; at scale 4, two and a half
+        factors.append(rule.scale_lr(4.0))
+        adp.gns.advance(4.0)
+    warmup = 4 * 2 * 80 / (4 * 8)
+    expected = [math.sqrt(4.0) * min(1.0, (step + 1) / warmup) for step in range(40)]
+    assert factors == pytest.approx(expected)
+    with pytest.raises(ValueError, match="base_warmup_epochs"):
+        LEGWScale(-1, 10)
+    with pytest.raises(ValueError, match="data_size"):
+        LEGWScale(1, 0)
+
+
+@pytest.mark.parametrize("rule", [AdaScale(), LinearScale(), SqrtScale()])
+def test_a_step_is_torchs_at_the_scaled_learning_rate(rule: Any) -> None:
+    adp = model_with(rule, momentum=0.9)
+    feed(adp)
+    adp.gns._next = 10**9  # no new measurements: the factors stay
+    oracle = cases.linear()
+    factor = np.broadcast_to(rule.scale_lr(3.0), (2,))
+    theirs = torch.optim.SGD(
+        [
+            {"params": [oracle.weight], "lr": 0.1 * factor[0]},
+            {"params": [oracle.bias], "lr": 0.5 * factor[1]},
+        ],
+        lr=0.1,
+        momentum=0.9,
+    )
+    x, y = cases.samples(12)
+    with FakeLoader([[12]], 4, 12):
+        for _ in range(4):
+            for model, optimizer in ((adp, adp._optimizer), (oracle, theirs)):
+                optimizer.zero_grad()
+                ((model(x) - y) ** 2).mean().backward()
+                optimizer.step()
+    assert adp.scale == 3.0
+    assert torch.equal(cases.flat(adp.module), cases.flat(oracle))
+    assert [group["lr"] for group in adp._optimizer.param_groups] == [0.1, 0.5], "put back"
+
+
+@pytest.mark.parametrize("rule", [AdaScale(), AdamScale(), LinearScale(), SqrtScale()])
+def test_scale_one_changes_nothing(rule: Any) -> None:
+    adp = model_with(rule)
+    feed(adp)
+    assert np.all(np.asarray(rule.scale_lr(1.0)) == 1.0)
+
+
+def test_the_learning_rate_is_put_back_when_the_step_raises() -> None:
+    adp = model_with(LinearScale())
+    adp._batch = type(adp._batch)(scale=4.0)
+    adp.scaling_rule._step = lambda: (_ for _ in ()).throw(RuntimeError("disk on fire"))
+    with pytest.raises(RuntimeError, match="on fire"):
+        adp._optimizer.step()
+    assert [group["lr"] for group in adp._optimizer.param_groups] == [0.1, 0.5]
+
+
+def test_a_learning_rate_that_is_a_tensor() -> None:
+    model = cases.linear()
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate, capturable=False, foreach=False)
+    adp = AdaptiveDataParallel(model, optimizer, scaling_rule=SqrtScale())
+    adp._batch = type(adp._batch)(scale=4.0)
+    x, y = cases.samples(4)
+    ((model(x) - y) ** 2).mean().backward()
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [(torch.optim.SGD, AdaScale), (torch.optim.Adam, AdamScale), (torch.optim.AdamW, AdamScale)],
+)
+def test_defaults(kind: Any, rule: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert type(model_with(None, kind).scaling_rule) is rule
+    assert not caplog.text
+
+
+def test_the_choice_for_an_optimizer_that_none_is_derived_for_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert type(model_with(None, torch.optim.Adagrad).scaling_rule) is AdaScale
+    assert "AdaScale" in caplog.text
+    assert "Adagrad" in caplog.text
+
+
+def test_a_rule_of_ones_own() -> None:
+    class Fixed(scaling_rules.ScalingRuleBase):
+        def scale_lr(self, scale: float) -> float:
+            return 2.0
+
+    adp = model_with(Fixed())
+    assert adp.lr_factor == 2.0
+    with pytest.raises(NotImplementedError, match="ScalingRuleBase"):
+        scaling_rules.ScalingRuleBase().scale_lr(1.0)
+    with pytest.raises(RuntimeError, match="one Fixed serves one model"):
+        AdaptiveDataParallel(
+            other := cases.linear(),
+            torch.optim.SGD(other.parameters(), lr=0.1),
+            scaling_rule=adp.scaling_rule,
+            name="b",
+        )
+    with pytest.raises(RuntimeError, match="not in use"):
+        _ = Fixed().adp
