@@ -52,15 +52,13 @@ def test_what_was_written_while_a_watch_was_cut_off_comes(own_world, collect):
     assert [change.value for change in changes] == ["0", "1", "2", "3", "4", "5", None]
 
 
-@pytest.mark.parametrize("seconds", [3.0])
-def test_a_paused_server_may_lose_a_lease_but_not_silently(own_world, seconds):
-    _pause(own_world, ttl=1, seconds=seconds)
+def test_a_paused_server_may_lose_a_lease_but_not_silently(own_world):
+    _pause(own_world, ttl=1, seconds=3.0)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("own_world", ["v3-3.5"], indirect=True)
 def test_ten_seconds_of_pause(own_world):
-    if own_world.kind != "v3-3.5":
-        pytest.skip("once is enough")
     _pause(own_world, ttl=5, seconds=10.0)
 
 

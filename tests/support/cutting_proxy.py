@@ -22,11 +22,11 @@ from types import TracebackType
 class CuttingProxy:
     """See the module's docstring. `bytes` and `connections` count what went through in both directions."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, listen: str = "127.0.0.1") -> None:
         host, _, port = target.rpartition("//")[2].rpartition(":")
         self._target = (host, int(port))
         self._secure = target.startswith("https://")
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self._listener = socket.create_server((listen, 0), backlog=1024)
         self._lock = threading.Lock()
         self._mode = "pass"
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
@@ -45,7 +45,8 @@ class CuttingProxy:
     @property
     def endpoint(self) -> str:
         """What to connect to."""
-        return f"{'https://' if self._secure else ''}127.0.0.1:{self._listener.getsockname()[1]}"
+        host, port = self._listener.getsockname()
+        return f"{'https://' if self._secure else ''}{host}:{port}"
 
     def cut(self) -> None:
         """Reset every connection and refuse new ones."""
