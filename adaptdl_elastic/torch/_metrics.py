@@ -105,11 +105,11 @@ class Profile:
     accum: deque[float] = field(default_factory=_window)  # passes without synchronisation
     optim: deque[float] = field(default_factory=_window)  # passes with synchronisation and step
     sync: deque[float] = field(default_factory=_window)  # the part of those that waited for the network
-    count: int = 0  # of measured optimizer steps, ever
+    version: int = 0  # grows with every measurement
 
     def copy(self) -> Profile:
         """As it is now."""
-        return Profile(self.accum.copy(), self.optim.copy(), self.sync.copy(), self.count)
+        return Profile(self.accum.copy(), self.optim.copy(), self.sync.copy(), self.version)
 
     def entry(self, key: Key) -> ProfileEntry | None:
         """The means, None while too little was measured."""
@@ -193,6 +193,7 @@ class Metrics:
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
         self._window_time, self._window_samples = 0.0, 0
         # what the background thread found
+        self._entries: dict[Key, tuple[int, ProfileEntry | None]] = {}  # with the version they are of
         self._fitted: dict[Key, tuple[float, float]] = {}
         self._perf_params: PerfParams | None = None
         self._suggestion: BatchSize | None = None
@@ -250,13 +251,13 @@ class Metrics:
     def _record(self, key: Key, elapsed: float, accumulation_step: bool) -> None:
         with self._lock:
             profile = self._profiles.setdefault(key, Profile())
+            profile.version += 1
             if accumulation_step:
                 profile.accum.append(elapsed)
                 return
             profile.optim.append(elapsed)
             if self._synced is not None:
                 profile.sync.append(min(self._synced, elapsed))
-            profile.count += 1
             self._max_profiled = max(self._max_profiled, key.replicas)
 
     def pause(self) -> None:
@@ -411,8 +412,15 @@ class Metrics:
     def entries(self) -> tuple[ProfileEntry, ...]:
         """Every configuration that was measured often enough."""
         with self._lock:  # only for the copy: the training loop waits for this lock
-            profiles = {key: profile.copy() for key, profile in self._profiles.items()}
-        found = [profiles[key].entry(key) for key in sorted(profiles)]
+            versions = {key: profile.version for key, profile in self._profiles.items()}
+            changed = {
+                key: profile.copy()
+                for key, profile in self._profiles.items()
+                if self._entries.get(key, (-1, None))[0] != profile.version
+            }
+        for key, profile in changed.items():
+            self._entries[key] = (profile.version, profile.entry(key))
+        found = [self._entries[key][1] for key in sorted(versions)]
         return tuple(entry for entry in found if entry is not None)
 
     def hints(self) -> JobHints:
@@ -545,7 +553,7 @@ class Metrics:
                     "accum": list(p.accum),
                     "optim": list(p.optim),
                     "sync": list(p.sync),
-                    "n": p.count,
+                    "n": p.version,
                 }
                 for k, p in self._profiles.items()
             ]
@@ -570,6 +578,7 @@ class Metrics:
                 )
                 for p in saved["profiles"]
             }
+            self._entries = {}
         self._grads = {key: (pair[0], pair[1]) for key, pair in saved["grads"].items()}
         self._gains = {key: (pair[0], pair[1]) for key, pair in saved["gains"].items()}
         self._progress = saved["progress"]
