@@ -50,6 +50,7 @@ from adaptdl_elastic.rendezvous.records import (
     EndedRecord,
     JobState,
     MasterRecord,
+    Outcome,
     Plan,
     ReadyRecord,
     RunningRecord,
@@ -490,7 +491,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         if self._plan is None or record.generation == self._plan.generation:
             self._journal.ended()
         record = replace(record, last_step=self._journal.last_step, time=time.time())
-        if record.failure is not None:
+        if record.failure is not None and record.outcome is Outcome.FAILED:
             status = self.state.status
             used = min((status.restarts_used if status else 0) + 1, self._setting.max_restarts)
             self._journal.failure(record.failure, used, self._setting.max_restarts)

@@ -230,9 +230,8 @@ def _reconcile_joining(state: State, held: Held, now: float) -> Step | None:
     late = held.join_by is not None and now >= held.join_by and not all(r.library for r in held.replicas)
     if newer or ended or late:
         why = "late" if late else f"ended with code {ended[0].exit_code}" if ended else "another plan"
-        held = replace(
-            held, phase=Phase.KILLING, failure=Failure(-1, 0, f"newcomers on {state.me.node}: {why}")
-        )
+        failure = Failure(-1, 0, f"newcomers on {state.me.node}: {why}")
+        held = replace(held, phase=Phase.KILLING, failure=failure)
         alive = tuple(r.local_rank for r in held.alive)
         return replace(state, held=held), [Kill(alive, why)]
     if held.join_by is not None and all(r.library for r in held.replicas):
