@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from adaptdl_elastic.autoscaler.coordinator import job as jobs
 from adaptdl_elastic.autoscaler.coordinator.job import Phase
 from adaptdl_elastic.autoscaler.coordinator.policy import Policy, ask, model, own_hints
@@ -177,6 +179,9 @@ def _goodput(curve: GoodputModel | None, allocation: Allocation) -> float | None
         curve.accumulation,
     )
     value = float(goodput)
+    if curve.corrections is not None:
+        several, count = np.array([len(allocation) > 1]), np.array([replicas])
+        value *= float(curve.corrections.factors(several, count)[0])
     return value if value > 0 else None
 
 

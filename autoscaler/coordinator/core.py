@@ -99,7 +99,10 @@ class _Round:
         for job in fenced:
             self._urgent(job, self.conditions[job.job])
         self._remember_waiting()
-        self._ask_policy()
+        if any(isinstance(action, CompareAndSwap) for action in self.actions):
+            self.wake_at = self.view.now  # the policy may take its time: these are not to wait for it
+        else:
+            self._ask_policy()
         for name in sorted(self.memory.targets, key=self._turn):
             self._apply(name, self.memory.targets[name])
         for job in fenced:

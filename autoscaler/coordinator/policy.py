@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from adaptdl_elastic.autoscaler.coordinator import job as jobs
@@ -12,11 +13,12 @@ from adaptdl_elastic.autoscaler.coordinator.job import Condition, Phase
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, Room, everything, in_plan, nearest, rooms
 from adaptdl_elastic.autoscaler.coordinator.status import impossible, typical_pause
 from adaptdl_elastic.autoscaler.coordinator.types import Allocation, Memory, Settings, Target
+from adaptdl_elastic.autoscaler.policy.learning import Corrections, correct
 from adaptdl_elastic.autoscaler.policy.types import Decision, GoodputModel, JobInfo, NodeInfo, NodeLimit
 from adaptdl_elastic.autoscaler.state import JobView, View
 from adaptdl_elastic.goodput import GradParams, PerfParams
 from adaptdl_elastic.rendezvous.records import Cause, JobSpec
-from adaptdl_elastic.sched_hints import JobHints
+from adaptdl_elastic.sched_hints import JobHints, ProfileEntry
 
 Policy = Callable[
     [Sequence[JobInfo], Sequence[NodeInfo], Mapping[str, Allocation], float, Any],
@@ -57,7 +59,7 @@ def ask(
     settings: Settings,
 ) -> Question:
     """Put the state of the cluster into the policy's terms."""
-    shared = _shared_hints(view)
+    curves = _curves(view)
     infos: list[JobInfo] = []
     current: dict[str, Allocation] = {}
     causes: dict[str, tuple[Cause, str]] = {}
@@ -72,7 +74,7 @@ def ask(
         places = rooms(view, job, None, late)
         if not places:
             continue
-        info, why = _job(view, job, condition, places, memory, settings, shared)
+        info, why = _job(view, job, condition, places, memory, settings, curves)
         infos.append(info)
         current[name] = in_plan(condition.plan)
         if why is not None:
@@ -80,7 +82,12 @@ def ask(
         prints.append(_fingerprint(job, condition, info, places, settings))
     asked_about = {info.name for info in infos}
     nodes = _nodes(view, ledger, asked_about)
-    by_hand = tuple((name, text) for name, (cause, text) in causes.items() if cause is Cause.MANUAL)
+    by_hand = tuple(
+        (info.name, info.requested_replicas)
+        for info in infos
+        if causes.get(info.name, (None,))[0] is Cause.MANUAL
+        and info.requested_replicas != sum(current[info.name].values())
+    )
     return Question(tuple(infos), nodes, current, causes, (tuple(prints), nodes), by_hand)
 
 
@@ -113,13 +120,13 @@ def _job(
     places: Mapping[str, Room],
     memory: Memory,
     settings: Settings,
-    shared: Mapping[str, JobHints],
+    curves: Mapping[str, _Curve],
 ) -> tuple[JobInfo, tuple[Cause, str] | None]:
     assert job.spec is not None
     assert job.plan is not None
     spec, now = job.spec.record, in_plan(condition.plan)
     size = sum(now.values())
-    hints = own_hints(job) or shared.get(spec.curve_key)
+    hints = _informed(own_hints(job), curves.get(spec.curve_key))
     fixed, why, places = _fixed_size(view, job, condition, places, settings)
     unsettled = condition.phase in (Phase.CHANGING, Phase.BROKEN)
     if unsettled:
@@ -201,24 +208,58 @@ def model(hints: JobHints) -> GoodputModel | None:
             max_batch_size=hints.max_batch_size,
             local_bsz_bounds=hints.local_bsz_bounds,
             accumulation=hints.gradient_accumulation,
+            corrections=_corrections(hints.perf_params, hints.profile),
         )
     except ValueError:
         return None
 
 
-def _shared_hints(view: View) -> dict[str, JobHints]:
-    """For every `curve_key` the report that has seen the largest size: jobs of one script share it."""
-    found: dict[str, JobHints] = {}
+@lru_cache(maxsize=8192)
+def _corrections(theta: tuple[float, ...], profile: tuple[ProfileEntry, ...]) -> Corrections | None:
+    """What the measured step times say that θ does not; remembered, for it is asked at every decision."""
+    times = {
+        (entry.nodes, entry.replicas, entry.atomic_bsz): entry.optim_step_time
+        for entry in profile
+        if entry.optim_step_time > 0 and entry.nodes > 0 and entry.replicas > 0 and entry.atomic_bsz > 0
+    }
+    return correct(PerfParams(*theta), times) if times else None
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """What jobs of one script have found out together."""
+
+    profile: tuple[ProfileEntry, ...]
+    widest: JobHints  # the report of whichever has been on the most replicas
+
+
+def _curves(view: View) -> dict[str, _Curve]:
+    """By `curve_key`: jobs of one script with the same arguments share what they know, ended ones too."""
+    entries: dict[str, dict[tuple[int, int, int], ProfileEntry]] = {}
+    widest: dict[str, JobHints] = {}
     for job in view.jobs.values():
-        if job.spec is None or not job.spec.record.curve_key:
-            continue
+        key = job.spec.record.curve_key if job.spec else ""
         hints = own_hints(job)
-        if hints is None or hints.perf_params is None:
+        if not key or hints is None or hints.perf_params is None:
             continue
-        key = job.spec.record.curve_key
-        if key not in found or found[key].max_profiled_replicas < hints.max_profiled_replicas:
-            found[key] = replace(hints, remaining_samples=None, progress=None)
-    return found
+        pool = entries.setdefault(key, {})
+        for entry in hints.profile:
+            at = entry.nodes, entry.replicas, entry.atomic_bsz
+            if at not in pool or pool[at].optim_count < entry.optim_count:
+                pool[at] = entry
+        if key not in widest or widest[key].max_profiled_replicas < hints.max_profiled_replicas:
+            widest[key] = hints
+    return {key: _Curve(tuple(entries[key].values()), hints) for key, hints in widest.items()}
+
+
+def _informed(hints: JobHints | None, curve: _Curve | None) -> JobHints | None:
+    """A job's own report, enriched by what others like it have measured; theirs where it has none yet."""
+    if curve is None:
+        return hints
+    if hints is None or hints.perf_params is None or hints.grad_params is None:
+        return replace(curve.widest, profile=curve.profile, remaining_samples=None, progress=None)
+    reached = max(hints.max_profiled_replicas, curve.widest.max_profiled_replicas)
+    return replace(hints, profile=curve.profile, max_profiled_replicas=reached)
 
 
 def _attained(hints: JobHints | None) -> float:

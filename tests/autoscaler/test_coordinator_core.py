@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 from coordinator_pump import Pump, share_policy
+from fake_agents import hints_of
 
 from adaptdl_elastic.autoscaler.coordinator.core import decide
+from adaptdl_elastic.autoscaler.coordinator.policy import model, policy_inputs
 from adaptdl_elastic.autoscaler.coordinator.types import CompareAndSwap, Memory, Settings
 from adaptdl_elastic.autoscaler.policy.types import Decision
 from adaptdl_elastic.autoscaler.state import Seen
@@ -23,6 +25,7 @@ from adaptdl_elastic.rendezvous.records import (
     Transition,
     encode,
 )
+from adaptdl_elastic.sched_hints import ProfileEntry
 
 
 @pytest.fixture
@@ -561,6 +564,45 @@ def test_a_policy_that_breaks_does_not_stop_the_loop(pump: Pump) -> None:
     pump.ask("a", replicas=3)
     pump.later(61)
     assert pump.placed("a") == {"n0": 3}
+
+
+# -- what the policy is asked
+
+
+def test_jobs_of_one_script_share_what_they_have_measured(pump: Pump) -> None:
+    pump.job("old", curve_key="k")
+    pump.node("n0", "old", 4)
+    pump.settle()
+    slow = ProfileEntry(1, 4, 128, 0.1, 0.5, 10, 10)
+    pump.agents[0].report(pump.plan("old"), max_profiled_replicas=4, profile=(slow,))
+    pump.agents[0].reports = False
+    pump.settle()
+    pump.job("young", curve_key="k")
+    pump.job("other", curve_key="x")
+    for job in ("young", "other"):
+        pump.node("n0", job, 4, reports=False)
+    pump.settle()
+    found, _, _ = policy_inputs(pump.view(), pump.settings)
+    infos = {info.name: info for info in found}
+    assert infos["young"].max_profiled_replicas == 4
+    assert infos["young"].model is not None
+    assert infos["young"].model.corrections is not None
+    assert infos["young"].remaining is None
+    assert infos["other"].model is None
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"perf_params": (-1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)},
+        {"grad_params": (-1.0, 1.0)},
+        {"init_batch_size": 0},
+        {"perf_params": None},
+    ],
+)
+def test_a_model_that_makes_no_sense_is_none(nonsense: dict[str, object]) -> None:
+    assert model(hints_of("a", 0, 1)) is not None
+    assert model(hints_of("a", 0, 1, **nonsense)) is None
 
 
 # -- scripts without the library, and several jobs
