@@ -197,11 +197,15 @@ def inspect(view: View, job: JobView, plan: Plan, settings: Settings) -> Health:
 
 
 def _failed_before(job: JobView, plan: Plan) -> list[str]:
-    """Nodes whose replicas failed in the generation that a change in place has not yet left."""
+    """Nodes whose replicas failed in the generation that a change in place has not yet left.
+
+    That is the one that runs: what a withdrawn change had started beside it may end as it likes.
+    """
     return [
         leaver.node
         for leaver in plan.leaving
-        if (seen := job.ended.get((leaver.generation, leaver.node))) is not None
+        if (at := (leaver.generation, leaver.node)) in job.running
+        and (seen := job.ended.get(at)) is not None
         and _ENDED_AS[seen.record.outcome] == "failed"
     ]
 
@@ -258,7 +262,12 @@ def failures(job: JobView, generation: int) -> tuple[Failure, ...]:
 def failed_generation(job: JobView, plan: Plan) -> int:
     """The generation that failed: the plan's own, or the one that a change in place had not yet left."""
     if plan.transition is Transition.INPLACE and not failures(job, plan.generation):
-        before = [one.generation for one in plan.leaving if (one.generation, one.node) in job.ended]
+        failed = set(_failed_before(job, plan))
+        before = [
+            one.generation
+            for one in plan.leaving
+            if one.node in failed and (one.generation, one.node) in job.running
+        ]
         return max(before, default=plan.generation)
     return plan.generation
 

@@ -445,6 +445,23 @@ def test_a_newcomer_that_fails_costs_nothing(pump: Pump, outcome: Outcome) -> No
     assert set(pump.placed("a")) == {"n0", "n1", "n2"}
 
 
+def test_what_a_withdrawn_change_had_started_may_end_as_it_likes(pump: Pump) -> None:
+    grow_in_place(pump, max_restarts=0)
+    withdrawn = pump.plan("a").generation
+    newcomer = EndedRecord("n2", withdrawn, Outcome.ABORTED, 76, Failure(-1, 76, "died"))
+    pump.store.put(pump.keys.generation("a", withdrawn, "ended", "n2"), encode(newcomer))
+    pump.decide()
+    for node in ("n0", "n1"):  # they answer for the plan that was taken back, and go on training
+        ended = EndedRecord(node, withdrawn, Outcome.ABORTED)
+        pump.store.put(pump.keys.generation("a", withdrawn, "ended", node), encode(ended))
+    pump.decide()
+    pump.clock.now += 10
+    pump.decide()
+    plan = pump.plan("a")
+    assert (plan.generation, plan.transition, plan.restarts) == (withdrawn + 1, Transition.INPLACE, 0)
+    assert pump.status("a").state is JobState.RUNNING
+
+
 def test_a_late_newcomer_is_given_up_and_training_goes_on(pump: Pump) -> None:
     grow_in_place(pump)
     generation, was = pump.plan("a").generation, {"n0": 1, "n1": 1}
