@@ -71,7 +71,7 @@ class Session:
         self.pid = os.getpid()
         self._control: Control | None = None
         self._metrics: Metrics | None = None
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # for making what there is to be one of
 
     @property
     def rank(self) -> int:
@@ -101,7 +101,7 @@ class Session:
     @property
     def metrics(self) -> Metrics:
         """Profiled step times and gradient statistics, and the goodput model fitted to them."""
-        with self._lock:
+        with self.lock:
             if self._metrics is None:
                 from adaptdl_elastic.torch._metrics import Metrics
 
@@ -111,7 +111,7 @@ class Session:
     @property
     def control(self) -> Control:
         """Stops, checkpoints and changes, agreed among all replicas."""
-        with self._lock:
+        with self.lock:
             if self._control is None:
                 from adaptdl_elastic.torch._control import Control
 
@@ -159,7 +159,7 @@ class Session:
 
     def _append(self, path: Path, record: Mapping[str, Any]) -> None:
         try:
-            with self._lock, path.open("a", encoding="utf-8") as lines:
+            with self.lock, path.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(record, allow_nan=False) + "\n")
         except OSError as error:
             log.warning("event log %s: %s", path, error.strerror)

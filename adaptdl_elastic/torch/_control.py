@@ -336,14 +336,20 @@ class Control:
         stop = [c for c in commands if c["kind"] == "stop"]
         saves = [c for c in commands if c["kind"] == "checkpoint"]
         for command in commands:
-            handler = self.handlers.get(command["kind"])
-            if handler is not None and not stop:
-                handler(command)
+            if command["kind"] not in ("stop", "checkpoint") and not stop:
+                self._handler(command["kind"])(command)
         if stop:
             self.save("stop", saves)
             self._stop(stop[0])
         elif saves:
             self.save("request" if any("request" in c for c in saves) else "periodic", saves)
+
+    def _handler(self, kind: str) -> Callable[[Command], None]:
+        if kind not in self.handlers:  # our own agent may not have spoken yet of what all have agreed on
+            from adaptdl_elastic.torch import _inplace
+
+            self.handlers.update(_inplace.rescaler(self.session).handlers())
+        return self.handlers[kind]
 
     def save(self, kind: str, requests: Sequence[Command] = ()) -> None:
         """Save a checkpoint, on every replica between the same steps, and tell the agent."""

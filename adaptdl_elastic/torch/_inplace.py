@@ -45,6 +45,7 @@ import secrets
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +72,24 @@ JOIN_VARIABLE = "ADAPTDL_JOIN"
 PATIENCE = 60.0
 """Seconds that those who have begun to switch wait for each other."""
 
-_SCRATCH = "inplace"
+_NEWCOMER, _RESCALER = "newcomer", "rescaler"  # in the session's scratch
 _FOREVER = timedelta(days=365)
+
+
+class Plan:
+    """A generation that may come."""
+
+    def __init__(self, message: Message) -> None:
+        self.message = message
+        self.generation = int(message["generation"])
+        self.newcomers: list[int] = list(message["newcomers"])
+        self.attempt = 0  # previews that the newcomers were shown
+        self.called_off = False
+        self.tried = threading.Event()  # the switch was come to, or nobody wants it any more
+
+    def meeting(self) -> Any:
+        """The store where this generation meets."""
+        return _meeting(self.message["master_addr"], int(self.message["master_port"]), self.generation)
 
 
 class Rescaler:
@@ -81,101 +98,108 @@ class Rescaler:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._lock = threading.Condition()
-        self._plans: dict[int, Message] = {}  # by generation, as our agent told us
-        self._called_off: set[int] = set()
-        self._attempt = 0  # previews of the present plan
-        self._again = threading.Event()  # the switch was tried, or is not wanted any more
-        control = session.control
-        control.handlers["preview"] = self._preview
-        control.handlers["switch"] = self._switch
+        self._plans: dict[int, Plan] = {}  # as our agent told us
+        self._past: dict[str, Any] = {}  # states of epochs that newcomers may still be on their way through
+
+    def handlers(self) -> dict[str, Callable[[Command], None]]:
+        """What is done at agreed boundaries."""
+        return {"preview": self._preview, "switch": self._switch}
 
     def on_plan(self, message: Message) -> None:
         """The agent's `plan` message. In the channel's thread."""
         generation = int(message["generation"])
+        if message.get("withdraw"):
+            plan = self._plans.get(generation)
+            if plan is not None:
+                plan.called_off = True
+                plan.tried.set()
+                self._release(plan)
+            return
+        plan = Plan(message)
         with self._lock:
-            if message.get("withdraw"):
-                self._called_off.add(generation)
-                self._again.set()
-                if self._session.rank == 0 and generation in self._plans:
-                    self._release(self._plans[generation])
-                return
-            self._plans[generation] = message
+            self._plans[generation] = plan
             self._lock.notify_all()
         if self._session.rank == 0:
-            self._attempt = 0
-            threading.Thread(
-                target=self._lead, args=(generation, message), name="adaptdl-rescale", daemon=True
-            ).start()
+            name = f"adaptdl-generation-{generation}"
+            threading.Thread(target=self._lead, args=(plan,), name=name, daemon=True).start()
 
-    def _wanted(self, generation: int) -> bool:
-        return generation not in self._called_off and self._session.generation < generation
+    def _release(self, plan: Plan) -> None:
+        """Rank 0: wake the thread that waits for newcomers who will not come any more."""
+        if self._session.rank != 0 or not plan.newcomers:
+            return
+        with contextlib.suppress(RuntimeError):  # the store is gone, and nobody waits
+            store = plan.meeting()
+            for rank in plan.newcomers:
+                store.set(f"arrived/{plan.attempt}/{rank}", "")
 
-    def _lead(self, generation: int, plan: Message) -> None:
+    def _wanted(self, plan: Plan) -> bool:
+        return not plan.called_off and self._session.generation < plan.generation
+
+    def epoch_ends(self, epoch: int) -> None:
+        """States of `epoch` are about to be dropped: keep what newcomers will need to get through it."""
+        if any(self._wanted(plan) for plan in list(self._plans.values())):
+            states = self._session.states.items()
+            gone = [name for name, state in states if state.expires is not None and state.expires <= epoch]
+            self._past.update(checkpoint.snapshot_states(gone))
+
+    def _lead(self, plan: Plan) -> None:
         """Rank 0, beside the training: bring the newcomers to where it is, then have the change agreed."""
         try:
-            if plan["ranks"][0] != 0:
+            if plan.message["ranks"][0] != 0:
                 raise ValueError("rank 0 must stay rank 0")
-            store = _meeting(plan["master_addr"], int(plan["master_port"]), generation)
-            while self._wanted(generation):
-                attempt = self._attempt
-                self._again.clear()
-                command = {"generation": generation, "attempt": attempt}
-                if plan["newcomers"]:
+            store = plan.meeting()
+            while self._wanted(plan):
+                plan.tried.clear()
+                command = {"generation": plan.generation, "attempt": plan.attempt}
+                if plan.newcomers:
                     self._session.control.request({**command, "kind": "preview"})
-                    if not self._arrived(store, generation, attempt, plan["newcomers"]):
+                    store.wait([f"arrived/{plan.attempt}/{rank}" for rank in plan.newcomers], _FOREVER)
+                    if not self._wanted(plan):
                         return
-                    command["at"] = json.loads(store.get(f"preview/{attempt}"))
+                    command["at"] = json.loads(store.get(f"preview/{plan.attempt}"))
                 self._session.control.request({**command, "kind": "switch"})
-                self._again.wait()
-                self._attempt += 1
+                plan.tried.wait()
+                plan.attempt += 1
         except Exception as error:
-            log.warning("generation %d can not begin in place: %s", generation, error)
-
-    def _arrived(self, store: Any, generation: int, attempt: int, newcomers: list[int]) -> bool:
-        """Wait until all newcomers are where preview number `attempt` led them; False if called off."""
-        store.wait([f"arrived/{attempt}/{rank}" for rank in newcomers], _FOREVER)
-        return self._wanted(generation)
-
-    def _release(self, plan: Message) -> None:
-        """Wake the thread that waits for newcomers who will not come any more."""
-        with contextlib.suppress(RuntimeError):  # the store is gone, and nobody waits
-            store = _meeting(plan["master_addr"], int(plan["master_port"]), plan["generation"])
-            for rank in plan["newcomers"]:
-                store.set(f"arrived/{self._attempt}/{rank}", "")
+            log.warning("generation %d can not begin in place: %s", plan.generation, error)
 
     # -- at agreed boundaries, in the training thread ----------------------------------------------
 
     def _preview(self, command: Command) -> None:
         """Rank 0 shows the newcomers where the script is, and all states that are not models."""
-        generation = command["generation"]
-        if self._session.rank != 0 or not self._wanted(generation):
+        plan = self._plans.get(command["generation"])
+        if self._session.rank != 0 or plan is None or not self._wanted(plan):
             return
-        plan, attempt = self._plans[generation], command["attempt"]
+        at, attempt = list(command["position"][:2]), command["attempt"]
         heavy = {model._state.name for model in _models(self._session)}
         names = [name for name in self._session.states if name not in heavy]
         try:
-            store = _meeting(plan["master_addr"], int(plan["master_port"]), generation)
-            store.set(f"preview/{attempt}", json.dumps(command["position"][:2]))
-            step = {"preview": checkpoint.snapshot_states(names), "at": list(command["position"][:2])}
+            store = plan.meeting()
+            store.set(f"preview/{attempt}", json.dumps(at))
+            step = {"preview": {**self._past, **checkpoint.snapshot_states(names)}, "at": at}
             store.set(f"step/{attempt}", _seal(step))
         except RuntimeError as error:  # the store is gone with its agent: training goes on
-            log.warning("generation %d can not begin in place: %s", generation, error)
+            log.warning("generation %d can not begin in place: %s", plan.generation, error)
 
     def _switch(self, command: Command) -> None:
         """Become generation g + 1, or leave."""
         session, generation, position = self._session, command["generation"], command["position"]
-        at = command.get("at")
-        here = at is None or list(position[:2]) == list(at)
         assert session.reducer is not None
-        if not session.reducer.broadcast(here and self._wanted(generation), tag="switch"):
-            self._again.set()
+        go = False
+        if session.rank == 0:
+            known, at = self._plans.get(generation), command.get("at")
+            go = known is not None and self._wanted(known) and at in (None, list(position[:2]))
+        if not session.reducer.broadcast(go, tag="switch"):
+            if session.rank == 0 and known is not None:
+                known.tried.set()
             return
         plan = self._plan(generation)
+        message = plan.message
         began = time.monotonic()
         for _, state in sorted(session.states.items()):
             state.sync()
         session.reducer.barrier(tag="switch")
-        new_rank = plan["ranks"][session.rank]
+        new_rank = message["ranks"][session.rank]
         if new_rank is None:
             _tell_switched(session, generation)
             raise SystemExit(0)
@@ -183,19 +207,19 @@ class Rescaler:
         session.reducer.close()
         dist.destroy_process_group()
         marks["left"] = time.monotonic() - began
-        os.environ.update({name: str(value) for name, value in plan["environ"].items()})
-        session.identity = Identity(new_rank, plan["replicas"], plan["nodes"], generation, session.job)
-        store = _meeting(plan["master_addr"], int(plan["master_port"]), generation)
-        _form(session, store, command["attempt"], session.scratch["backend"])
+        os.environ.update({name: str(value) for name, value in message["environ"].items()})
+        session.identity = Identity(new_rank, message["replicas"], message["nodes"], generation, session.job)
+        _form(session, plan.meeting(), command["attempt"], session.scratch["backend"])
         marks["formed"] = time.monotonic() - began
-        _transfer.give(session, list(plan["newcomers"]))
+        _transfer.give(session, plan.newcomers)
         marks["given"] = time.monotonic() - began
         _finish(session, position, began)
         log.info("switched: %s", {key: round(value, 4) for key, value in marks.items()})
-        del self._plans[generation]
-        self._again.set()
+        plan.tried.set()
+        self._plans = {g: p for g, p in self._plans.items() if g > generation}
+        self._past = {}
 
-    def _plan(self, generation: int) -> Message:
+    def _plan(self, generation: int) -> Plan:
         """Our own agent's message of a plan that all replicas have agreed to carry out."""
         with self._lock:
             if not self._lock.wait_for(lambda: generation in self._plans, PATIENCE):
@@ -251,23 +275,35 @@ class Newcomer:
         os.environ.pop(JOIN_VARIABLE, None)
         state = loops()
         _finish(session, (state.finished, state.entered, state.index), began)
-        session.scratch.pop(_SCRATCH)
+        session.scratch.pop(_NEWCOMER)
 
 
 def newcomer(session: Session) -> Newcomer:
     """This process's, while `session.joining`."""
-    found = session.scratch[_SCRATCH]
+    found = session.scratch[_NEWCOMER]
     assert isinstance(found, Newcomer)
     return found
 
 
+def rescaler(session: Session) -> Rescaler:
+    """This process's side of changes in place, once it is one of those who were there."""
+    with session.lock:
+        found = session.scratch.get(_RESCALER)
+        if found is None:
+            found = session.scratch[_RESCALER] = Rescaler(session)
+        assert isinstance(found, Rescaler)
+        return found
+
+
+def epoch_ends(session: Session, epoch: int) -> None:
+    """An epoch's states are about to be dropped."""
+    if _RESCALER in session.scratch:
+        rescaler(session).epoch_ends(epoch)
+
+
 def on_plan(session: Session, message: Message) -> None:
     """The agent speaks of another generation. In the channel's thread."""
-    found = session.scratch.get(_SCRATCH)
-    if found is None:
-        found = session.scratch[_SCRATCH] = Rescaler(session)
-    if isinstance(found, Rescaler):
-        found.on_plan(message)
+    rescaler(session).on_plan(message)
 
 
 def possible(session: Session) -> tuple[bool, str]:
@@ -292,7 +328,7 @@ def begin_joining(session: Session, backend: str) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     store = _meeting(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), session.generation)
-    found = session.scratch[_SCRATCH] = Newcomer(session, backend, store)
+    found = session.scratch[_NEWCOMER] = Newcomer(session, backend, store)
     session.start()
     checkpoint.agree(lambda _: (None, None))  # nothing is loaded from disk
     session.joining = True

@@ -75,6 +75,10 @@ class Loops(checkpoint.TensorState):
         session.emit("epoch", epoch=epoch, seconds=seconds, samples=self.samples)
         self.finished += 1
         self.finished_loops = self.index = self.samples = 0
+        if not session.joining:
+            from adaptdl_elastic.torch import _inplace
+
+            _inplace.epoch_ends(session, epoch)
         checkpoint.end_epoch(epoch)
 
     # -- data loops --------------------------------------------------------------------------------

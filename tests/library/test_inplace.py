@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
     jobs: list[FakeAgent] = []
 
     def make(replicas: int, **given: Any) -> FakeAgent:
-        given = {"size": SIZE, "batch": BATCH, "pace": 0.004, **given}
+        given = {"size": SIZE, "batch": BATCH, "pace": 0.03, **given}
         job = FakeAgent(loop_script_path.PATH, tmp_path, LOOP=fake_agent.settings(**given), OUT=str(tmp_path))
         jobs.append(job)
         job.start(replicas)
@@ -131,7 +132,7 @@ def test_a_newcomer_in_trouble_never_stops_the_training(start: Any, tmp_path: Pa
 
 def test_a_newcomer_that_dies_when_ready_is_withdrawn(start: Any, tmp_path: Path) -> None:
     """Between its readiness and the switch nothing has been given up yet, or all of it: no third thing."""
-    job = start(1, pace=0.05, size=400)
+    job = start(1, size=400)
     job.plan(2)
     job.wait_for("hello")
     job.pending[0].process.kill()
@@ -141,7 +142,7 @@ def test_a_newcomer_that_dies_when_ready_is_withdrawn(start: Any, tmp_path: Path
 
 
 def test_stops_and_checkpoints_work_after_a_change(start: Any, tmp_path: Path) -> None:
-    job = start(1, pace=0.01)
+    job = start(1)
     job.rescale(2)
     for each in job.running:
         each.channel.send({"type": "checkpoint", "request": 7})
@@ -155,3 +156,71 @@ def test_stops_and_checkpoints_work_after_a_change(start: Any, tmp_path: Path) -
     )
     assert replica.code == 0, replica.output
     check(tmp_path, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_training_is_as_if_nothing_had_happened(tmp_path: Path, optimizer: str) -> None:
+    """Equal global batches give equal steps, whoever computes them."""
+
+    def train(name: str, schedule: tuple[int, ...], pace: float) -> list[Any]:
+        folder = tmp_path / name
+        folder.mkdir()
+        given = fake_agent.settings(pace=pace, optimizer=optimizer)
+        with FakeAgent(loop_script_path.MODEL, folder, LOOP=given, OUT=str(folder)) as job:
+            job.start(schedule[0])
+            job.wait_for("step", schedule[0])
+            for replicas in schedule[1:]:
+                job.rescale(replicas)
+                job.wait_for("step")
+            job.finish()
+        return [torch.load(folder / f"result-{rank}") for rank in range(schedule[-1])]
+
+    (undisturbed,) = train("undisturbed", (1,), 0.0)
+    for result in train("changed", (1, 4, 1, 2), 0.1):
+        assert result["lr"] == undisturbed["lr"]
+        # replicas that came late have not seen the losses of epochs before
+        assert len(result["losses"]) <= len(undisturbed["losses"])
+        expected = undisturbed["losses"][-len(result["losses"]) :] if result["losses"] else []
+        torch.testing.assert_close(result["losses"], expected)
+        torch.testing.assert_close(result["parameters"], undisturbed["parameters"])
+        torch.testing.assert_close(result["optimizer"]["state"], undisturbed["optimizer"]["state"])
+        assert result["progress"] == pytest.approx(undisturbed["progress"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_random_schedules(start: Any, tmp_path: Path, seed: int) -> None:
+    """Changes, some called off, some with a newcomer killed at a random moment of its way."""
+    choose = random.Random(seed)
+    job = start(choose.randint(1, 3), epochs=2, evaluate=1)
+    for _ in range(5):
+        replicas = choose.choice([n for n in range(1, 5) if n != len(job.running)])
+        if replicas > len(job.running) and choose.random() < 0.4:
+            job.plan(replicas)
+            job.wait_for("hello")
+            job.pending[0].process.kill()
+            job.withdraw()
+            for each in job.pending:
+                each.process.kill()
+            job.drain()
+        else:
+            job.rescale(replicas)
+    job.finish()
+    check(tmp_path, len(job.running), epochs=2)
+
+
+@pytest.mark.slow
+def test_newcomers_get_through_epochs_that_end_while_they_come(tmp_path: Path) -> None:
+    """What `synchronized()` showed in those epochs, it shows them, too."""
+    given = fake_agent.settings(pace=0.02, size=160, epochs=30)
+    with FakeAgent(loop_script_path.MODEL, tmp_path, LOOP=given, OUT=str(tmp_path)) as job:
+        job.start(1)
+        job.wait_for("step")
+        job.rescale(2)
+        job.rescale(3)
+        job.finish()
+    results = [torch.load(tmp_path / f"result-{rank}") for rank in range(3)]
+    for result in results[1:]:
+        torch.testing.assert_close(result["parameters"], results[0]["parameters"], rtol=0, atol=0)
+        assert result["losses"] == results[0]["losses"][-len(result["losses"]) :]

@@ -138,17 +138,29 @@ class FakeAgent:
             try:
                 sender, message, _ = self.messages.get(timeout=max(deadline - time.monotonic(), 0.01))
             except queue.Empty:
-                outputs = "\n".join(f"--- {each.rank}\n{each.text()}" for each in self.all)
+                for each in self.all:
+                    if each.process.is_alive():
+                        os.kill(each.process.pid or 0, signal.SIGUSR1)
+                        each.process.join(0.5)
+                outputs = "\n".join(
+                    f"--- {each.rank}: {each.process.exitcode}\n{each.text()}" for each in self.all
+                )
                 raise AssertionError(f"{len(found)} of {count} {kind!r}:\n{outputs}") from None
             if message["type"] == kind:
                 found.append(sender)
         return found
 
+    def drain(self) -> None:
+        """Forget whatever has been said."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.messages.get_nowait()
+
     def rescale(self, replicas: int) -> None:
         """A change in place, to its end."""
         self.plan(replicas)
         leavers = self.running[replicas:]
-        self.wait_for("switched", replicas)
+        self.wait_for("switched", max(replicas, len(self.running)))
         self.generation += 1
         self.running = self.running[:replicas] + self.pending
         self.pending = []
@@ -156,6 +168,7 @@ class FakeAgent:
             assert each.join() == 0, each.text()
 
     def finish(self, timeout: float = 60.0) -> None:
+        (self.folder / "hurry").touch()
         for each in self.running:
             assert each.join(timeout) == 0, each.text()
 
@@ -163,15 +176,6 @@ class FakeAgent:
 def _main(script: str, environment: dict[str, str], output: str, line: socket.socket) -> None:
     environment["ADAPTDL_AGENT_FD"] = str(line.detach())
     generations.main(script, environment, output)
-
-
-def events(job: FakeAgent) -> list[dict[str, Any]]:
-    """Whatever has been said and not been waited for."""
-    found = []
-    with contextlib.suppress(queue.Empty):
-        while True:
-            found.append(job.messages.get_nowait()[1])
-    return found
 
 
 def settings(**given: Any) -> str:

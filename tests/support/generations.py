@@ -6,6 +6,7 @@ A fork server that has torch loaded makes starting one a matter of milliseconds.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -76,6 +77,7 @@ def main(script: str, environment: dict[str, str], output: str) -> None:
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
     sys.argv = [script]
+    faulthandler.register(signal.SIGUSR1)  # where does it hang
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server ignores it
     multiprocessing.set_start_method("fork", force=True)  # as in a script started from a shell
     import torch

@@ -1,5 +1,6 @@
-"""Where loop_script is: it is run, not imported."""
+"""Where the scripts are: they are run, not imported."""
 
 from pathlib import Path
 
 PATH = Path(__file__).with_name("loop_script.py")
+MODEL = Path(__file__).with_name("model_script.py")
