@@ -21,6 +21,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 FIRST_DELAY, LAST_DELAY = 0.2, 10.0  # seconds between a coordinator's death and the next start
+CLAIM_AGAIN_AFTER = 1.0  # seconds: a claim that waits for the store is not made twice
 HEALTHY_AFTER = 30.0  # seconds after which a death is not one of a series
 
 
@@ -93,6 +94,39 @@ class CoordinatorChild:
                 process.kill()
                 process.wait()
         self._thread.join(timeout)
+
+
+class CoordinatorHost:
+    """Keeps a coordinator while this agent holds `coordinator/host`, and claims it when nobody does."""
+
+    def __init__(
+        self,
+        agent: str,
+        arguments: Sequence[str],
+        log: Path,
+        say: Callable[[str], None],
+        claim: Callable[[], None],
+    ) -> None:
+        self._agent, self._arguments, self._log, self._say, self._claim = agent, arguments, log, say, claim
+        self._child: CoordinatorChild | None = None
+        self._asked = 0.0
+
+    def mind(self, host: str | None, leader: str | None) -> None:
+        """Act on who holds `coordinator/host` and who leads, as last heard; None: nobody."""
+        if host == self._agent and self._child is None:
+            self._child = CoordinatorChild(self._arguments, self._log, self._say)
+        elif host not in (None, self._agent) and self._child is not None:
+            child, self._child = self._child, None
+            threading.Thread(target=child.close, daemon=True).start()  # it may take its time
+        if host is None and leader is None and time.monotonic() - self._asked > CLAIM_AGAIN_AFTER:
+            self._asked = time.monotonic()
+            self._claim()
+
+    def close(self) -> None:
+        """End the coordinator, if it is ours."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.close()
 
 
 def _last_words(log: Path) -> str:

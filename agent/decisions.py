@@ -150,11 +150,18 @@ def _learn_plan(state: State, plan: Plan) -> tuple[State, list[Action]]:
     if before is not None and before.generation > state.acted and _names_us(state, before):
         counted_on.add(before.generation)
     for generation in sorted(counted_on):
-        held = state.held is not None and state.held.generation == generation
-        if not held and (generation, state.me.node) not in state.ended:
+        if generation not in _under_way(state) and (generation, state.me.node) not in state.ended:
             state, answer = _answer(state, generation, Outcome.STOPPED)
             actions.append(answer)
     return state, actions
+
+
+def _under_way(state: State) -> set[int]:
+    """Generations that are held here, or about to be."""
+    held = state.held
+    if held is None:
+        return set()
+    return {held.generation, held.change.plan.generation if held.change is not None else held.generation}
 
 
 def _name(state: State) -> tuple[str, str]:
@@ -198,7 +205,7 @@ def _learn_exit(held: Held, local_rank: int, code: int, time: float, message: st
     if replica.exit_code is not None:
         return held
     expected = code in (0, STOPPED) or replica.signalled
-    held = _change(held, local_rank, exit_code=code, exited=time)
+    held = _change(held, local_rank, exit_code=code, exited=time, message=message)
     if held.joining:
         return held  # `inplace` sees it
     if expected or held.phase is Phase.KILLING or held.failure is not None:

@@ -13,7 +13,6 @@ import os
 import select
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,9 +31,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from adaptdl_elastic.agent import decisions, failures, inplace
 from adaptdl_elastic.agent import states as d
-from adaptdl_elastic.agent.child import Command
-from adaptdl_elastic.agent.coordinator_host import CoordinatorChild
-from adaptdl_elastic.agent.environ import JobEnvironment, replica_environment
+from adaptdl_elastic.agent.coordinator_host import CoordinatorHost
+from adaptdl_elastic.agent.environ import replica_environment
 from adaptdl_elastic.agent.forkserver import Exited, ForkServer, Spawned
 from adaptdl_elastic.agent.interruption import Notice
 from adaptdl_elastic.agent.journal import Journal
@@ -43,6 +41,7 @@ from adaptdl_elastic.agent.meeting import Joined, Meeting
 from adaptdl_elastic.agent.mirror import Mirror
 from adaptdl_elastic.agent.output import Output
 from adaptdl_elastic.agent.replica import ReplicaHandle
+from adaptdl_elastic.agent.setting import Setting
 from adaptdl_elastic.agent.storelink import Connection, KeyChanged, Keyspace, Registration, Watcher, Writer
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.records import (
@@ -63,19 +62,6 @@ from adaptdl_elastic.sched_hints import decode as decode_hints
 logger = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 10.0  # for the last writes to the store
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What the agent is given; constant."""
-
-    me: d.Identity
-    host: str  # address by which other nodes reach this one
-    ports: tuple[int, int] | None
-    command: Command
-    environment: JobEnvironment
-    coordinator: tuple[str, ...]  # arguments of the coordinator's command
-    max_restarts: int
 
 
 @dataclass(frozen=True)
@@ -120,8 +106,13 @@ class AdaptiveAgent(SimpleElasticAgent):
         self._meeting = Meeting(setting.host, setting.ports, self._loop.post)
         self._joining: d.StartReplicas | None = None
         self._plan: Plan | None = None  # of the held generation
-        self._coordinator: CoordinatorChild | None = None
-        self._claiming = False
+        self._coordinator = CoordinatorHost(
+            setting.me.agent,
+            setting.coordinator,
+            output.directory / "coordinator.log",
+            lambda text: self._loop.post(_Said(text)),
+            lambda: self._writer.submit(self._claim),
+        )
         self._signals = 0
         self._checkpoint_asked = 0
         self._last_exits: list[tuple[ReplicaHandle, int]] = []
@@ -183,9 +174,7 @@ class AdaptiveAgent(SimpleElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Whatever way `run` ends: nothing of ours survives it."""
-        if self._coordinator is not None:
-            self._coordinator.close()
-            self._coordinator = None
+        self._coordinator.close()
         for watcher in self._watchers:
             watcher.close()
         if self._writer.is_alive():
@@ -279,29 +268,11 @@ class AdaptiveAgent(SimpleElasticAgent):
             for handle in self._replicas.values():
                 if handle.rank == 0 and handle.library:
                     handle.send({"type": "checkpoint", "request": asked.checkpoint})
-        self._mind_coordinator()
-
-    def _mind_coordinator(self) -> None:
-        mirror, me = self._mirror, self._setting.me
-        mine = mirror.host == me.agent
-        if mine and self._coordinator is None and not self.state.exiting:
-            log = self._output.directory / "coordinator.log"
-            self._coordinator = CoordinatorChild(
-                self._setting.coordinator, log, lambda text: self._loop.post(_Said(text))
-            )
-        elif not mine and mirror.host is not None and self._coordinator is not None:
-            child, self._coordinator = self._coordinator, None
-            threading.Thread(target=child.close, daemon=True).start()
-        if mirror.host is None and mirror.leader is None and not self._claiming:
-            self._claiming = True
-            self._writer.submit(self._claim)
+        self._coordinator.mind(mirror.host, mirror.leader)
 
     def _claim(self) -> None:
         """In the writer's thread."""
-        try:
-            self._registration.claim(self._keys.coordinator_host, self._setting.me.agent)
-        finally:
-            self._claiming = False
+        self._registration.claim(self._keys.coordinator_host, self._setting.me.agent)
 
     # Actions ------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import json
 import signal
 from pathlib import Path
 
+CAN_NOT_JOIN = 76  # of a newcomer that finds that it can not join what runs
 _REMEDY = {
     signal.SIGKILL: "killed from outside; if nobody did, the machine ran out of memory (dmesg)",
     signal.SIGSEGV: "crashed in native code; run the script alone under `python -X faulthandler`",
@@ -26,6 +27,8 @@ def describe(exit_code: int, error_file: str, argument: str = "") -> str:
             return f"signal {-exit_code}"
         remedy = _REMEDY.get(number)
         return f"{number.name}: {remedy}" if remedy else number.name
+    if exit_code == CAN_NOT_JOIN:
+        return "the script can not be rescaled in place; the newcomer's stderr says why"
     if exit_code == 127:
         return f"{argument or 'the program'} can not be executed"
     return f"exit code {exit_code}; its stderr says why"

@@ -132,7 +132,10 @@ def _learn_joining(held: Held, event: ReplicaReady | ReplicaSwitched) -> Held:
 def _learn_end(held: Held, event: ReplicaExited) -> Held:
     def ended(replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
         return tuple(
-            replace(r, exit_code=event.exit_code) if r.local_rank == event.local_rank else r for r in replicas
+            replace(r, exit_code=event.exit_code, message=event.message)
+            if r.local_rank == event.local_rank
+            else r
+            for r in replicas
         )
 
     change = held.change
@@ -160,7 +163,7 @@ def reconcile(state: State, held: Held, now: float) -> Step | None:
     if not change.switched:
         ended = [r for r in change.newcomers if r.exit_code is not None]
         if ended:
-            return withdraw(state, held, f"newcomer {ended[0].rank} ended with code {ended[0].exit_code}")
+            return withdraw(state, held, _why(ended[0]))
         if newer and state.plan is not None:
             return withdraw(state, held, state.plan.reason)
         if now >= change.until and not _all_ready(change):
@@ -169,6 +172,10 @@ def reconcile(state: State, held: Held, now: float) -> Step | None:
         held = replace(held, change=replace(change, announced=True))
         return replace(state, held=held), [WriteReady(change.plan.generation)]
     return _adopt(state, held, change)
+
+
+def _why(newcomer: Replica) -> str:
+    return f"newcomer {newcomer.rank}: {newcomer.message or f'exit code {newcomer.exit_code}'}"
 
 
 def _all_ready(change: Change) -> bool:
@@ -229,8 +236,8 @@ def _reconcile_joining(state: State, held: Held, now: float) -> Step | None:
     ended = [r for r in held.replicas if r.exit_code is not None]
     late = held.join_by is not None and now >= held.join_by and not all(r.library for r in held.replicas)
     if newer or ended or late:
-        why = "late" if late else f"ended with code {ended[0].exit_code}" if ended else "another plan"
-        failure = Failure(-1, 0, f"newcomers on {state.me.node}: {why}")
+        why = _why(ended[0]) if ended else "not ready in time" if late else "another plan"
+        failure = Failure(-1, 0, why)
         held = replace(held, phase=Phase.KILLING, failure=failure)
         alive = tuple(r.local_rank for r in held.alive)
         return replace(state, held=held), [Kill(alive, why)]

@@ -25,6 +25,7 @@ from adaptdl_elastic.agent.eventlog import EventLog
 from adaptdl_elastic.agent.forkserver import ForkServer
 from adaptdl_elastic.agent.options import MANY_REPLICAS, PROGRAM, OptionError, Options
 from adaptdl_elastic.agent.output import Output, StreamOptionError, Streams
+from adaptdl_elastic.agent.setting import Setting
 from adaptdl_elastic.rendezvous import runtime_file
 from adaptdl_elastic.rendezvous.connect import connect
 from adaptdl_elastic.rendezvous.keys import Keys
@@ -212,7 +213,7 @@ def _run(
 
     from adaptdl_elastic.agent import states
     from adaptdl_elastic.agent.decisions import STOPPED
-    from adaptdl_elastic.agent.elastic import AdaptiveAgent, Setting
+    from adaptdl_elastic.agent.elastic import AdaptiveAgent
     from adaptdl_elastic.agent.journal import Journal
     from adaptdl_elastic.agent.rendezvous_handler import PlanHandler
 

@@ -41,6 +41,7 @@ class Replica:
     switched: bool = False  # a newcomer that has joined what it was to join
     exit_code: int | None = None
     exited: float = 0.0  # wall clock
+    message: str = ""  # what is known of why it exited
     step: int | None = None
     stepped: float | None = None  # `now` of its newest step
 

@@ -375,3 +375,149 @@ def test_every_generation_starts_once_in_order_and_is_answered_for(script: list[
     assert set(started) <= set(seen)
     if agent.state.held is None:
         assert set(started) <= set(ended)
+
+
+# In place ----------------------------------------------------------------------------------------
+
+
+def over(generation: int, *placements: tuple[str, int], leaving: Sequence[Leaving] = ()) -> Plan:
+    return plan(generation, *placements, leaving=leaving, transition=Transition.INPLACE)
+
+
+def change(agent: Agent, generation: int, *placements: tuple[str, int]) -> list[d.Action]:
+    """Ask for a change in place; what is done about it."""
+    actions = agent(d.PlanSeen(over(generation, *placements)))
+    return actions + agent(master(generation))
+
+
+def test_growing_in_place_starts_the_newcomers_beside_the_others() -> None:
+    agent = Agent().running(count=1)
+    new = over(1, ("here", 2))
+    assert agent(d.PlanSeen(new)) == [d.OpenMaster(1)]
+    found = master(1)
+    assert agent(found) == [
+        d.TellPlan(new, found.master),
+        d.StartReplicas(new, found.master, (1,), join=True),
+    ]
+    assert agent(d.ReplicaReady(1, 1)) == [d.WriteReady(1)]
+    assert agent(d.ReplicaSwitched(1, 0)) == []
+    assert agent(d.ReplicaSwitched(1, 1)) == [
+        d.Adopt(new),
+        d.WriteEnded(EndedRecord("here", 0, Outcome.STOPPED, 0)),
+        d.WriteRunning(1, library=True),
+    ]
+    assert agent.state.held is not None
+    assert [(r.local_rank, r.rank) for r in agent.state.held.replicas] == [(0, 0), (1, 1)]
+    assert agent.later(1000) == []
+
+
+def test_shrinking_in_place_waits_for_those_who_leave() -> None:
+    agent = Agent().running(count=2)
+    assert kinds(change(agent, 1, ("here", 1))) == ["OpenMaster", "TellPlan"]
+    agent(d.ReplicaSwitched(1, 0))
+    assert kinds(agent(d.ReplicaExited(0, 1, 0, 5.0))) == ["Adopt", "WriteEnded", "WriteRunning"]
+
+
+def test_a_node_that_only_leaves_has_stopped_and_is_not_done() -> None:
+    agent = Agent()
+    agent(d.PlanSeen(plan(0, ("there", 1), ("here", 1))))
+    agent(master(0))
+    agent(d.ReplicaHello(0, 0))
+    assert kinds(change(agent, 1, ("there", 1))) == ["TellPlan"]
+    assert agent(d.ReplicaExited(0, 0, 0, 5.0)) == [d.WriteEnded(EndedRecord("here", 0, Outcome.STOPPED, 0))]
+
+
+def test_a_node_with_newcomers_only_does_not_wait_for_survivors_to_leave() -> None:
+    agent = Agent()
+    running = Leaving("there", 1, "agent-there", 0)
+    agent(d.PlanSeen(over(1, ("there", 1), ("here", 1), leaving=[running])))
+    actions = agent(master(1))
+    assert kinds(actions) == ["StartReplicas"]
+    assert isinstance(actions[0], d.StartReplicas)
+    assert actions[0].join
+    assert agent(d.ReplicaReady(1, 0)) == [d.WriteReady(1)]
+    assert agent(d.ReplicaSwitched(1, 0)) == [d.WriteRunning(1, library=True)]
+
+
+def test_where_nobody_survives_it_is_a_plain_start() -> None:
+    agent = Agent()
+    gone = Leaving("there", 1, "agent-there", 0)
+    agent(d.EndedSeen(0, "there", Outcome.STOPPED))
+    agent(d.PlanSeen(over(1, ("there", 1), ("here", 1), leaving=[gone])))
+    actions = agent(master(1))
+    assert kinds(actions) == ["StartReplicas", "WriteRunning"]
+    assert isinstance(actions[0], d.StartReplicas)
+    assert not actions[0].join
+
+
+@pytest.mark.parametrize("code", [0, 1, -9, 76])
+def test_a_newcomer_that_ends_costs_nothing(code: int) -> None:
+    agent = Agent().running(count=1)
+    change(agent, 1, ("here", 2))
+    actions = agent(d.ReplicaExited(1, 1, code, 5.0, "why"))
+    assert kinds(actions) == ["Withdraw", "WriteEnded"]
+    assert isinstance(actions[1], d.WriteEnded)
+    assert (actions[1].record.generation, actions[1].record.outcome) == (1, Outcome.ABORTED)
+    assert agent.state.held is not None
+    assert agent.state.held.generation == 0
+    assert agent.later(1000) == []
+
+
+def test_a_newcomer_that_is_late_costs_nothing() -> None:
+    agent = Agent(rescale_timeout=60.0).running(count=1)
+    change(agent, 1, ("here", 2))
+    assert deadline(agent.state) == 60.0
+    assert kinds(agent.later(60)) == ["Withdraw", "Kill", "WriteEnded"]
+    assert agent(d.ReplicaExited(1, 1, -9, 5.0)) == []
+
+
+def test_after_a_withdrawal_the_next_plan_is_carried_out_from_the_same_generation() -> None:
+    agent = Agent().running(count=1)
+    change(agent, 1, ("here", 2))
+    assert kinds(change(agent, 2, ("here", 1))) == ["Withdraw", "Kill", "WriteEnded"]
+    assert kinds(agent(d.ReplicaExited(1, 1, -9, 5.0))) == ["TellPlan"]
+    actions = agent(d.ReplicaSwitched(2, 0))
+    assert actions[1] == d.WriteEnded(EndedRecord("here", 0, Outcome.STOPPED, 0))
+
+
+def test_a_survivor_that_dies_takes_the_newcomers_with_it() -> None:
+    agent = Agent().running(count=1)
+    change(agent, 1, ("here", 2))
+    assert agent(d.ReplicaExited(0, 0, -9, 5.0, "SIGKILL")) == [d.Kill((1,), "replica 0 failed")]
+    actions = agent(d.ReplicaExited(1, 1, -9, 5.0))
+    outcomes = [(a.record.generation, a.record.outcome) for a in actions if isinstance(a, d.WriteEnded)]
+    assert outcomes == [(0, Outcome.FAILED), (1, Outcome.ABORTED)]
+
+
+def test_after_the_switch_a_death_is_the_new_generations() -> None:
+    agent = Agent().running(count=1)
+    change(agent, 1, ("here", 2))
+    agent(d.ReplicaReady(1, 1))
+    agent(d.ReplicaSwitched(1, 0))
+    assert kinds(agent(d.ReplicaExited(1, 1, -9, 5.0, "SIGKILL"))) == ["Kill"]
+    actions = agent(d.ReplicaExited(0, 0, -9, 5.0))
+    outcomes = [(a.record.generation, a.record.outcome) for a in actions if isinstance(a, d.WriteEnded)]
+    assert outcomes == [(0, Outcome.STOPPED), (1, Outcome.FAILED)]
+
+
+def test_a_script_that_ends_meanwhile_is_done() -> None:
+    agent = Agent().running(count=1)
+    change(agent, 1, ("here", 2))
+    actions = agent(d.ReplicaExited(0, 0, 0, 5.0))
+    assert kinds(actions) == ["Withdraw", "Kill", "WriteEnded"]
+    actions += agent(d.ReplicaExited(1, 1, -9, 5.0))
+    outcomes = [(a.record.generation, a.record.outcome) for a in actions if isinstance(a, d.WriteEnded)]
+    assert outcomes == [(1, Outcome.DONE), (0, Outcome.DONE)]
+
+
+def test_a_script_without_the_library_is_restarted_instead() -> None:
+    agent = Agent().running(count=1, library=False)
+    assert kinds(agent(d.PlanSeen(over(1, ("here", 2))))) == ["AskToStop"]
+
+
+def test_replicas_keep_their_slots_and_get_their_new_ranks() -> None:
+    from adaptdl_elastic.agent.inplace import renumber
+
+    numbers = renumber(plan(0, ("a", 2), ("b", 2)), plan(1, ("a", 1), ("c", 1), ("b", 3)))
+    assert numbers.ranks == (0, None, 2, 3)
+    assert numbers.newcomers == (1, 4)
