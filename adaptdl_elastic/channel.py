@@ -8,7 +8,13 @@ reads end-of-file.
 agent → replica
     {"type": "stop", "reason": str}           checkpoint at a common step, then exit 143
     {"type": "checkpoint", "request": int}    save now and go on
-    {"type": "plan", ...}                     a planned change in place (see docs/architecture.md)
+    {"type": "plan", "generation": int, "replicas": int, "nodes": int,
+     "ranks": [int | None, ...], "newcomers": [int, ...],
+     "master_addr": str, "master_port": int, "environ": {...}}
+                                              a change in place: new rank by old rank (None: leave), who
+                                              is new, the store where g+1 meets, this replica's variables
+    {"type": "plan", "generation": int, "withdraw": true, "reason": str}
+                                              that change is off
 replica → agent
     {"type": "hello", "version": str, "pid": int}      the script uses the library: stop it by message,
                                                        not by signal
@@ -18,6 +24,10 @@ replica → agent
     {"type": "step", "step": int, "time": float}
                                               a finished optimizer step: the first of a generation at once,
                                               then at most one a second, and the last one before the exit
+    {"type": "ready", "generation": int}      a newcomer waits where the others are to be joined
+    {"type": "switched", "generation": int, "last_step": float | None}
+                                              it is of that generation now (or leaves for it); end of its
+                                              last step before
     {"type": "hints", "hints": {...}}         sched_hints.JobHints, from rank 0 only
     {"type": "saved", "checkpoint": {"id","path","step"}, "request": int | None}   rank 0 only
 """
