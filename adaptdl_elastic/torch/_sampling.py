@@ -135,7 +135,13 @@ class Sampler:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        mean_sqr, variance = pending.finish().numpy().copy()
+        try:
+            mean_sqr, variance = pending.finish().numpy().copy()
+        except RuntimeError as error:  # the tiny all-reduce lost a replica after the gradients' own
+            if not self._hook.absorb:
+                raise
+            logger.info("the statistics of step %d are lost with a replica: %s", pending.step, error)
+            return
         self.news |= self._gns.record(Measurement(mean_sqr, variance, pending.scale), pending.step)
 
     def _moments(self, recordings: list[Recording]) -> Callable[[], torch.Tensor] | None:

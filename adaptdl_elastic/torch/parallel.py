@@ -92,6 +92,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         For a change of the number of replicas within the process; parameters and statistics must be
         equal on all replicas, and no window under way. Runs no collectives that move parameters.
         """
+        absorbing = self._hook.absorb
         kept = {name: value for name, value in vars(self).items() if name.endswith("_hooks")}
         training = self.training
         super().__init__(self.module, **{**self._ddp_kwargs, "init_sync": False})
@@ -99,6 +100,39 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self.training = training
         self._window.reset()
         self._attach_hook()
+        if absorbing:
+            self.absorb_failures()
+
+    def absorb_failures(self) -> None:
+        """From now on a lost replica does not make the backward pass raise.
+
+        Its all-reduce leaves zeros, `failure` says what happened, and `optimizer.step()` does nothing
+        until `clear_failure` or `reinit_process_group`. Buffers are no longer broadcast in every forward
+        pass, which would raise as well: `sync_buffers` does it where the caller wants it.
+        """
+        self._hook.absorb = True
+        self.broadcast_buffers = False
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why gradients could not be synchronised; None while nothing is wrong."""
+        return self._hook.failure
+
+    def clear_failure(self) -> None:
+        """Forget a failure, and what was accumulated of the step that it spoiled."""
+        self._hook.failure = None
+        self._hook.recording = None
+        self._sampler.drop()
+        self._window.reset()
+        self.gns.reset_accumulation()
+        super().zero_grad(set_to_none=True)
+
+    def sync_buffers(self) -> None:
+        """Give every replica rank 0's buffers (running means). A collective: call it on all of them."""
+        buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
+        works = [dist.broadcast(buffer, 0, group=self.process_group, async_op=True) for buffer in buffers]
+        for work in works:
+            work.wait()
 
     # What a script reads.
 
@@ -252,6 +286,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
 
     def skipped_step(self) -> None:
         """For GradScaler: gradients were inf or nan, and the optimizer did not step."""
+        if self.failure is not None:
+            return
         self._sampler.drop()
         self._window.reset()
         self.gns.reset_accumulation()

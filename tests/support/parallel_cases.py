@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -167,7 +168,7 @@ def one_by_one(batches: Sequence[int], clip: float | None = None) -> Parameters:
 
 
 def gan() -> tuple[bool, float, float]:
-    """Two models and optimizers; the discriminator has two backward passes a step, and a third one in vain."""
+    """Two models, two optimizers; the discriminator has two backward passes a step, and a third in vain."""
 
     def train(wrap: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -200,3 +201,52 @@ def gan() -> tuple[bool, float, float]:
     ours = train(adaptive)
     same = all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
     return same, made[0].gns.var_avg(), made[1].gns.var_avg()
+
+
+def a_replica_dies(folder: str) -> tuple[bool, bool, list[float], int]:
+    """Rank 2 of 3 dies inside of its backward pass; the others go on in the same processes."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    model = Net()
+    optimizer = sgd(model)
+    adp = AdaptiveDataParallel(model, optimizer)
+    measure_always(adp)
+    adp.absorb_failures()
+    steps(adp, optimizer, 3)
+    before = [p.detach().clone() for p in model.parameters()]
+    if rank == 2:
+        model.body[0].weight.register_hook(lambda _: os._exit(0))
+    inputs, targets = data(3)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(adp(inputs), targets).backward()  # must not raise
+    finite = all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+    optimizer.step()
+    unchanged = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert adp.failure is not None
+    assert adp.gns.steps == 3
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=2)
+    adp.clear_failure()
+    adp.reinit_process_group()
+    assert adp.failure is None
+    steps(adp, optimizer, 3, first=3)
+    adp.sync_buffers()
+    adp._sampler.collect()
+    return unchanged, finite, flat(model).tolist(), adp.gns.steps
+
+
+def same_size_again(folder: str) -> bool:
+    """Whether re-making the group and the reducer leaves training as it would have been, bit for bit."""
+    torch.manual_seed(0)
+    model = Net()
+    straight, remade = copy.deepcopy(model), copy.deepcopy(model)
+    first, second = sgd(straight), sgd(remade)
+    steps(AdaptiveDataParallel(straight, first, name="straight", broadcast_buffers=False), first, 6)
+    adp = AdaptiveDataParallel(remade, second, broadcast_buffers=False)
+    steps(adp, second, 3)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=size)
+    adp.reinit_process_group()
+    steps(adp, second, 3, first=3)
+    return bool(torch.equal(flat(straight), flat(remade)))

@@ -12,11 +12,17 @@ from datetime import timedelta
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "adaptdl_elastic.torch.parallel", "adaptdl_elastic.torch.data"])
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch._dynamo", "adaptdl_elastic.torch.parallel", "adaptdl_elastic.torch.data"]
+)
 
 
-def run(function: Callable[..., Any], replicas: int, *args: Any, timeout: float = 90.0) -> list[Any]:
+def run(
+    function: Callable[..., Any], replicas: int, *args: Any, timeout: float = 90.0, dies: int | None = None
+) -> list[Any]:
     """`function(*args)` in that many processes of one gloo group; what each returned, by rank.
+
+    The replica `dies` is meant to, and returns None.
 
     `function` must be importable (a module of tests/support). Raises AssertionError with the traceback
     of the first replica that failed; leaves no process behind.
@@ -39,6 +45,9 @@ def run(function: Callable[..., Any], replicas: int, *args: Any, timeout: float 
                 try:
                     ok, value = pickle.loads(pipe.recv_bytes())
                 except EOFError:
+                    if rank == dies:
+                        results.append(None)
+                        continue
                     raise AssertionError(f"rank {rank} died") from None
                 assert ok, f"rank {rank} failed:\n{value}"
                 results.append(value)
@@ -63,7 +72,7 @@ def _main(
     torch.set_num_threads(1)
     os.environ["ADAPTDL_REPLICA_RANK"] = str(rank)
     os.environ["ADAPTDL_NUM_REPLICAS"] = str(replicas)
-    os.environ["ADAPTDL_EVENT_LOG"] = os.path.join(folder, "events")
+    os.environ["ADAPTDL_EVENT_LOG"] = f"{folder}/events"
     try:
         dist.init_process_group(
             "gloo",

@@ -67,6 +67,20 @@ def test_a_gan_trains_as_with_ddp(count: int) -> None:
         assert judge > 0.0
 
 
+def test_survivors_of_a_lost_replica_go_on_in_their_processes(tmp_path: Path) -> None:
+    first, second, third = replicas.run(cases.a_replica_dies, 3, str(tmp_path), dies=2)
+    assert third is None
+    for unchanged, finite, _, count in (first, second):
+        assert unchanged, "the step that lost a replica must not commit"
+        assert finite, "zeros, not nan"
+        assert count == 6
+    assert first[2] == second[2], "the survivors disagree"
+
+
+def test_a_process_group_made_anew_changes_nothing(tmp_path: Path) -> None:
+    assert replicas.run(cases.same_size_again, 2, str(tmp_path)) == [True, True]
+
+
 def assert_close(ours: cases.Parameters, oracle: cases.Parameters) -> None:
     for a, b in zip(ours, oracle, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

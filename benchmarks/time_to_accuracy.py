@@ -1,0 +1,238 @@
+"""Is the adaptive run as good as the best fixed batch size, found without a search?
+
+    python benchmarks/time_to_accuracy.py [--data DIR] [--seeds 3] [--replicas 1 2] [--json] [--plot OUT.png]
+
+Trains the network of examples/image_classification.py to a fixed held-out accuracy: once with the batch
+size chosen while it trains, and with fixed batch sizes over the whole range, under each scaling rule.
+Every run has the same learning rate for the initial batch size and the same progress to make (passes
+at the initial batch size, as AdaScale counts them). Seconds are those of training, without evaluation;
+`cpu` is the CPU time of rank 0. Samples are all that were processed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+SIZES = (32, 64, 128, 256, 512, 1024)
+RULES = ("AdaScale", "LinearScale", "SqrtScale")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run. batch_size None: adaptive."""
+
+    batch_size: int | None
+    rule: str = "AdaScale"
+    seed: int = 0
+    replicas: int = 1
+    data: str | None = None
+    epochs: int = 25
+    target: float = 0.97
+    initial: int = 32
+    lr: float = 0.02
+
+    @property
+    def name(self) -> str:
+        return "adaptive" if self.batch_size is None else f"{self.rule} {self.batch_size}"
+
+
+@dataclass
+class Outcome:
+    """What rank 0 saw. The first three are None when the target was never reached."""
+
+    seconds: float | None = None
+    cpu: float | None = None
+    samples: int | None = None
+    accuracy: float = 0.0  # mean of the last three evaluations
+    curve: list[tuple[float, float, int, int]] = field(default_factory=list)  # s, accuracy, samples, batch
+
+
+def replica(job: Job) -> Outcome:
+    sys.path.insert(0, str(EXAMPLES))
+    from image_classification import Net, evaluate
+    from image_data import load
+
+    import adaptdl_elastic.torch as adl
+    from adaptdl_elastic.torch import scaling_rules
+
+    torch.set_num_threads(1)
+    torch.manual_seed(job.seed)
+    data = load(job.data)
+    adl.init_process_group("gloo")
+    loader = adl.AdaptiveDataLoader(data.train, batch_size=job.initial, shuffle=True)
+    if job.batch_size is None:
+        loader.autoscale_batch_size(SIZES[-1], local_bsz_bounds=(8, SIZES[-1]))
+    else:
+        local = job.batch_size // job.replicas
+        loader.autoscale_batch_size(job.batch_size, local_bsz_bounds=(local, local))
+    test = adl.AdaptiveDataLoader(data.test, batch_size=250)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=job.lr, momentum=0.9, weight_decay=5e-4)
+    milestones = [int(job.epochs * 0.6), int(job.epochs * 0.85)]
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, 0.2)
+    rule = getattr(scaling_rules, job.rule)()
+    model = adl.AdaptiveDataParallel(net, optimizer, scheduler, scaling_rule=rule)
+    outcome, seconds, cpu, samples, batch = Outcome(), 0.0, 0.0, 0, 0
+    for _ in adl.remaining_epochs_until(job.epochs):
+        model.train()
+        wall_start, cpu_start = time.perf_counter(), time.process_time()
+        for images, labels in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+            samples += len(images) * job.replicas
+            batch = loader.current_batch_size
+        seconds += time.perf_counter() - wall_start
+        cpu += time.process_time() - cpu_start
+        _, accuracy = evaluate(model, test, "cpu")
+        scheduler.step()
+        outcome.curve.append((round(seconds, 3), accuracy, samples, batch))
+        if accuracy >= job.target and outcome.seconds is None:
+            outcome.seconds, outcome.cpu, outcome.samples = seconds, cpu, samples
+    outcome.accuracy = statistics.mean(a for _, a, *_ in outcome.curve[-3:])
+    return outcome
+
+
+def run(job: Job, timeout: float = 1200.0) -> Outcome:
+    """Start the replicas of a run by hand, as ADAPTDL_* describe it; rank 0's outcome."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {
+        "ADAPTDL_NUM_REPLICAS": str(job.replicas),
+        "ADAPTDL_MASTER_ADDR": "127.0.0.1",
+        "ADAPTDL_MASTER_PORT": str(port),
+        "ADAPTDL_REPORT_INTERVAL": "1",
+    }
+    command = [sys.executable, __file__, "--one", json.dumps(asdict(job))]
+    started = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **(shared if job.replicas > 1 else {}), "ADAPTDL_REPLICA_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(job.replicas)
+    ]
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    if any(process.returncode for process in started):
+        raise SystemExit(f"{job.name}: a replica failed")
+    return Outcome(**json.loads(outputs[0].splitlines()[-1]))
+
+
+def summarise(runs: list[tuple[Job, Outcome]], replicas: int) -> dict[str, Any]:
+    """Medians over seeds by configuration; adaptive against the best fixed and the initial one."""
+    table: dict[str, dict[str, float | None]] = {}
+    names = dict.fromkeys(job.name for job, _ in runs if job.replicas == replicas)
+    for name in names:
+        outcomes = [o for job, o in runs if job.name == name and job.replicas == replicas]
+        row: dict[str, float | None] = {"accuracy": statistics.mean(o.accuracy for o in outcomes)}
+        for key in ("seconds", "cpu", "samples"):
+            values = [getattr(o, key) for o in outcomes]
+            row[key] = None if None in values else statistics.median(values)
+        table[name] = row
+    result: dict[str, Any] = {"replicas": replicas, "table": table}
+    fixed = {name: row for name, row in table.items() if name != "adaptive"}
+    for key in ("seconds", "cpu", "samples"):
+        reached = {name: row[key] for name, row in fixed.items() if row[key] is not None}
+        adaptive = table["adaptive"][key]
+        if not reached or adaptive is None:
+            continue
+        best = min(reached, key=lambda name: reached[name])
+        result[f"{key}_vs_best_fixed"] = {"best": best, "ratio": adaptive / reached[best]}
+        initial = fixed.get(f"AdaScale {SIZES[0]}", {}).get(key)
+        if initial is not None:
+            result[f"{key}_vs_initial"] = adaptive / initial
+    best_accuracy = max((row["accuracy"] for row in fixed.values()), default=None)
+    result["accuracy"] = {"adaptive": table["adaptive"]["accuracy"], "best_fixed": best_accuracy}
+    return result
+
+
+def plot(runs: list[tuple[Job, Outcome]], target: float, path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    counts = sorted({job.replicas for job, _ in runs})
+    figure, axes = pyplot.subplots(1, len(counts), squeeze=False, figsize=(6 * len(counts), 4))
+    for axis, replicas in zip(axes[0], counts, strict=True):
+        mine = [(job, o) for job, o in runs if job.replicas == replicas]
+        for rule in RULES:
+            points = [(j.batch_size, o.seconds) for j, o in mine if j.batch_size and j.rule == rule]
+            points = [(size, s) for size, s in points if s is not None]
+            axis.scatter(*zip(*points, strict=True), label=rule, s=14) if points else None
+        for job, outcome in mine:
+            if job.batch_size is None and outcome.seconds is not None:
+                axis.axhline(outcome.seconds, color="black", linewidth=1)
+        axis.set(
+            xscale="log", yscale="log", xlabel="fixed batch size", ylabel=f"seconds to {target:.0%}",
+            title=f"{replicas} replica(s); black: adaptive",
+        )  # fmt: skip
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--data", help="folder with Fashion-MNIST idx files (default: what is there)")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
+    parser.add_argument("--epochs", type=int, default=25)
+    parser.add_argument("--target", type=float, default=0.97, help="held-out accuracy")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plot", help="write a picture to this file")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(asdict(replica(Job(**json.loads(args.one))))))
+        return
+    runs: list[tuple[Job, Outcome]] = []
+    for replicas in args.replicas:
+        for seed in range(args.seeds):
+            base = Job(None, "AdaScale", seed, replicas, args.data, args.epochs, args.target)
+            jobs = [base]
+            for size in args.sizes:
+                # At the initial batch size the rules are the same.
+                rules = args.rules if size > base.initial else ["AdaScale"]
+                jobs += [dataclasses.replace(base, batch_size=size, rule=rule) for rule in rules]
+            for job in jobs:
+                outcome = run(job)
+                runs.append((job, outcome))
+                reached = "never" if outcome.seconds is None else f"{outcome.seconds:.1f} s"
+                line = f"{replicas} replica(s), seed {seed}, {job.name}: {reached}, {outcome.accuracy:.4f}"
+                print(line, file=sys.stderr, flush=True)
+    summaries = [summarise(runs, replicas) for replicas in args.replicas]
+    if args.plot:
+        plot(runs, args.target, args.plot)
+    if args.json:
+        everything = [{**asdict(job), **asdict(outcome)} for job, outcome in runs]
+        print(json.dumps({"target": args.target, "summaries": summaries, "runs": everything}))
+    else:
+        print(json.dumps(summaries, indent=2))
+
+
+if __name__ == "__main__":
+    main()
