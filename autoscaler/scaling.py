@@ -50,6 +50,7 @@ class ScalingSettings:
     boot_timeout: float = 600.0  # from an instance's order to its registration
     max_replacements: int = 3  # of instances that never became a node, in a row and pool
     drain_timeout: float = 600.0
+    broke_for: float = 600.0  # after nodes were let go because the budget was exceeded, none is bought
     back_off: float = 60.0  # after a pool had nothing to give; doubles up to `max_back_off`
     max_back_off: float = 1800.0
     interruption_cost: float = 180.0  # seconds of a node that an interruption costs

@@ -38,6 +38,10 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
     market = _Market(seen, memory, settings)
     wanted = market.wants()
     goal = market.target(wanted)
+    affordable = market.afford(goal)
+    if affordable.nodes < goal.nodes:  # what is bought costs more than was said: not again at once
+        goal = affordable
+        market = replace(market, memory=replace(memory, broke_until=seen.now + settings.broke_for))
     memory, requests, warnings = _resize(market, goal)
     memory, leaving, overdue = _leave(replace(market, memory=memory))
     actions = [*requests, *leaving, *_protect(seen, memory)]
@@ -145,6 +149,28 @@ class _Market:
             low_for=0.0 if low is None else self.seen.now - low,
         )
 
+    def afford(self, goal: Target) -> Target:
+        """No more nodes than the budget bears: prices may have risen since they were bought."""
+        budget, there = self.settings.max_hourly_cost, self.hourly()
+        if there <= budget + 1e-9:
+            return goal
+        prices = sorted(
+            i.hourly_price
+            for pool in self.seen.capacity.pools
+            for i in self.staying(pool)
+            if not self._goes(i)
+        )
+        total, nodes = 0.0, 0
+        for price in prices:
+            total += price
+            nodes += total <= budget + 1e-9
+        if nodes >= goal.nodes:
+            return goal
+        text = (
+            f"{there:.2f} per hour are more than --max-hourly-cost {budget:g}: {self.have()} -> {nodes} nodes"
+        )
+        return replace(goal, nodes=nodes, reason=text)
+
     def hourly(self) -> float:
         """Of everything that is there or asked for and stays."""
         total = 0.0
@@ -189,17 +215,20 @@ def _grow(market: _Market, slots: int, goal: Target) -> tuple[Memory, dict[str, 
     settings, pools = market.settings, {pool.name: pool for pool in market.seen.capacity.pools}
     budget = settings.max_hourly_cost - market.hourly()
     nodes = settings.max_nodes - sum(market.supply(pool) for pool in pools.values())
+    broke = market.seen.now < market.memory.broke_until
     offers = market.offers()
-    bought = buy(offers, slots, nodes, budget)
+    bought = {} if broke else buy(offers, slots, nodes, budget)
     requests = {
         name: Request(name, pools[name].desired + count, goal.reason) for name, count in bought.items()
     }
     got = sum(pools[name].slots * count for name, count in bought.items())
     warnings = []
     if got < slots:
-        afford = buy(offers, slots, nodes, float("inf"))
+        afford = {} if broke else buy(offers, slots, nodes, float("inf"))
         why = (
-            f"--max-hourly-cost {settings.max_hourly_cost:g} is reached"
+            f"--max-hourly-cost {settings.max_hourly_cost:g} was exceeded a moment ago"
+            if broke
+            else f"--max-hourly-cost {settings.max_hourly_cost:g} is reached"
             if sum(afford.values()) > sum(bought.values())
             else f"--max-nodes {settings.max_nodes} is reached"
             if nodes <= sum(bought.values())

@@ -83,6 +83,7 @@ class Memory:
     updated: float | None = None
     changed: float = 0.0
     low_since: float | None = None
+    broke_until: float = 0.0  # the budget was exceeded: nothing is bought before
     wanted: Mapping[str, int] = field(default_factory=dict)  # by job, at the last look
 
 

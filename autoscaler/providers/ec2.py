@@ -116,7 +116,7 @@ class Ec2Provider(Provider):
         instances: list[Instance] = []
         warnings: list[str] = []
         for name, group in groups.items():
-            members = read.instances_of(group, details, prices, self._slots)
+            members = read.instances_of(group, kinds[name], details, prices, self._slots)
             trouble, warning = self._trouble(name)
             warnings += [warning] if warning else []
             pools.append(read.pool_of(group, kinds[name], members, prices, self._slots, trouble))

@@ -26,6 +26,11 @@ class Kind:
     on_demand_above_base: float = 1.0  # fraction
     mixed: bool = False
 
+    @property
+    def only_spot(self) -> bool:
+        """Whether every instance is a spot instance, whatever is said of it while it is being born."""
+        return self.on_demand_base == 0 and self.on_demand_above_base == 0
+
     def next_is_spot(self, on_demand: int, spot: int) -> bool:
         """Whether the next instance of a group that has so many of each would be a spot instance.
 
@@ -111,7 +116,7 @@ def instance_state(lifecycle: str) -> InstanceState | None:
 
 
 def instances_of(
-    group: Answer, details: Mapping[str, Answer], prices: Prices, slots: Mapping[str, int]
+    group: Answer, kind: Kind, details: Mapping[str, Answer], prices: Prices, slots: Mapping[str, int]
 ) -> tuple[Instance, ...]:
     """A group's instances. `details` are DescribeInstances' by id; one it lacks is just being born."""
     found = []
@@ -125,20 +130,20 @@ def instances_of(
             continue
         if detail.get("State", {}).get("Name") in ("shutting-down", "stopping", "stopped"):
             state = InstanceState.LEAVING
-        kind = entry.get("InstanceType") or detail.get("InstanceType", "")
+        name = entry.get("InstanceType") or detail.get("InstanceType", "")
         zone = entry.get("AvailabilityZone", "")
-        preemptible = detail.get("InstanceLifecycle") == "spot"
+        preemptible = kind.only_spot or detail.get("InstanceLifecycle") == "spot"
         launch = detail.get("LaunchTime")
         found.append(
             Instance(
                 entry["InstanceId"],
                 group["AutoScalingGroupName"],
                 state,
-                slots=slots.get(kind, 1),
+                slots=slots.get(name, 1),
                 preemptible=preemptible,
-                instance_type=kind,
+                instance_type=name,
                 zone=zone,
-                hourly_price=prices.of(kind, zone, preemptible),
+                hourly_price=prices.of(name, zone, preemptible),
                 launched=launch.timestamp() if isinstance(launch, datetime) else 0.0,
                 protected=bool(entry.get("ProtectedFromScaleIn", False)),
                 held=held,

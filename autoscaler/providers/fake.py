@@ -37,6 +37,7 @@ class FakeProvider(Provider):
     hooks: bool = False  # leaving instances are held until `let_go`
     outage: dict[str, str] = field(default_factory=dict)
     dead_on_arrival: set[str] = field(default_factory=set)
+    true_price: dict[str, float] = field(default_factory=dict)  # of what comes, if not as announced
     errors: dict[str, list[ProviderError]] = field(default_factory=dict)
     name: str = "fake"
 
@@ -117,6 +118,13 @@ class FakeProvider(Provider):
 
     # -- what happens to instances, for whoever drives the fake
 
+    def reprice(self, pool: str, price: float) -> None:
+        """A pool's price changes, for the instances that it has, too (as spot's does)."""
+        self._pools[pool] = _with_price(self._pools[pool], price)
+        for name, instance in self._instances.items():
+            if instance.pool == pool:
+                self._instances[name] = replace(instance, hourly_price=price)
+
     def interrupt(self, instance: str, notice_seconds: float = 120.0) -> None:
         """Announce the end of a spot instance; `vanish` ends it."""
         self._signals.append(
@@ -165,7 +173,7 @@ class FakeProvider(Provider):
             slots=pool.slots,
             preemptible=pool.preemptible,
             instance_type=pool.instance_type,
-            hourly_price=pool.hourly_price,
+            hourly_price=self.true_price.get(pool.name, pool.hourly_price),
             launched=self.clock(),
         )
 
@@ -187,3 +195,7 @@ class FakeProvider(Provider):
 
 def _with_desired(pool: Pool, desired: int) -> Pool:
     return replace(pool, desired=desired)
+
+
+def _with_price(pool: Pool, price: float) -> Pool:
+    return replace(pool, hourly_price=price)

@@ -233,7 +233,7 @@ class MarketCluster:
         for name, market in self._markets.items():
             pool = self._provider._pools[name]
             if pool.hourly_price != market.price(now):
-                self._provider._pools[name] = replace(pool, hourly_price=market.price(now))
+                self._provider.reprice(name, market.price(now))
         for instance in self._provider.capacity().instances:
             if instance.preemptible and instance.state is InstanceState.RUNNING:
                 self._hazard(instance)

@@ -203,6 +203,29 @@ def test_the_budget_holds_and_is_said() -> None:
     assert any("--max-hourly-cost" in w for w in world.tick().warnings)
 
 
+def test_a_price_that_rises_beyond_the_budget_sends_nodes_away_at_once() -> None:
+    world = World(SPOT, settings=ScalingSettings(max_hourly_cost=2.0))
+    world.jobs = (waiting(replicas=4),)
+    world.until(lambda: len(world.running) == 4)
+    world.provider.reprice("spot", 0.9)
+    world.run(30)
+    assert len(world.running) == 2
+    assert world.tick().hourly_cost <= 2.0
+    world.run(600)
+    assert world.provider.launched == 4
+    world.provider.reprice("spot", 0.3)
+    world.until(lambda: len(world.running) == 4)
+
+
+def test_nodes_that_cost_more_than_announced_are_not_bought_in_a_circle() -> None:
+    world = World(SPOT, settings=ScalingSettings(max_hourly_cost=2.0))
+    world.provider.true_price["spot"] = 1.5
+    world.jobs = (waiting(replicas=2),)
+    world.run(3600)
+    assert len(world.running) == 1
+    assert world.provider.launched <= 2 + 3600 / ScalingSettings().broke_for
+
+
 def test_the_number_of_nodes_holds() -> None:
     world = World(SPOT, settings=ScalingSettings(max_nodes=3, min_nodes=1))
     world.run(120)
