@@ -104,7 +104,7 @@ class CheckpointManager:
         self._thread: threading.Thread | None = None
         self._swept = False
         self._told = False
-        self._over = -1  # the last epoch that has ended
+        self.ended = -1  # the last epoch that has
 
     # ------------------------------------------------------------------------------------- loading
 
@@ -235,11 +235,11 @@ class CheckpointManager:
     def expire(self, epoch: int) -> None:
         """Forget unclaimed states that belong to `epoch` or an earlier one."""
         with self._lock:
-            self._over = max(self._over, epoch)
+            self.ended = max(self.ended, epoch)
             self._drop_expired()
 
     def _drop_expired(self) -> None:
-        gone = [n for n, u in self._unclaimed.items() if u.expires is not None and u.expires <= self._over]
+        gone = [n for n, u in self._unclaimed.items() if u.expires is not None and u.expires <= self.ended]
         for name in gone:
             self._unclaimed.pop(name).file.close()
 

@@ -60,6 +60,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+LINGER = 2
+"""Epochs after its own for which the state of an epoch can still be asked for in memory."""
+
 _SCRATCH = "checkpoint"
 _crc32_lock = threading.Lock()  # the option is the process's
 
@@ -220,10 +223,14 @@ def save_all_states(
     """
     begun = time.monotonic()
     session = _session.current()
-    states = dict(sorted(session.states.items()))
+    manager = _manager(session)
+    states = {
+        name: state
+        for name, state in sorted(session.states.items())
+        if state.expires is None or state.expires > manager.ended
+    }
     for state in states.values():
         state.sync()
-    manager = _manager(session)
     if session.rank != 0 or manager.storage is None:
         return None
     manager.open()  # a generation that saves before it loads anything must not bury what was there
@@ -369,10 +376,14 @@ def agree(broadcast: Callable[[Any], Any]) -> str | None:
 
 
 def end_epoch(epoch: int) -> None:
-    """Drop the states that belong to `epoch` or an earlier one: nothing will ask for them again."""
+    """Leave out the states that belong to `epoch` or an earlier one: no checkpoint needs them any more.
+
+    They stay registered for `LINGER` more epochs, because a replica that joins a running generation may
+    be that far behind, and asks what they held.
+    """
     session = _session.current()
     for name, state in list(session.states.items()):
-        if state.expires is not None and state.expires <= epoch:
+        if state.expires is not None and state.expires <= epoch - LINGER:
             del session.states[name]
     manager = _manager(session)
     manager.expire(epoch)

@@ -123,8 +123,10 @@ class Accumulator(MutableMapping[Any, Any]):
         if _in_data_loop():
             state.sync()
             return state.results
-        for other in [e for e in state.history if e is not None and e != epoch]:
-            del state.history[other]  # a finished epoch does not run again
+        if epoch is not None:  # a finished epoch does not run again
+            over = [e for e in state.history if e is not None and e < epoch - checkpoint.LINGER]
+            for other in over:
+                del state.history[other]
         shown = state.history.setdefault(epoch, [])
         number = self._blocks[epoch]
         self._blocks[epoch] += 1
@@ -207,7 +209,7 @@ class _Sum:
 
 
 class _State(checkpoint.TensorState):
-    """The sums in the checkpoint. Finished with its epoch, it is dropped."""
+    """The sums in the checkpoint, for as long as their epoch lasts."""
 
     required = False  # one that was not reached before the checkpoint is not in it
 
