@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adaptdl_elastic.autoscaler.policy.placement import Board, limit
-from adaptdl_elastic.autoscaler.policy.tables import Tables
+from adaptdl_elastic.autoscaler.policy.tables import SMALL, Tables
 from adaptdl_elastic.autoscaler.policy.types import Allocation
 
 Array = NDArray[np.float64]
@@ -66,6 +66,9 @@ def solve_exactly(
 ) -> dict[str, dict[str, int]] | None:
     """Where every job of `tables` goes; None where the program is too large or was not solved in time."""
     nodes = [node.name for node in board.nodes]
+    regular = len({node.slots for node in board.nodes}) == 1 and all(j.limits is None for j in tables.jobs)
+    if regular and sum(node.slots for node in board.nodes) > SMALL:
+        return None  # powers of two and whole nodes find room, if need be by moving others
     sizes = int((~tables.sizes.several).sum()) + 2
     if len(tables.jobs) * (len(nodes) * sizes + len(tables.sizes.replicas)) > MOST or not nodes:
         return None

@@ -44,7 +44,7 @@ def solve(tables: Tables, board: Board, capacity: int, seconds: float) -> Soluti
     for attempt in range(_ROUNDS):
         trial = board.copy()
         chosen = _program(tables, worths, capacity).choose(capacity)
-        failed = _place(tables, chosen, trial)
+        failed = _place(tables, chosen, targets, trial)
         if not failed and attempt == 0:
             return Solution(trial.placed, targets, dreams)
         worth = _realised(tables, trial)
@@ -126,8 +126,10 @@ def _standing(tables: Tables, board: Board) -> tuple[float, dict[str, dict[str, 
     return _realised(tables, as_it_is), as_it_is.placed
 
 
-def _place(tables: Tables, chosen: Sequence[int | None], board: Board) -> list[tuple[int, int]]:
-    """Put the chosen sizes on the board; (job, column) of what found no room, or made others move."""
+def _place(
+    tables: Tables, chosen: Sequence[int | None], targets: Sequence[int | None], board: Board
+) -> list[tuple[int, int]]:
+    """Put the chosen sizes on the board; (job, column) of what found no room, or is not worth its moves."""
     rows = {job.name: row for row, job in enumerate(tables.jobs)}
     wants: list[Want] = []
     for row, (job, column) in enumerate(zip(tables.jobs, chosen, strict=True)):
@@ -140,8 +142,8 @@ def _place(tables: Tables, chosen: Sequence[int | None], board: Board) -> list[t
             replicas, several = tables.sizes.replicas[column], tables.sizes.several[column]
             wants.append(Want(job, int(replicas), bool(several)))
     failed = place(board, wants, {job.name: job for job in tables.jobs})
-    if not failed and board.moved and wants:
-        # what the moves were for may not be worth them: the rest is chosen once more without it
+    if not failed and sum(board.movable[name] for name in board.moved) > _gain(tables, chosen, targets):
+        # the rest is chosen once more without what the moves were for
         failed = [max(wants, key=lambda want: (want.replicas, want.job.name))]
     found = []
     for want in failed:
@@ -149,6 +151,18 @@ def _place(tables: Tables, chosen: Sequence[int | None], board: Board) -> list[t
         if column is not None:
             found.append((rows[want.job.name], column))
     return found
+
+
+def _gain(tables: Tables, chosen: Sequence[int | None], targets: Sequence[int | None]) -> float:
+    """What the changes are worth by themselves, a step as much as what it leads to."""
+    gain = 0.0
+    for row, (column, target) in enumerate(zip(chosen, targets, strict=True)):
+        if column is not None and column != tables.kept[row]:
+            reached = float(tables.changed[row, column])
+            if target is not None:
+                reached = max(reached, float(tables.changed[row, target]))
+            gain += reached - float(tables.kept_value[row])
+    return gain
 
 
 def _realised(tables: Tables, board: Board) -> float:

@@ -16,7 +16,8 @@ from adaptdl_elastic.autoscaler.policy.types import Allocation, JobInfo, NodeInf
 
 Array = NDArray[np.float64]
 
-_SMALL = 32  # slots up to which every number of replicas is considered, not only some
+SMALL = 32
+"""Slots up to which every number of replicas is considered, not only some."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def _sizes(jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo], had: Sequence[All
     slots = sorted((node.slots for node in nodes), reverse=True)
     total, largest = sum(slots), max(slots, default=0)
     most = min(total, max((job.max_replicas for job in jobs), default=0))
-    if total <= _SMALL:
+    if total <= SMALL:
         one, many = set(range(1, largest + 1)), set(range(2, most + 1))
     else:
         one = {1 << i for i in range(largest.bit_length())} | set(slots)
@@ -178,7 +179,7 @@ def _fits(job: JobInfo, sizes: Sizes, room: Room) -> NDArray[np.bool_]:
     enough_nodes = np.where(several, r >= max(job.min_nodes, 2) * room.fewest, job.min_nodes <= 1)
     within = several & (job.max_nodes == 1)
     # in a large cluster several nodes are used only where one is too small
-    useful = ~several | (r > room.one) | (job.min_nodes > 1) | (room.total <= _SMALL)
+    useful = ~several | (r > room.one) | (job.min_nodes > 1) | (room.total <= SMALL)
     return np.asarray(fits & enough_nodes & ~within & useful & (r <= room.total))
 
 

@@ -92,7 +92,7 @@ class Settings:
     max_wait: float = 900.0  # seconds after which a waiting job comes before all that run
     exploration: float = 2.0  # a job may get so many times the replicas it was profiled on
     horizon: float | None = None  # seconds within which a change must pay for its pause; None: by the pause
-    hysteresis: float = 0.02  # a running job changes only for more than this relative gain
+    hysteresis: float = 0.005  # a running job changes only for more than this relative gain
     time_limit: float = 2.0  # seconds the integer program may take
 
 

@@ -126,9 +126,10 @@ class Simulation:
         """Until every job is done; WorkloadError when that never happens."""
         tick = self.options.interval
         while self._waiting or self._active:
+            changes = self.cluster.next_change(self.now)
             target = self._next_stop(tick)
             due = self._advance(target - self.now)
-            if target == tick or (self.options.events and due):
+            if target in (tick, changes) or (self.options.events and due):
                 self._decide()
             if target == tick:
                 tick += self.options.interval
