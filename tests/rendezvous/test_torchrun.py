@@ -78,7 +78,7 @@ class Run:
 
         def steps() -> bool:
             new = self.lines()[before:]
-            return {rank for _, rank, world, step in new if world == size and step >= 50} == set(range(size))
+            return {rank for _, rank, world, step in new if world == size and step >= 10} == set(range(size))
 
         self.wait_for(f"a world of {size}", steps, timeout)
 
