@@ -121,8 +121,12 @@ class Stream:
                 return
             if not line.endswith(b"\n"):  # cut off in the middle: what follows is asked for again
                 return
-            if line.strip():
-                yield json.loads(line)
+            try:
+                answer = json.loads(line) if line.strip() else None
+            except ValueError:  # not etcd's: a proxy in between that says something
+                return
+            if isinstance(answer, dict):
+                yield answer
 
     def close(self) -> None:
         """End the reading, also one that waits in another thread."""

@@ -8,7 +8,7 @@ import threading
 import time
 from abc import abstractmethod
 
-from adaptdl_elastic.rendezvous.store import Lease, StoreError
+from adaptdl_elastic.rendezvous.store import Lease, StoreError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,9 @@ class KeptLease(Lease):
         try:
             # a server that hangs must not keep us from asking again before the lease is over
             alive = self.renew(timeout=max(self.ttl / 3, 1.0))
-        except StoreError as error:
-            logger.debug("lease not renewed: %s", error)
+        except Exception as error:  # whatever it is, the other leases go on, and this one is tried again
+            level = logging.DEBUG if isinstance(error, StoreUnavailableError) else logging.WARNING
+            logger.log(level, "lease not renewed: %s", error)
             self.due = time.monotonic() + min(_RETRY, self.ttl / 3)
             return
         self.due = sent + self.ttl / 3

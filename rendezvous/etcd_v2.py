@@ -50,6 +50,7 @@ T = TypeVar("T")
 
 _MARK = "\x01"
 _POLL = 30.0  # seconds one watch request waits: a dead connection is found out at the latest then
+_CLOSED = "this store has been closed"
 _LONGEST_PAUSE = 1.0  # seconds between two attempts of a watch to come back
 
 
@@ -188,6 +189,8 @@ class EtcdV2Store(Store):
 
     def watch(self, prefix: str, start_revision: int = 0) -> EtcdV2Watch:
         """Changes under `prefix` from `start_revision` on (0: from now on)."""
+        if self._closed:
+            raise StoreUnavailableError(_CLOSED)
         watch = EtcdV2Watch(self, prefix, start_revision or self.revision(prefix) + 1)
         self._watches.add(watch)
         return watch
@@ -247,7 +250,7 @@ class EtcdV2Store(Store):
         Those that are answers (not found, compare failed, exists already) are left as they are.
         """
         if self._closed:
-            raise StoreUnavailableError("this store has been closed")
+            raise StoreUnavailableError(_CLOSED)
 
         def once(endpoint: str, seconds: float) -> T:
             client = self._clients[endpoint]
@@ -383,20 +386,31 @@ class EtcdV2Lease(KeptLease):
             self._keys[key] = index
 
     def renew(self, timeout: float) -> bool:
-        """Refresh every key; False when one has run out."""
+        """Refresh every key; False when one has run out, and takes the others with it."""
         with self._lock:
             keys = dict(self._keys)
-        gone = [key for key, index in keys.items() if not self._refresh(key, index, timeout)]
-        if not gone:
-            return True
-        # A key that somebody deleted is no longer ours; one that ran out takes the lease with it.
+        for key, index in keys.items():
+            if self._refresh(key, index, timeout):
+                continue
+            if self._ran_out(key, timeout):
+                self.let_go(timeout)
+                return False
+            with self._lock:  # somebody deleted it, or put it without this lease
+                if self._keys.get(key) == index:
+                    del self._keys[key]
+        return True
+
+    def _ran_out(self, key: str, timeout: float) -> bool:
+        """Why a key is no longer ours: what happened to it after our last refresh."""
         with self._lock:
-            for key in gone:
-                self._keys.pop(key, None)
-        if self.remaining() > 0:
-            return True
-        self.let_go(timeout)
-        return False
+            index = self._keys.get(key, 0) + 1
+        try:
+            event = self._store._run(
+                lambda client: client.read(_path(key), wait=True, waitIndex=index), timeout=min(timeout, 1.0)
+            )
+        except (etcd.EtcdEventIndexCleared, etcd.EtcdWatchTimedOut, etcd.EtcdKeyNotFound):
+            return self.remaining() <= 0  # forgotten: it ran out if it can have
+        return str(event.action) == "expire"
 
     def _refresh(self, key: str, index: int, timeout: float) -> bool:
         for _ in range(3):

@@ -34,6 +34,7 @@ from adaptdl_elastic.rendezvous.store import (
 logger = logging.getLogger(__name__)
 
 _NO_USER = "this etcd asks for a user: set ADAPTDL_ETCD_USER and ADAPTDL_ETCD_PASSWORD_FILE"
+_CLOSED = "this store has been closed"
 _LONGEST_PAUSE = 1.0  # seconds between two attempts of a watch to come back
 # gRPC status codes (google.golang.org/grpc/codes)
 _RESOURCE_EXHAUSTED, _OUT_OF_RANGE, _UNAVAILABLE, _UNAUTHENTICATED = 8, 11, 14, 16
@@ -189,6 +190,8 @@ class EtcdV3Store(Store):
 
     def watch(self, prefix: str, start_revision: int = 0) -> EtcdV3Watch:
         """Changes under `prefix` from `start_revision` on (0: from now on)."""
+        if self._closed:
+            raise StoreUnavailableError(_CLOSED)
         start = start_revision or self.revision(prefix) + 1
         watch = EtcdV3Watch(self, prefix, start)
         self._watches.add(watch)
@@ -250,7 +253,7 @@ class EtcdV3Store(Store):
             )
 
         if self._closed and path != "/v3/lease/revoke":
-            raise StoreUnavailableError("this store has been closed")
+            raise StoreUnavailableError(_CLOSED)
         try:
             try:
                 return once()
@@ -295,7 +298,9 @@ class EtcdV3Lease(KeptLease):
             )
         except LeaseLostError:
             return False
-        return int(answer.get("result", {}).get("TTL", 0)) > 0
+        if "result" not in answer:
+            raise StoreUnavailableError("etcd broke off its answer to a keep-alive")
+        return int(answer["result"].get("TTL", 0)) > 0  # zeros are left out
 
     def let_go(self, timeout: float) -> None:
         """Revoke it on the server."""

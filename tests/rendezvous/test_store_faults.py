@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+import requests
 from cutting_proxy import CuttingProxy
 from etcd_binaries import etcd_binary
 
@@ -98,6 +99,19 @@ def test_a_partition_costs_the_lease_and_both_sides_learn_it(own_world, collect)
         assert lease.remaining() == 0
         proxy.heal()
         assert lease.lost.wait(10)
+
+
+@pytest.mark.parametrize("own_world", ["v2-3.5", "v2-3.4"], indirect=True)
+def test_with_v2_a_key_that_runs_out_early_is_a_lost_lease(own_world):
+    """As when the server's clock jumps: v2 reckons by the clock on the wall."""
+    store, key = own_world.client(), own_world.prefix + "mine"
+    lease = store.lease(5)
+    store.put(key, "1", lease)
+    store.put(own_world.prefix + "too", "1", lease)
+    url = f"http://{own_world.real.endpoint}/v2/keys{key}"
+    requests.put(url, {"ttl": 1, "refresh": "true", "prevExist": "true"}, timeout=5).raise_for_status()
+    assert lease.lost.wait(5)
+    assert store.range(own_world.prefix).items == ()
 
 
 def test_a_swap_whose_answer_was_lost_is_not_done_twice(own_world):
