@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 CAN_NOT_JOIN = 76  # of a newcomer that finds that it can not join what runs
+_LONGEST = 200  # characters of a message; the whole of it is in the replica's stderr and error file
 _REMEDY = {
     signal.SIGKILL: "killed from outside; if nobody did, the machine ran out of memory (dmesg)",
     signal.SIGSEGV: "crashed in native code; run the script alone under `python -X faulthandler`",
@@ -41,7 +42,10 @@ def read_error_file(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     text = message.get("message") if isinstance(message, dict) else message
-    return " ".join(str(text).split())[:500] or None if text is not None else None
+    lines = str(text or "").strip().splitlines()
+    if not lines:
+        return None
+    return lines[0] if len(lines[0]) <= _LONGEST else f"{lines[0][: _LONGEST - 1]}…"
 
 
 def exit_name(exit_code: int) -> str:

@@ -81,13 +81,18 @@ class Agents:
 
     def _note(self, event: Event) -> bool:
         """Keep an event; False for a generation that another node has told already."""
-        known = [e["generation"] for e in self.events if e["event"] == "generation"]
         if event["event"] == "generation":
-            if event["generation"] in known:
+            told = [e for e in self.events if e["event"] == "generation"]
+            known = [e for e in told if e["generation"] == event["generation"]]
+            if known:  # from another node, which may know better when the last step before it was
+                if known[0]["pause_s"] is None and event["pause_s"] is not None:
+                    known[0]["pause_s"] = event["pause_s"]
+                    self.tell(f"... after a pause of {event['pause_s']:.2f} s")
                 return False
             nodes = ", ".join(f"{node}: {count}" for node, count in event["placements"].items())
-            pause = "" if event["pause_s"] is None else f", after a pause of {event['pause_s']:.2f} s"
-            self.tell(f"{event['replicas']} replicas ({nodes}){pause}: {event['reason']}")
+            pause = "" if event["pause_s"] is None else f" after a pause of {event['pause_s']:.2f} s"
+            size = f"{event['replicas']} replica{'s' * (event['replicas'] > 1)}"
+            self.tell(f"{size} ({nodes}){pause}: {event['reason']}")
         self.events.append(event)
         return True
 
