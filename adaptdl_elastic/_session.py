@@ -187,6 +187,8 @@ _lock = threading.Lock()
 def current() -> Session:
     """This process's session, made from the environment by the first call."""
     global _current
+    if _current is not None:  # the lock is for making it; every step of training comes here several times
+        return _current
     with _lock:
         if _current is None:
             _current = Session(Identity.from_environment(), Channel.from_environment())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -296,3 +298,41 @@ def test_importing_does_nothing() -> None:
         "assert not logging.getLogger('adaptdl_elastic').handlers\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_batch_size_changes_in_mid_epoch_without_a_checkpoint_path(script: Script) -> None:
+    """What the background thread found is agreed on and used, though nothing else wakes the control."""
+    from adaptdl_elastic.torch._metrics import BatchSize
+
+    script.restart(ADAPTDL_CHECKPOINT_PATH="")
+    loader = adl.AdaptiveDataLoader(numbers(10_000), batch_size=4)
+    loader.autoscale_batch_size(32)
+    metrics, sizes = _session.current().metrics, Counter[int]()
+    deadline = time.monotonic() + 30
+    for _ in adl.remaining_epochs_until(1):
+        for (batch,) in loader:
+            metrics._suggestion = BatchSize(16, 0)
+            sizes[len(batch)] += 1
+            if len(batch) == 16 or time.monotonic() > deadline:
+                break
+            time.sleep(0.001)
+    assert sizes[16] == 1
+    assert loader.current_batch_size == 16
+
+
+def test_with_autoscaling_no_sample_comes_twice_within_one_pass(script: Script) -> None:
+    """An epoch is over when the progress of one pass is made; a further pass has another order."""
+    script.restart(ADAPTDL_CHECKPOINT_PATH="")
+    loader = adl.AdaptiveDataLoader(numbers(40), batch_size=4, shuffle=True)
+    loader.autoscale_batch_size(8)
+    metrics = _session.current().metrics
+    metrics.update_progress(0.0)
+    seen: list[int] = []
+    for _ in adl.remaining_epochs_until(1):
+        for (batch,) in loader:
+            seen += batch.tolist()
+            metrics.update_progress(metrics.get_progress() + 0.5)  # each step is worth half a small one
+    assert len(seen) == 80 - 4  # 10 steps' progress, the last one rounded
+    assert sorted(seen[:40]) == list(range(40))
+    assert len(set(seen[40:])) == len(seen[40:])
+    assert seen[:36] != seen[40:]
