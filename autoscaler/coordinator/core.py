@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import Any
 
 from adaptdl_elastic.autoscaler.coordinator import job as jobs
+from adaptdl_elastic.autoscaler.coordinator.fence import fence_off
 from adaptdl_elastic.autoscaler.coordinator.job import Change, Condition, Phase
 from adaptdl_elastic.autoscaler.coordinator.policy import Policy, Question, ask, targets
 from adaptdl_elastic.autoscaler.coordinator.slots import (
@@ -91,6 +92,7 @@ class _Round:
         self.notes: dict[str, _Notes] = {name: _Notes() for name in view.jobs}
         self.late = dict(memory.late)
         self.clumsy = memory.clumsy
+        self.blocked: dict[str, set[str]] = {}  # jobs whose target waits for slots, and on which nodes
 
     def run(self) -> Decided:
         fenced = [job for job in self.view.jobs.values() if self._fence(job)]
@@ -105,6 +107,7 @@ class _Round:
             self._ask_policy()
         for name in sorted(self.memory.targets, key=self._turn):
             self._apply(name, self.memory.targets[name])
+        self._untangle()
         for job in fenced:
             self._status(job, self.conditions[job.job])
             self._collect(job, self.conditions[job.job])
@@ -118,49 +121,9 @@ class _Round:
         """Make sure that this job's plan is ours; whether it is already."""
         if job.spec is None:
             return False
-        spec, key = job.spec.record, self.keys.job(job.job, "plan")
-        garbage = job.unreadable.get("plan")
-        if job.plan is None:
-            last = max(job.generations, default=-1)
-            claim = Plan(
-                job=job.job,
-                run=spec.run,
-                generation=last,
-                placements=(),
-                cause=Cause.START,
-                transition=Transition.RESTART,
-                reason="no plan yet",
-                fence=self.fence,
-                created=self.view.wall,
-                first=last + 1,
-            )
-            self.actions.append(CompareAndSwap(key, claim, garbage or 0))
-            return False
-        plan = job.plan.record
-        if garbage is not None:  # the last plan that could be read still stands
-            self.actions.append(CompareAndSwap(key, replace(plan, fence=self.fence), garbage))
-            return False
-        if plan.run != spec.run:
-            claim = Plan(
-                job=job.job,
-                run=spec.run,
-                generation=plan.generation,
-                placements=(),
-                cause=Cause.START,
-                transition=Transition.RESTART,
-                reason="no plan yet for this run",
-                fence=self.fence,
-                created=self.view.wall,
-                leaving=tuple(holding(self.view, job)),
-                first=plan.generation + 1,
-            )
-            self.actions.append(CompareAndSwap(key, claim, job.plan.revision))
-            self.actions.append(Say("rerun", {"job": job.job, "run": spec.run}))
-            return False
-        if plan.fence != self.fence:
-            self.actions.append(CompareAndSwap(key, replace(plan, fence=self.fence), job.plan.revision))
-            return False
-        return True
+        actions = fence_off(self.view, job, self.keys, self.fence)
+        self.actions += actions
+        return not actions
 
     # -- 2. what can not wait
 
@@ -449,17 +412,16 @@ class _Round:
             return  # what a person has asked to be larger or smaller is not taken away
         assert job.spec is not None
         agents = self.view.agents(name)
-        for node, replicas in target.allocation.items():
-            if node not in agents or self.view.draining(agents[node].record):
-                return  # the world has moved on: the next round will know
-            free = self.ledger.free_for(name, node)
-            if free < replicas:
-                if condition.phase is Phase.EMPTY:
-                    short = counted(replicas - free, "slot")
-                    self.notes[
-                        name
-                    ].waits_for = f"waits for {short} on {node} that another job is about to leave"
-                return
+        if any(n not in agents or self.view.draining(agents[n].record) for n in target.allocation):
+            return  # the world has moved on: the next round will know
+        short = {n: r - self.ledger.free_for(name, n) for n, r in target.allocation.items()}
+        short = {node: missing for node, missing in short.items() if missing > 0}
+        if short:
+            self.blocked[name] = set(short)
+            if condition.phase is Phase.EMPTY:
+                slots = " and ".join(f"{counted(n, 'slot')} on {node}" for node, n in short.items())
+                self.notes[name].waits_for = f"waits for {slots} that another job is about to leave"
+            return
         how = self._transition(job, target.allocation)
         self._publish(
             job,
@@ -471,6 +433,31 @@ class _Round:
                 predicted_goodput=target.predicted_goodput,
             ),
         )
+
+    def _untangle(self) -> None:
+        """Jobs that wait for each other's slots would wait for ever: one of them leaves its slots first."""
+        if any(note.planned for note in self.notes.values()) or any(
+            condition.phase is Phase.CHANGING for condition in self.conditions.values()
+        ):
+            return  # somebody is about to leave
+        wanted = set().union(*self.blocked.values())
+        first = min(
+            (
+                (sum(in_plan(self.conditions[name].plan).values()), name)
+                for name in self.blocked
+                if self.conditions[name].phase is Phase.STEADY
+                and wanted & set(in_plan(self.conditions[name].plan))
+                and any(
+                    self.blocked[other] & set(self.ledger.held(name))
+                    for other in self.blocked
+                    if other != name
+                )
+            ),
+            default=None,
+        )
+        if first is not None:
+            why = "moves to other nodes, and jobs there wait for the slots that it has"
+            self._publish(self.view.jobs[first[1]], Change({}, Cause.POLICY, Transition.RESTART, why))
 
     def _publish(self, job: JobView, change: Change) -> bool:
         """Write the job's next plan."""

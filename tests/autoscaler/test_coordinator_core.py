@@ -672,6 +672,20 @@ def test_slots_of_another_job_are_used_only_after_release(pump: Pump) -> None:
     assert pump.placed("b") == {"n0": 2}
 
 
+def test_jobs_that_are_to_swap_places_do_not_wait_for_each_other_for_ever(pump: Pump) -> None:
+    places = {"a": {"n0": 2}, "b": {"n1": 2}}
+    pump.policy = lambda jobs, *_: Decision(allocations=dict(places), reasons={})
+    for job in ("a", "b"):
+        pump.job(job)
+        for node in ("n0", "n1"):
+            pump.node(node, job, 2)
+    pump.settle()
+    assert (pump.placed("a"), pump.placed("b")) == ({"n0": 2}, {"n1": 2})
+    places.update(a={"n1": 2}, b={"n0": 2})
+    pump.settle().later(61)
+    assert (pump.placed("a"), pump.placed("b")) == ({"n1": 2}, {"n0": 2})
+
+
 # -- takeover, reruns, and what is left behind
 
 
