@@ -100,6 +100,11 @@ EVENTS_PAY_BELOW = 10.0
     help="Jobs' declared lengths are wrong by a log-normal factor of this sigma.",
 )
 @click.option("--undeclared", is_flag=True, help="Jobs do not say how long they are.")
+@click.option(
+    "--through-coordinator",
+    is_flag=True,
+    help="Let the coordinator itself decide: its fences, plans and releases, with agents that obey at once.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw allocations over time into this PNG.")
 def simulate(**given: Any) -> None:
@@ -126,6 +131,10 @@ def _run(given: Mapping[str, Any]) -> tuple[Outcome, Report]:
     workload, apps = _inputs(given)
     cost = given["rescale_cost"]
     policy, tuned = make_policy(given["policy"])
+    if given["through_coordinator"]:
+        from adaptdl_elastic.autoscaler.coordinator.simulated import ThroughCoordinator
+
+        policy = ThroughCoordinator(policy)
     rng = np.random.default_rng(given["seed"])
     factors = np.exp(rng.normal(0.0, given["declared_sigma"], len(workload)))
     options = Options(
