@@ -18,7 +18,9 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -211,6 +213,8 @@ def measure(options: Options, seed: int = 0) -> Ratios:
 
 def replica(rank: int, options: Options, folder: str, results: Any) -> None:
     torch.set_num_threads(1)
+    if options.device == "cuda":
+        torch.cuda.set_device(rank)
     os.environ.update(ADAPTDL_REPLICA_RANK=str(rank), ADAPTDL_NUM_REPLICAS=str(options.nproc))
     dist.init_process_group(
         "nccl" if options.device == "cuda" else "gloo",
@@ -252,6 +256,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and take the replicas along
     rule = arguments.rule or ("adamscale" if arguments.model == "transformer" else "adascale")
     options = Options(
         arguments.model,

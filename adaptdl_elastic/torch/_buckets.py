@@ -44,42 +44,42 @@ def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
 class Norms:
     """Squared norms by parameter group, of gradients as they are or preconditioned.
 
-    groups: the optimizer's. A preconditioned gradient is divided a slice at a time, so that no copy of
-    it comes to be. A parameter without a divisor yet counts as zero.
+    groups: returns the optimizer's (loading its state makes new ones). A preconditioned gradient is
+    divided a slice at a time, so that no copy of it comes to be. A parameter without a divisor yet counts as zero.
     """
 
     def __init__(
         self,
-        groups: Iterable[dict[str, Any]],
+        groups: Callable[[], list[dict[str, Any]]],
         preconditioner: Preconditioner | None = None,
     ) -> None:
-        self._groups = list(groups)
+        self._groups = groups
         self._preconditioner = preconditioner
         self._group_of: dict[int, int] = {}
         self._indexed = -1
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self._groups())
 
     def _index(self) -> dict[int, int]:
-        size = sum(len(group["params"]) for group in self._groups)
+        size = sum(len(group["params"]) for group in self._groups())
         if size != self._indexed:  # add_param_group, or a first use
             self._group_of = {
-                id(param): index for index, group in enumerate(self._groups) for param in group["params"]
+                id(param): index for index, group in enumerate(self._groups()) for param in group["params"]
             }
             self._indexed = size
         return self._group_of
 
     def squares(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """Σ |gradient|² of (parameter, gradient) pairs by group, float64, shape [groups]."""
-        group_of = self._index()
-        sums: list[list[torch.Tensor]] = [[] for _ in self._groups]
+        group_of, groups = self._index(), self._groups()
+        sums: list[list[torch.Tensor]] = [[] for _ in groups]
         device = None
         for param, grad in pairs:
             device = grad.device
             group = group_of.get(id(param))
             if group is not None:  # else it is not trained by this optimizer
-                sums[group].extend(self._terms(param, grad, self._groups[group]))
+                sums[group].extend(self._terms(param, grad, groups[group]))
         zero = torch.zeros((), dtype=torch.float64, device=device)
         return torch.stack([torch.stack(terms).double().sum() if terms else zero for terms in sums])
 

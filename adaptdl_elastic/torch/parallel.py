@@ -81,7 +81,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
 
     def _attach_hook(self) -> None:
         """Register the communication hook with the reducer that DDP's constructor has just made."""
-        norms = _buckets.Norms(self._optimizer.param_groups, self.gns.preconditioner)
+        optimizer = self._optimizer  # not self: the reducer keeps the hook, and would keep us, for ever
+        norms = _buckets.Norms(lambda: optimizer.param_groups, self.gns.preconditioner)
         self._hook = _buckets.HookState(norms, self.process_group, self.process_group.size())
         self._sampler = Sampler(self.gns, self._hook, self._mp_scaler)
         self.register_comm_hook(self._hook, _buckets.reduce_bucket)
@@ -186,7 +187,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self.require_backward_grad_sync = not (batch.accumulating or self._user_no_sync)
         split = self._sampler.begin(batch, self.require_backward_grad_sync)
         # The first pass of a static graph does its all-reduce in a callback of the outermost backward.
-        if split and self.static_graph and not self._static_graph_delay_allreduce_enqueued:
+        if self.static_graph and not getattr(self, "_static_graph_delay_allreduce_enqueued", True):
             split = False
         output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if split or batch.micro_batches > 1 or batch.weight != 1.0:
@@ -218,7 +219,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
                 micro_batches=micro_batches,
                 accumulating=loader.is_accum_step(),
                 weight=loader.gradient_weight,
-                even=window == replicas * micro_batches * loader.current_local_bsz,
+                even=replicas * micro_batches == 1
+                or window == replicas * micro_batches * loader.current_local_bsz,
                 local=loader.local_samples,
                 # The short end of an epoch keeps the learning rate that it would have without us.
                 scale=max(window / initial, 1.0),

@@ -116,6 +116,11 @@ class ScalingRuleBase:
 def _scaled(optimizer: torch.optim.Optimizer, factor: float | Array) -> Iterator[None]:
     """Learning rates times `factor`, for as long as the context lasts. A factor of 1 touches nothing."""
     groups = optimizer.param_groups
+    if np.ndim(factor) and np.shape(factor) != (len(groups),):
+        raise ValueError(
+            f"the scaling rule gave factors of shape {np.shape(factor)} to {len(groups)} parameter groups: "
+            f"one number, or one per group; add groups before AdaptiveDataParallel is made"
+        )
     factors = np.broadcast_to(np.asarray(factor, dtype=np.float64), (len(groups),)).tolist()
     changed = [(group, group["lr"]) for group, f in zip(groups, factors, strict=True) if f != 1.0]
     if not all(math.isfinite(f) and f >= 0.0 for f in factors):

@@ -12,7 +12,7 @@ from adaptdl_elastic.torch._data_helper import registry
 
 @dataclass
 class FakeLoader:
-    """Set `window` to the samples of each micro-batch by replica, [micro-batches][replicas], and count `chunk`."""
+    """window: samples of each micro-batch by replica, [micro-batches][replicas]; chunk: which one it is."""
 
     window: Sequence[Sequence[int]]
     batch_size: int
