@@ -60,9 +60,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-LINGER = 2
-"""Epochs after its own for which the state of an epoch can still be asked for in memory."""
-
 _SCRATCH = "checkpoint"
 _crc32_lock = threading.Lock()  # the option is the process's
 
@@ -224,11 +221,7 @@ def save_all_states(
     begun = time.monotonic()
     session = _session.current()
     manager = _manager(session)
-    states = {
-        name: state
-        for name, state in sorted(session.states.items())
-        if state.expires is None or state.expires > manager.ended
-    }
+    states = dict(sorted(session.states.items()))
     for state in states.values():
         state.sync()
     if session.rank != 0 or manager.storage is None:
@@ -376,14 +369,10 @@ def agree(broadcast: Callable[[Any], Any]) -> str | None:
 
 
 def end_epoch(epoch: int) -> None:
-    """Leave out the states that belong to `epoch` or an earlier one: no checkpoint needs them any more.
-
-    They stay registered for `LINGER` more epochs, because a replica that joins a running generation may
-    be that far behind, and asks what they held.
-    """
+    """Drop the states that belong to `epoch` or an earlier one: nothing will ask for them again."""
     session = _session.current()
     for name, state in list(session.states.items()):
-        if state.expires is not None and state.expires <= epoch - LINGER:
+        if state.expires is not None and state.expires <= epoch:
             del session.states[name]
     manager = _manager(session)
     manager.expire(epoch)

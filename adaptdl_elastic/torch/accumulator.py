@@ -38,6 +38,9 @@ __all__ = ["Accumulator"]
 Sums = dict[Any, Any]
 
 _ALLOWED = "a number, a tensor, a numpy array, or a list, tuple or string that grows"
+LINGER = 2
+"""Epochs for which blocks are remembered after their own: a replica that joins may be that far behind."""
+
 _NDARRAY = "__ndarray__"  # marks a numpy array in a file that may hold tensors only
 _SCRATCH = "accumulators"
 
@@ -124,7 +127,7 @@ class Accumulator(MutableMapping[Any, Any]):
             state.sync()
             return state.results
         if epoch is not None:  # a finished epoch does not run again
-            over = [e for e in state.history if e is not None and e < epoch - checkpoint.LINGER]
+            over = [e for e in state.history if e is not None and e < epoch - LINGER]
             for other in over:
                 del state.history[other]
         shown = state.history.setdefault(epoch, [])

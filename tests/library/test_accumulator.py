@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaptdl_elastic import _session, checkpoint
-from adaptdl_elastic.checkpoint import LINGER
 from adaptdl_elastic.torch import AdaptiveDataLoader, remaining_epochs_until
 from adaptdl_elastic.torch.accumulator import Accumulator
 
@@ -212,24 +211,19 @@ def test_sums_are_the_same_wherever_it_was_stopped(
     _session.reset()
 
 
-def test_accumulators_of_finished_epochs_leave_the_checkpoint_and_then_memory(script: Script) -> None:
-    for epoch in remaining_epochs_until(6):
+def test_accumulators_of_finished_epochs_leave_the_checkpoint(script: Script) -> None:
+    for _ in remaining_epochs_until(5):
         Accumulator()["a"] += 1
         for _ in loader():
             pass
-        names = [name for name in _session.current().states if "accumulator" in name]
-        assert names == [f"adaptdl-accumulator-epoch{e}-0" for e in range(max(epoch - LINGER, 0), epoch + 1)]
-    checkpoint.save_all_states()
-    script.restart()
-    manager = checkpoint._manager(_session.current())
-    manager.open()
-    assert not [name for name in manager.unclaimed() if "accumulator" in name]
+    assert not [name for name in _session.current().states if "accumulator" in name]
 
 
 def test_who_joins_an_epoch_late_is_shown_what_the_others_were_shown(script: Script) -> None:
     """A newcomer in the loop of epoch 0, while the others have come to epoch 1 and look back for it."""
     whole = Accumulator()
     seen = []
+    ahead: dict[str, Any] = {}
     for epoch in remaining_epochs_until(2):
         sums = Accumulator()
         for batch in loader():
@@ -239,7 +233,7 @@ def test_who_joins_an_epoch_late_is_shown_what_the_others_were_shown(script: Scr
             behind = checkpoint.snapshot_states()
         with sums.synchronized(), whole.synchronized():
             seen.append((dict(sums), dict(whole)))
-    ahead = checkpoint.snapshot_states()
+        ahead |= checkpoint.snapshot_states()
     script.restart(ADAPTDL_NUM_REPLICAS="2", ADAPTDL_REPLICA_RANK="1")  # no collective can be answered
     session = _session.current()
     checkpoint.restore_states({name: s for name, s in behind.items() if "accumulator" in name})
