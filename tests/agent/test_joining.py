@@ -1,0 +1,144 @@
+"""How an agent comes into a job, against a store in memory."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from adaptdl_elastic.agent import joining
+from adaptdl_elastic.agent.storelink import Registration
+from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.memory import MemoryStore
+from adaptdl_elastic.rendezvous.records import (
+    CheckpointRecord,
+    JobSpec,
+    JobState,
+    JobStatus,
+    NodeRecord,
+    encode,
+)
+
+KEYS = Keys("test")
+NODE = NodeRecord("here", "job", "run-1", "agent-1", "127.0.0.1", 1, version="1.0")
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+def spec(run: str) -> JobSpec:
+    return JobSpec("job", run)
+
+
+def join(store: MemoryStore, run: str, version: str = "1.0") -> tuple[str, list[str]]:
+    said: list[str] = []
+    return joining.join_job(store, KEYS, spec(run), version, said.append).run, said
+
+
+def ended(store: MemoryStore, run: str, state: JobState) -> None:
+    store.put(KEYS.job("job", "status"), encode(JobStatus("job", run, state)))
+
+
+def test_the_first_agent_makes_the_run_and_others_join_it(store: MemoryStore) -> None:
+    assert join(store, "run-1") == ("run-1", [])
+    joining.register(store, KEYS, NODE, exact=True)
+    assert join(store, "run-2") == ("run-1", [])
+
+
+@pytest.mark.parametrize("state", [JobState.DONE, JobState.STOPPED, JobState.FAILED])
+def test_a_rerun_of_what_has_ended_is_another_run_and_says_so(store: MemoryStore, state: JobState) -> None:
+    join(store, "run-1")
+    joining.register(store, KEYS, NODE, exact=True)  # an agent that is on its way out
+    store.put(KEYS.job("job", "checkpoint"), encode(CheckpointRecord("id", "path")))
+    ended(store, "run-1", state)
+    run, said = join(store, "run-2")
+    assert run == "run-2"
+    assert len(said) == 1
+    assert "run-1" in said[0]
+    kept = store.get(KEYS.job("job", "checkpoint")) is not None
+    assert kept == (state is not JobState.DONE), "only what is done begins with fresh weights"
+
+
+def test_a_run_whose_agents_are_all_gone_is_taken_up(store: MemoryStore) -> None:
+    join(store, "run-1")
+    run, said = join(store, "run-2")
+    assert run == "run-2"
+    assert "no agent any more" in said[0]
+
+
+def test_a_status_of_an_older_run_does_not_end_the_present_one(store: MemoryStore) -> None:
+    join(store, "run-1")
+    joining.register(store, KEYS, NODE, exact=True)
+    ended(store, "run-0", JobState.DONE)
+    assert join(store, "run-2")[0] == "run-1"
+
+
+def test_agents_of_different_versions_refuse_each_other(store: MemoryStore) -> None:
+    joining.register(store, KEYS, NODE, exact=True)
+    with pytest.raises(joining.JoinError, match=r"1\.0.*2\.0"):
+        join(store, "run-2", version="2.0")
+
+
+def test_garbage_where_the_specification_should_be_is_named(store: MemoryStore) -> None:
+    store.put(KEYS.job("job", "spec"), "garbage")
+    with pytest.raises(joining.JoinError, match="--cluster"):
+        join(store, "run-1")
+
+
+def test_a_default_name_that_is_taken_gets_a_suffix(store: MemoryStore) -> None:
+    names = [
+        joining.register(store, KEYS, replace(NODE, agent=f"agent-{i}"), exact=False).record.node
+        for i in range(3)
+    ]
+    assert names == ["here", "here-2", "here-3"]
+
+
+def test_a_given_name_waits_for_the_lease_of_who_had_it(store: MemoryStore) -> None:
+    before = joining.register(store, KEYS, NODE, exact=True)
+    threading.Timer(0.2, before.close).start()
+    after = joining.register(store, KEYS, replace(NODE, agent="agent-2"), exact=True)
+    assert after.record.node == "here"
+
+
+def test_a_registration_that_was_lost_is_made_again(store: MemoryStore) -> None:
+    registration = Registration(store, KEYS, NODE)
+    registration.register()
+    revision = store.range(registration.key).revision
+    lease = registration._lease
+    assert lease is not None
+    with store.watch(registration.key, revision + 1) as watch:
+        lease.revoke()  # as the store does after a pause that was too long
+        kinds = []
+        for change in watch:
+            kinds.append(change.kind)
+            if change.kind == "put":
+                break
+    assert kinds == ["delete", "put"]
+    registration.close()
+
+
+def test_the_checkpoints_of_a_finished_job_are_put_aside_once(store: MemoryStore, tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "00000001").mkdir()
+    joining.archive_finished(store, KEYS, "job", str(tmp_path), said.append)
+    assert (tmp_path / "00000001").is_dir(), "an unfinished one stays"
+    joining.note_finished(str(tmp_path), "run-1")
+    joining.archive_finished(store, KEYS, "job", str(tmp_path), said.append)
+    (archive,) = tmp_path.iterdir()
+    assert sorted(p.name for p in archive.iterdir()) == ["00000001", joining.FINISHED]
+    assert "starting anew" in said[0]
+    joining.archive_finished(store, KEYS, "job", str(tmp_path), said.append)
+    assert len(said) == 1
+
+
+def test_they_stay_while_somebody_runs_the_job(store: MemoryStore, tmp_path: Path) -> None:
+    joining.note_finished(str(tmp_path), "run-1")
+    (tmp_path / "x").touch()
+    joining.note_finished(str(tmp_path), "run-1")
+    joining.register(store, KEYS, NODE, exact=True)
+    joining.archive_finished(store, KEYS, "job", str(tmp_path), print)
+    assert (tmp_path / "x").exists()

@@ -1,0 +1,123 @@
+"""The command line: torchrun's options and ours."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptdl_elastic.agent import options, torchrun_options
+from adaptdl_elastic.agent.output import StreamOptionError, Streams
+
+
+def parse(*arguments: str, **environ: str) -> options.Options:
+    return options.parse([*arguments, __file__], environ)
+
+
+def table(parser: argparse.ArgumentParser) -> dict[str, tuple[object, ...]]:
+    return {
+        action.dest: (
+            action.option_strings,
+            action.default,
+            action.choices and list(action.choices),
+            action.nargs,
+        )
+        for action in parser._actions
+    }
+
+
+def test_the_parser_read_from_source_is_torchruns() -> None:
+    import torch
+    from torch.distributed.run import get_args_parser
+
+    mine = torchrun_options.from_source(Path(torch.__file__).parent)
+    assert table(mine) == table(get_args_parser())
+
+
+def test_where_the_source_is_another_torch_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torchrun_options, "from_source", lambda path: 1 / 0)
+    assert "nnodes" in table(torchrun_options.torchrun_parser())
+
+
+def test_defaults_are_one_node_with_an_etcd_of_its_own() -> None:
+    found = parse()
+    assert (found.standalone, found.slots, found.max_restarts, found.job) == (True, 1, 3, "test_options")
+    assert found.checkpoint_path == str(Path.cwd() / ".adaptdl" / "test_options")
+
+
+def test_ranges_and_fixed_numbers_of_slots() -> None:
+    assert (parse("--nproc-per-node=1:4").min_slots, parse("--nproc-per-node=1:4").slots) == (1, 4)
+    assert (parse("--nproc-per-node=4").min_slots, parse("--nproc-per-node=4").slots) == (4, 4)
+    assert options.parse_slots("1:auto", lambda word: 8) == (1, 8)
+    assert options.parse_slots("gpu", lambda word: 8) == (8, 8)
+
+
+@pytest.mark.parametrize("name", ["--etcd", "--rdzv-endpoint"])
+def test_an_etcd_of_ones_own(name: str) -> None:
+    found = parse(f"{name}=etcd0:2379", "--nnodes=1:8", "--rdzv-id=job")
+    assert (found.endpoint, found.standalone, found.max_nodes, found.job) == ("etcd0:2379", False, 8, "job")
+    assert parse("--nnodes=1:2", ADAPTDL_ETCD="e:1").endpoint == "e:1"
+
+
+def test_one_thread_a_replica_where_there_may_be_several() -> None:
+    assert parse("--nproc-per-node=1:2").threads == 1
+    assert parse().threads is None
+    assert parse("--nproc-per-node=1:2", OMP_NUM_THREADS="3").threads is None
+
+
+def test_what_has_no_meaning_here_gets_one_line_each() -> None:
+    assert parse("--max-restarts=2", "--role=x").notes == ()
+    notes = parse("--rdzv-backend=c10d", "--node_rank", "1", "--start-method=fork").notes
+    assert len(notes) == 3
+    assert notes[0].startswith("--rdzv-backend has no effect: ")
+
+
+def test_everything_after_the_script_is_the_scripts() -> None:
+    found = options.parse(["--standalone", __file__, "--nnodes", "x", "--", "-m"], {})
+    assert found.script_args == ("--nnodes", "x", "--", "-m")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--nnodes=0"], ["--nnodes=1:2:3"], ["--nproc-per-node=2:1"], ["--cluster=a/b"], ["--rdzv-id=a b"],
+        ["--etcd=a:1", "--rdzv-endpoint=b:1"], ["--standalone", "--nnodes=2"], ["--checkpoint-timeout=0"],
+        ["--no-python", "-m"], ["--local-ranks-filter=a"], ["--nproc-per-node=x"], ["--port-range=9:3"],
+        ["--checkpoint-interval=nan"],
+    ],
+)  # fmt: skip
+def test_what_can_not_be_used_is_refused_with_what_was_given(arguments: list[str]) -> None:
+    with pytest.raises(options.OptionError) as caught:
+        parse(*arguments)
+    value = arguments[0].rpartition("=")[2]
+    assert value in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@given(st.text(max_size=12))
+def test_no_text_crashes_the_small_parsers(text: str) -> None:
+    for parser in (options.parse_ports, lambda t: options.parse_range("--nnodes", t)):
+        try:
+            low, high = parser(text)
+        except options.OptionError:
+            continue
+        assert 1 <= low <= high
+    with suppress(StreamOptionError):
+        Streams.parse("--tee", text)
+
+
+def test_streams_are_torchruns() -> None:
+    from torch.distributed.elastic.multiprocessing import Std
+
+    for text in ("0", "1", "2", "3", "0:3", "0:1,1:2"):
+        mine, theirs = Streams.parse("--tee", text), Std.from_str(text)
+        for rank in (0, 1, 2):
+            expected = theirs if isinstance(theirs, Std) else theirs.get(rank, Std.NONE)
+            assert (mine.has(rank, 1), mine.has(rank, 2)) == (
+                bool(expected & Std.OUT),
+                bool(expected & Std.ERR),
+            )
