@@ -135,8 +135,13 @@ class Roster:
         """The run is over; whoever waits learns of it. Failure goes before success."""
         lease = self._store.lease(_CLOSED_FOR)
         text = encode(m.Closed(self._member.id, ok))
-        if self._store.compare_and_swap(self._closed_key, text, 0, lease) is None and not ok:
-            self._store.put(self._closed_key, text, lease)
+        while True:
+            found = self._store.get(self._closed_key)
+            if found is not None and ok and _is_closed(found):
+                break
+            revision = found.mod_revision if found else 0
+            if self._store.compare_and_swap(self._closed_key, text, revision, lease) is not None:
+                break
         lease.abandon()
 
     def leave(self) -> None:
@@ -235,8 +240,8 @@ class Roster:
         if key.startswith(self._nodes):
             self._take_member(key.removeprefix(self._nodes), change, created, now)
         elif key == self._round_key and change.value is not None:
+            self._round_revision = change.revision  # of garbage, too: the next round takes its place
             found = decode(m.Round, change.value, key)
-            self._round_revision = change.revision
             self._view = replace(self._view, round=found, due_since=math.inf)
             self._found = {number: one for number, one in self._found.items() if number >= found.number}
         elif key == self._closed_key:
@@ -290,3 +295,11 @@ class Roster:
         self._store.delete(self._closed_key)
         self._view = m.View(round=self._view.round)
         return self._read()
+
+
+def _is_closed(item: KeyValue) -> bool:
+    try:
+        decode(m.Closed, item.value, item.key)
+    except MalformedRecordError:
+        return False
+    return True

@@ -1,0 +1,186 @@
+"""Several torchrun handlers in one process, on the store in memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo
+
+from adaptdl_elastic.rendezvous import _torchrun_handler as module
+from adaptdl_elastic.rendezvous import membership as m
+from adaptdl_elastic.rendezvous.memory import MemoryStore
+from adaptdl_elastic.rendezvous.records import encode
+
+PREFIX = "/adaptdl/v1/default/torchrun/job/"
+
+
+class Group:
+    """Handlers, each with a thread in which torch's agent would live."""
+
+    def __init__(self, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store = store
+        monkeypatch.setattr(module, "connect", lambda *_, **__: store.client())
+        self.handlers: list[module.AdaptdlEtcdHandler] = []
+        self._pool = ThreadPoolExecutor(8)
+
+    def handler(self, nodes: tuple[int, int] = (1, 3), **config: str) -> module.AdaptdlEtcdHandler:
+        settings = {"last_call": "0.1", "grace": "0.2", "timeout": "20", **config}
+        made = module.AdaptdlEtcdHandler(
+            RendezvousParameters("adaptdl-etcd", "127.0.0.1:1", "job", *nodes, "127.0.0.1", **settings)
+        )
+        self.handlers.append(made)
+        return made
+
+    def enter(self, *handlers: module.AdaptdlEtcdHandler) -> list[Future[RendezvousInfo]]:
+        return [self._pool.submit(handler.next_rendezvous) for handler in handlers]
+
+    def ranks(self, futures: list[Future[RendezvousInfo]]) -> list[tuple[int, int]]:
+        found = [future.result(30) for future in futures]
+        for info in found:
+            info.store.set(f"x{info.rank}", "1")
+        for info in found:
+            assert all(info.store.get(f"x{rank}") == b"1" for rank in range(info.world_size))
+        return [(info.rank, info.world_size) for info in found]
+
+    def close(self) -> None:
+        for handler in self.handlers:
+            handler._leave()
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
+    made = Group(MemoryStore(), monkeypatch)
+    yield made
+    made.close()
+
+
+def wait_until_waiting(handlers: list[module.AdaptdlEtcdHandler], count: int = 1) -> None:
+    deadline = time.monotonic() + 20
+    while not all(handler.num_nodes_waiting() >= count for handler in handlers):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def wait_until_closed(handler: module.AdaptdlEtcdHandler) -> None:
+    deadline = time.monotonic() + 20
+    while not handler.is_closed():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_nodes_come_and_go_and_survivors_keep_their_ranks(group: Group):
+    one, two, three = group.handler(), group.handler(), group.handler()
+    assert group.ranks(group.enter(one)) == [(0, 1)]
+    assert one.num_nodes_waiting() == 0
+    newcomer = group.enter(two)
+    wait_until_waiting([one])
+    assert group.ranks(group.enter(one) + newcomer) == [(0, 2), (1, 2)]
+    newcomer = group.enter(three)
+    wait_until_waiting([one, two])
+    assert group.ranks(group.enter(two, one) + newcomer) == [(1, 3), (0, 3), (2, 3)]
+    one._leave()  # as at a signal
+    wait_until_waiting([two, three])
+    assert group.ranks(group.enter(three, two)) == [(1, 2), (0, 2)]
+
+
+def test_the_whole_of_min_nodes_at_once(group: Group):
+    handlers = [group.handler((4, 4)) for _ in range(4)]
+    assert sorted(group.ranks(group.enter(*handlers))) == [(rank, 4) for rank in range(4)]
+
+
+def test_a_failed_node_brings_everybody_back(group: Group):
+    handlers = [group.handler((2, 2)) for _ in range(2)]
+    before = dict(zip(handlers, group.ranks(group.enter(*handlers)), strict=True))
+    failed = group.enter(handlers[1])
+    wait_until_waiting([handlers[0]])
+    assert group.ranks(group.enter(handlers[0]) + failed) == [before[one] for one in handlers]
+
+
+def test_garbage_and_compaction_do_no_harm(group: Group):
+    for key in ("nodes/x", "round", "closed", "rounds/x/master", "rounds/1/master", "what/ever"):
+        group.store.put(PREFIX + key, "\x00 not ours")
+    one, two = group.handler(), group.handler()
+    assert group.ranks(group.enter(one)) == [(0, 1)]
+    group.store.compact()
+    newcomer = group.enter(two)
+    group.store.compact()
+    wait_until_waiting([one])
+    assert group.ranks(group.enter(one) + newcomer) == [(0, 2), (1, 2)]
+    one.shutdown()
+    wait_until_closed(two)
+
+
+def test_a_round_with_a_ghost_does_not_come_together(group: Group):
+    """A member that dies between the round and the meeting: the others find another round."""
+    ghost = m.Member("ghost", "127.0.0.1", 0)
+    lease = group.store.lease(0.5)
+    group.store.put(PREFIX + "nodes/ghost", encode(ghost), lease)
+    alone = group.handler((1, 2))
+    entering = group.enter(alone)  # the ghost came first, so it is to write the round, and does
+    with group.store.watch(PREFIX + "nodes/", 1) as watch:
+        name = next(c.key.rpartition("/")[2] for c in watch if not c.key.endswith("ghost"))
+    group.store.put(PREFIX + "round", encode(m.Round(1, (name, "ghost"))))
+    lease.abandon()
+    group.store.client().watch(PREFIX).close()
+    deadline = time.monotonic() + 20
+    while not entering[0].done() and time.monotonic() < deadline:
+        group.store.expire()
+        time.sleep(0.02)
+    assert group.ranks(entering) == [(0, 1)]
+
+
+def test_too_few_nodes_in_time(group: Group):
+    lonely = group.handler((2, 2), timeout="0.3")
+    with pytest.raises(RendezvousTimeoutError, match=r"1 of at least 2 nodes came within 0\.3 s"):
+        lonely.next_rendezvous()
+
+
+def test_spares_leave_as_the_job_does(group: Group):
+    one, spare = group.handler((1, 1)), group.handler((1, 1))
+    group.ranks(group.enter(one))
+    waiting = group.enter(spare)
+    deadline = time.monotonic() + 20
+    while len(group.store.range(PREFIX + "nodes/").items) < 2:
+        assert time.monotonic() < deadline
+    assert one.num_nodes_waiting() == 0
+    one.shutdown()
+    with pytest.raises(SystemExit) as left:
+        waiting[0].result(20)
+    assert left.value.code == 0
+
+
+def test_a_failed_job_is_closed_as_failed(group: Group):
+    handlers = [group.handler((2, 2)) for _ in range(2)]
+    group.ranks(group.enter(*handlers))
+    try:
+        raise RuntimeError("a worker failed")
+    except RuntimeError:
+        handlers[0].shutdown()
+    wait_until_waiting([handlers[1]])
+    assert handlers[1].is_closed()
+    with pytest.raises(RendezvousClosedError, match="which failed"):
+        handlers[1].next_rendezvous()
+
+
+def test_a_lapsed_lease_disturbs_nobody(group: Group):
+    handlers = [group.handler((2, 2), grace="5") for _ in range(2)]
+    group.ranks(group.enter(*handlers))
+    roster = handlers[0]._roster
+    lapsed = roster._lease
+    lapsed.revoke()  # as the store does when it has not heard of us
+    seen = threading.Event()
+    deadline = time.monotonic() + 20
+    while roster._lease is lapsed or len(group.store.range(PREFIX + "nodes/").items) < 2:
+        assert time.monotonic() < deadline
+        seen.wait(0.01)
+    assert [handler.num_nodes_waiting() for handler in handlers] == [0, 0]
