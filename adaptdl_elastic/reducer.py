@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import selectors
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from adaptdl_elastic import _wire
@@ -134,6 +137,7 @@ class Reducer:
         else:
             self._connect(root_host, root_port, secret, timeout)
         self._send_locks = {peer: threading.Lock() for peer in self._peers}
+        _forget_in_children(self)
         threading.Thread(target=self._read_loop, name="adaptdl-reducer", daemon=True).start()
 
     # -- connecting --------------------------------------------------------------------------------
@@ -399,6 +403,27 @@ class Reducer:
 _ERRORS: dict[str, type[CollectiveError]] = {
     kind.__name__: kind for kind in (CollectiveError, PeerLostError, CollectiveMismatchError)
 }
+
+
+_open: weakref.WeakSet[Reducer] = weakref.WeakSet()
+
+
+def _forget_in_children(reducer: Reducer) -> None:
+    """A forked child (a loader's worker) must not keep our connections open when we are killed."""
+    _register()
+    _open.add(reducer)
+
+
+@cache
+def _register() -> None:
+    os.register_at_fork(after_in_child=_close_copies)
+
+
+def _close_copies() -> None:
+    for reducer in list(_open):
+        for sock in reducer._peers.values():
+            sock.close()  # of the copy; the parent's connection stays
+        reducer._peers = {}
 
 
 def _first(a: Any, b: Any) -> Any:

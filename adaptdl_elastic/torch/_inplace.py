@@ -45,6 +45,7 @@ import secrets
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -69,7 +70,7 @@ log = logging.getLogger(__name__)
 
 JOIN_VARIABLE = "ADAPTDL_JOIN"
 
-PATIENCE = 60.0
+PATIENCE = 20.0
 """Seconds that those who have begun to switch wait for each other."""
 
 _NEWCOMER, _RESCALER = "newcomer", "rescaler"  # in the session's scratch
@@ -332,6 +333,8 @@ def begin_joining(session: Session, backend: str) -> None:
     session.start()
     checkpoint.agree(lambda _: (None, None))  # nothing is loaded from disk
     session.joining = True
+    # a newcomer passes ends of epochs without the optimizer steps before them, and gets the result later
+    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
     found.preview()
     hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=session.rank, world_size=session.replicas)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
 import threading
@@ -245,3 +246,22 @@ def test_it_listens_on_the_address_it_was_told_only() -> None:
 def test_a_rank_outside_the_world_is_refused() -> None:
     with pytest.raises(ValueError, match="rank 3 of 2"):
         Reducer(3, 2)
+
+
+def test_a_forked_child_does_not_keep_a_killed_replicas_connections_open(world: Any) -> None:
+    """A loader's worker outlives its replica for seconds; the others must know at once."""
+    import multiprocessing
+
+    w = world(2)
+    leave = multiprocessing.get_context("fork").Event()
+    child = multiprocessing.get_context("fork").Process(target=leave.wait, args=(30,))
+    child.start()
+    try:
+        assert w.everywhere(lambda r: r.allreduce(1)) == [2, 2]  # nothing was closed for us
+        waiting = w.reducers[0].allreduce_async(1)
+        os.close(w.reducers[1]._peers[0].detach())  # what the end of a process does
+        with pytest.raises(PeerLostError):
+            waiting.result(5)
+    finally:
+        leave.set()
+        child.join(10)
