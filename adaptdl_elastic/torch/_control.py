@@ -94,6 +94,7 @@ class Control:
         self._interrupted_at: float | None = None
         self._reported = float("-inf")
         self._first_step = True
+        self._told: float | None = None  # time of the newest step that the agent knows of
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
 
     # -- starting and ending -----------------------------------------------------------------------
@@ -306,6 +307,7 @@ class Control:
         """A new generation has begun in this process, at `position`."""
         with self._condition:
             self._position, self._lost, self._first_step = position, None, True
+            self._told = self.session.last_step_time  # `switched` says it: it is no step of the new one
         self._events.put(("renew", 0, None))
 
     def _together(self, position: Position) -> bool:
@@ -393,10 +395,12 @@ class Control:
         session = self.session
         if session.channel is None or session.last_step_time is None:
             return
+        if session.last_step_time == self._told and not force:
+            return
         now = self._clock()
         if not force and not self._first_step and now - self._reported < _STEP_REPORT_INTERVAL:
             return
-        self._first_step, self._reported = False, now
+        self._first_step, self._reported, self._told = False, now, session.last_step_time
         session.send({"type": "step", "step": session.step, "time": session.last_step_time})
 
 
