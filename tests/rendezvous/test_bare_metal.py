@@ -27,7 +27,7 @@ def blocks(page: str, language: str, info: str = "") -> list[str]:
     return [text for lang, rest, text in found if lang == language and info in rest]
 
 
-def run(text: str, folder: Path, endpoint: str, timeout: float = 100) -> str:
+def run(text: str, folder: Path, endpoint: str, timeout: float = 200) -> str:
     """A block as a user would run it, with etc, shared and etcd0 in a folder and on loopback."""
     for path in ("/etc/adaptdl", "/shared"):
         text = text.replace(path, f"{folder}{path}")
@@ -52,7 +52,7 @@ def run(text: str, folder: Path, endpoint: str, timeout: float = 100) -> str:
 
 @pytest.mark.etcd
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
 def test_the_pages(tmp_path: Path):
     pki = tmp_path / "etc/adaptdl/pki"

@@ -22,7 +22,7 @@ from adaptdl_elastic.rendezvous.server import EtcdServer
 from adaptdl_elastic.rendezvous.torchrun import create_handler
 
 SCRIPT = Path(__file__).parents[1] / "support" / "torchrun_script.py"
-pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Run:
         whole = self.log.read_text().rpartition("\n")[0].splitlines()
         return [tuple(map(int, line.split())) for line in whole]  # type: ignore[misc]
 
-    def wait_for(self, what: str, condition: Callable[[], bool], timeout: float = 60.0) -> None:
+    def wait_for(self, what: str, condition: Callable[[], bool], timeout: float = 120.0) -> None:
         deadline = time.monotonic() + timeout
         while not condition():
             if time.monotonic() > deadline:
@@ -72,7 +72,7 @@ class Run:
                 pytest.fail(f"waited {timeout} s for {what}; last lines: {self.lines()[-4:]}\n{said}")
             time.sleep(0.02)
 
-    def wait_for_size(self, size: int, timeout: float = 60.0) -> None:
+    def wait_for_size(self, size: int, timeout: float = 120.0) -> None:
         """All ranks of a world of this size take part in steps, with nothing older in between."""
         before = len(self.lines())
 
@@ -84,7 +84,7 @@ class Run:
 
     def finish(self) -> list[int]:
         (self.folder / "stop").touch()
-        return [agent.wait(60) for agent in self.agents]
+        return [agent.wait(120) for agent in self.agents]
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_a_failing_script_fails_every_node(run: Run):
     run.wait_for_size(2)
     worker = psutil.Process(run.lines()[-1][0])
     worker.kill()
-    assert [agent.wait(60) for agent in run.agents] == [1, 1]
+    assert [agent.wait(120) for agent in run.agents] == [1, 1]
 
 
 def test_etcd_paused_for_ten_seconds_disturbs_nobody(run: Run):
