@@ -26,8 +26,8 @@ from adaptdl_elastic.autoscaler.policy.types import Allocation
 
 Array = NDArray[np.float64]
 
-MOST = 2500
-"""Variables up to which the program is worth its time."""
+SMALL_PROGRAM, LARGE_PROGRAM = 250, 1500
+"""Variables up to which the program is solved in milliseconds, and in a second or so."""
 
 
 @dataclass
@@ -62,15 +62,15 @@ class _Job:
 
 
 def solve_exactly(
-    tables: Tables, worths: Array, board: Board, seconds: float
+    tables: Tables, worths: Array, board: Board, limit_to: int, seconds: float
 ) -> dict[str, dict[str, int]] | None:
-    """Where every job of `tables` goes; None where the program is too large or was not solved in time."""
+    """Where every job of `tables` goes; None where there are more variables, or it takes longer."""
     nodes = [node.name for node in board.nodes]
     regular = len({node.slots for node in board.nodes}) == 1 and all(j.limits is None for j in tables.jobs)
     if regular and sum(node.slots for node in board.nodes) > SMALL:
         return None  # powers of two and whole nodes find room, if need be by moving others
     sizes = int((~tables.sizes.several).sum()) + 2
-    if len(tables.jobs) * (len(nodes) * sizes + len(tables.sizes.replicas)) > MOST or not nodes:
+    if len(tables.jobs) * (len(nodes) * sizes + len(tables.sizes.replicas)) > limit_to or not nodes:
         return None
     program, jobs = _Program(), []
     holds: dict[str, dict[int, float]] = {node: {} for node in nodes}

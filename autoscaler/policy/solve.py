@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from adaptdl_elastic.autoscaler.policy.knapsack import Options, Table
 from adaptdl_elastic.autoscaler.policy.placement import Board, Want, place
-from adaptdl_elastic.autoscaler.policy.program import solve_exactly
+from adaptdl_elastic.autoscaler.policy.program import LARGE_PROGRAM, SMALL_PROGRAM, solve_exactly
 from adaptdl_elastic.autoscaler.policy.tables import Tables
 
 Array = NDArray[np.float64]
 
 _ROUNDS = 6  # times that a size which found no room is given up and the rest is chosen again
+_ENOUGH = 0.002  # of the bound: what is not worth a large program
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,22 @@ def solve(tables: Tables, board: Board, capacity: int, seconds: float) -> Soluti
             best = worth, trial.placed
         if not failed:
             break
-        if attempt == 0:
-            exact = solve_exactly(tables, plain, board, seconds)
-            if exact is not None:
-                found = board.copy()
-                for name, allocation in exact.items():
-                    if name not in found.placed:
-                        found.put(name, allocation)
-                if _realised(tables, found) > best[0] + 1e-9:
-                    best = _realised(tables, found), found.placed
-                break
         for row, column in failed:
             plain[row, tables.sizes.replicas >= tables.sizes.replicas[column]] = 0.0
         _keep(tables, plain)
         worths = plain
+    plain = _worths(tables, tables.allowed)
+    most = float(_program(tables, plain, capacity).best[capacity])
+    if best[0] < most - 1e-9:
+        # a problem of a handful of jobs is solved to the end, a larger one where much is to be had
+        limit = SMALL_PROGRAM if best[0] > (1 - _ENOUGH) * most else LARGE_PROGRAM
+        exact = solve_exactly(tables, plain, board, limit, seconds)
+        found = board.copy()
+        for name, allocation in (exact or {}).items():
+            if name not in found.placed:
+                found.put(name, allocation)
+        if _realised(tables, found) > best[0] + 1e-9:
+            return Solution(found.placed, targets, dreams)
     return Solution(best[1], targets, dreams)
 
 

@@ -121,7 +121,7 @@ def _sizes(jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo], had: Sequence[All
         one, many = set(range(1, largest + 1)), set(range(2, most + 1))
     else:
         one = {1 << i for i in range(largest.bit_length())} | set(slots)
-        many = {int(x) for x in np.cumsum(slots) if x <= most} | ({largest + 1} if largest else set())
+        many = {int(x) for x in np.cumsum(slots) if x <= most}
     special = {job.min_replicas for job in jobs} | {job.requested_replicas or 0 for job in jobs}
     special |= {min(job.max_replicas, total) for job in jobs}
     one |= {x for x in special if 0 < x <= largest}
