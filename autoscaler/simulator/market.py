@@ -118,8 +118,10 @@ def generate(
     for i in range(1, count):
         x[i] = decay * x[i - 1] + rng.normal(0.0, spread * math.sqrt(1 - decay**2))
     hazard = np.exp(2 * x)
-    rates = interruptions_per_hour * hazard / hazard.mean()
-    return Market(np.arange(count) * step, np.asarray(np.minimum(price * np.exp(x), cap), float), rates)
+    rates = np.asarray(interruptions_per_hour * hazard / hazard.mean(), np.float64)
+    return Market(
+        np.arange(count, dtype=float) * step, np.asarray(np.minimum(price * np.exp(x), cap), float), rates
+    )
 
 
 def read_market(path: Path) -> Market:
