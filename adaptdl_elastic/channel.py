@@ -34,6 +34,7 @@ replica → agent
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -97,8 +98,6 @@ class Channel:
 
     def close(self) -> None:
         """Hang up; a reader on either side sees the end."""
-        try:
+        with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         self._socket.close()

@@ -25,6 +25,7 @@ M0 per second. Pure functions of numbers; nothing here reads a clock or a file.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -156,7 +157,7 @@ class GoodputFunction:
                 f"in ascending order, got ({low!r}, {high!r})"
             )
         scalar = all(isinstance(x, int) for x in (num_nodes, num_replicas, init, max_bsz, low, high))
-        candidates = _candidates_of_one if scalar else _candidates
+        candidates: Callable[..., Any] = _candidates_of_one if scalar else _candidates
         atomic, accum, valid = candidates(
             num_replicas if scalar else replicas, init, max_bsz, low, high, accumulation
         )

@@ -161,7 +161,7 @@ def store_options(command: F) -> F:
             click.option("--etcd-user", "store_user", metavar="NAME", help="etcd user."),
         )
     ):
-        wrapped = option(wrapped)  # type: ignore[assignment]
+        wrapped = option(wrapped)
     return wrapped  # type: ignore[return-value]
 
 
