@@ -133,7 +133,7 @@ def node_rows(view: View, ledger: Ledger) -> list[Row]:
             row["jobs"][job] = held
             row["free"] -= held
             if view.draining(record):
-                row["state"] = "draining"
+                row["state"] = "draining"  # for one of its jobs at least
             elif record.at_risk and row["state"] == "ok":
                 row["state"] = "at risk"
     return [rows[node] for node in sorted(rows)]

@@ -107,7 +107,8 @@ def _nodes(view: View, ledger: Ledger, asked_about: set[str]) -> tuple[NodeInfo,
                 name=node,
                 slots=max(0, ledger.capacity[node] - elsewhere.get(node, 0)),
                 preemptible=record.preemptible or (was is not None and was.preemptible),
-                draining=view.draining(record) or (was is not None and was.draining),
+                # one agent that leaves is its own job's concern: the node leaves when all of them do
+                draining=view.draining(record) and (was is None or was.draining),
                 at_risk=record.at_risk or (was is not None and was.at_risk),
             )
     return tuple(facts[node] for node in sorted(facts))

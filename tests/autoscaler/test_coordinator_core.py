@@ -655,6 +655,23 @@ def test_jobs_share_a_node_and_one_takes_over_what_another_leaves(pump: Pump) ->
     assert pump.placed("a") == {"n0": 4}
 
 
+def test_an_agent_that_leaves_takes_no_other_job_from_its_node(pump: Pump) -> None:
+    for job in ("a", "b"):
+        pump.job(job)
+        pump.node("n0", job, 4)
+    pump.settle()
+    _, nodes, _ = policy_inputs(pump.view(), pump.settings)
+    assert not nodes[0].draining
+    pump.agents[0].register(draining=True)
+    pump.settle()
+    _, nodes, _ = policy_inputs(pump.view(), pump.settings)
+    assert not nodes[0].draining
+    assert pump.placed("a") == {}
+    assert pump.placed("b")["n0"] >= 1
+    pump.store.put(pump.keys.drain("n0"), encode(DrainRequest("n0", "maintenance")))
+    assert policy_inputs(pump.view(), pump.settings)[1][0].draining
+
+
 def test_slots_of_another_job_are_used_only_after_release(pump: Pump) -> None:
     pump.job("a")
     slow = pump.node("n0", "a", 4)
