@@ -103,12 +103,13 @@ def test_unknown_arguments_and_accumulation_are_refused(script: Script) -> None:
 
 
 @pytest.mark.slow
-def test_two_replicas_then_one_then_three_read_every_token_once(tmp_path: Path) -> None:
+@pytest.mark.timeout(240)
+def test_two_replicas_then_one_read_every_token_once(tmp_path: Path) -> None:
     size, batch_size, bptt_len = 1003, 6, 5
     environment = {"ADAPTDL_CHECKPOINT_PATH": str(tmp_path), "ADAPTDL_CHECKPOINT_INTERVAL": "0"}
     read: Counter[int] = Counter()
     total = None
-    for generation, (replicas, stop_after) in enumerate([(2, 4), (1, 3), (3, 0)]):
+    for generation, (replicas, stop_after) in enumerate([(2, 4), (1, 0)]):
         arguments = [str(SCRIPT), *map(str, (size, batch_size, bptt_len, stop_after))]
         ended = run_replicas(arguments, replicas, environment, generation=generation)
         assert {e.code for e in ended} == {143 if stop_after else 0}, ended

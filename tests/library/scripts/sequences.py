@@ -2,11 +2,12 @@
 
 import json
 import sys
+import time
 
 import torch
 
 import adaptdl_elastic.torch as adl
-from adaptdl_elastic import _session
+from adaptdl_elastic import _session, collective
 from adaptdl_elastic.torch.iterator import AdaptiveBPTTIterator
 
 size, batch_size, bptt_len, stop_after = (int(argument) for argument in sys.argv[1:])
@@ -22,7 +23,11 @@ try:
             shapes.append(list(text.shape))
             sums["read"] += text.numel()
             if number == stop_after and adl.rank() == 0:
-                _session.current().control.request({"kind": "stop"})
+                control = _session.current().control
+                control.request({"kind": "stop"})
+                while control._round is None:  # the replicas have been asked where they are
+                    time.sleep(0.001)
+            collective.broadcast(None)  # in step, as by the gradients of a training loop
         with sums.synchronized():
             total = sums["read"]
 finally:
