@@ -51,6 +51,8 @@ from adaptdl_elastic.agent.states import (
     StartReplicas,
     State,
     StatusSeen,
+    StoreAway,
+    StoreBack,
     Tick,
     WriteDraining,
     WriteEnded,
@@ -68,6 +70,7 @@ from adaptdl_elastic.rendezvous.records import (
 
 STOPPED = 143  # exit code of what can be resumed
 OWN_STOP_AFTER = 5.0  # seconds that a draining agent waits for the coordinator's plan
+PATIENCE = 60.0  # seconds that an agent whose replicas are gone waits for a store that is away
 KILL_AGAIN_AFTER = 5.0  # seconds between two SIGKILLs at what will not go
 
 
@@ -87,6 +90,8 @@ def deadline(state: State) -> float | None:
     """When the next `Tick` is due at the latest; None: nothing is timed."""
     times = []
     held = state.held
+    if held is None and state.away is not None and state.outcome is not None:
+        times.append(_lonely_until(state, state.away))
     if held is None and state.departure is not None:
         times.append(state.outcome_at + OWN_STOP_AFTER)
     if held is not None and held.until is not None:
@@ -124,6 +129,10 @@ def _learn(state: State, event: Event, now: float) -> tuple[State, list[Action]]
             return state, [WriteDraining(reason, when)]
         case LeaveNow(reason):
             return _exit_now(state, STOPPED, reason)
+        case StoreAway():
+            return replace(state, away=now if state.away is None else state.away), []
+        case StoreBack():
+            return replace(state, away=None), []
         case SpecSeen(run):
             if run == state.me.run:
                 return state, []
@@ -226,6 +235,10 @@ def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
     plan, status = state.plan, state.status
     if status is not None and status.state.ended:
         return _exit(state, _code_of(status), _reason_of(status))
+    if state.away is not None and state.outcome is not None and now >= _lonely_until(state, state.away):
+        code = {Outcome.DONE: 0, Outcome.STOPPED: STOPPED}.get(state.outcome, 1)
+        why = f"the store has been away for {PATIENCE:g} s: nobody says what became of the job"
+        return _exit(state, code, f"{state.outcome.value} here; {why}")
     newest = plan is not None and plan.generation > state.acted
     if state.departure is not None:
         return _depart(state, newest, now)
@@ -248,6 +261,10 @@ def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
     else:
         actions.append(WriteRunning(plan.generation))
     return replace(state, held=held, acted=plan.generation), actions
+
+
+def _lonely_until(state: State, away: float) -> float:
+    return max(away, state.outcome_at) + PATIENCE
 
 
 def _open_master(state: State, plan: Plan) -> tuple[State, list[Action]]:

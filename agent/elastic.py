@@ -223,6 +223,7 @@ class AdaptiveAgent(SimpleElasticAgent):
                 self._say(text)
             case Connection(up, why):
                 self._say("the store is back" if up else f"the store is away, training goes on: {why}")
+                self._decide(d.StoreBack() if up else d.StoreAway())
                 if up:
                     self._look_around()
             case _:

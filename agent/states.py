@@ -114,6 +114,7 @@ class State:
     departure: Departure | None = None
     outcome: Outcome | None = None  # of the last generation held here
     outcome_at: float = 0.0
+    away: float | None = None  # `now` since which the store can not be reached
     exiting: bool = False
 
 
@@ -231,6 +232,16 @@ class LeaveNow:
 
 
 @dataclass(frozen=True)
+class StoreAway:
+    """The store can not be reached any more."""
+
+
+@dataclass(frozen=True)
+class StoreBack:
+    """The store can be reached again."""
+
+
+@dataclass(frozen=True)
 class SpecSeen:
     """Which run the job's specification in the store belongs to."""
 
@@ -253,6 +264,8 @@ Event = (
     | Leave
     | LeaveNow
     | SpecSeen
+    | StoreAway
+    | StoreBack
 )
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptdl_elastic.agent import states as d
-from adaptdl_elastic.agent.decisions import KILL_AGAIN_AFTER, OWN_STOP_AFTER, deadline, decide
+from adaptdl_elastic.agent.decisions import KILL_AGAIN_AFTER, OWN_STOP_AFTER, PATIENCE, deadline, decide
 from adaptdl_elastic.rendezvous.records import (
     Cause,
     EndedRecord,
@@ -300,6 +300,23 @@ def test_a_job_that_has_ended_leaves_nothing_running() -> None:
     agent = Agent().running()
     assert kinds(agent(d.StatusSeen(JobStatus("job", "run", JobState.FAILED, exit_code=3)))) == ["Kill"]
     assert kinds(agent.exits(-9, -9)) == ["WriteEnded", "Exit"]
+
+
+def test_a_store_that_never_comes_back_is_not_waited_for_for_ever() -> None:
+    agent = Agent().running()
+    agent(d.StoreAway())
+    agent.later(1000)
+    agent.exits(0, 0)
+    assert deadline(agent.state) == agent.now + PATIENCE
+    assert [a.code for a in agent.later(PATIENCE) if isinstance(a, d.Exit)] == [0]
+
+
+def test_a_store_that_comes_back_decides() -> None:
+    agent = Agent().running()
+    agent(d.StoreAway())
+    agent.exits(0, 0)
+    agent(d.StoreBack())
+    assert agent.later(1000) == []
 
 
 # Whatever comes, in whatever order ---------------------------------------------------------------
