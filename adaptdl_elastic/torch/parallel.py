@@ -94,7 +94,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         equal on all replicas, and no window under way. Runs no collectives that move parameters.
         """
         absorbing = self._hook.absorb
-        kept = {name: value for name, value in vars(self).items() if name.endswith("_hooks")}
+        hooks = [name for name in vars(torch.nn.Module()) if name.endswith("_hooks")]  # not DDP's own
+        kept = {name: vars(self)[name] for name in hooks if name in vars(self)}
         training = self.training
         super().__init__(self.module, **{**self._ddp_kwargs, "init_sync": False})
         vars(self).update(kept)  # Module's constructor has dropped what a script registered on us

@@ -224,3 +224,21 @@ def test_newcomers_get_through_epochs_that_end_while_they_come(tmp_path: Path) -
     for result in results[1:]:
         torch.testing.assert_close(result["parameters"], results[0]["parameters"], rtol=0, atol=0)
         assert result["losses"] == results[0]["losses"][-len(result["losses"]) :]
+
+
+@pytest.mark.slow
+def test_changes_leave_neither_threads_nor_descriptors_behind(start: Any) -> None:
+    job = start(1)
+
+    def count() -> tuple[int, int]:
+        process = Path(f"/proc/{job.running[0].process.pid}")
+        return len(list((process / "task").iterdir())), len(list((process / "fd").iterdir()))
+
+    counts = []
+    for _ in range(4):
+        job.rescale(2)
+        job.rescale(1)
+        job.wait_for("step")
+        counts.append(count())
+    assert max(counts[1:]) <= (counts[0][0] + 2, counts[0][1] + 2), counts
+    job.finish()
