@@ -123,3 +123,8 @@ def test_it_is_served_where_it_is_asked_to_be(pump: Pump) -> None:
             assert b"adaptdl_job_replicas" in answer.read()
     finally:
         metrics.close()
+
+
+def test_the_page_about_monitoring_names_every_metric() -> None:
+    page = DASHBOARD.parents[1].joinpath("monitoring.md").read_text()
+    assert {name for name in (*JOB_GAUGES, *CLUSTER_GAUGES) if f"`{name}" not in page} == set()
