@@ -538,3 +538,50 @@ def test_replicas_keep_their_slots_and_get_their_new_ranks() -> None:
     numbers = renumber(plan(0, ("a", 2), ("b", 2)), plan(1, ("a", 1), ("c", 1), ("b", 3)))
     assert numbers.ranks == (0, None, 2, 3)
     assert numbers.newcomers == (1, 4)
+
+
+in_place = st.one_of(
+    events,
+    st.builds(lambda p: d.PlanSeen(replace(p, transition=Transition.INPLACE)), plans()),
+    st.builds(d.ReplicaHello, generations, st.integers(0, 0)),
+    st.builds(d.ReplicaReady, generations, st.integers(0, 1)),
+    st.builds(d.ReplicaSwitched, generations, st.integers(0, 1)),
+    st.just("a newcomer exits"),
+)
+
+
+@given(st.lists(st.tuples(in_place, st.sampled_from([0, 0, 1, -9, 143])), max_size=60))
+def test_with_changes_in_place_too_each_generation_is_answered_for_once(
+    script: list[tuple[object, int]],
+) -> None:
+    agent = Agent()
+    ended: list[int] = []
+    for event, number in script:
+        agent.now += 10.0
+        held = agent.state.held
+        if isinstance(event, str):
+            newcomers = held.change.newcomers if held is not None and held.change is not None else ()
+            pool = newcomers if event == "a newcomer exits" else held.alive if held else ()
+            pool = tuple(r for r in pool if r.exit_code is None)
+            if held is None or not pool:
+                continue
+            fresh = held.change is not None and pool[0] in held.change.newcomers
+            stray = pool[0] in held.stray
+            generation = held.change.plan.generation if fresh and held.change else held.generation
+            event = d.ReplicaExited(
+                held.withdrawn if stray else generation, pool[0].local_rank, number, agent.now
+            )
+        if isinstance(event, (d.ReplicaReady, d.ReplicaSwitched)):
+            local = [r.local_rank for r in held.replicas] if held is not None else []
+            change = held.change if held is not None else None
+            local += [r.local_rank for r in change.newcomers] if change is not None else []
+            if event.local_rank not in local:
+                continue
+        for action in agent(event):  # type: ignore[arg-type]
+            if isinstance(action, d.WriteEnded):
+                ended.append(action.record.generation)
+        if agent.state.exiting:
+            break
+    assert len(ended) == len(set(ended))
+    held = agent.state.held
+    assert held is None or held.generation not in ended, "what is held has not ended"
