@@ -189,6 +189,11 @@ class Watcher:
         plan: records.Plan | None = self._get(records.Plan, "plan")
         return -1 if plan is None else plan.generation
 
+    def uses(self, node: str) -> bool:
+        """Whether the plan in force has replicas on it."""
+        plan: records.Plan | None = self._get(records.Plan, "plan")
+        return plan is not None and len(plan.ranks(node)) > 0
+
     def nodes(self) -> dict[str, records.NodeRecord]:
         """By instance."""
         found = (
@@ -247,6 +252,8 @@ class Demo:
                 raise self.failure
             if self.story.now > LIMIT:
                 raise TimeoutError(f"still waiting until {what}")
+            if self.watcher.state() is records.JobState.FAILED:
+                raise RuntimeError(f"the job failed before {what}")
             self.look()
             waiter.wait(0.5)
         self.story.mark(what)
@@ -276,7 +283,8 @@ class Demo:
         end = self.machines.metadata[victim].spot(NOTICE)
         self.story.mark(f"EC2 announces the end of {victim} in {NOTICE:.0f} s")
         self.until("a plan without it is published", lambda: see.generation() > before)
-        self.until("training goes on without it", lambda: see.replicas() == 1)
+        # its replacement may be in the very next generation
+        self.until("training goes on without it", lambda: see.replicas() > 0 and not see.uses(victim))
         self.story.mark(f"it took {self.story.now - notice:.1f} s from the notice")
         if victim in self.machines.agents and time.time() < end:
             self.until(f"{victim} is drained and given back", lambda: victim not in self.machines.agents)
