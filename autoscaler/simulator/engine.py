@@ -182,9 +182,10 @@ class Simulation:
 
     def _decide(self) -> None:
         active = self._active
-        if not active:
-            return
         nodes = self.cluster.nodes(self.now)
+        if not active:
+            self.outcome.samples.append(Sample(self.now, sum(node.slots for node in nodes), {}, 0))
+            return
         order = {node.name: i for i, node in enumerate(nodes)}
         current = {job.name: job.allocation for job in active}
         infos = [self.info(job) for job in active]
