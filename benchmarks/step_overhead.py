@@ -58,11 +58,11 @@ def mlp() -> nn.Module:
 def cnn() -> nn.Module:
     """2.7 M parameters with batch normalisation, on 32 × 32 × 3."""
 
-    def block(before: int, after: int) -> list[nn.Module]:
-        return [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
+    def block(before: int, after: int, stride: int = 1) -> list[nn.Module]:
+        return [nn.Conv2d(before, after, 3, stride, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
 
     return nn.Sequential(
-        *block(3, 64),
+        *block(3, 64, 2),
         *block(64, 128),
         nn.MaxPool2d(2),
         *block(128, 256),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from adaptdl_elastic.torch._noise import Moments, Schedule
+from adaptdl_elastic.torch._noise import Measurement, Schedule
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
 
@@ -57,7 +57,7 @@ def train(
     every_step: bool = True,
     problem: Problem = Problem(),
 ) -> dict[str, Any]:
-    """Train by plain SGD at a constant batch; estimated and true moments, over the same steps.
+    """Train by plain SGD at a constant batch; means of the estimates and of the truth over all steps.
 
     The defaults are such that five seeds of 500 steps have a standard error of about 2 %.
     """
@@ -71,6 +71,14 @@ def train(
     if every_step:
         adp.gns.cheap_schedule = adp.gns.costly_schedule = Schedule(longest=1)
     batch = local * replicas
+    measured: list[Measurement] = []
+    record = adp.gns.record
+
+    def keep(measurement: Measurement, step: int) -> bool:
+        measured.append(measurement)
+        return record(measurement, step)
+
+    adp.gns.record = keep  # type: ignore[method-assign]
     truth: list[tuple[float, float]] = []
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     for _ in range(steps):
@@ -81,27 +89,13 @@ def train(
             truth.append(problem.truth(model.weight))
         optimizer.step()
     adp._sampler.collect()
-    true_sqr, true_var = _mean_over(adp.gns._moments, truth)
+    assert len(measured) == len(truth)
     return {
-        "sqr": float(adp.gns.raw_sqr_avg[0]),
-        "var": float(adp.gns.raw_var_avg[0]) * batch,
-        "true_sqr": true_sqr,
-        "true_var": true_var,
+        "sqr": sum(float(m.sqr.sum()) for m in measured) / len(measured),
+        "var": sum(float(m.var.sum()) for m in measured) / len(measured) * batch,
+        "true_sqr": sum(sqr for sqr, _ in truth) / len(truth),
+        "true_var": sum(var for _, var in truth) / len(truth),
     }
-
-
-def _mean_over(moments: Moments, truth: list[tuple[float, float]]) -> tuple[float, float]:
-    """The mean truth of the steps that `moments` are the means of, with the same weights."""
-    window = truth[-len(moments) :]
-    weights = [
-        weight
-        for weight, cell in zip(moments.recency(), moments.cells, strict=True)
-        for _ in range(cell.count)
-    ]
-    sqr, var = (
-        sum(w * pair[i] for w, pair in zip(weights, window, strict=True)) / sum(weights) for i in (0, 1)
-    )
-    return float(sqr), float(var)
 
 
 def train_seeds(lr: float, seeds: int, every_step: bool = True) -> dict[str, float]:
