@@ -104,6 +104,10 @@ class Autoscaler:
         """End `run` after the present look; callable from a signal handler."""
         self._end.set()
 
+    def change(self, settings: ScalingSettings) -> None:
+        """Decide by other settings from the next look on; callable from any thread."""
+        self._settings = settings
+
     def run(self) -> int:
         """Rule until stopped, or until all is done; the exit code.
 
