@@ -292,6 +292,7 @@ class Demo:
             self.until(f"{victim} is drained and given back", lambda: victim not in self.machines.agents)
         self.until("its replacement has joined", lambda: see.replicas() == 2 and victim not in see.nodes())
         self.pause(8.0)
+        self.ruler.change(self.settings)
         self.spot.price = DEAR
         self.story.mark(f"the spot price jumps from ${CHEAP} to ${DEAR}")
         self.until("a node is let go", lambda: see.replicas() == 1)
