@@ -35,6 +35,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _BOOT = "import sys; sys.path[:1] = []; from adaptdl_elastic.agent import forkserver; forkserver.main({}, {})"
 _CHUNK = 1 << 16
 _STREAMS = ("stdout", "stderr", "channel")
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # by the server
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def main(number: int, modules: Sequence[str]) -> None:
     with suppress(OSError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # an interrupt is the agent's business: it closes our socket when it has done what it wants
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for name in _IGNORED:
         signal.signal(name, signal.SIG_IGN)
     preload((*modules, *filter(None, os.environ.get(PRELOAD_VARIABLE, "").split(","))))
     command = _Server(socket.socket(fileno=number)).serve()
@@ -185,6 +186,7 @@ class _Server:
                 if self._socket in ready:
                     lines = self._read()
                     if lines is None:
+                        signal.set_wakeup_fd(-1)  # it is closed before the last of them has ended
                         self._kill_all()
                         return None
                     for line in lines:
@@ -209,6 +211,8 @@ class _Server:
             return None
         count = len(message["streams"])
         mine, self._descriptors = self._descriptors[:count], self._descriptors[count:]
+        # the server ignores these; what is sent to a replica that has not got its own handlers yet must wait
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
         pid = os.fork()
         if pid == 0:
             self._leave()
@@ -216,7 +220,9 @@ class _Server:
             command = Command(**fields)
             streams: dict[str, int] = dict(zip(message["streams"], mine, strict=True))
             become(command, streams.get("stdout"), streams.get("stderr"), streams.get("channel"))
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             return command
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for number in mine:
             os.close(number)
         self._pids[message["id"]] = pid

@@ -96,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
         "Run a PyTorch job whose replicas, batch size and learning rate adapt while it runs. "
         "Takes what torchrun takes, and the options under 'adaptdl-elastic'."
     )
-    made.set_defaults(max_restarts=int(os.environ.get("PET_MAX_RESTARTS", "3")))
+    made.set_defaults(max_restarts=os.environ.get("PET_MAX_RESTARTS", "3"))  # argparse reads it
     _add_ours(made.add_argument_group("adaptdl-elastic"))
     return made
 

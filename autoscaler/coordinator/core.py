@@ -495,7 +495,15 @@ class _Round:
         self.actions.append(Say("plan", _plan_event(plan)))
         self.ledger.hold(job.job, change.allocation)
         self.notes[job.job].planned = True
+        self._drop_target(job.job, change.allocation)
         return True
+
+    def _drop_target(self, name: str, allocation: Allocation) -> None:
+        """What the policy wished for before it knew of this plan must not undo it: it is asked again."""
+        target = self.memory.targets.get(name)
+        if target is not None and allocation and dict(target.allocation) != dict(allocation):
+            left = {other: kept for other, kept in self.memory.targets.items() if other != name}
+            self.memory = replace(self.memory, targets=MappingProxyType(left))
 
     # -- 5. statuses, and what is left behind
 

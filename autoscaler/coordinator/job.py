@@ -183,7 +183,7 @@ def inspect(view: View, job: JobView, plan: Plan, settings: Settings) -> Health:
         else:
             sorted_["starting"].append(node)
     undone: list[str] = []
-    if plan.transition is Transition.INPLACE and not sorted_["running"]:
+    if plan.transition is Transition.INPLACE and not _begun(job, plan):
         undone, sorted_["failed"] = sorted_["failed"], _failed_before(job, plan)
     lost, missing, settled_at = _sort_absent(view, job, absent, bool(sorted_["failed"]), settings)
     return Health(
@@ -194,6 +194,24 @@ def inspect(view: View, job: JobView, plan: Plan, settings: Settings) -> Health:
         settled_at=settled_at,
         started_at=started_at,
     )
+
+
+def _begun(job: JobView, plan: Plan) -> bool:
+    """Whether replicas have gone over into what a change in place makes: its failures are its own then.
+
+    A node that said `running` and has ended since counts; so does one whose replicas left the generation
+    before well and failed in this one, before all of them had come over.
+    """
+    return any((plan.generation, placement.node) in job.running for placement in plan.placements) or any(
+        _outcome(job, leaver.generation, leaver.node) is Outcome.STOPPED
+        and _outcome(job, plan.generation, leaver.node) is Outcome.FAILED
+        for leaver in plan.leaving
+    )
+
+
+def _outcome(job: JobView, generation: int, node: str) -> Outcome | None:
+    ended = job.ended.get((generation, node))
+    return None if ended is None else ended.record.outcome
 
 
 def _failed_before(job: JobView, plan: Plan) -> list[str]:

@@ -206,6 +206,19 @@ def test_a_signal_reaches_the_whole_group(runner: Runner, tmp_path: Path) -> Non
     assert not grandchild.is_running()
 
 
+def test_a_signal_right_behind_the_start_is_not_lost(runner: Runner, tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("import time; time.sleep(1000)")
+    command = Command("script", (str(tmp_path / "s.py"),), str(tmp_path))
+    numbers = range(runner.number + 1, runner.number + 21)
+    for number in numbers:
+        runner.server.spawn(number, command)
+        runner.server.signal(number, signal.SIGTERM)
+    ended: dict[int, int] = {}
+    while len(ended) < len(numbers):
+        ended.update({item.id: item.exit_code for item in runner.news(20) if isinstance(item, Exited)})
+    assert ended == dict.fromkeys(numbers, -signal.SIGTERM)
+
+
 def test_what_a_replica_leaves_behind_is_killed(runner: Runner, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "ready")
     runner.start("exec", "sh", "-c", "sleep 1000 & echo $! > ready; exit 1")

@@ -98,6 +98,15 @@ def test_what_can_not_be_used_is_refused_with_what_was_given(arguments: list[str
     assert "\n" not in str(caught.value)
 
 
+def test_torchruns_variables_are_read_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_MAX_RESTARTS", "7")
+    assert parse().max_restarts == 7
+    assert parse("--max-restarts=2").max_restarts == 2
+    monkeypatch.setenv("PET_MAX_RESTARTS", "many")
+    with pytest.raises(options.OptionError, match="many"):
+        parse()
+
+
 @given(st.text(max_size=12))
 def test_no_text_crashes_the_small_parsers(text: str) -> None:
     for parser in (options.parse_ports, lambda t: options.parse_range("--nnodes", t)):

@@ -491,6 +491,42 @@ def test_a_replica_that_fails_while_newcomers_warm_up_is_a_failure(pump: Pump) -
     assert all(agent.running == pump.plan("a").generation for agent in pump.agents)
 
 
+@pytest.mark.parametrize("all_came_over", [True, False])
+def test_a_failure_after_a_change_in_place_is_counted(pump: Pump, all_came_over: bool) -> None:
+    pump.job("a", autoscale=False)
+    agent = pump.node("n0", "a", 2)
+    pump.settle()
+    agent.report(pump.plan("a"), inplace=True)
+    pump.ask("a", replicas=2)
+    pump.decide()
+    generation = pump.plan("a").generation
+    assert (pump.placed("a"), pump.plan("a").transition) == ({"n0": 2}, Transition.INPLACE)
+    while agent.running != generation:
+        agent.step()
+    if not all_came_over:
+        pump.store.delete(pump.keys.generation("a", generation, "running", "n0"))
+    agent.fail("boom")
+    pump.decide()
+    plan = pump.plan("a")
+    assert (plan.cause, plan.transition, plan.restarts) == (Cause.FAILURE, Transition.ABORT, 1)
+    assert pump.placed("a") == {"n0": 2}
+
+
+def test_an_old_wish_of_the_policy_does_not_undo_what_a_person_has_asked_for() -> None:
+    pump = Pump(settings=Settings(interval=60.0, min_gap=10.0))
+    pump.job("a", autoscale=False)
+    agent = pump.node("n0", "a", 2, holds_start=True)
+    pump.settle()
+    pump.clock.now += 11
+    pump.settle()  # the policy is asked while the job changes: it keeps what it has
+    assert pump.memory.targets["a"].allocation == {"n0": 1}
+    pump.ask("a", replicas=2)
+    agent.holds_start = False
+    pump.settle()
+    assert pump.placed("a") == {"n0": 2}
+    assert [plan.replicas for plan in pump.plans if not plan.claim] == [1, 2]
+
+
 # -- bounds and garbage
 
 
