@@ -44,10 +44,12 @@ class Command:
     threads: int | None = None  # of torch; None: torch's choice
 
 
-def become(command: Command, stdout: int | None, stderr: int | None, channel: int | None) -> None:
-    """Turn the freshly forked process into one that looks freshly started."""
+def become(
+    command: Command, parent: int, stdout: int | None, stderr: int | None, channel: int | None
+) -> None:
+    """Turn the freshly forked process into one that looks freshly started; `parent` has forked it."""
     os.setsid()  # a terminal's Ctrl-C is for the agent, which asks the replicas to stop
-    die_with_parent()
+    die_with(parent)
     for number in range(1, signal.NSIG):
         if number not in (signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, getattr(signal, "SIGXFSZ", 0)):
             try:
@@ -66,9 +68,8 @@ def become(command: Command, stdout: int | None, stderr: int | None, channel: in
         os.environ[FD_VARIABLE] = str(channel)
 
 
-def die_with_parent() -> None:
+def die_with(parent: int) -> None:
     """Ask the kernel to kill this process when its parent is gone."""
-    parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # it went before we asked
         os._exit(1)

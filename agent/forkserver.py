@@ -213,13 +213,14 @@ class _Server:
         mine, self._descriptors = self._descriptors[:count], self._descriptors[count:]
         # the server ignores these; what is sent to a replica that has not got its own handlers yet must wait
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+        server = os.getpid()
         pid = os.fork()
         if pid == 0:
             self._leave()
             fields = dict(message["command"], argv=tuple(message["command"]["argv"]))
             command = Command(**fields)
             streams: dict[str, int] = dict(zip(message["streams"], mine, strict=True))
-            become(command, streams.get("stdout"), streams.get("stderr"), streams.get("channel"))
+            become(command, server, *(streams.get(name) for name in _STREAMS))
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             return command
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

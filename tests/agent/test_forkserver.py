@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from adaptdl_elastic.agent.child import Command
+from adaptdl_elastic.agent.child import Command, die_with
 from adaptdl_elastic.agent.forkserver import Exited, ForkServer, Spawned
 
 
@@ -240,3 +240,11 @@ def test_replicas_end_with_the_agent_and_with_the_server(tmp_path: Path, how: st
     psutil.wait_procs([replica], timeout=10)
     assert not replica.is_running()
     assert server.process.poll() is not None
+
+
+def test_a_replica_whose_server_died_before_it_could_ask_ends() -> None:
+    pid = os.fork()
+    if pid == 0:
+        die_with(1 << 30)  # the parent that it has by now is another one
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
