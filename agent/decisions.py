@@ -458,4 +458,7 @@ def _code_of(status: JobStatus) -> int:
 
 
 def _reason_of(status: JobStatus) -> str:
-    return f"{status.state.value}: {status.reason}" if status.reason else status.state.value
+    state, reason = status.state.value, status.reason
+    if reason.startswith(state):
+        return reason
+    return f"{state}: {reason}" if reason else state

@@ -386,8 +386,12 @@ class Control:
         if session.rank == 0:
             path = env.checkpoint_path()
             log.info("stopped (%s); %s", command.get("reason", ""), path or "nothing was saved")
-            if path is None and session.channel is None:
-                print("nothing was saved: ADAPTDL_CHECKPOINT_PATH says where to", file=sys.stderr)
+            if session.channel is None:
+                said = "nothing was saved: ADAPTDL_CHECKPOINT_PATH says where to"
+                print(
+                    said if path is None else f"stopped; to go on from {path}, start it again",
+                    file=sys.stderr,
+                )
         raise SystemExit(STOPPED)
 
     def report_step(self, force: bool = False) -> None:

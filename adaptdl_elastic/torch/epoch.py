@@ -17,9 +17,10 @@ epoch is over when its body has ended (by `continue`, too). `break` leaves the e
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
-from adaptdl_elastic import _session
+from adaptdl_elastic import _session, checkpoint, env
 from adaptdl_elastic.torch._loops import loops
 
 __all__ = ["current_epoch", "finished_epochs", "remaining_epochs_until"]
@@ -60,6 +61,12 @@ def _run(until: int) -> Iterator[int]:
             ran = True
         if ran:
             session.control.save("exit")
+        elif until and session.channel is None and session.rank == 0 and checkpoint.loaded_id():
+            print(
+                f"all {until} epochs are finished in {env.checkpoint_path()}: set another "
+                f"ADAPTDL_CHECKPOINT_PATH to train anew",
+                file=sys.stderr,
+            )
         session.control.loops_over = True
     finally:
         session.epoch = None

@@ -133,6 +133,15 @@ if number == 40:
     assert "periodic" in kinds
 
 
+def test_alone_it_says_where_it_was_saved_and_that_nothing_is_left(run: Any, tmp_path: Path) -> None:
+    (replica,) = run(f"os.kill(os.getpid(), signal.SIGINT)\n{WAIT_FOR_ROUND.replace('number == 3 and', '')}")
+    assert replica.code == 143
+    assert f"to go on from {tmp_path / 'checkpoints'}, start it again" in replica.output
+    for said in ("ended", "all 1 epochs are finished in"):
+        (replica,) = run("pass")
+        assert (replica.code, said in replica.output) == (0, True), replica
+
+
 def test_outside_of_loops_an_interrupt_is_pythons(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
