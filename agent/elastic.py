@@ -62,6 +62,7 @@ from adaptdl_elastic.sched_hints import decode as decode_hints
 logger = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 10.0  # for the last writes to the store
+_DOUBLE_DELIVERY = 0.3  # seconds: `timeout` and its like signal a program, and then its whole process group
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class AdaptiveAgent(SimpleElasticAgent):
             lambda text: self._loop.post(_Said(text)),
             lambda: self._writer.submit(self._claim),
         )
-        self._signals = 0
+        self._signals, self._signalled = 0, 0.0
         self._checkpoint_asked = 0
         self._last_exits: list[tuple[ReplicaHandle, int]] = []
 
@@ -235,7 +236,10 @@ class AdaptiveAgent(SimpleElasticAgent):
             self._act(action)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        self._signals += 1
+        now = time.monotonic()
+        if self._signals == 1 and now - self._signalled < _DOUBLE_DELIVERY:
+            return
+        self._signals, self._signalled = self._signals + 1, now
         if self._signals > 1:
             self._decide(d.LeaveNow(f"{number.name} twice"))
             return
