@@ -2,19 +2,22 @@
 
 moto's HTTP server, a process of its own, plays EC2; the autoscaler talks to it through boto3 as it
 would to AWS. For every instance that moto says is running, a real agent (`adaptdl-run`) is started
-here, with a strict fake of the instance's metadata service. What moto can not do is thin and faked:
-the spot price, which this program moves.
+here, with a strict fake of the instance's metadata service, and killed when the instance is gone.
+`STAGED` says what is not real.
 
 The story: the group is empty; a job is expected; one node is bought, the job measures itself and a
 second node is worth its price; EC2 announces that it takes one back; it is drained and replaced; the
 spot price jumps, two nodes are more than the budget bears and one is let go; the job ends and the
 group is empty again.
 
-Everything it writes goes to .demo/ec2/; it exits with 1 when something of that did not happen.
+Everything it writes goes to .demo/ec2/; it exits with 1 when something of that did not happen. Nothing
+that it starts outlives it: the kernel kills the agents, moto, etcd and the coordinator with it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -23,10 +26,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parent / ".demo" / "ec2"
@@ -42,16 +47,23 @@ from adaptdl_elastic.autoscaler.scaling_loop import Autoscaler, LoopOptions  # n
 from adaptdl_elastic.rendezvous import records  # noqa: E402
 from adaptdl_elastic.rendezvous.connect import connect  # noqa: E402
 from adaptdl_elastic.rendezvous.keys import Keys  # noqa: E402
-from adaptdl_elastic.rendezvous.server import EtcdServer  # noqa: E402
+from adaptdl_elastic.rendezvous.server import EtcdServer, tied  # noqa: E402
 from adaptdl_elastic.rendezvous.store import Store  # noqa: E402
 
 GROUP, TYPE, ZONE, JOB = "workers", "p4d.24xlarge", "eu-central-1a", "images"
 ON_DEMAND, CHEAP, DEAR = 32.77, 0.6, 32.0  # dollars per hour; the spot price moves between the last two
 HOUR_VALUE, BUDGET = 8.0, 40.0  # dollars: what an hour of the job's time is worth, and the most per hour
-NOTICE = 25.0  # seconds; AWS gives 120, the demonstration has less time
-LIMIT = 215.0  # seconds for the story
-TRAINING = 130.0  # seconds that one replica would train: long enough for everything to happen
+NOTICE = 120.0  # seconds, as AWS gives
+PLANNED, TRAINING = 5.0, 60.0  # seconds from a notice to a plan, and to training on: no more are allowed
+LIMIT = 225.0  # seconds for all of it
+LOOK = 0.25  # seconds
+ACCURACY = 0.9
 KEYS = Keys("default")
+STAGED = f"""staged: EC2 and Auto Scaling are moto; the metadata service is a fake; instances are processes of
+this machine with one slot each; the prices (${CHEAP} and ${DEAR}), the moments of the notice and of the
+price's jump are this program's; from the second node to the jump it forbids fewer than two nodes; waits
+are shorter than the defaults (growing 2 s, shrinking 6 s); the job trains until the story is told.
+real: boto3 over HTTP, the autoscaler and its decisions, etcd, the coordinator, the agents, the training."""
 
 
 @dataclass
@@ -69,10 +81,23 @@ class Sample:
     """One moment of the run."""
 
     time: float
+    instances: int
     nodes: int
     replicas: int
+    price: float
     hourly: float
     goodput: float | None
+
+
+@dataclass
+class Line:
+    """One instance's line in the bill, kept by this program: the autoscaler's own is held against it."""
+
+    began: float
+    seconds: float = 0.0
+    cost: float = 0.0
+    ended: float | None = None
+    why: str = ""
 
 
 @dataclass
@@ -82,7 +107,8 @@ class Story:
     began: float = field(default_factory=time.monotonic)
     samples: list[Sample] = field(default_factory=list)
     marks: list[tuple[float, str]] = field(default_factory=list)
-    autoscaler: list[tuple[float, str, Mapping[str, Any]]] = field(default_factory=list)
+    bill: dict[str, Line] = field(default_factory=dict)
+    shortcomings: list[str] = field(default_factory=list)
 
     @property
     def now(self) -> float:
@@ -92,74 +118,109 @@ class Story:
         self.marks.append((self.now, text))
         print(f"{self.now:6.1f} s  {text}", flush=True)
 
+    def check(self, fine: bool, text: str) -> None:
+        if not fine:
+            self.shortcomings.append(text)
+
     def say(self, event: str, fields: Mapping[str, Any]) -> None:
         """The autoscaler's events."""
-        self.autoscaler.append((self.now, event, fields))
+        if event == "release" and fields["instance"] in self.bill:
+            self.bill[fields["instance"]].why = fields["reason"]
         what = fields.get("message") or ", ".join(
             f"{name} {fields[name]}"
             for name in ("pool", "desired", "instance", "node", "reason")
             if fields.get(name)
         )
-        print(f"{self.now:6.1f} s  autoscaler: {event}: {what}", flush=True)
+        print(f"{self.now:6.1f} s    autoscaler: {event}: {what}", flush=True)
 
 
 class Machines:
     """Keeps one agent and one metadata service for every instance that moto says is running."""
 
-    def __init__(
-        self, moto: Moto, command: Callable[[str], list[str]], environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, moto: Moto, command: Callable[[str], list[str]], story: Story, spot: Spot) -> None:
         self._autoscaling = moto.client("autoscaling")
-        self._command, self._environment = command, environment
+        self._moto, self._command, self._story, self._spot = moto, command, story, spot
+        self._seen = time.monotonic()
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self.metadata: dict[str, FakeImds] = {}
-        self.codes: dict[str, int] = {}
+        self.ends: dict[str, float] = {}  # when EC2 takes it, seconds since the epoch
+        self.codes: dict[str, int | None] = {}  # of agents; None: it had to be killed
 
-    def follow(self) -> None:
-        """Start what is missing, pull the plug of what moto has terminated."""
+    def group(self) -> dict[str, Any]:
         answer = self._autoscaling.describe_auto_scaling_groups(AutoScalingGroupNames=[GROUP])
-        members = answer["AutoScalingGroups"][0]["Instances"]
+        found: dict[str, Any] = answer["AutoScalingGroups"][0]
+        return found
+
+    def follow(self) -> int:
+        """Start what is missing, pull the plug of what is gone; how many instances there are."""
+        self._take_back()
+        members = self.group()["Instances"]
         running = {m["InstanceId"] for m in members if m["LifecycleState"] == "InService"}
+        self._account(running)
         for instance in running - set(self.metadata):
-            imds = self.metadata[instance] = FakeImds(instance, TYPE, ZONE, "spot")
-            environ = {
-                **os.environ,
-                **self._environment,
-                "AWS_EC2_METADATA_SERVICE_ENDPOINT": imds.endpoint,
-                "AWS_EC2_METADATA_DISABLED": "false",
-            }
-            with (OUT / f"{instance}.log").open("wb") as log:
-                self.agents[instance] = subprocess.Popen(
-                    self._command(instance), env=environ, stdout=log, stderr=log, start_new_session=True
-                )
+            self._boot(instance)
         for instance in set(self.agents) - running:
-            self.unplug(instance)
+            self._unplug(instance)
         for instance, agent in self.agents.items():
             if agent.poll() is not None:
                 self.codes[instance] = agent.returncode
+        return len(running)
 
-    def unplug(self, instance: str) -> None:
-        """The machine is gone, and everything on it."""
+    def announce(self, instance: str) -> None:
+        """The two-minute notice; at its end the machine is gone, whatever runs on it."""
+        self.ends[instance] = self.metadata[instance].spot(NOTICE)
+
+    def _take_back(self) -> None:
+        for instance, end in self.ends.items():
+            if instance in self.agents and time.time() >= end:
+                self._kill(instance)
+                self._autoscaling.terminate_instance_in_auto_scaling_group(
+                    InstanceId=instance, ShouldDecrementDesiredCapacity=False
+                )
+
+    def _account(self, running: set[str]) -> None:
+        now = time.monotonic()
+        elapsed, self._seen = now - self._seen, now
+        for instance in running:
+            line = self._story.bill.setdefault(instance, Line(self._story.now, -elapsed))
+            line.cost += max(0.0, elapsed if line.seconds >= 0 else 0.0) * self._spot.price / 3600
+            line.seconds = max(0.0, line.seconds + elapsed)
+        for instance, line in self._story.bill.items():
+            if instance not in running and line.ended is None:
+                line.ended = self._story.now
+
+    def _boot(self, instance: str) -> None:
+        imds = self.metadata[instance] = FakeImds(instance, TYPE, ZONE, "spot")
+        environ = {
+            **os.environ,
+            **self._moto.environment,
+            "AWS_EC2_METADATA_SERVICE_ENDPOINT": imds.endpoint,
+            "AWS_EC2_METADATA_DISABLED": "false",
+        }
+        with (OUT / f"{instance}.log").open("wb") as log:
+            self.agents[instance] = subprocess.Popen(
+                tied(self._command(instance)), env=environ, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def _unplug(self, instance: str) -> None:
+        """The instance is terminated: its agent has had its time, and gets what a shutdown gives."""
+        agent = self.agents[instance]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if agent.poll() is None:
+                agent.terminate()
+            agent.wait(5.0)
+        self._kill(instance)
+
+    def _kill(self, instance: str) -> None:
         agent = self.agents.pop(instance)
-        if agent.poll() is not None:
-            self.codes[instance] = agent.returncode
-        else:
-            _end(agent, 3.0)
+        self.codes[instance] = agent.poll()
+        agent.kill()  # its replicas end with it
+        agent.wait()
         self.metadata[instance].close()
 
     def close(self) -> None:
         for instance in list(self.agents):
-            self.unplug(instance)
-
-
-def _end(process: subprocess.Popen[bytes], grace: float) -> None:
-    """SIGTERM, and SIGKILL to the whole session when that did not do."""
-    process.terminate()
-    try:
-        process.wait(grace)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            self._kill(instance)
 
 
 class Watcher:
@@ -167,6 +228,7 @@ class Watcher:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._replicas = 0
 
     def _get(self, kind: type[Any], *parts: str) -> Any:
         item = self._store.get(KEYS.job(JOB, *parts))
@@ -176,22 +238,35 @@ class Watcher:
         status = self._get(records.JobStatus, "status")
         return None if status is None else records.JobState(status.state)
 
-    def replicas(self) -> int:
-        """Of the plan in force, once they have taken their first step."""
-        plan: records.Plan | None = self._get(records.Plan, "plan")
-        if plan is None:
-            return 0
+    def plan(self) -> records.Plan | None:
+        found: records.Plan | None = self._get(records.Plan, "plan")
+        return None if found is None or found.claim else found
+
+    def begun(self, plan: records.Plan) -> float | None:
+        """When the last node of a plan took its first step; None: not all have."""
         items = self._store.range(KEYS.generation(JOB, plan.generation, "running", "")).items
         started = [records.decode(records.RunningRecord, item.value, item.key) for item in items]
-        return plan.replicas if sum(r.first_step is not None for r in started) >= plan.nodes else 0
+        steps = [r.first_step for r in started if r.first_step is not None]
+        return max(steps) if plan.nodes and len(steps) >= plan.nodes else None
 
-    def generation(self) -> int:
-        plan: records.Plan | None = self._get(records.Plan, "plan")
-        return -1 if plan is None else plan.generation
+    def replicas(self) -> int:
+        """How many train. While a change in place is under way, those before it do."""
+        plan = self.plan()
+        if plan is None:
+            self._replicas = 0
+        elif self.begun(plan) is not None:
+            self._replicas = plan.replicas
+        elif plan.transition is not records.Transition.INPLACE:
+            self._replicas = 0
+        return self._replicas
+
+    def at_work(self, replicas: int) -> bool:
+        plan = self.plan()
+        return plan is not None and plan.replicas == replicas and self.begun(plan) is not None
 
     def uses(self, node: str) -> bool:
         """Whether the plan in force has replicas on it."""
-        plan: records.Plan | None = self._get(records.Plan, "plan")
+        plan = self.plan()
         return plan is not None and len(plan.ranks(node)) > 0
 
     def nodes(self) -> dict[str, records.NodeRecord]:
@@ -213,9 +288,8 @@ class Watcher:
 class Demo:
     """The story, told step by step."""
 
-    def __init__(self, store: Store, moto: Moto, machines: Machines, spot: Spot) -> None:
-        self.watcher, self.moto, self.machines, self.spot = Watcher(store), moto, machines, spot
-        self.story = Story()
+    def __init__(self, store: Store, moto: Moto, machines: Machines, spot: Spot, story: Story) -> None:
+        self.see, self.machines, self.spot, self.story = Watcher(store), machines, spot, story
         self.failure: BaseException | None = None
         self.provider = Ec2Provider(
             [GROUP],
@@ -235,9 +309,10 @@ class Demo:
             max_hourly_cost=BUDGET,
         )
         options = LoopOptions(interval=1.0, expected=(JOB,), until_done=True)
-        self.ruler = Autoscaler(store, KEYS, self.provider, self.settings, options, self.story.say)
+        self.ruler = Autoscaler(store, KEYS, self.provider, self.settings, options, story.say)
+        self.ruling = threading.Thread(target=self._rule, daemon=True)
 
-    def rule(self) -> None:
+    def _rule(self) -> None:
         """The autoscaler's thread."""
         try:
             self.ruler.run()
@@ -245,106 +320,163 @@ class Demo:
             self.failure = error
 
     def until(self, what: str, condition: Callable[[], bool]) -> None:
-        """Look twice a second; moto and the store are polled, as there is nobody else to tell us."""
+        """Wait for a state of the store or of moto, which are looked at again and again."""
         waiter = threading.Event()
         while not condition():
+            self.look()
+            state = self.see.state()
             if self.failure is not None:
                 raise self.failure
             if self.story.now > LIMIT:
-                raise TimeoutError(f"still waiting until {what}")
-            if self.watcher.state() is records.JobState.FAILED:
-                raise RuntimeError(f"the job failed before {what}")
-            self.look()
-            waiter.wait(0.5)
+                raise TimeoutError(f"{LIMIT:.0f} s are over; still waiting until {what}")
+            if state is not None and state.ended and not self._end.exists():
+                raise RuntimeError(f"the job has ended ({state.value}) before {what}")
+            waiter.wait(LOOK)
+        self.look()
         self.story.mark(what)
 
+    @property
+    def _end(self) -> Path:
+        return OUT / "end"
+
     def look(self) -> None:
-        self.machines.follow()
-        bill = self.watcher.bill()
-        hourly = bill.hourly_cost if bill is not None else 0.0
+        instances = self.machines.follow()
+        bill = self.see.bill()
         self.story.samples.append(
             Sample(
                 self.story.now,
-                len(self.watcher.nodes()),
-                self.watcher.replicas(),
-                hourly,
-                self.watcher.goodput(),
+                instances,
+                len(self.see.nodes()),
+                self.see.replicas(),
+                self.spot.price,
+                bill.hourly_cost if bill is not None else 0.0,
+                self.see.goodput(),
             )
         )
 
     def tell(self) -> None:
-        see = self.watcher
-        self.story.mark("the group is empty; a job is expected")
-        self.until("the first node trains", lambda: see.replicas() == 1)
-        self.until("a second node was worth its price and trains, too", lambda: see.replicas() == 2)
+        see = self.see
+        self.ruling.start()
+        self.story.mark("the group is empty, a job is expected")
+        self.until("the first node trains", lambda: see.at_work(1))
+        self.until("a second node was worth its price, both train", lambda: see.at_work(2))
         # on two busy cores the second one may turn out not to pay; the story holds on to it
         self.ruler.change(replace(self.settings, min_nodes=2))
         self.pause(8.0)
-        victim = next(iter(see.nodes()))
-        before, notice = see.generation(), self.story.now
-        end = self.machines.metadata[victim].spot(NOTICE)
-        self.story.mark(f"EC2 announces the end of {victim} in {NOTICE:.0f} s")
-        self.until("a plan without it is published", lambda: see.generation() > before)
-        # its replacement may be in the very next generation
-        self.until("training goes on without it", lambda: see.replicas() > 0 and not see.uses(victim))
-        self.story.mark(f"it took {self.story.now - notice:.1f} s from the notice")
-        if victim in self.machines.agents and time.time() < end:
-            self.until(f"{victim} is drained and given back", lambda: victim not in self.machines.agents)
-        self.until("its replacement has joined", lambda: see.replicas() == 2 and victim not in see.nodes())
+        self.interrupt()
         self.pause(8.0)
         self.ruler.change(self.settings)
         self.spot.price = DEAR
-        self.story.mark(f"the spot price jumps from ${CHEAP} to ${DEAR}")
-        self.until("a node is let go", lambda: see.replicas() == 1)
+        self.story.mark(
+            f"the spot price jumps from ${CHEAP} to ${DEAR}, the budget is ${BUDGET:.0f} per hour"
+        )
+        self.until(
+            "one node is let go, the job goes on", lambda: see.at_work(1) and self.machines.follow() == 1
+        )
+        self.pause(5.0)
+        self._end.touch()
         self.until("the job is done", lambda: see.state() is records.JobState.DONE)
+        self.until("the group is empty again", self.over)
+
+    def interrupt(self) -> None:
+        """EC2 takes the node of rank 0, whose memory the others can not do without: by a checkpoint."""
+        see, story = self.see, self.story
+        plan = see.plan()
+        assert plan is not None
+        victim = plan.placements[0].node
+        notice = time.time()
+        self.machines.announce(victim)
+        story.mark(f"EC2 announces the end of {victim}")
+        self.until("a plan without it is there", lambda: not see.uses(victim))
+        plan = see.plan()
+        assert plan is not None
+        planned = max(0.0, plan.created - notice)
+        began: list[float] = []
+
+        def on() -> bool:
+            now = see.plan()
+            step = None if now is None or now.ranks(victim) else see.begun(now)
+            began.extend([] if step is None else [step])
+            return step is not None
+
+        self.until("training goes on without it", on)
+        without = max(0.0, began[0] - notice)
+        story.mark(f"{planned:.1f} s from the notice to a plan, {without:.1f} s to the first step without it")
+        story.check(planned <= PLANNED, f"{planned:.1f} s to a plan are more than {PLANNED:g}")
+        story.check(without <= TRAINING, f"{without:.1f} s to training on are more than {TRAINING:g}")
+        self.until("it is drained and given back", lambda: victim not in self.machines.agents)
+        code = self.machines.codes[victim]
+        story.check(code == 0, f"the agent on {victim} did not leave by itself (exit code {code})")
+        story.check(time.time() < self.machines.ends[victim], f"{victim} was not drained in time")
+        self.until("its replacement trains", lambda: see.at_work(2))
+
+    def over(self) -> bool:
+        group = self.machines.group()
+        empty = not group["Instances"] and group["DesiredCapacity"] == 0
+        return empty and not self.ruling.is_alive() and not self.machines.agents
 
     def pause(self, seconds: float) -> None:
         """Train for a while, so that there is something to see."""
         end = self.story.now + seconds
-        self.until(f"trained for {seconds:.0f} s", lambda: self.story.now >= end)
+        self.until(f"{seconds:.0f} s of training", lambda: self.story.now >= end)
+        self.story.marks.pop()
+
+    def audit(self) -> records.AutoscalerStatus:
+        """What must be true of all of it; the autoscaler's bill."""
+        story, check = self.story, self.story.check
+        bill = self.see.bill()
+        assert bill is not None
+        own = sum(line.cost for line in story.bill.values())
+        bought = sum(instances for _, instances, _, _ in bill.bought)
+        check(
+            bought == len(story.bill) == 3,
+            f"{bought} instances are billed, {len(story.bill)} were there, not 3",
+        )
+        check(abs(bill.cost_so_far - own) <= 0.15 * own, f"billed ${bill.cost_so_far:.4f}, not ${own:.4f}")
+        check(not self.machines.group()["SuspendedProcesses"], "the group was not handed back")
+        check(
+            any("budget" in i.why or "max-hourly" in i.why for i in story.bill.values()),
+            "no node went for its price",
+        )
+        events = [json.loads(line) for log in OUT.glob("i-*.jsonl") for line in log.open()]
+        check(not any(e["event"] == "failure" for e in events), "replicas have failed")
+        ends = sorted((e["epoch"], e["accuracy"]) for e in events if e["event"] == "metrics")
+        check(
+            [epoch for epoch, _ in ends] == list(range(len(ends))),
+            f"epochs were lost or trained twice: {[epoch for epoch, _ in ends]}",
+        )
+        last = ends[-1][1] if ends else 0.0
+        check(last >= ACCURACY, f"the accuracy at the end, {last:.3f}, is below {ACCURACY}")
+        story.mark(f"{len(ends)} epochs, each once; accuracy {last:.3f}")
+        return bill
 
 
-def agent_command(endpoint: str, epochs: int) -> Callable[[str], list[str]]:
+def agent_command(endpoint: str) -> Callable[[str], list[str]]:
     """What an instance's user-data would start."""
 
     def command(instance: str) -> list[str]:
         return [
             *(sys.executable, "-m", "adaptdl_elastic.agent", f"--etcd={endpoint}", f"--rdzv-id={JOB}"),
-            *(
-                "--nnodes=1:2",
-                "--nproc-per-node=1",
-                f"--node-name={instance}",
-                "--checkpoint-interval=10",
-                "--rescale=restart",
-            ),
+            *("--nnodes=1:2", "--nproc-per-node=1", f"--node-name={instance}", "--checkpoint-interval=10"),
             *(f"--checkpoint-path={OUT / 'checkpoint'}", f"--event-log={OUT / instance}.jsonl"),
-            *(str(HERE / "image_classification.py"), f"--epochs={epochs}"),
+            *(str(HERE / "ec2_demo_job.py"), str(OUT / "end")),
         ]
 
     return command
 
 
-def epochs_for(seconds: float) -> int:
-    """How many epochs one replica trains in so long on this machine: three are run to find out."""
-    log = OUT / "calibration.jsonl"
-    environ = {
-        **os.environ,
-        "ADAPTDL_EVENT_LOG": str(log),
-        "ADAPTDL_CHECKPOINT_PATH": str(OUT / "calibration"),
-    }
-    script = [sys.executable, str(HERE / "image_classification.py"), "--epochs=3"]
-    subprocess.run(script, env=environ, stdout=subprocess.DEVNULL, check=True)
-    events = [json.loads(line) for line in log.read_text().splitlines()]
-    return max(10, int(seconds / min(e["seconds"] for e in events if e["event"] == "epoch")))
-
-
-def table(bill: records.AutoscalerStatus) -> str:
-    """What was bought, and what it cost."""
-    lines = [f"{'group':<12}{'instances':>10}{'node hours':>12}{'cost':>10}"]
+def table(bill: records.AutoscalerStatus, lines: Mapping[str, Line]) -> str:
+    """What was bought, what it cost, and why it went."""
+    rows = [f"{'instance':<21}{'from':>8}{'to':>9}{'billed':>10}{'cost':>11}  it went because"]
+    for name, line in lines.items():
+        end = "" if line.ended is None else f"{line.ended:.0f} s"
+        rows.append(
+            f"{name:<21}{line.began:>6.0f} s{end:>9}{line.seconds:>8.0f} s{line.cost:>10.4f}$  {line.why}"
+        )
     for pool, instances, hours, cost in bill.bought:
-        lines.append(f"{pool:<12}{instances:>10}{hours:>12.4f}{cost:>9.4f}$")
-    lines.append(f"{'all':<12}{sum(b[1] for b in bill.bought):>10}{'':>12}{bill.cost_so_far:>9.4f}$")
-    return "\n".join(lines)
+        text = f"group {pool}: {instances}"
+        rows.append(f"{text:<38}{hours * 3600:>8.0f} s{cost:>10.4f}$  by the autoscaler's own account")
+    return "\n".join(rows)
 
 
 def picture(story: Story, path: Path) -> None:
@@ -355,68 +487,130 @@ def picture(story: Story, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     times = [s.time for s in story.samples]
-    figure, axes = plt.subplots(3, 1, figsize=(10, 7), sharex=True, constrained_layout=True)
-    axes[0].step(times, [s.nodes for s in story.samples], where="post", label="nodes")
-    axes[0].step(
-        times, [s.replicas for s in story.samples], where="post", label="replicas at work", alpha=0.7
+    figure, axes = plt.subplots(4, 1, figsize=(11, 10), height_ratios=(3, 3, 3, 3.4), constrained_layout=True)
+    nodes, price, goodput, key = axes
+    nodes.step(times, [s.instances for s in story.samples], where="post", label="instances", color="tab:grey")
+    nodes.fill_between(
+        times, [s.replicas for s in story.samples], step="post", alpha=0.4, label="replicas at work"
     )
-    axes[0].legend(loc="upper right")
-    axes[0].set_yticks([0, 1, 2, 3])
-    axes[1].step(times, [s.hourly for s in story.samples], where="post", color="tab:red")
-    axes[1].set_ylabel("$ per hour")
-    known = [(s.time, s.goodput) for s in story.samples if s.goodput is not None]
-    axes[2].plot([t for t, _ in known], [g for _, g in known], color="tab:green")
-    axes[2].set_ylabel("goodput, samples/s")
-    axes[2].set_xlabel("seconds")
-    for moment, text in story.marks:
-        for axis in axes:
+    nodes.set_yticks([0, 1, 2, 3])
+    nodes.set_ylabel("nodes")
+    price.step(times, [s.price for s in story.samples], where="post", color="tab:orange", label="spot price")
+    price.step(times, [s.hourly for s in story.samples], where="post", color="tab:red", label="paid")
+    price.axhline(BUDGET, color="black", linewidth=0.8, linestyle="--", label="budget")
+    price.set_yscale("symlog", linthresh=1.0)
+    price.set_yticks([0, CHEAP, 2 * CHEAP, DEAR], ["0", f"{CHEAP:g}", f"{2 * CHEAP:g}", f"{DEAR:g}"])
+    price.set_ylabel("$ per hour")
+    known = [
+        (s.time, s.goodput if s.replicas else float("nan")) for s in story.samples if s.goodput is not None
+    ]
+    goodput.plot([t for t, _ in known], [g for _, g in known], color="tab:green")
+    goodput.set_ylim(bottom=0)
+    goodput.set_ylabel("goodput, samples/s")
+    goodput.set_xlabel("seconds")
+    for number, (moment, _) in enumerate(story.marks, 1):
+        for axis in (nodes, price, goodput):
             axis.axvline(moment, color="grey", linewidth=0.5, linestyle=":")
-        axes[1].annotate(
-            text[:44], (moment, 0.02), rotation=90, fontsize=6, xycoords=("data", "axes fraction")
+        nodes.annotate(
+            str(number),
+            (moment, 1.02 + 0.07 * (number % 2)),
+            xycoords=("data", "axes fraction"),
+            ha="center",
+            fontsize=7,
         )
-    figure.suptitle("A job on an auto-scaling group of spot instances")
+    for axis in (nodes, price, goodput):
+        axis.set_xlim(0, story.now)
+    for axis in (nodes, price):
+        axis.legend(loc="upper left", fontsize=8)
+    key.axis("off")
+    said = [f"{number:2d}  {moment:6.1f} s  {text}" for number, (moment, text) in enumerate(story.marks, 1)]
+    key.text(0, 1, "\n".join(said), va="top", family="monospace", fontsize=8)
+    figure.suptitle("A job on an auto-scaling group of spot instances (moto; instances are local agents)")
     figure.savefig(path, dpi=110)
+
+
+@contextlib.contextmanager
+def coordinator(endpoint: str) -> Iterator[None]:
+    command = [sys.executable, "-m", "adaptdl_elastic.autoscaler", "coordinator", "--etcd", endpoint]
+    with (OUT / "coordinator.log").open("wb") as log:
+        process = subprocess.Popen(
+            tied([*command, "--interval", "3"]), stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def run(story: Story) -> None:
+    """Set the stage, tell the story, clear up."""
+    spot = Spot()
+    with running_moto() as moto, EtcdServer() as etcd, connect(etcd.endpoint) as store:
+        os.environ.update({**moto.environment, "AWS_EC2_METADATA_DISABLED": "true"})
+        make_group(moto, GROUP, high=2, types=(TYPE,), spot=True)
+        machines = Machines(moto, agent_command(etcd.endpoint), story, spot)
+        demo = Demo(store, moto, machines, spot, story)
+        try:
+            with coordinator(etcd.endpoint):
+                demo.tell()
+                bill = demo.audit()
+        finally:
+            demo.ruler.stop()
+            machines.close()
+            if demo.ruling.is_alive():
+                demo.ruling.join(5)
+    (OUT / "timeline.json").write_text(json.dumps([vars(s) for s in story.samples]))
+    picture(story, OUT / "timeline.png")
+    print(f"\n{table(bill, story.bill)}\n\n{story.now:.0f} s in all; picture: {OUT / 'timeline.png'}")
+
+
+def left_behind(seconds: float = 5.0) -> Sequence[str]:
+    """End what still runs under this process, which orphans are given to, too; what had to be killed."""
+    me = psutil.Process()
+    _, alive = psutil.wait_procs(me.children(recursive=True), seconds)
+    found = []
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(f"{process.pid} {' '.join(process.cmdline())[:100]}")
+            process.kill()
+    psutil.wait_procs(alive, 5.0)
+    return found
+
+
+def _interrupted(number: int, frame: object) -> None:
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_IGN)  # clearing up takes seconds
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def main() -> int:
     """Tell the story, and say what is where."""
+    story = Story()
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
-    epochs = int(sys.argv[1]) if len(sys.argv) > 1 else epochs_for(TRAINING)
-    print(f"the job: {epochs} epochs of examples/image_classification.py", flush=True)
-    with running_moto() as moto, EtcdServer() as etcd, connect(etcd.endpoint) as store:
-        os.environ.update({**moto.environment, "AWS_EC2_METADATA_DISABLED": "true"})
-        make_group(moto, GROUP, high=2, types=(TYPE,), spot=True)
-        coordinator = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "adaptdl_elastic.autoscaler", "coordinator"),
-                *("--etcd", etcd.endpoint, "--interval", "3"),
-            ],
-            stdout=(OUT / "coordinator.log").open("wb"),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        machines = Machines(moto, agent_command(etcd.endpoint, epochs), moto.environment)
-        demo = Demo(store, moto, machines, Spot())
-        ruling = threading.Thread(target=demo.rule, daemon=True)
-        try:
-            ruling.start()
-            demo.tell()
-            demo.until("the group is empty again", lambda: not ruling.is_alive())
-        except (TimeoutError, Exception) as error:
-            print(f"ec2-demo: {error}; logs are in {OUT}", file=sys.stderr)
-            return 1
-        finally:
-            demo.ruler.stop()
-            ruling.join(10)
-            machines.close()
-            _end(coordinator, 5.0)
-        bill = demo.watcher.bill()
-        assert bill is not None
-        (OUT / "timeline.json").write_text(json.dumps([vars(s) for s in demo.story.samples]))
-        picture(demo.story, OUT / "timeline.png")
-        print(f"\n{table(bill)}\n\n{demo.story.now:.0f} s in all; picture: {OUT / 'timeline.png'}")
-    return 0
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what an agent leaves behind comes to us
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, _interrupted)
+    print(f"{STAGED}\n", flush=True)
+    code = 0
+    try:
+        run(story)
+    except KeyboardInterrupt as error:
+        print(f"ec2-demo: {error}: stopped", file=sys.stderr)
+        code = 130
+    except Exception as error:
+        print(f"ec2-demo: {error}; logs are in {OUT}", file=sys.stderr)
+        code = 1
+    story.check(not (left := left_behind()), f"had to be killed at the end: {'; '.join(left)}")
+    story.check(story.now < 240, f"{story.now:.0f} s are more than four minutes")
+    for text in story.shortcomings:
+        print(f"ec2-demo: {text}", file=sys.stderr)
+    return code or (1 if story.shortcomings else 0)
 
 
 if __name__ == "__main__":

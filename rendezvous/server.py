@@ -26,8 +26,8 @@ from types import TracebackType
 
 import requests
 
-# Runs as `python -I -S -c`, arms the signal that the kernel sends when our parent is gone, and becomes
-# etcd. A preexec_fn would run Python between fork and exec of a process that may have threads.
+# Arms the signal that the kernel sends when our parent is gone, and becomes the command. A preexec_fn would
+# run Python between fork and exec of a process that may have threads.
 _TRAMPOLINE = """
 import ctypes, os, sys
 ctypes.CDLL(None, use_errno=True).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
@@ -35,6 +35,11 @@ if os.getppid() != int(sys.argv[1]):  # it died before we could ask
     os._exit(1)
 os.execv(sys.argv[2], sys.argv[2:])
 """
+
+
+def tied(command: Sequence[str]) -> list[str]:
+    """A command that is killed by the kernel when the *thread* that starts it is gone (Linux, prctl(2))."""
+    return [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(os.getpid()), *command]
 
 
 class EtcdServerError(RuntimeError):
@@ -252,7 +257,7 @@ class EtcdServer:
             try:
                 with self.log.open("ab") as log:
                     self._process = subprocess.Popen(
-                        [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(os.getpid()), *self.command()],
+                        tied(self.command()),
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=log,
