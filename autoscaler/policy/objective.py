@@ -31,6 +31,7 @@ BEND = 0.5  # exponent of the speedup
 FIRST = 10.0  # what running at all is worth, in units of the largest weight
 RUNS = 1e3  # any replicas at all, where the power mean of nothing would be minus infinity
 OVERDUE = 1e6  # a job that has waited too long comes before everything else
+PAUSES = 15.0  # about as many fit into the time that long jobs keep an allocation (13 to 26 in replays)
 _LEAST = 0.01  # a change never loses all its worth: it may be the only way to run
 
 
@@ -91,7 +92,7 @@ def after_pause(speedup: Array, remaining: Array, pause: Array, settings: Settin
 
 
 def horizon(pause: NDArray[Any], settings: Settings) -> Array:
-    """Seconds within which a change must pay: ten pauses, but at least a minute."""
+    """Seconds within which a change must pay: `PAUSES` pauses, but at least a minute."""
     if settings.horizon is not None:
         return np.full(np.shape(pause), settings.horizon)
-    return np.maximum(60.0, 10.0 * np.asarray(pause, dtype=float))
+    return np.maximum(60.0, PAUSES * np.asarray(pause, dtype=float))

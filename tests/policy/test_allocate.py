@@ -23,6 +23,7 @@ from adaptdl_elastic.autoscaler.policy import (
     allocate,
 )
 from adaptdl_elastic.autoscaler.policy.curves import goodputs
+from adaptdl_elastic.autoscaler.policy.objective import after_pause, horizon
 from adaptdl_elastic.goodput import GradParams, PerfParams
 
 MODEL = GoodputModel(
@@ -232,6 +233,16 @@ def test_a_change_that_does_not_pay_is_not_made() -> None:
     assert kept.changed == ()
     assert "no change pays" in kept.reasons["job"].text
     assert allocate([slow], cluster(2), current, 0.0, Settings(horizon=600.0)).changed == ("job",)
+
+
+@pytest.mark.parametrize(("pause", "seconds"), [(0.1, 60.0), (1.0, 60.0), (4.0, 60.0), (30.0, 450.0)])
+def test_a_change_pays_within_the_time_an_allocation_is_kept(pause: float, seconds: float) -> None:
+    assert horizon(np.array([pause]), Settings()) == [seconds]
+    # twice as fast is worth a pause of just under half of that time, and no longer one
+    for share, pays in ((0.45, True), (0.55, False)):
+        cost = np.array([share * seconds])
+        worth = after_pause(np.array([[1.0, 2.0]]), np.array([1e9]), cost, Settings(horizon=seconds))
+        assert bool(worth[0, 1] > 1.0) is pays
 
 
 def test_nothing_grows_beyond_twice_what_was_profiled() -> None:
