@@ -52,6 +52,8 @@ def launch(options: Options, say: Callable[[str], None]) -> int:
         check_checkpoint_path(options.checkpoint_path)
         events = _open_event_log(options)
         stack.callback(events.close)
+        if options.standalone:
+            _check_alone(options.job)
         fork_server = start_fork_server()  # warms up while the rest of us starts
         stack.callback(fork_server.close)
         endpoint, store = _store(options, stack)
@@ -75,6 +77,16 @@ def launch(options: Options, say: Callable[[str], None]) -> int:
             stack.callback(runtime_file.remove, options.job, os.getpid())
         found = _join(options, store, keys, endpoint, display.say)
         return _run(options, found, endpoint, store, keys, fork_server, output, events, display)
+
+
+def _check_alone(job: str) -> None:
+    """Two runs of one standalone job would write the same checkpoints and answer to the same name."""
+    other = runtime_file.find(job)
+    if other is not None:
+        raise LaunchError(
+            f"a standalone job {job!r} runs already (process {other.pid}): `adaptdl stop {job}` ends it, "
+            f"another --rdzv-id runs beside it"
+        )
 
 
 @dataclass(frozen=True)

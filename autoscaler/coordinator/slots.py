@@ -150,7 +150,9 @@ def resize(
     fresh = [node for node in places if node not in current]
     roomy = sorted(fresh, key=lambda node: (places[node].preferred, -places[node].most, node))
     small = sorted(fresh, key=lambda node: (places[node].least, places[node].preferred, node))
-    for order in (roomy, small):  # few nodes if that works, else those that ask for least
+    largest = sorted(fresh, key=lambda node: (-places[node].most, places[node].preferred, node))
+    # Few nodes of the preferred kind if that works, else those that ask for least, else whatever is large.
+    for order in (roomy, small, largest):
         best: tuple[tuple[int, int, int], dict[str, int]] | None = None
         for chosen in _choices(stay, order, replicas, places, max(min_nodes, 1), limit):
             filled = _fill(chosen, replicas, current, places)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -225,3 +226,14 @@ def test_etcd_may_be_killed_and_started_again(etcd: EtcdServer, tmp_path: Path) 
         assert run.wait() == 0
         assert samples(run) == dict.fromkeys(range(6), 200)
         assert len(run.of("generation")) == 1
+
+
+def test_a_standalone_job_that_runs_is_not_started_twice(tmp_path: Path) -> None:
+    from adaptdl_elastic.rendezvous import runtime_file
+
+    directory = tmp_path / f"adaptdl-{os.getuid()}"
+    runtime_file.write(runtime_file.RuntimeFile("127.0.0.1:1", "default", "twice", os.getpid()), directory)
+    with ElasticRun(["--standalone", "--rdzv-id=twice", str(SCRIPTS / "plain.py")], tmp_path) as run:
+        assert run.wait() == 1
+        assert run.text().count("\n") == 1
+        assert f"a standalone job 'twice' runs already (process {os.getpid()})" in run.text()
