@@ -1,6 +1,6 @@
 """What can only be seen with a GPU: cost of a step, memory, mixed precision, one command, a few minutes.
 
-    PYTHONPATH=. python benchmarks/gpu_checks.py [--pairs 40] [--out gpu_checks.json]
+    PYTHONPATH=. python benchmarks/gpu_checks.py [--rounds 40] [--out gpu_checks.json]
 
 Runs benchmarks/step_overhead.py on CUDA with NCCL, one replica per visible GPU up to two, in float32,
 bfloat16 autocast and float16 with GradScaler; compares the trajectory with DDP's and the statistics with
@@ -129,14 +129,14 @@ def peak_memory() -> dict[str, Any]:
     return {"copies": copies}
 
 
-def overheads(pairs: int) -> list[dict[str, Any]]:
+def overheads(rounds: int) -> list[dict[str, Any]]:
     replicas = [1] + ([2] if torch.cuda.device_count() > 1 else [])
     rows = []
     for model in CASES:
         rule = "adamscale" if model == "transformer" else "adascale"
         for precision in ("fp32", "bf16", "fp16"):
             for nproc in replicas:
-                options = Options(model, nproc, rule, pairs, 2048, "cuda", precision)
+                options = Options(model, nproc, rule, rounds, 120.0, 2048, "cuda", precision)
                 rows.append({**asdict(options), **asdict(step_overhead.run(options))})
                 row = rows[-1]
                 print(
@@ -148,7 +148,7 @@ def overheads(pairs: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--out", help="write what was found to this file, as JSON")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -172,7 +172,7 @@ def main() -> None:
             found[check.__name__] = f"{type(error).__name__}: {error}"
             print(f"FAILED  {check.__name__}: {error}", flush=True)
     dist.destroy_process_group()
-    found["overheads"] = overheads(arguments.pairs)
+    found["overheads"] = overheads(arguments.rounds)
     if arguments.out:
         Path(arguments.out).write_text(json.dumps(found, indent=2) + "\n")
     raise SystemExit(1 if failed else 0)

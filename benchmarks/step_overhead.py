@@ -2,12 +2,16 @@
 
     python benchmarks/step_overhead.py --model mlp|cnn|transformer --nproc 1|2 [--json]
 
-Both train a copy of one model on the same data with the same local batch. Blocks of steps alternate, in
-random order, so that both see the same machine. `cpu` and `wall` are the medians over pairs of blocks of
-the ratio of CPU time of the process (all its threads) and of wall time; `cpu_mean` is the ratio of the
-totals, which counts the sampled steps however rare they are (with one replica they walk the graph a
-second time, one step in 40). Measured as after --age steps, when sampling has settled. One torch thread
-per process.
+Both train a copy of one model on the same data with the same local batch. Rounds of three blocks of steps,
+in random order, so that all see the same machine: DDP, AdaptiveDataParallel on steps that are not
+sampled, and on steps that all are. Only one step in `gap` is sampled (with one replica it walks the graph a
+second time), too few to be measured as they come: `cpu` is
+
+    (1 − 1/gap) · plain + 1/gap · sampled
+
+of the medians over rounds of each block's CPU time (of the process, all its threads) over DDP's; `wall` the
+same of wall time. `gap` is the one after --age steps, when sampling has settled. `low` and `high` hold 95 %
+of `cpu` with rounds drawn again (bootstrap). One torch thread per process.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from adaptdl_elastic.torch._noise import Schedule
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 from adaptdl_elastic.torch.scaling_rules import AdamScale, AdaScale, ScalingRuleBase
 
@@ -47,7 +52,8 @@ class Transformer(nn.Module):
         self.head = nn.Linear(512, 1000)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.encoder(self.embedding(tokens))).transpose(1, 2)
+        scores: torch.Tensor = self.head(self.encoder(self.embedding(tokens)))
+        return scores.transpose(1, 2)
 
 
 def mlp() -> nn.Module:
@@ -56,7 +62,7 @@ def mlp() -> nn.Module:
 
 
 def cnn() -> nn.Module:
-    """2.7 M parameters with batch normalisation, on 32 × 32 × 3."""
+    """2.7 M parameters with batch normalisation, on 32 × 32 × 3, which the first convolution halves."""
 
     def block(before: int, after: int, stride: int = 1) -> list[nn.Module]:
         return [nn.Conv2d(before, after, 3, stride, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
@@ -70,9 +76,9 @@ def cnn() -> nn.Module:
         *block(256, 512),
         nn.AdaptiveAvgPool2d(2),
         nn.Flatten(),
-        nn.Linear(2048, 512),
+        nn.Linear(2048, 560),
         nn.ReLU(),
-        nn.Linear(512, 10),
+        nn.Linear(560, 10),
     )
 
 
@@ -106,7 +112,7 @@ class Case:
 CASES = {
     "mlp": Case(mlp, 128, images(784), sgd, 16),
     "cnn": Case(cnn, 64, images(3, 32, 32), sgd, 1),
-    "transformer": Case(Transformer, 8, tokens, adamw, 4),
+    "transformer": Case(Transformer, 8, tokens, adamw, 1),
 }
 RULES: dict[str, Callable[[], ScalingRuleBase]] = {"adascale": AdaScale, "adamscale": AdamScale}
 
@@ -118,7 +124,8 @@ class Options:
     model: str
     nproc: int
     rule: str
-    pairs: int
+    rounds: int
+    seconds: float
     age: int
     device: str = "cpu"
     precision: str = "fp32"
@@ -126,14 +133,22 @@ class Options:
 
 @dataclass(frozen=True)
 class Ratios:
-    """AdaptiveDataParallel over DDP, medians over pairs; and the medians of DDP's own step, seconds."""
+    """AdaptiveDataParallel over DDP; and the medians of DDP's own step, seconds."""
 
     cpu: float
+    low: float
+    high: float
     wall: float
+    cpu_plain: float  # on a step that is not sampled
+    cpu_sampled: float  # on a step that is
+    gap: int  # one step in so many is sampled
     cpu_s: float
     wall_s: float
-    cpu_mean: float  # of total times: includes the steps that are sampled, however rare
+    rounds_done: int
     parameters: int
+
+
+Times = tuple[float, float]  # CPU, wall: seconds of one step
 
 
 class Trainee:
@@ -153,7 +168,7 @@ class Trainee:
         self.kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.precision)
         self.loss = nn.CrossEntropyLoss()
 
-    def block(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float]:
+    def block(self, batches: list[tuple[torch.Tensor, ...]]) -> tuple[float, float]:
         """CPU and wall seconds of one step, on average."""
         self._wait()
         cpu, wall = time.process_time(), time.perf_counter()
@@ -168,11 +183,18 @@ class Trainee:
         steps = len(batches)
         return (time.process_time() - cpu) / steps, (time.perf_counter() - wall) / steps
 
-    def grow_old(self, steps: int) -> None:
-        """Go on as if it had trained for `steps` steps: the schedule of samples depends on that alone."""
+    def sample(self, every_step: bool) -> None:
+        """From now on measure every step, or none."""
         assert isinstance(self.model, AdaptiveDataParallel)
-        state = self.model.gns.state_dict()
-        self.model.gns.load_state_dict({**state, "steps": steps, "next": steps})
+        gns = self.model.gns
+        gns.cheap_schedule = gns.costly_schedule = Schedule(longest=1)
+        gns.load_state_dict({**gns.state_dict(), "next": 0 if every_step else sys.maxsize})
+
+    def gap(self, replicas: int, age: int) -> int:
+        """Steps from one sample to the next after `age` steps, by AdaptiveDataParallel's own schedule."""
+        assert isinstance(self.model, AdaptiveDataParallel)
+        kind = type(self.model.gns)
+        return (kind.costly_schedule if replicas == 1 else kind.cheap_schedule).gap(age)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -188,27 +210,57 @@ def measure(options: Options, seed: int = 0) -> Ratios:
     adaptive = Trainee(case, options, copy.deepcopy(model), adaptive=True)
     device = torch.device(options.device)
     batches = [tuple(t.to(device) for t in case.data(case.local)) for _ in range(case.block)]
-    for _ in range(3):
-        adaptive.block(batches)
-        plain.block(batches)
-    adaptive.grow_old(options.age)
+
+    def sampled(every_step: bool) -> Times:
+        adaptive.sample(every_step)
+        return adaptive.block(batches)
+
+    blocks: dict[str, Callable[[], Times]] = {
+        "ddp": lambda: plain.block(batches),
+        "plain": lambda: sampled(False),
+        "sampled": lambda: sampled(True),
+    }
+    for _ in range(2):
+        for block in blocks.values():
+            block()
     order = random.Random(seed)  # the same on every replica
-    times: list[tuple[tuple[float, float], tuple[float, float]]] = []
-    for _ in range(options.pairs):
-        if order.random() < 0.5:
-            first = plain.block(batches)
-            times.append((first, adaptive.block(batches)))
-        else:
-            second = adaptive.block(batches)
-            times.append((plain.block(batches), second))
+    rounds: list[dict[str, Times]] = []
+    end = time.monotonic() + options.seconds
+    while len(rounds) < options.rounds and (len(rounds) < 5 or _go_on(end, device)):
+        names = order.sample(list(blocks), len(blocks))
+        rounds.append({name: blocks[name]() for name in names})
+    gap = adaptive.gap(options.nproc, options.age)
+    plain_cpu, sampled_cpu = (_medians(rounds, name, 0) for name in ("plain", "sampled"))
+    again = sorted(_amortised(order.choices(rounds, k=len(rounds)), gap, 0) for _ in range(1000))
     return Ratios(
-        cpu=statistics.median(a[0] / p[0] for p, a in times),
-        wall=statistics.median(a[1] / p[1] for p, a in times),
-        cpu_s=statistics.median(p[0] for p, _ in times),
-        wall_s=statistics.median(p[1] for p, _ in times),
-        cpu_mean=sum(a[0] for _, a in times) / sum(p[0] for p, _ in times),
+        cpu=_amortised(rounds, gap, 0),
+        low=again[25],
+        high=again[-26],
+        wall=_amortised(rounds, gap, 1),
+        cpu_plain=plain_cpu,
+        cpu_sampled=sampled_cpu,
+        gap=gap,
+        cpu_s=statistics.median(r["ddp"][0] for r in rounds),
+        wall_s=statistics.median(r["ddp"][1] for r in rounds),
+        rounds_done=len(rounds),
         parameters=sum(p.numel() for p in model.parameters()),
     )
+
+
+def _go_on(end: float, device: torch.device) -> bool:
+    """Whether there is time left, by rank 0's clock."""
+    left = torch.tensor(end - time.monotonic(), device=device)
+    dist.broadcast(left, 0)
+    return bool(left > 0)
+
+
+def _medians(rounds: list[dict[str, Times]], name: str, clock: int) -> float:
+    return statistics.median(r[name][clock] / r["ddp"][clock] for r in rounds)
+
+
+def _amortised(rounds: list[dict[str, Times]], gap: int, clock: int) -> float:
+    plain, sampled = (_medians(rounds, name, clock) for name in ("plain", "sampled"))
+    return (1 - 1 / gap) * plain + sampled / gap
 
 
 def replica(rank: int, options: Options, folder: str, results: Any) -> None:
@@ -250,7 +302,8 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(CASES), default="mlp")
     parser.add_argument("--nproc", type=int, choices=(1, 2), default=1, help="replicas")
     parser.add_argument("--rule", choices=sorted(RULES), help="default: adamscale for the transformer")
-    parser.add_argument("--pairs", type=int, default=64, help="pairs of blocks")
+    parser.add_argument("--rounds", type=int, default=100, help="rounds of blocks, at most")
+    parser.add_argument("--seconds", type=float, default=120, help="begin no further round after these")
     parser.add_argument("--age", type=int, default=2048, help="steps that have been trained before")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
@@ -262,7 +315,8 @@ def main() -> None:
         arguments.model,
         arguments.nproc,
         rule,
-        arguments.pairs,
+        arguments.rounds,
+        arguments.seconds,
         arguments.age,
         arguments.device,
         arguments.precision,
@@ -274,8 +328,10 @@ def main() -> None:
         return
     print(
         f"{options.model}, {ratios.parameters / 1e6:.1f} M parameters, {options.nproc} replicas, "
-        f"{options.rule}: CPU ×{ratios.cpu:.3f} (mean ×{ratios.cpu_mean:.3f}), wall ×{ratios.wall:.3f} "
-        f"(DDP: {1e3 * ratios.cpu_s:.1f} ms CPU, {1e3 * ratios.wall_s:.1f} ms)"
+        f"{options.rule}: CPU ×{ratios.cpu:.3f} ({ratios.low:.3f} to {ratios.high:.3f}; "
+        f"×{ratios.cpu_plain:.3f}, and ×{ratios.cpu_sampled:.3f} one step in {ratios.gap}), "
+        f"wall ×{ratios.wall:.3f} (DDP: {1e3 * ratios.cpu_s:.1f} ms CPU, {1e3 * ratios.wall_s:.1f} ms; "
+        f"{ratios.rounds_done} rounds)"
     )
 
 

@@ -352,7 +352,9 @@ def test_a_model_without_tensor_outputs_can_not_accumulate() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
+)
 def test_compiled_models(backend: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
