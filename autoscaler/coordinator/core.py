@@ -423,6 +423,12 @@ class _Round:
                 self.notes[name].waits_for = f"waits for {slots} that another job is about to leave"
             return
         how = self._transition(job, target.allocation)
+        if how is Transition.INPLACE and not jobs.said_hello(job, condition):
+            # replicas that were started a moment ago would only be started again
+            ready = condition.health.started_at + job.spec.record.rescale_timeout
+            if self.view.now < ready:
+                self._wake(ready)
+                return
         self._publish(
             job,
             Change(

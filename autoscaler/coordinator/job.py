@@ -125,6 +125,15 @@ def uses_library(job: JobView) -> bool:
     return job.hints is not None and job.hints.record.generation >= first
 
 
+def said_hello(job: JobView, condition: Condition) -> bool:
+    """Whether all replicas of the plan in force have: only they can change their number in place."""
+    plan = condition.plan
+    if plan is None:
+        return True
+    records = [job.running.get((plan.generation, placement.node)) for placement in plan.placements]
+    return all(seen is not None and seen.record.library for seen in records)
+
+
 def examine(view: View, job: JobView, settings: Settings) -> Condition:
     """In what phase a job is."""
     if job.spec is None:

@@ -22,6 +22,7 @@ from adaptdl_elastic.rendezvous.records import (
     Outcome,
     Plan,
     Rescale,
+    RunningRecord,
     Transition,
     encode,
 )
@@ -426,6 +427,24 @@ def test_not_in_place_when_rank_0_would_be_a_newcomer(pump: Pump) -> None:
     pump.decide()
     assert pump.placed("a") == {"n2": 1}
     assert pump.plan("a").transition is Transition.RESTART
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_what_has_only_just_been_started_is_not_started_again(pump: Pump, speaks: bool) -> None:
+    in_place(pump)
+    generation = pump.plan("a").generation
+    key = pump.keys.generation("a", generation, "running", "n0")
+    pump.store.put(key, encode(RunningRecord("n0", generation, pump.clock())))  # it has not said hello
+    pump.node("n2", "a")
+    pump.agents[0].report(pump.plan("a"), inplace=True, max_profiled_replicas=2)
+    pump.decide()
+    assert pump.plan("a").generation == generation
+    if speaks:
+        pump.store.put(key, encode(RunningRecord("n0", generation, pump.clock(), library=True)))
+        pump.decide()
+    else:
+        pump.later(21)  # --rescale-timeout
+    assert set(pump.placed("a")) == {"n0", "n1", "n2"}
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.ABORTED])
