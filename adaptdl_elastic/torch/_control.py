@@ -71,6 +71,7 @@ INTERRUPTED = 130
 _START: Position = (-1, 0, 0)
 _DOUBLE_DELIVERY = 0.3  # seconds: a launcher forwards the Ctrl-C that the terminal has sent us already
 _STEP_REPORT_INTERVAL = 1.0
+_POLL_INTERVAL = 0.2  # seconds from one look for a better batch size to the next: one attribute is read
 
 
 class Control:
@@ -464,7 +465,7 @@ class Leader:
             self._next_save = now + env.checkpoint_interval()
             self._want({"kind": "checkpoint"})
         if control.polls and now >= self._next_poll:
-            self._next_poll = now + 1.0
+            self._next_poll = now + _POLL_INTERVAL
             for poll in list(control.polls):
                 command = poll()
                 if command is not None:

@@ -55,6 +55,9 @@ It averages over all configurations, each of which was measured at another momen
 SETTLED = WINDOW // 2
 """Optimizer steps at one batch size before one that was measured earlier is returned to."""
 
+BLUNDER = 1.5
+"""How much better an earlier batch size must be to be returned to at once."""
+
 REFIT = 0.05
 """Relative change of a mean step time that makes the model be fitted anew."""
 
@@ -349,7 +352,7 @@ class Metrics:
         """
         if self._perf_params is None:  # after a restart; else the background thread has done it
             self._refit()
-        return self._optimum()
+        return self._optimum(self.get_goodput_fn())
 
     def suggestion(self) -> BatchSize | None:
         """A batch size that is worth changing to, as the background thread last found; costs nothing."""
@@ -363,8 +366,8 @@ class Metrics:
         seconds = robust_mean(seconds for seconds, _ in recent[1:])  # the first may be a warm-up
         return sum(n for _, n in recent[1:]) / (len(recent) - 1) / seconds if seconds > 0 else None
 
-    def _optimum(self) -> BatchSize | None:
-        limits, model = self._limits, self.get_goodput_fn()
+    def _optimum(self, model: GoodputFunction | None) -> BatchSize | None:
+        limits = self._limits
         if limits is None or limits.maximum is None or model is None:
             return None
         session = self._session
@@ -374,7 +377,7 @@ class Metrics:
         goodput, atomic, accum = model.optimize(
             session.nodes,
             session.replicas,
-            max_batch_size=limits.maximum,
+            max_batch_size=max(limits.init, min(limits.maximum, self._reach())),
             atomic_bsz_range=(low, min(high, reach)),
             accumulation=limits.accumulation,
         )
@@ -382,9 +385,34 @@ class Metrics:
             return None
         return BatchSize(int(atomic), int(accum), float(goodput))
 
+    def _reach(self) -> int:
+        """The largest global batch size that one decision may go to: statistics are extrapolated so far."""
+        now, replicas = self._current, self._session.replicas
+        in_use = replicas * now.atomic_bsz * (now.accumulation_steps + 1)
+        return math.ceil(GROWTH * max(in_use, self._limits.init if self._limits else 1))
+
+    def _hopeful(self) -> GoodputFunction | None:
+        """The model; while one atomic batch size is all that was measured, as if any took as long.
+
+        What of a step's time depends on the batch is not known yet. So a larger batch is tried unless
+        its samples would be worth too little even so: one trial, and it is known.
+        """
+        model, perf, limits, grads = (
+            self.get_goodput_fn(),
+            self._perf_params,
+            self._limits,
+            self.grad_params(),
+        )
+        sizes = {key.atomic_bsz for key in self._fitted}
+        if model is None or perf is None or limits is None or grads is None or len(sizes) != 1:
+            return model
+        perf = perf._replace(alpha_c=perf.alpha_c + perf.beta_c * sizes.pop(), beta_c=0.0)
+        return GoodputFunction(perf, grads, limits.init)
+
     def _better(self) -> BatchSize | None:
         """The optimum, if it is worth leaving the present batch size for."""
-        best, model, now = self._optimum(), self.get_goodput_fn(), self._current
+        model, now = self._hopeful(), self._current
+        best = self._optimum(model)
         if best is None or model is None or now.atomic_bsz < 1:
             return None
         if (best.atomic_bsz, best.accumulation_steps) == (now.atomic_bsz, now.accumulation_steps):
@@ -392,9 +420,11 @@ class Metrics:
         session = self._session
         if Key(session.nodes, session.replicas, now.atomic_bsz) not in self._fitted:
             return None  # what is in use gets its chance first
-        if Key(session.nodes, session.replicas, best.atomic_bsz) in self._fitted and self._steps < SETTLED:
+        gained = self._worth(model, best) / self._worth(model, now)
+        known = Key(session.nodes, session.replicas, best.atomic_bsz) in self._fitted
+        if known and self._steps < SETTLED and gained < BLUNDER:
             return None  # it was left for a reason
-        return best if self._worth(model, best) > THRESHOLD * self._worth(model, now) else None
+        return best if gained > THRESHOLD else None
 
     def _worth(self, model: GoodputFunction, choice: BatchSize) -> float:
         """Goodput of a choice: by the model, or by measurement where it proves the model wrong."""

@@ -166,6 +166,19 @@ def test_a_batch_size_that_does_not_pay_is_left_alone(script: Script) -> None:
     assert now.atomic_bsz <= 64  # one try at most: before it is tried nobody knows
 
 
+def test_with_one_size_measured_a_larger_one_is_tried_where_it_could_pay(script: Script) -> None:
+    """Nobody knows yet that steps hardly depend on the batch; half and half would not try it here."""
+    machine = Machine(lambda atomic: 0.01)
+    limits(machine)
+    machine.metrics.update_grad_params("model", 1.0, 1.0)  # twice the batch is worth 4/3 of the samples
+    machine.train(20, 32)
+    machine.metrics.refresh()
+    assert machine.metrics.suggestion() is not None
+    machine.train(20, 64)
+    machine.metrics.refresh()
+    assert len(machine.metrics.entries()) == 2
+
+
 def test_measurements_overrule_the_model(script: Script) -> None:
     """A cliff (memory, a cache) that no model of Pollux' form knows is stepped back from, once."""
     machine = Machine(lambda atomic: 0.01 if atomic <= 40 else 0.5)
@@ -181,8 +194,31 @@ def test_measurements_overrule_the_model(script: Script) -> None:
     assert len(set(visited[-10:])) == 1
 
 
-def test_one_that_was_left_is_returned_to_only_after_a_fair_trial_of_the_other(script: Script) -> None:
+def test_a_blunder_is_taken_back_at_once(script: Script) -> None:
     machine = Machine(lambda atomic: 0.01 if atomic <= 40 else 0.5)
+    limits(machine)
+    noisy_gradients(machine.metrics)
+    machine.train(20, 32)
+    machine.train(8, 64)
+    machine.metrics.refresh()
+    back = machine.metrics.suggestion()
+    assert back is not None
+    assert back.atomic_bsz <= 40
+
+
+def test_one_decision_at_most_doubles_the_batch_size_in_use(script: Script) -> None:
+    machine = Machine(lambda atomic: 0.01 + atomic * 1e-3)
+    limits(machine)
+    noisy_gradients(machine.metrics, 1e9)
+    machine.train(20, 32)
+    machine.metrics.refresh()
+    grown = machine.metrics.suggestion()
+    assert grown is not None
+    assert grown.atomic_bsz * (grown.accumulation_steps + 1) <= 64
+
+
+def test_one_that_was_left_is_returned_to_only_after_a_fair_trial_of_the_other(script: Script) -> None:
+    machine = Machine(lambda atomic: 0.01 if atomic <= 40 else 0.034)
     limits(machine)
     noisy_gradients(machine.metrics)
     machine.train(20, 32)
