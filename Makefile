@@ -41,7 +41,7 @@ lint: $(STAMP) ## ruff, mypy --strict, import-linter
 	@$(BIN)/lint-imports
 
 test: lint ## the tests
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10
 
 clean: ## remove what was built here
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .demo

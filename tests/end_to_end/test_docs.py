@@ -52,7 +52,7 @@ def of(how: str) -> list[pytest.param]:
     return [pytest.param(s, id=f"{s.page}:{s.line}") for s in snippets() if s.how == how]
 
 
-def run(snippet: Snippet, directory: Path, endpoint: str = "", timeout: float = 280) -> str:
+def run(snippet: Snippet, directory: Path, endpoint: str = "", timeout: float = 560) -> str:
     """Run a block as a user would, from a directory like a clone; returns what it printed."""
     if not (directory / "examples").exists():
         (directory / "examples").symlink_to(ROOT / "examples")
@@ -101,7 +101,7 @@ def test_make_targets_exist(snippet: Snippet) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("snippet", of("shell") + of("module"))
 def test_it_runs_as_it_stands(snippet: Snippet, tmp_path: Path) -> None:
     if snippet.how == "module":
@@ -112,7 +112,7 @@ def test_it_runs_as_it_stands(snippet: Snippet, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.etcd
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("snippet", of("etcd"))
 def test_it_runs_with_an_etcd(snippet: Snippet, tmp_path: Path) -> None:
     with EtcdServer() as server:
@@ -121,7 +121,7 @@ def test_it_runs_with_an_etcd(snippet: Snippet, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.etcd
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("snippet", of("job"))
 def test_it_runs_while_a_job_does(snippet: Snippet, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -12,7 +12,7 @@ from elastic_run import ROOT, ElasticRun
 SCRIPTS = Path(__file__).parent / "scripts"
 EXAMPLE = ROOT / "examples" / "image_classification.py"
 
-pytestmark = [pytest.mark.slow, pytest.mark.etcd, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.etcd, pytest.mark.timeout(400)]
 
 
 def applied(directory: Path, epoch: int = 0) -> Counter[int]:
@@ -25,8 +25,9 @@ def applied(directory: Path, epoch: int = 0) -> Counter[int]:
     return counts
 
 
-def test_twice_rescaled_in_an_epoch_applies_each_sample_exactly_once(tmp_path: Path) -> None:
-    arguments = ["--standalone", "--nproc-per-node=1:2", "--rdzv-id=count", "--rescale=restart"]
+@pytest.mark.parametrize("how", ["restart", "auto"])
+def test_twice_rescaled_in_an_epoch_applies_each_sample_exactly_once(tmp_path: Path, how: str) -> None:
+    arguments = ["--standalone", "--nproc-per-node=1:2", "--rdzv-id=count", f"--rescale={how}"]
     with ElasticRun([*arguments, str(SCRIPTS / "count_samples.py"), str(tmp_path)], tmp_path) as run:
         run.wait_for_event("metrics", replicas=1)
         assert run.adaptdl("scale", "count", "--replicas", "2").returncode == 0
@@ -38,6 +39,8 @@ def test_twice_rescaled_in_an_epoch_applies_each_sample_exactly_once(tmp_path: P
         generations = run.of("generation")
     assert [g["replicas"] for g in generations] == [1, 2, 1]
     assert [g["cause"] for g in generations] == ["start", "manual", "manual"]
+    wanted = {"restart": "restart", "auto": "inplace"}[how]
+    assert [g["transition"] for g in generations[1:]] == [wanted, wanted]
     assert applied(tmp_path) == Counter(range(4003))
 
 
