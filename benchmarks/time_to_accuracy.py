@@ -150,12 +150,17 @@ def run(job: Job, timeout: float = 600.0) -> Outcome:
     ]
     for process in started:
         process.start()
+    end, outcome = time.monotonic() + timeout, None
     try:
-        outcome: Outcome = outcomes.get(timeout=timeout)
+        while outcome is None:
+            alive = all(process.exitcode in (None, 0) for process in started)
+            try:
+                outcome = outcomes.get(timeout=1)
+            except queue.Empty:
+                if not alive or time.monotonic() > end:
+                    raise SystemExit(f"{job.name}: a replica failed, or took over {timeout:g} s") from None
         for process in started:
             process.join(30)
-    except queue.Empty:
-        raise SystemExit(f"{job.name}: nothing after {timeout:g} s") from None
     finally:
         for process in started:
             process.kill()
