@@ -55,7 +55,7 @@ def main() -> int:
     missing = shortcomings([json.loads(line) for line in events.read_text().splitlines()], data)
     for text in missing:
         print(f"demo: {text}", file=sys.stderr)
-    print(f"events: {events}\npicture: {picture}")
+    print(f"events: {events}")
     return 1 if missing else 0
 
 
