@@ -73,12 +73,14 @@ class Display:
 
     def _line(self) -> RenderableType:
         from rich.table import Table
+        from rich.text import Text
 
+        # Text, not markup: rich renders this line anew, without markup, above every line of a replica.
         latest = self._latest
         line = Table.grid(padding=(0, 2))
-        cells = [f"[bold]{self._job}[/]", duration(time.time() - self._began)]
+        cells: list[str | Text] = [Text(self._job, style="bold"), duration(time.time() - self._began)]
         if "generation" in latest:
-            cells.append(f"[green]{count(latest['generation']['replicas'], 'replica')}[/]")
+            cells.append(Text(count(latest["generation"]["replicas"], "replica"), style="green"))
         else:
             cells.append("starting")
         if "batch_size" in latest:
@@ -129,6 +131,7 @@ class Display:
 def print_summary(console: Console, job: str, summary: Summary) -> None:
     """Generations and why each began, pauses, batch size and gain over time, final metrics."""
     from rich.table import Table
+    from rich.text import Text
 
     console.print()
     table = Table(title=f"{job}: {duration(summary.seconds)}", title_justify="left", expand=False)
@@ -151,7 +154,8 @@ def print_summary(console: Console, job: str, summary: Summary) -> None:
             pause,
             batch,
             gain,
-            f"[{style}]{generation.cause}[/]: {generation.reason}" if style else generation.reason,
+            # Text: a reason may quote an error message, whose brackets are no markup.
+            Text.assemble((f"{generation.cause}: " if style else "", style), generation.reason),
         )
     console.print(table)
     for name, items in (("failed", summary.failures), ("drained", summary.drains)):

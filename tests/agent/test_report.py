@@ -71,6 +71,24 @@ def test_a_picture_is_drawn(tmp_path: Path, events: list[Event]) -> None:
     assert (tmp_path / "new" / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_error_message_with_brackets_is_no_markup() -> None:
+    message = "rank 1 failed: [/__w/gloo/pair.cc:537] Read error [127.0.0.1]:43191"
+    events = [{**e, "cause": "failure", "reason": message} if e["event"] == "generation" else e for e in RUN]
+    text = io.StringIO()
+    display.print_summary(Console(file=text, width=200), "[job]", report.summarise(events))
+    assert message in text.getvalue()
+
+
+def test_the_live_line_is_the_same_above_the_lines_of_a_replica() -> None:
+    shown = display.Display("job", None, None, print)
+    for event in RUN:
+        shown.event(event)
+    text = io.StringIO()
+    Console(file=text, width=200).print(shown._line(), markup=False)
+    assert "[bold]" not in text.getvalue()
+    assert text.getvalue().lstrip().startswith("job")
+
+
 def test_a_log_that_was_cut_off_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text("\n".join(json.dumps(event) for event in RUN) + '\n{"time": 1, "ev')
