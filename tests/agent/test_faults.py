@@ -133,8 +133,10 @@ def test_a_killed_agent_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
-    with ElasticRun(["--standalone", "--no-python", "sh", "-c", "trap '' TERM; sleep 1000"], tmp_path) as run:
-        pids(run, 0)
+    os.mkfifo(tmp_path / "deaf")
+    script = f"trap '' TERM; echo > {tmp_path / 'deaf'}; sleep 1000"
+    with ElasticRun(["--standalone", "--no-python", "sh", "-c", script], tmp_path) as run:
+        (tmp_path / "deaf").read_text()  # from now on it does not hear the first
         run.process.send_signal(signal.SIGTERM)
         run.wait_for_event("drain", reason="SIGTERM")
         with pytest.raises(subprocess.TimeoutExpired):  # at once behind the first it would be the same
