@@ -91,7 +91,7 @@ class Display:
         if "epoch" in latest:
             cells.append(f"epoch {latest['epoch']['epoch']}")
         if "metrics" in latest:
-            cells += [f"{k} {v:.4g}" for k, v in report._numbers(latest["metrics"]).items()]
+            cells += [f"{k} {v:.4g}" for k, v in report.numbers(latest["metrics"]).items()]
         line.add_row(*cells)
         return line
 

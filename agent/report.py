@@ -123,7 +123,7 @@ def summarise(events: Sequence[Event], now: float | None = None) -> Summary:
             for e in ordered
             if e["event"] in ("goodput", "batch_size")
         ),
-        metrics=tuple((float(e["time"]) - began, _numbers(e)) for e in _of(ordered, "metrics")),
+        metrics=tuple((float(e["time"]) - began, numbers(e)) for e in _of(ordered, "metrics")),
         epochs=tuple((float(e["time"]) - began, int(e["epoch"])) for e in _of(ordered, "epoch")),
         failures=tuple((float(e["time"]) - began, _failure(e)) for e in _of(ordered, "failure")),
         drains=tuple((float(e["time"]) - began, str(e.get("reason"))) for e in _of(ordered, "drain")),
@@ -173,7 +173,8 @@ def _failure(event: Event) -> str:
     return f"replica {event.get('rank')}: {event.get('message') or event.get('exit_code')}"
 
 
-def _numbers(event: Event) -> dict[str, float]:
+def numbers(event: Event) -> dict[str, float]:
+    """The fields of a `metrics` event that can be drawn or shown as numbers."""
     return {
         name: float(value)
         for name, value in event.items()
