@@ -100,7 +100,7 @@ class CoordinatorMetrics(Collector):
         self._policy = Histogram(
             "adaptdl_policy_seconds", "Time of one round of the policy.", buckets=_SECONDS, registry=registry
         )
-        self._round_at = float("-inf")
+        self._answered = 0  # number of the last round of the policy that was counted
         self.port = 0  # where it is served
         self.close: Callable[[], None] = lambda: None
         registry.register(self)
@@ -108,6 +108,7 @@ class CoordinatorMetrics(Collector):
     def leading(self, leads: bool) -> None:
         """Take note of who leads."""
         self._leads = leads
+        self._answered = 0  # a new leader counts its rounds anew
         if not leads:
             self._view = None
 
@@ -115,8 +116,8 @@ class CoordinatorMetrics(Collector):
         """Take note of a decision."""
         self._view = view
         self._decision.observe(seconds)
-        if decided.memory.round_at > self._round_at:
-            self._round_at = decided.memory.round_at
+        if decided.memory.answered != self._answered:
+            self._answered = decided.memory.answered
             self._policy.observe(decided.memory.policy_seconds)
         for action in decided.actions:
             if (

@@ -138,16 +138,19 @@ class Keeper:
                 self._put(item.key, item.value, item.mod_revision, now)
         self._revision = max(self._revision, snapshot.revision)
 
-    def apply(self, change: Change, now: float) -> None:
-        """Take one change; one that is older than what is known of its key does nothing."""
+    def apply(self, change: Change, now: float) -> bool:
+        """Take one change; whether it was news, and not older than what is known, or a write of our own."""
         current = self._find(change.key)
         if current is not None and current.revision >= change.revision:
-            return
+            return False
+        if change.kind == "delete" and change.key not in self._known:
+            return False
         if change.kind == "delete" or change.value is None:
             self._remove(change.key, now)
         else:
             self._put(change.key, change.value, change.revision, now)
         self._revision = max(self._revision, change.revision)
+        return True
 
     def note(self, key: str, record: object, revision: int, now: float) -> None:
         """Take a write of our own without waiting for the watch to bring it back."""

@@ -6,8 +6,9 @@ The order of a round:
    gets a claim; until that has gone through nothing else is decided about the job. An older leader's
    compare-and-swap fails from then on.
 2. **What can not wait**, job by job: stop, failure, lost nodes, drains, nodes that do not start.
-3. **The policy**, when its interval is over or when what it would be asked has changed, decides for
-   all other jobs together.
+3. **The policy** decides for all other jobs together, when its interval is over or when what it would
+   be asked has changed. It is computed elsewhere, from a question that nothing changes any more, while
+   decisions go on; of its answer counts what still holds when it comes.
 4. **Targets** become plans as soon as the slots they need are free: what another job holds is used only
    after that job has released it.
 5. **Statuses**, derived from the view; **events**; and what nobody needs any more is collected.
@@ -24,9 +25,11 @@ from types import MappingProxyType
 from typing import Any
 
 from adaptdl_elastic.autoscaler.coordinator import job as jobs
+from adaptdl_elastic.autoscaler.coordinator import rounds
 from adaptdl_elastic.autoscaler.coordinator.fence import fence_off
 from adaptdl_elastic.autoscaler.coordinator.job import Change, Condition, Phase
-from adaptdl_elastic.autoscaler.coordinator.policy import Policy, Question, ask, targets
+from adaptdl_elastic.autoscaler.coordinator.policy import Policy, ask
+from adaptdl_elastic.autoscaler.coordinator.rounds import Answer, Round
 from adaptdl_elastic.autoscaler.coordinator.slots import (
     Ledger,
     holding,
@@ -34,9 +37,9 @@ from adaptdl_elastic.autoscaler.coordinator.slots import (
     nearest,
     released,
     rooms,
-    smallest,
 )
 from adaptdl_elastic.autoscaler.coordinator.status import (
+    ITS_TURN,
     counted,
     describe,
     differs,
@@ -56,17 +59,31 @@ from adaptdl_elastic.autoscaler.coordinator.types import (
     Settings,
     Target,
 )
-from adaptdl_elastic.autoscaler.policy.types import Settings as PolicySettings
 from adaptdl_elastic.autoscaler.state import JobView, View
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.records import Cause, Placement, Plan, Transition
 
 
 def decide(
+    view: View, memory: Memory, *, keys: Keys, fence: int, settings: Settings, answer: Answer | None = None
+) -> Decided:
+    """What the leader with this `fence` does about what it sees. Pure.
+
+    The policy is not called from here: where `Decided.ask` is a round, somebody computes it
+    (`rounds.compute`) and passes the `answer` to a later call.
+    """
+    return _Deciding(view, memory, keys, fence, settings, answer).run()
+
+
+def decide_at_once(
     view: View, memory: Memory, *, keys: Keys, fence: int, settings: Settings, policy: Policy
 ) -> Decided:
-    """What the leader with this `fence` does about what it sees. Pure if `policy` is."""
-    return _Round(view, memory, keys, fence, settings, policy).run()
+    """The same where the policy may take its time: for simulations, in which none passes meanwhile."""
+    decided = decide(view, memory, keys=keys, fence=fence, settings=settings)
+    if decided.ask is None:
+        return decided
+    answer = rounds.compute(policy, decided.ask, clock=lambda: 0.0)
+    return decide(view, decided.memory, keys=keys, fence=fence, settings=settings, answer=answer)
 
 
 @dataclass
@@ -77,14 +94,15 @@ class _Notes:
     planned: bool = False  # a plan was written in this round: the rest is for the next
 
 
-class _Round:
+class _Deciding:
     """One call of `decide`; lives no longer."""
 
     def __init__(
-        self, view: View, memory: Memory, keys: Keys, fence: int, settings: Settings, policy: Policy
+        self, view: View, memory: Memory, keys: Keys, fence: int, settings: Settings, answer: Answer | None
     ) -> None:
-        self.view, self.keys, self.fence, self.settings, self.policy = view, keys, fence, settings, policy
+        self.view, self.keys, self.fence, self.settings, self.answer = view, keys, fence, settings, answer
         self.memory = memory
+        self.round: Round | None = None  # to be computed
         self.actions: list[Action] = []
         self.wake_at = view.now + settings.interval
         self.ledger = Ledger(view)
@@ -101,8 +119,10 @@ class _Round:
         for job in fenced:
             self._urgent(job, self.conditions[job.job])
         self._remember_waiting()
+        if self.answer is not None:
+            self._take_answer(self.answer)
         if any(isinstance(action, CompareAndSwap) for action in self.actions):
-            self.wake_at = self.view.now  # the policy may take its time: these are not to wait for it
+            self.wake_at = self.view.now  # what is being written would be missing in the question
         else:
             self._ask_policy()
         for name in sorted(self.memory.targets, key=self._turn):
@@ -113,7 +133,7 @@ class _Round:
             self._collect(job, self.conditions[job.job])
         self._forget_ended()
         memory = replace(self.memory, late=MappingProxyType(self.late), clumsy=self.clumsy)
-        return Decided(tuple(self.actions), memory, max(self.wake_at, self.view.now))
+        return Decided(tuple(self.actions), memory, max(self.wake_at, self.view.now), self.round)
 
     # -- 1. fence
 
@@ -324,74 +344,71 @@ class _Round:
         }
         self.memory = replace(self.memory, waiting=MappingProxyType(waiting))
 
-    def _ask_policy(self) -> None:
-        conditions = {
+    def _unplanned(self) -> dict[str, Condition]:
+        """Jobs that the urgent part of this round has left alone."""
+        return {
             name: condition for name, condition in self.conditions.items() if not self.notes[name].planned
         }
+
+    def _take_answer(self, answer: Answer) -> None:
+        """Make targets of what still holds of the policy's answer."""
+        asked = self.memory.round
+        if asked is None or asked.number != answer.number:
+            return  # of a round that nobody waits for any more
+        conditions = self._unplanned()
+        pending: Mapping[str, str] = {}
+        if answer.decision is None:
+            self.actions.append(Say("policy_failed", {"message": answer.error}))
+            question = ask(self.view, conditions, self._with_late(), self.ledger, self.settings)
+            found = rounds.without_policy(question, self.view, conditions, self.ledger)
+        else:
+            found = rounds.still_valid(asked, answer.decision, self.view, conditions)
+            pending = dict(answer.decision.pending)
+        self.memory = replace(
+            self.memory,
+            round=None,
+            answered=answer.number,
+            targets=MappingProxyType(found),
+            pending=MappingProxyType(pending),
+            policy_seconds=answer.seconds,
+        )
+
+    def _ask_policy(self) -> None:
+        """Begin a round if one is due."""
+        if self.memory.round is not None:
+            return  # one at a time: its answer wakes us
+        conditions, now = self._unplanned(), self.view.now
         for name, condition in conditions.items():
             if condition.phase is Phase.STEADY and not jobs.uses_library(self.view.jobs[name]):
                 self._wake(condition.health.started_at + self.settings.hello_grace, future_only=True)
+        by_hand = rounds.asked_by_hand(self.view, conditions)
+        starts = rounds.somebody_starts(conditions, self.memory)
+        last = self.memory.round_at
+        soonest = last + min(
+            self.settings.interval, max(self.settings.min_gap, 10 * self.memory.policy_seconds)
+        )
+        if now < soonest and not starts and not by_hand - self.memory.by_hand:
+            self._wake(soonest)
+            return
         question = ask(self.view, conditions, self._with_late(), self.ledger, self.settings)
         if not question.jobs:
             self.memory = replace(self.memory, targets=MappingProxyType({}), asked=question.fingerprint)
             return
-        last, now = self.memory.round_at, self.view.now
         changed = question.fingerprint != self.memory.asked
-        gap = max(self.settings.min_gap, 10 * self.memory.policy_seconds)
-        due = last + (min(gap, self.settings.interval) if changed else self.settings.interval)
-        at_once = question.by_hand != self.memory.by_hand or (changed and self._somebody_starts(conditions))
-        if now < due and not at_once:
+        due = soonest if changed else last + self.settings.interval
+        if now < due and not by_hand - self.memory.by_hand and not (changed and starts):
             self._wake(due)
             return
-        fallback: dict[str, Target] = {}
-        seconds, wait = self.memory.policy_seconds, None
-        try:
-            decision = self.policy(
-                question.jobs, question.nodes, question.current, now, self.settings.policy or PolicySettings()
-            )
-        except Exception as error:  # the loop must go on without its policy
-            self.actions.append(Say("policy_failed", {"message": f"{type(error).__name__}: {error}"}))
-            fallback = self._without_policy(question, conditions)
-        else:
-            fallback = targets(question, decision, self.view, conditions)
-            seconds, wait = decision.seconds, decision.preferred_wait
-            for name, text in decision.pending.items():
-                if name in self.notes:
-                    self.notes[name].waits_for = self.notes[name].waits_for or text
+        self.round = rounds.begin(self.memory.rounds + 1, question, self.view, self.settings)
         self.memory = replace(
             self.memory,
             round_at=now,
             asked=question.fingerprint,
-            by_hand=question.by_hand,
-            targets=MappingProxyType(fallback),
-            policy_seconds=seconds,
+            by_hand=by_hand,
+            round=self.round,
+            rounds=self.round.number,
         )
-        self._wake(now + min(self.settings.interval, wait or self.settings.interval))
-
-    def _somebody_starts(self, conditions: Mapping[str, Condition]) -> bool:
-        """Whether a job that was never started waits: it need not wait for the gap between rounds."""
-        return any(
-            condition.phase is Phase.EMPTY and condition.plan is None and name not in self.memory.targets
-            for name, condition in conditions.items()
-        )
-
-    def _without_policy(self, question: Question, conditions: Mapping[str, Condition]) -> dict[str, Target]:
-        """Start what waits with the least it can begin with, give people what they ask; nothing else."""
-        found: dict[str, Target] = {}
-        for info in question.jobs:
-            job, condition = self.view.jobs[info.name], conditions[info.name]
-            assert job.spec is not None
-            free, now = rooms(self.view, job, self.ledger), in_plan(condition.plan)
-            if info.requested_replicas is not None:
-                asked_for = nearest(job.spec.record, info.requested_replicas, free, now)
-                cause, text = question.causes.get(info.name, (Cause.POLICY, "as before"))
-                if asked_for is not None:
-                    found[info.name] = Target(asked_for, cause, text)
-            elif condition.phase is Phase.EMPTY:
-                least = smallest(job.spec.record, free)
-                if least is not None:
-                    found[info.name] = Target(least, Cause.START, "the least it can begin with")
-        return found
+        self._wake(now + self.settings.interval)
 
     # -- 4. targets
 
@@ -522,6 +539,8 @@ class _Round:
             places = rooms(self.view, job)
             free = rooms(self.view, job, self.ledger)
             waits_for = why_pending(job.spec.record, places, free, self.ledger)
+            if waits_for == ITS_TURN:
+                waits_for = self.memory.pending.get(job.job, waits_for)
         status = describe(self.view, job, condition, self.settings, waits_for)
         old = job.status
         garbage = job.unreadable.get("status")

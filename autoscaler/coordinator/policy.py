@@ -38,7 +38,6 @@ class Question:
     current: Mapping[str, Allocation]
     causes: Mapping[str, tuple[Cause, str]]  # for jobs whose size somebody else chose: why, in words
     fingerprint: Any  # two questions with the same one need not both be asked
-    by_hand: Any  # what people asked for: when it changes, somebody waits for the answer
 
 
 def policy_inputs(
@@ -82,13 +81,7 @@ def ask(
         prints.append(_fingerprint(job, condition, info, places, settings))
     asked_about = {info.name for info in infos}
     nodes = _nodes(view, ledger, asked_about)
-    by_hand = tuple(
-        (info.name, info.requested_replicas)
-        for info in infos
-        if causes.get(info.name, (None,))[0] is Cause.MANUAL
-        and info.requested_replicas != sum(current[info.name].values())
-    )
-    return Question(tuple(infos), nodes, current, causes, (tuple(prints), nodes), by_hand)
+    return Question(tuple(infos), nodes, current, causes, (tuple(prints), nodes))
 
 
 def _nodes(view: View, ledger: Ledger, asked_about: set[str]) -> tuple[NodeInfo, ...]:

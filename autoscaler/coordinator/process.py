@@ -4,6 +4,9 @@ This is the thin edge around the pure core. It holds nothing that is not in the 
 successor can do without (`Memory`). Three things keep an old leader harmless, one that was stopped and
 wakes up included: it writes only while its lease certainly holds, every write is a compare-and-swap
 against what it saw, and its successor has written every plan again by then.
+
+Rounds of the policy are computed in a thread of their own, from a snapshot, while the loop goes on. (numpy
+and HiGHS let go of the interpreter's lock for most of it.)
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from adaptdl_elastic.autoscaler.coordinator.core import decide
 from adaptdl_elastic.autoscaler.coordinator.policy import Policy
+from adaptdl_elastic.autoscaler.coordinator.rounds import Answer, Round, compute
 from adaptdl_elastic.autoscaler.coordinator.types import (
     Action,
     CompareAndSwap,
@@ -32,7 +36,6 @@ from adaptdl_elastic.autoscaler.coordinator.types import (
     Say,
     Settings,
 )
-from adaptdl_elastic.autoscaler.policy.types import Decision
 from adaptdl_elastic.autoscaler.state import Keeper, View
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.keys import Keys
@@ -55,6 +58,7 @@ _HEARTBEAT = 1.0  # how often the lease is looked at, locally
 _LAZY = ("hints", "checkpoint")  # changes of these may wait for others to come along
 _LAZY_DELAY = 0.5
 _LOUD = {"policy_failed": logging.ERROR, "malformed": logging.WARNING}
+_LAST_ROUND = 5.0  # seconds that the end of a term waits for a round of the policy
 _ROUNDS = 50  # decisions in a row without anything new from the store
 
 
@@ -107,7 +111,7 @@ class Coordinator:
         version: str = "",
     ) -> None:
         self._store, self._keys, self._settings = store, keys, settings
-        self._policy = _timed(policy, clock)
+        self._policy = policy
         self._ttl, self._clock, self._wall = ttl, clock, wall
         self._observers = tuple(observers)
         self._identity = identity or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -207,7 +211,8 @@ class _Term:
         owner._queue = self._queue
         self._watch: Watch | None = None
         self._wake_at = owner._clock()
-        self._retry_at: float | None = None
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._computing: threading.Thread | None = None
 
     # -- following the store
 
@@ -225,8 +230,10 @@ class _Term:
         self._wake_at = self._o._clock()
 
     def close(self) -> None:
-        """Let go of the watch."""
+        """Let go of the watch, and of the policy."""
         self._close_watch()
+        if self._computing is not None:
+            self._computing.join(_LAST_ROUND)
 
     def _close_watch(self) -> None:
         if self._watch is not None:
@@ -238,7 +245,7 @@ class _Term:
         eager = self._take()
         now = self._o._clock()
         self._check_health(now)
-        if eager or now >= self._wake_at:
+        if eager or now >= self._wake_at or not self._answers.empty():
             self._decide()
 
     def _take(self) -> bool:
@@ -260,7 +267,8 @@ class _Term:
         match item:
             case Change():
                 now = self._o._clock()
-                self._keeper.apply(item, now)
+                if not self._keeper.apply(item, now):
+                    return False  # what we wrote ourselves comes back
                 last = item.key.rsplit("/", 1)[-1]
                 if item.key.startswith(self._o._keys.events):
                     return False
@@ -286,9 +294,20 @@ class _Term:
 
     # -- deciding
 
+    def _compute(self, asked: Round) -> None:
+        """Begin a round of the policy; `_answers` gets what comes of it."""
+
+        def work() -> None:
+            self._answers.put(compute(self._o._policy, asked, self._o._clock))
+            self._o._queue.put(_Wake())
+
+        self._computing = threading.Thread(target=work, name="coordinator-policy", daemon=True)
+        self._computing.start()
+
     def _decide(self) -> None:
         owner = self._o
         for _ in range(_ROUNDS):
+            answer = None if self._answers.empty() else self._answers.get()
             started = owner._clock()
             view = self._keeper.view(started, owner._wall(), owner._steady_since)
             decided = decide(
@@ -297,13 +316,15 @@ class _Term:
                 keys=owner._keys,
                 fence=self._fence,
                 settings=owner._settings,
-                policy=owner._policy,
+                answer=answer,
             )
             self._memory, self._wake_at = decided.memory, decided.wake_at
             for observer in owner._observers:
                 observer.decided(view, decided, owner._clock() - started)
             for problem in self._keeper.problems():
                 self.say("malformed", {"key": problem.key, "message": problem.message})
+            if decided.ask is not None:
+                self._compute(decided.ask)
             if not self._carry_out(decided.actions):
                 return
         logger.error("the decisions do not settle; going on in a second")
@@ -372,17 +393,6 @@ def _pump(watch: Watch, into: queue.SimpleQueue[_Item]) -> None:
         into.put(_Reload())
     except BaseException as error:
         into.put(_Broken(error))
-
-
-def _timed(policy: Policy, clock: Callable[[], float]) -> Policy:
-    """The same policy, which says how long it took."""
-
-    def timed(*question: Any) -> Decision:
-        started = clock()
-        decision = policy(*question)
-        return replace(decision, seconds=clock() - started)
-
-    return timed
 
 
 def stop_with_parent(descriptor: int, stop: Callable[[], None]) -> threading.Thread:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from adaptdl_elastic.autoscaler.coordinator.core import decide
+from adaptdl_elastic.autoscaler.coordinator.core import decide_at_once
 from adaptdl_elastic.autoscaler.coordinator.policy import Policy
 from adaptdl_elastic.autoscaler.coordinator.slots import in_plan
 from adaptdl_elastic.autoscaler.coordinator.types import (
@@ -162,7 +162,7 @@ class ThroughCoordinator:
         self._answer = None
         options = Settings(**{"interval": float("inf"), "min_gap": 0.0, "policy": settings, **self._settings})
         for _ in range(_ROUNDS):
-            decided = decide(
+            decided = decide_at_once(
                 self._keeper.view(now, now),
                 self._memory,
                 keys=self._keys,
@@ -199,7 +199,7 @@ class ThroughCoordinator:
             if self._answer is None:
                 known = [_merge(infos[job.name], job) for job in jobs]
                 self._answer = self._ask(known, nodes, current, now, settings)
-            return replace(self._answer, seconds=0.0)
+            return self._answer
 
         return ask
 

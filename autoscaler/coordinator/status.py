@@ -142,6 +142,8 @@ def typical_pause(job: JobView) -> float | None:
 
 # -- why a job waits
 
+ITS_TURN = "waits for its turn"
+
 
 def impossible(spec: JobSpec) -> str | None:
     """What is wrong with bounds that no cluster could meet; None when nothing is."""
@@ -175,7 +177,7 @@ def why_pending(spec: JobSpec, places: Mapping[str, Room], free: Mapping[str, Ro
         room = sum(place.most for place in free.values())
         others = sum(ledger.capacity.get(n, 0) - ledger.free_for(spec.job, n) for n in places)
         return f"waits for slots: needs {need}, {room} free, other jobs have {others}"
-    return "waits for its turn"
+    return ITS_TURN
 
 
 def counted(number: int, what: str) -> str:

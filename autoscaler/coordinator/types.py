@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adaptdl_elastic.rendezvous.records import Cause
+
+if TYPE_CHECKING:
+    from adaptdl_elastic.autoscaler.coordinator.rounds import Round
 
 Allocation = Mapping[str, int]
 """node -> replicas, in the order of ranks."""
@@ -53,13 +56,21 @@ class Memory:
 
     round_at: float = float("-inf")  # when the policy was last asked
     asked: Any = None  # what it was asked about: a round is due when this differs
-    by_hand: Any = ()  # what people had asked for then: a round is due at once when this differs
+    by_hand: frozenset[tuple[str, int]] = (
+        frozenset()
+    )  # what people had asked for then: a round is due at once when there is more
+    round: Round | None = None  # the round that is being computed
+    rounds: int = 0  # how many were begun
+    answered: int = 0  # number of the round whose answer was taken last
     targets: Mapping[str, Target] = field(default_factory=lambda: MappingProxyType({}))
     late: Mapping[tuple[str, str], tuple[str, float]] = field(  # (job, node) -> (agent, when)
         default_factory=lambda: MappingProxyType({})
     )
     clumsy: frozenset[str] = frozenset()  # runs of jobs that could not be changed in place
     waiting: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # job -> since when
+    pending: Mapping[str, str] = field(  # jobs that the policy could give nothing, and why
+        default_factory=lambda: MappingProxyType({})
+    )
     policy_seconds: float = 0.0  # wall time of the last round
 
 
@@ -92,8 +103,12 @@ Action = CompareAndSwap | DeletePrefix | Say
 
 @dataclass(frozen=True)
 class Decided:
-    """What to do now, what to remember, and when to look again though nothing has happened."""
+    """What to do now, what to remember, and when to look again though nothing has happened.
+
+    `ask` is a round of the policy to be computed: its answer goes into a later decision.
+    """
 
     actions: tuple[Action, ...]
     memory: Memory
     wake_at: float
+    ask: Round | None = None

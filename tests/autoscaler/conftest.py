@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+from coordinator_pump import Pump
 
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.server import EtcdServer
@@ -23,3 +24,8 @@ def etcd() -> Iterator[EtcdServer]:
 def keys() -> Keys:
     """A cluster that no other test uses."""
     return Keys(f"c{next(_count)}")
+
+
+@pytest.fixture
+def pump() -> Pump:
+    return Pump()

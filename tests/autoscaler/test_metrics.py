@@ -10,7 +10,7 @@ from coordinator_pump import Pump
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from adaptdl_elastic.autoscaler.coordinator.core import decide
+from adaptdl_elastic.autoscaler.coordinator.core import decide_at_once
 from adaptdl_elastic.autoscaler.metrics import CLUSTER_GAUGES, JOB_GAUGES, CoordinatorMetrics, serve
 from adaptdl_elastic.rendezvous.records import AutoscalerStatus, encode
 
@@ -47,7 +47,7 @@ def observe(pump: Pump, metrics: CoordinatorMetrics) -> None:
     view = pump.view()
     memory = pump.memory
     pump.ask("a", replicas=3)
-    decided = decide(
+    decided = decide_at_once(
         pump.view(), memory, keys=pump.keys, fence=pump.fence, settings=pump.settings, policy=pump.policy
     )
     metrics.decided(view, decided, 0.01)

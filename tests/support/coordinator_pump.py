@@ -10,7 +10,7 @@ from typing import Any
 
 from fake_agents import FakeAgent, spec_of, submit
 
-from adaptdl_elastic.autoscaler.coordinator.core import decide
+from adaptdl_elastic.autoscaler.coordinator.core import decide_at_once
 from adaptdl_elastic.autoscaler.coordinator.policy import Policy
 from adaptdl_elastic.autoscaler.coordinator.types import (
     CompareAndSwap,
@@ -121,7 +121,7 @@ class Pump:
 
     def decide(self) -> int:
         """One decision, carried out; how many writes it made."""
-        decided = decide(
+        decided = decide_at_once(
             self.view(),
             self.memory,
             keys=self.keys,
@@ -207,3 +207,22 @@ class Pump:
         item = self.store.get(self.keys.job(job, "status"))
         assert item is not None
         return records.decode(JobStatus, item.value)
+
+
+def start(pump: Pump, nodes: int = 2, slots: int = 1, **changes: object) -> None:
+    """A job `a` that runs on every one of `nodes`."""
+    size = nodes * slots
+    pump.job("a", min_nodes=nodes, min_replicas=size, max_replicas=size, **changes)
+    for index in range(nodes):
+        pump.node(f"n{index}", "a", slots)
+    pump.settle()
+    assert pump.plan("a").replicas == size
+
+
+def elastic(pump: Pump, nodes: int = 3, **changes: object) -> None:
+    """A job `a` that runs on `nodes` single-slot nodes and could run on one."""
+    pump.job("a", max_replicas=nodes, max_nodes=nodes, **changes)
+    for index in range(nodes):
+        pump.node(f"n{index}", "a")
+    pump.settle()
+    assert pump.plan("a").replicas == nodes

@@ -1,0 +1,129 @@
+"""A round of the policy: what it is asked, its computation, and what of its answer still holds when it comes.
+
+A round takes from milliseconds to seconds, and the coordinator decides on: nodes die, people ask for
+other sizes. So a `Round` holds everything that the policy reads, frozen, and may be computed in any
+thread; its `Answer` is checked against the cluster as it is by then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from adaptdl_elastic.autoscaler.coordinator import job as jobs
+from adaptdl_elastic.autoscaler.coordinator.job import Condition, Phase
+from adaptdl_elastic.autoscaler.coordinator.policy import Policy, Question, targets
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan, nearest, rooms, smallest
+from adaptdl_elastic.autoscaler.coordinator.types import Memory, Settings, Target
+from adaptdl_elastic.autoscaler.policy.types import Decision
+from adaptdl_elastic.autoscaler.policy.types import Settings as PolicySettings
+from adaptdl_elastic.autoscaler.state import JobView, View
+from adaptdl_elastic.rendezvous.records import Cause
+
+_Standing = tuple[str, int, int | None]
+"""Run, revision of the plan, and size that a person asked for: what an answer about a job stands on."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """The policy is asked something."""
+
+    number: int
+    question: Question
+    now: float
+    settings: PolicySettings
+    standing: Mapping[str, _Standing]  # by job
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of it; without a decision the policy has failed."""
+
+    number: int
+    decision: Decision | None
+    seconds: float  # of wall time
+    error: str = ""
+
+
+def begin(number: int, question: Question, view: View, settings: Settings) -> Round:
+    """A round about `question`, which was put together from `view`."""
+    standing = {info.name: _standing(view.jobs[info.name]) for info in question.jobs}
+    return Round(number, question, view.now, settings.policy or PolicySettings(), standing)
+
+
+def compute(policy: Policy, asked: Round, clock: Callable[[], float] = time.perf_counter) -> Answer:
+    """Ask the policy. Never raises: the coordinator must go on without it."""
+    started, question = clock(), asked.question
+    try:
+        decision = policy(question.jobs, question.nodes, question.current, asked.now, asked.settings)
+    except Exception as error:
+        return Answer(asked.number, None, clock() - started, f"{type(error).__name__}: {error}")
+    seconds = clock() - started
+    return Answer(asked.number, replace(decision, seconds=seconds), seconds)
+
+
+def still_valid(
+    asked: Round, decision: Decision, view: View, conditions: Mapping[str, Condition]
+) -> dict[str, Target]:
+    """The targets of jobs that stand as they did when they were asked about.
+
+    A job that has another plan by now (a node of it died, a person chose its size), or for which a person
+    has asked something else, is left out: the next round knows. That the nodes of the others are still
+    there and have room is looked at whenever a target is applied.
+    """
+    same = {
+        name: condition
+        for name, condition in conditions.items()
+        if name in asked.standing and asked.standing[name] == _standing(view.jobs[name])
+    }
+    return targets(asked.question, decision, view, same)
+
+
+def _standing(job: JobView) -> _Standing:
+    return (
+        job.spec.record.run if job.spec else "",
+        job.plan.revision if job.plan else 0,
+        jobs.requested_replicas(job),
+    )
+
+
+def asked_by_hand(view: View, conditions: Mapping[str, Condition]) -> frozenset[tuple[str, int]]:
+    """(job, replicas) that people have asked for and do not have: they wait for the answer."""
+    found = set()
+    for name, condition in conditions.items():
+        wanted = jobs.requested_replicas(view.jobs[name])
+        if wanted is None or condition.phase not in (Phase.EMPTY, Phase.STEADY):
+            continue
+        if wanted != sum(in_plan(condition.plan).values()):
+            found.add((name, wanted))
+    return frozenset(found)
+
+
+def somebody_starts(conditions: Mapping[str, Condition], memory: Memory) -> bool:
+    """Whether a job that was never started waits: it need not wait for the gap between rounds."""
+    return any(
+        condition.phase is Phase.EMPTY and condition.plan is None and name not in memory.targets
+        for name, condition in conditions.items()
+    )
+
+
+def without_policy(
+    question: Question, view: View, conditions: Mapping[str, Condition], ledger: Ledger
+) -> dict[str, Target]:
+    """Start what waits with the least it can begin with, give people what they ask; nothing else."""
+    found: dict[str, Target] = {}
+    for info in question.jobs:
+        job, condition = view.jobs[info.name], conditions[info.name]
+        assert job.spec is not None
+        free, now = rooms(view, job, ledger), in_plan(condition.plan)
+        if info.requested_replicas is not None:
+            asked_for = nearest(job.spec.record, info.requested_replicas, free, now)
+            cause, text = question.causes.get(info.name, (Cause.POLICY, "as before"))
+            if asked_for is not None:
+                found[info.name] = Target(asked_for, cause, text)
+        elif condition.phase is Phase.EMPTY:
+            least = smallest(job.spec.record, free)
+            if least is not None:
+                found[info.name] = Target(least, Cause.START, "the least it can begin with")
+    return found

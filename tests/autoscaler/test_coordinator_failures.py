@@ -1,0 +1,250 @@
+"""What the coordinator makes of replicas that fail and of nodes that vanish, drain or do not start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from coordinator_pump import Pump, elastic, start
+
+from adaptdl_elastic.rendezvous.records import (
+    Cause,
+    DrainRequest,
+    JobState,
+    Leaving,
+    Transition,
+    encode,
+)
+
+# -- failures
+
+
+def test_a_failure_restarts_at_once_and_counts(pump: Pump) -> None:
+    start(pump)
+    pump.agents[0].fail("CUDA out of memory")
+    pump.settle()
+    plan = pump.plan("a")
+    assert (plan.generation, plan.cause, plan.transition, plan.restarts) == (
+        1,
+        Cause.FAILURE,
+        Transition.ABORT,
+        1,
+    )
+    assert "CUDA out of memory" in plan.reason
+    assert pump.status("a").restarts_used == 1
+    assert pump.status("a").failures[0].message == "CUDA out of memory"
+
+
+def test_restarts_are_spaced_and_run_out(pump: Pump) -> None:
+    start(pump, max_restarts=3)
+    waits = []
+    for _ in range(3):
+        generation, failed = pump.plan("a").generation, pump.clock()
+        pump.agents[0].fail("boom")
+        pump.settle()
+        while pump.plan("a").generation == generation:
+            pump.later(max(0.0, pump.wake_at - pump.clock()) + 1e-3)
+        waits.append(round(pump.clock() - failed, 1))
+    assert waits == [0.0, 1.0, 2.0]
+    pump.agents[0].fail("boom", exit_code=7)
+    pump.settle()
+    status = pump.status("a")
+    assert (status.state, status.exit_code) == (JobState.FAILED, 7)
+    assert status.reason == "failed after 3 of 3 restarts: rank 0: boom"
+    assert {agent.exit_code for agent in pump.agents} == {7}
+
+
+def test_a_job_that_may_not_restart_fails_with_the_signal_as_the_shell_says_it(pump: Pump) -> None:
+    start(pump, max_restarts=0)
+    pump.agents[1].fail("killed", exit_code=-9)
+    pump.settle()
+    assert (pump.status("a").state, pump.status("a").exit_code) == (JobState.FAILED, 137)
+
+
+def test_progress_pays_restarts_back(pump: Pump) -> None:
+    start(pump, max_restarts=1)
+    pump.agents[0].fail()
+    pump.settle()
+    assert pump.plan("a").restarts == 1
+    pump.checkpoint("a", step=100)
+    pump.later(pump.settings.refill_after + 1)
+    pump.agents[0].fail()
+    pump.later(5)
+    assert pump.status("a").state is JobState.RUNNING
+    assert (pump.plan("a").restarts, pump.plan("a").failed_step) == (1, 100)
+
+
+def test_time_without_a_newer_checkpoint_pays_nothing_back(pump: Pump) -> None:
+    pump.job("a", max_restarts=1)
+    agent = pump.node("n0", "a")
+    pump.settle()
+    pump.checkpoint("a", step=100)
+    agent.fail()
+    pump.settle()
+    pump.later(pump.settings.refill_after + 1)
+    agent.fail()
+    pump.later(5)
+    assert pump.status("a").state is JobState.FAILED
+
+
+# -- nodes
+
+
+def test_a_lost_node_is_planned_without_and_costs_no_restart(pump: Pump) -> None:
+    elastic(pump)
+    pump.agents[0].vanish()
+    pump.settle()
+    plan = pump.plan("a")
+    assert set(pump.placed("a")) == {"n1", "n2"}
+    assert (plan.cause, plan.transition, plan.restarts) == (Cause.NODE_LOST, Transition.ABORT, 0)
+    assert "lost n0" in plan.reason
+
+
+def test_a_failure_that_was_a_lost_node_is_given_back(pump: Pump) -> None:
+    elastic(pump, max_restarts=1)
+    dead = pump.agents.pop(2)  # does nothing any more, and its lease has not run out
+    pump.agents[0].fail("Connection reset by peer")
+    pump.settle()
+    assert pump.plan("a").restarts == 1
+    dead.vanish()
+    pump.settle()
+    plan = pump.plan("a")
+    assert (plan.cause, plan.restarts) == (Cause.NODE_LOST, 0)
+    assert set(pump.placed("a")) == {"n0", "n1"}
+    assert all(agent.running == plan.generation for agent in pump.agents)
+
+
+def test_after_a_break_of_the_store_a_missing_agent_has_a_lease_time_to_come_back(pump: Pump) -> None:
+    elastic(pump)
+    generation = pump.plan("a").generation
+    pump.steady_since = pump.clock()
+    away = pump.agents[2]
+    assert away.lease is not None
+    away.lease.revoke()
+    pump.settle()
+    assert pump.plan("a").generation == generation
+    assert "has not heard from n2" in pump.status("a").reason
+    away.lease = None
+    away.register()
+    pump.later(30)
+    assert pump.plan("a").generation == generation
+
+
+def test_after_a_break_of_the_store_patience_ends(pump: Pump) -> None:
+    elastic(pump)
+    pump.steady_since = pump.clock()
+    pump.agents[2].vanish()
+    pump.settle().later(pump.settings.node_ttl - 1)
+    assert "n2" in pump.placed("a")
+    pump.later(2)
+    assert "n2" not in pump.placed("a")
+
+
+def test_a_new_agent_under_an_old_name_is_not_the_old_one(pump: Pump) -> None:
+    elastic(pump)
+    old = pump.agents.pop(1)
+    new = pump.node("n1", "a")  # registers over it before its lease has run out
+    pump.settle()
+    assert pump.plan("a").cause is Cause.NODE_LOST
+    assert {p.agent for p in pump.plan("a").placements} >= {new.agent}
+    assert old.agent not in {p.agent for p in pump.plan("a").placements}
+    assert new.running == pump.plan("a").generation
+
+
+def test_losing_the_minimum_waits_for_a_node_and_then_resumes(pump: Pump) -> None:
+    start(pump)
+    pump.agents[0].vanish()
+    pump.settle()
+    assert pump.placed("a") == {}
+    assert pump.status("a").state is JobState.PENDING
+    assert "needs at least 2 replicas on 2 nodes, registered: 1 node with 1 slot" in pump.status("a").reason
+    assert pump.agents[1].exit_code is None
+    pump.node("n2", "a")
+    pump.settle()
+    assert pump.placed("a") == {"n1": 1, "n2": 1}
+    assert pump.plan("a").cause is Cause.NODE_LOST
+
+
+def test_a_draining_node_is_left_in_an_orderly_way(pump: Pump) -> None:
+    elastic(pump)
+    pump.agents[0].register(draining=True)
+    pump.settle()
+    plan = pump.plan("a")
+    assert "n0" not in pump.placed("a")
+    assert (plan.cause, plan.transition) == (Cause.DRAIN, Transition.RESTART)
+
+
+def test_a_request_drains_a_node_that_does_not_say_so_itself(pump: Pump) -> None:
+    elastic(pump)
+    pump.store.put(pump.keys.drain("n1"), encode(DrainRequest("n1", "maintenance")))
+    pump.settle()
+    assert set(pump.placed("a")) == {"n0", "n2"}
+    pump.store.delete(pump.keys.drain("n1"))
+    pump.settle()
+    assert set(pump.placed("a")) == {"n0", "n1", "n2"}
+
+
+def test_when_every_node_drains_the_job_waits_for_another(pump: Pump) -> None:
+    pump.job("a")
+    agent = pump.node("n0", "a")
+    pump.settle()
+    agent.register(draining=True)
+    pump.settle()
+    assert pump.placed("a") == {}
+    assert pump.status("a").state is JobState.PENDING
+    agent.leave()
+    pump.node("n1", "a")
+    pump.settle()
+    assert pump.placed("a") == {"n1": 1}
+
+
+def test_a_node_that_does_not_start_is_planned_without(pump: Pump) -> None:
+    pump.job("a", max_replicas=2, min_replicas=1, rescale_timeout=20)
+    pump.node("n0", "a")
+    late = pump.node("n1", "a", holds_start=True)
+    pump.settle()
+    assert set(pump.placed("a")) == {"n0", "n1"}
+    pump.later(19)
+    assert set(pump.placed("a")) == {"n0", "n1"}
+    pump.later(2)
+    assert pump.placed("a") == {"n0": 1}
+    assert "n1 did not start within 20 s" in pump.plan("a").reason
+    late.holds_start = False
+    pump.later(pump.settings.late_pardon + pump.settings.interval + 1)
+    assert set(pump.placed("a")) == {"n0", "n1"}
+
+
+def test_without_another_node_a_late_one_is_waited_for(pump: Pump) -> None:
+    start(pump)
+    pump.agents[1].holds_start = True
+    pump.agents[0].fail()
+    pump.settle()
+    generation = pump.plan("a").generation
+    pump.later(60)
+    assert pump.plan("a").generation == generation
+    assert "n1 did not start within 20 s, and there is no other node" in pump.status("a").reason
+
+
+def test_an_agents_removal_of_a_dead_node_is_ratified(pump: Pump) -> None:
+    elastic(pump)
+    dead = pump.agents.pop(2)
+    item = pump.store.get(pump.keys.job("a", "plan"))
+    assert item is not None
+    before = pump.plan("a")
+    removal = replace(
+        before,
+        generation=before.generation + 1,
+        placements=before.placements[:2],
+        cause=Cause.NODE_LOST,
+        transition=Transition.ABORT,
+        leaving=(
+            Leaving("n0", 1, "n0-a-0", before.generation),
+            Leaving("n1", 1, "n1-a-0", before.generation),
+        ),
+        fence=0,
+    )
+    assert pump.store.compare_and_swap(pump.keys.job("a", "plan"), encode(removal), item.mod_revision)
+    dead.vanish()
+    pump.settle()
+    plan = pump.plan("a")
+    assert (plan.generation, plan.fence) == (removal.generation, pump.fence)
+    assert all(agent.running == plan.generation for agent in pump.agents)

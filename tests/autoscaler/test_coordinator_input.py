@@ -1,0 +1,144 @@
+"""Bad input, and what the policy is asked."""
+
+from __future__ import annotations
+
+import pytest
+from coordinator_pump import Pump, elastic
+from fake_agents import hints_of
+
+from adaptdl_elastic.autoscaler.coordinator.policy import model, policy_inputs
+from adaptdl_elastic.autoscaler.policy.types import Decision
+from adaptdl_elastic.rendezvous.records import (
+    JobState,
+)
+from adaptdl_elastic.sched_hints import ProfileEntry
+
+# -- bounds and garbage
+
+
+@pytest.mark.parametrize(
+    ("bounds", "complaint"),
+    [
+        ({"min_replicas": 4, "max_replicas": 2}, "min_replicas 4 is more than max_replicas 2"),
+        ({"min_nodes": 3, "max_nodes": 1}, "min_nodes 3 is more than max_nodes 1"),
+        ({"max_replicas": 0, "min_replicas": 0}, "must be at least 1"),
+        ({"min_nodes": 3, "max_nodes": 3, "max_replicas": 2}, "min_nodes 3 is more than max_replicas 2"),
+        ({"min_replicas": 9}, "needs at least 9 replicas on 1 node, registered: 1 node with 4 slots"),
+    ],
+)
+def test_impossible_bounds_are_pending_with_the_reason(
+    pump: Pump, bounds: dict[str, int], complaint: str
+) -> None:
+    pump.job("bad", **bounds)
+    pump.job("good")
+    pump.node("n0", "bad", 4)
+    pump.node("n0", "good", 4)
+    pump.settle()
+    assert pump.status("bad").state is JobState.PENDING
+    assert complaint in pump.status("bad").reason
+    assert pump.status("good").state is JobState.RUNNING
+
+
+def test_garbage_is_said_once_and_changes_nothing(pump: Pump) -> None:
+    elastic(pump)
+    before = pump.plan("a")
+    for key, value in {
+        pump.keys.job("a", "hints"): '{"job": "a", "generation": NaN}',
+        pump.keys.node(
+            "n9", "a"
+        ): '{"node": "n9", "job": "a", "run": "x", "agent": "y", "host": "h", "slots": -4}',
+        pump.keys.job("b", "spec"): "not json",
+        pump.keys.job("c", "plan"): "[]",
+        pump.keys.generation("a", 2, "ended", "n0"): "{}",
+        pump.keys.root + "jobs/a/generations/x/ended/n0": "{}",
+        pump.keys.root + "whatever": "\x00",
+        pump.keys.node(
+            "n8", "a"
+        ): '{"node": "n7", "job": "a", "run": "x", "agent": "y", "host": "h", "slots": 1}',
+    }.items():
+        pump.store.put(key, value)
+    pump.settle().later(120)
+    assert pump.plan("a") == before
+    problems = [problem.key for problem in pump.keeper.problems()]
+    assert len(problems) == len(set(problems)) == 6
+
+
+@pytest.mark.parametrize("what", ["plan", "status"])
+def test_what_is_ours_is_written_again_over_garbage(pump: Pump, what: str) -> None:
+    elastic(pump)
+    before = pump.plan("a"), pump.status("a").state
+    pump.store.put(pump.keys.job("a", what), "garbage")
+    pump.settle()
+    assert (pump.plan("a"), pump.status("a").state) == before
+
+
+def test_a_plan_lost_to_garbage_before_we_came_is_begun_anew(pump: Pump) -> None:
+    elastic(pump)
+    last = pump.plan("a").generation
+    pump.store.put(pump.keys.job("a", "plan"), "garbage")
+    pump.take_over().settle()
+    assert pump.plan("a").generation > last
+    assert pump.status("a").state is JobState.RUNNING
+
+
+def test_a_job_keeps_its_last_good_hints(pump: Pump) -> None:
+    pump.job("a")
+    pump.node("n0", "a", 4)
+    pump.settle()
+    good = pump.view().jobs["a"].hints
+    pump.store.put(pump.keys.job("a", "hints"), '{"perf_params": [1, 2]}')
+    assert pump.view().jobs["a"].hints == good
+
+
+def test_a_policy_that_breaks_does_not_stop_the_loop(pump: Pump) -> None:
+    def broken(*_: object) -> Decision:
+        raise ZeroDivisionError("oops")
+
+    pump.policy = broken
+    pump.job("a")
+    pump.node("n0", "a", 4)
+    pump.settle()
+    assert pump.placed("a") == {"n0": 1}
+    assert ("policy_failed", {"message": "ZeroDivisionError: oops"}) in pump.said
+    pump.ask("a", replicas=3)
+    pump.later(61)
+    assert pump.placed("a") == {"n0": 3}
+
+
+# -- what the policy is asked
+
+
+def test_jobs_of_one_script_share_what_they_have_measured(pump: Pump) -> None:
+    pump.job("old", curve_key="k")
+    pump.node("n0", "old", 4)
+    pump.settle()
+    slow = ProfileEntry(1, 4, 128, 0.1, 0.5, 10, 10)
+    pump.agents[0].report(pump.plan("old"), max_profiled_replicas=4, profile=(slow,))
+    pump.agents[0].reports = False
+    pump.settle()
+    pump.job("young", curve_key="k")
+    pump.job("other", curve_key="x")
+    for job in ("young", "other"):
+        pump.node("n0", job, 4, reports=False)
+    pump.settle()
+    found, _, _ = policy_inputs(pump.view(), pump.settings)
+    infos = {info.name: info for info in found}
+    assert infos["young"].max_profiled_replicas == 4
+    assert infos["young"].model is not None
+    assert infos["young"].model.corrections is not None
+    assert infos["young"].remaining is None
+    assert infos["other"].model is None
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"perf_params": (-1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)},
+        {"grad_params": (-1.0, 1.0)},
+        {"init_batch_size": 0},
+        {"perf_params": None},
+    ],
+)
+def test_a_model_that_makes_no_sense_is_none(nonsense: dict[str, object]) -> None:
+    assert model(hints_of("a", 0, 1)) is not None
+    assert model(hints_of("a", 0, 1, **nonsense)) is None

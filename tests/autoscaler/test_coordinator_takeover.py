@@ -1,0 +1,124 @@
+"""Takeovers, reruns, and what is left behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from coordinator_pump import Pump, elastic, start
+
+from adaptdl_elastic.autoscaler.coordinator.core import decide
+from adaptdl_elastic.autoscaler.coordinator.types import CompareAndSwap, Memory, Settings
+from adaptdl_elastic.autoscaler.state import Seen
+from adaptdl_elastic.rendezvous.records import (
+    JobRequest,
+    JobState,
+    Plan,
+    encode,
+)
+
+# -- takeover, reruns, and what is left behind
+
+
+def test_a_takeover_fences_every_plan_and_changes_nothing_else(pump: Pump) -> None:
+    elastic(pump)
+    before = pump.plan("a")
+    pump.job("waiting", min_replicas=9)
+    pump.node("n0", "waiting")
+    pump.settle().take_over().settle().later(120)
+    assert pump.plan("a") == replace(before, fence=pump.fence)
+    assert pump.plan("waiting").claim
+    assert pump.plan("waiting").fence == pump.fence
+
+
+def test_an_old_leader_can_write_nothing_after_a_takeover(pump: Pump) -> None:
+    elastic(pump)
+    pump.job("waiting", min_replicas=3)
+    pump.node("n0", "waiting")
+    pump.settle()
+    old = pump.view()
+    pump.take_over().settle()
+    stale = decide(
+        replace(
+            old,
+            jobs={
+                name: replace(job, request=Seen(JobRequest(replicas=1), 1, 0.0))
+                for name, job in old.jobs.items()
+            },
+            now=old.now + 1000,
+        ),
+        Memory(),
+        keys=pump.keys,
+        fence=pump.fence - 1,
+        settings=pump.settings,
+    )
+    plans = [a for a in stale.actions if isinstance(a, CompareAndSwap) and isinstance(a.record, Plan)]
+    assert plans
+    for action in plans:
+        done = pump.store.compare_and_swap(action.key, encode(action.record), action.expected_revision)
+        assert done is None
+
+
+def test_the_restart_budget_survives_a_takeover(pump: Pump) -> None:
+    start(pump, max_restarts=1)
+    pump.agents[0].fail()
+    pump.settle().take_over()
+    pump.agents[1].fail()
+    pump.settle().later(5)
+    assert pump.status("a").state is JobState.FAILED
+
+
+def test_a_rerun_starts_anew_and_generations_go_on_growing(pump: Pump) -> None:
+    elastic(pump)
+    for agent in pump.agents:
+        agent.finish()
+    pump.settle()
+    last = pump.plan("a").generation
+    assert pump.status("a").state is JobState.DONE
+    pump.agents.clear()
+    pump.job("a", run="a-2")
+    pump.node("n0", "a")
+    pump.settle()
+    plan = pump.plan("a")
+    assert (plan.run, plan.first, plan.restarts) == ("a-2", last + 1, 0)
+    assert plan.generation > last
+    assert (pump.status("a").run, pump.status("a").state) == ("a-2", JobState.RUNNING)
+
+
+def test_a_stop_of_an_earlier_run_is_not_obeyed_by_the_next(pump: Pump) -> None:
+    pump.job("a")
+    pump.node("n0", "a")
+    pump.settle()
+    pump.ask("a", stop=True, run="a-1")
+    pump.settle()
+    assert pump.status("a").state is JobState.STOPPED
+    pump.agents.clear()
+    pump.job("a", run="a-2")
+    pump.node("n0", "a")
+    pump.settle()
+    assert pump.status("a").state is JobState.RUNNING
+
+
+def test_old_generations_keys_are_collected(pump: Pump) -> None:
+    pump.job("a")
+    agent = pump.node("n0", "a", 8)
+    for size in (1, 2, 3, 4, 5, 6, 7, 8):
+        pump.ask("a", replicas=size)
+        pump.settle()
+    last = pump.plan("a").generation
+    assert last >= 7
+    assert min(pump.view().jobs["a"].generations) == last - 2
+    agent.finish()
+    pump.settle().settle()
+    assert pump.view().jobs["a"].generations == frozenset()
+
+
+def test_only_so_many_ended_jobs_are_remembered() -> None:
+    pump = Pump(settings=Settings(min_gap=0.0, keep_ended=3))
+    for index in range(6):
+        pump.job(f"j{index}")
+        pump.node("n0", f"j{index}")
+        pump.settle()
+        pump.agents[-1].finish()
+        pump.settle()
+    pump.settle()
+    assert sorted(pump.view().jobs) == ["j3", "j4", "j5"]
