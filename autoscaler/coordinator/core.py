@@ -121,8 +121,8 @@ class _Deciding:
         self._remember_waiting()
         if self.answer is not None:
             self._take_answer(self.answer)
-        if any(isinstance(action, CompareAndSwap) for action in self.actions):
-            self.wake_at = self.view.now  # what is being written would be missing in the question
+        if self.answer is not None or any(isinstance(action, CompareAndSwap) for action in self.actions):
+            self.wake_at = self.view.now  # what is about to be written would be missing in the question
         else:
             self._ask_policy()
         for name in sorted(self.memory.targets, key=self._turn):
@@ -424,10 +424,11 @@ class _Deciding:
             return
         if condition.phase not in (Phase.EMPTY, Phase.STEADY):
             return
+        if job.spec is None or job.spec.record.run != target.run:
+            return
         now = in_plan(condition.plan)
         if dict(target.allocation) == now or (target.cause is Cause.MANUAL and now and not target.allocation):
             return  # what a person has asked to be larger or smaller is not taken away
-        assert job.spec is not None
         agents = self.view.agents(name)
         if any(n not in agents or self.view.draining(agents[n].record) for n in target.allocation):
             return  # the world has moved on: the next round will know

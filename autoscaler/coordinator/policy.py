@@ -299,6 +299,7 @@ def targets(
         if reason is not None and reason.text and (cause is not Cause.MANUAL or not text):
             text = reason.text if not text else f"{text}: {reason.text}"
         found[name] = Target(
+            run=spec.record.run,
             allocation=_survivors_first(allocation, now),
             cause=cause,
             reason=text,

@@ -116,14 +116,14 @@ def without_policy(
     for info in question.jobs:
         job, condition = view.jobs[info.name], conditions[info.name]
         assert job.spec is not None
-        free, now = rooms(view, job, ledger), in_plan(condition.plan)
+        free, now, run = rooms(view, job, ledger), in_plan(condition.plan), job.spec.record.run
         if info.requested_replicas is not None:
             asked_for = nearest(job.spec.record, info.requested_replicas, free, now)
             cause, text = question.causes.get(info.name, (Cause.POLICY, "as before"))
             if asked_for is not None:
-                found[info.name] = Target(asked_for, cause, text)
+                found[info.name] = Target(run, asked_for, cause, text)
         elif condition.phase is Phase.EMPTY:
             least = smallest(job.spec.record, free)
             if least is not None:
-                found[info.name] = Target(least, Cause.START, "the least it can begin with")
+                found[info.name] = Target(run, least, Cause.START, "the least it can begin with")
     return found

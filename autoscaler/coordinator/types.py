@@ -44,6 +44,7 @@ class Settings:
 class Target:
     """What a job is to have, as soon as the slots are free."""
 
+    run: str  # of the job: a later one is another matter
     allocation: Allocation
     cause: Cause
     reason: str

@@ -10,10 +10,12 @@ from typing import Any
 
 from fake_agents import FakeAgent, spec_of, submit
 
-from adaptdl_elastic.autoscaler.coordinator.core import decide_at_once
+from adaptdl_elastic.autoscaler.coordinator.core import decide, decide_at_once
 from adaptdl_elastic.autoscaler.coordinator.policy import Policy
+from adaptdl_elastic.autoscaler.coordinator.rounds import Answer, Round, compute
 from adaptdl_elastic.autoscaler.coordinator.types import (
     CompareAndSwap,
+    Decided,
     DeletePrefix,
     Memory,
     Say,
@@ -106,6 +108,8 @@ class Pump:
     said: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
     wake_at: float = 0.0
+    slow: bool = False  # rounds of the policy wait for `answer()`
+    asked: list[Round] = field(default_factory=list)  # those that do
     _serials: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
@@ -121,14 +125,28 @@ class Pump:
 
     def decide(self) -> int:
         """One decision, carried out; how many writes it made."""
-        decided = decide_at_once(
+        given: dict[str, Any] = {"keys": self.keys, "fence": self.fence, "settings": self.settings}
+        if not self.slow:
+            return self._carry_out(decide_at_once(self.view(), self.memory, policy=self.policy, **given))
+        decided = decide(self.view(), self.memory, **given)
+        self.asked += [decided.ask] if decided.ask is not None else []
+        return self._carry_out(decided)
+
+    def answer(self, given: Answer | None = None) -> int:
+        """The oldest round that waits is answered."""
+        answer = given or compute(self.policy, self.asked.pop(0), lambda: 0.0)
+        decided = decide(
             self.view(),
             self.memory,
             keys=self.keys,
             fence=self.fence,
             settings=self.settings,
-            policy=self.policy,
+            answer=answer,
         )
+        self.asked += [decided.ask] if decided.ask is not None else []
+        return self._carry_out(decided)
+
+    def _carry_out(self, decided: Decided) -> int:
         self.memory, self.wake_at = decided.memory, decided.wake_at
         written = 0
         for action in decided.actions:

@@ -1,0 +1,148 @@
+"""The policy takes its time: what happens meanwhile is seen to at once, and its answer may come too late."""
+
+from __future__ import annotations
+
+import pytest
+from coordinator_pump import Pump, elastic
+
+from adaptdl_elastic.autoscaler.coordinator.rounds import Answer
+from adaptdl_elastic.autoscaler.coordinator.types import Settings
+from adaptdl_elastic.autoscaler.policy.types import Decision
+from adaptdl_elastic.rendezvous.records import Cause, JobState
+
+
+@pytest.fixture
+def pump() -> Pump:
+    """Jobs `a` on n0 … n2, `b` on n3, `c` on n4; a round is under way that would have a shrink and b grow."""
+    pump = Pump()
+    elastic(pump)
+    pump.job("b", max_replicas=2)
+    pump.node("n3", "b", 2, reports=False)
+    pump.job("c", max_replicas=2)
+    pump.node("n4", "c", reports=False)
+    pump.settle()
+    assert (pump.placed("a"), pump.placed("b")) == ({"n0": 1, "n1": 1, "n2": 1}, {"n3": 1})
+    wishes = {"a": {"n0": 1, "n1": 1}, "b": {"n3": 2}, "c": {"n4": 1}}
+    pump.policy = lambda jobs, *_: Decision({job.name: wishes[job.name] for job in jobs}, {})
+    pump.slow = True
+    pump.later(pump.settings.interval + 1)
+    assert [asked.number for asked in pump.asked] == [pump.memory.rounds]
+    return pump
+
+
+def test_its_answer_is_carried_out_when_it_comes(pump: Pump) -> None:
+    pump.answer()
+    pump.settle()
+    assert (pump.placed("a"), pump.placed("b")) == ({"n0": 1, "n1": 1}, {"n3": 2})
+
+
+def test_a_dead_node_is_planned_without_before_the_answer_and_stays_so_after_it(pump: Pump) -> None:
+    next(agent for agent in pump.agents if agent.node == "n1").vanish()
+    pump.settle()
+    assert (pump.placed("a"), pump.plan("a").cause) == ({"n0": 1, "n2": 1}, Cause.NODE_LOST)
+    pump.answer()
+    pump.settle()
+    assert pump.placed("a") == {"n0": 1, "n2": 1}  # what was said about three nodes is no answer for two
+    assert pump.placed("b") == {"n3": 2}  # for the other job it is
+
+
+def test_a_person_is_served_meanwhile_and_the_answer_does_not_undo_it(pump: Pump) -> None:
+    pump.ask("a", replicas=1)
+    pump.settle()
+    assert pump.placed("a") == {"n0": 1}
+    pump.answer()
+    pump.settle()
+    assert pump.placed("a") == {"n0": 1}
+
+
+def test_what_a_person_asked_for_and_could_not_be_had_at_once_waits_for_no_interval(pump: Pump) -> None:
+    pump.ask("a", replicas=4)  # no room: the policy has to say
+    pump.settle()
+    pump.answer()  # of the round that knew nothing of it
+    pump.settle()
+    assert len(pump.asked) == 1
+    asked_about = {info.name: info for info in pump.asked[0].question.jobs}
+    assert asked_about["a"].requested_replicas == 3  # as many as there can be
+
+
+def test_a_node_that_begins_to_drain_gets_nothing(pump: Pump) -> None:
+    next(agent for agent in pump.agents if agent.node == "n3").register(draining=True)
+    pump.settle()
+    assert pump.status("b").state is JobState.PENDING
+    pump.answer()
+    pump.settle()
+    assert pump.placed("b") == {}
+
+
+def test_slots_that_went_to_another_job_meanwhile_are_not_given_twice(pump: Pump) -> None:
+    pump.node("n3", "c", 2)
+    pump.ask("c", replicas=2)
+    pump.settle()
+    assert pump.placed("c") == {"n4": 1, "n3": 1}
+    pump.answer()  # b is to have both slots of n3
+    pump.settle()
+    assert pump.placed("b") == {"n3": 1}
+
+
+def test_a_job_that_was_submitted_again_meanwhile_is_another(pump: Pump) -> None:
+    next(agent for agent in pump.agents if agent.node == "n3").finish()
+    pump.settle()
+    pump.job("b", run="b-2", max_replicas=2)
+    pump.node("n3", "b", 2, reports=False)
+    pump.settle()
+    pump.answer()
+    pump.settle()
+    assert pump.status("b").state is JobState.PENDING
+    assert len(pump.asked) == 1  # it need not wait for the interval
+    pump.answer()
+    pump.settle()
+    assert pump.placed("b") == {"n3": 2}
+
+
+def test_one_round_at_a_time(pump: Pump) -> None:
+    pump.later(10 * pump.settings.interval)
+    assert len(pump.asked) == 1
+
+
+@pytest.mark.parametrize("number", [0, 99])
+def test_an_answer_that_nobody_waits_for_is_ignored(pump: Pump, number: int) -> None:
+    before = pump.placed("a"), pump.placed("b")
+    pump.answer(Answer(number, Decision({"a": {}, "b": {}}, {}), 0.0))
+    pump.settle()
+    assert (pump.placed("a"), pump.placed("b")) == before
+    assert pump.memory.round is not None
+
+
+def test_a_takeover_waits_for_no_answer_of_before(pump: Pump) -> None:
+    old = pump.asked.pop()
+    pump.take_over().settle()
+    assert [asked.number for asked in pump.asked] == [1]
+    assert old.number != 1
+    pump.answer()
+    pump.settle()
+    assert pump.placed("b") == {"n3": 2}
+
+
+def test_a_policy_that_fails_late_is_said_and_asked_again(pump: Pump) -> None:
+    asked = pump.asked.pop()
+    pump.answer(Answer(asked.number, None, 1.0, "KeyError: 'oops'"))
+    assert ("policy_failed", {"message": "KeyError: 'oops'"}) in pump.said
+    pump.later(pump.settings.interval + 1)
+    assert len(pump.asked) == 1
+
+
+def test_rounds_take_at_most_a_tenth_of_the_time() -> None:
+    pump = Pump(slow=True, settings=Settings(interval=60.0, min_gap=1.0))
+    pump.job("a", max_replicas=4)
+    agent = pump.node("n0", "a", 4)
+    pump.settle()
+    asked = pump.asked.pop()
+    pump.answer(Answer(asked.number, Decision({"a": {"n0": 1}}, {}), 2.0))
+    pump.settle()
+    for replicas in (2, 3):
+        agent.report(pump.plan("a"), max_profiled_replicas=replicas)
+        pump.settle()
+    pump.later(19)
+    assert not pump.asked
+    pump.later(2)
+    assert len(pump.asked) == 1
