@@ -12,13 +12,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from coordinator_pump import share_policy
 from fake_agents import FakeAgent, spec_of, submit
 
+from adaptdl_elastic.autoscaler.coordinator.policy import Policy
 from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
 from adaptdl_elastic.autoscaler.coordinator.types import Settings
+from adaptdl_elastic.autoscaler.policy.types import Decision
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.connect import connect
 from adaptdl_elastic.rendezvous.keys import Keys
@@ -68,14 +71,14 @@ class Cluster:
                 assert left > 0, f"waited in vain for {what or done}: {self.plans[-3:]}"
                 self.changed.wait(min(left, 0.5))
 
-    def coordinator(self, **settings: object) -> Coordinator:
+    def coordinator(self, policy: Policy = share_policy, **settings: object) -> Coordinator:
         """One in a thread of this process."""
         fields: dict[str, object] = {"interval": 1.0, "min_gap": 0.0}
         served = Coordinator(
             self.client(),
             self.keys,
             Settings(**{**fields, **settings}),  # type: ignore[arg-type]
-            share_policy,
+            policy,
             ttl=2.0,
         )
         thread = threading.Thread(target=served.run, daemon=True)
@@ -176,6 +179,31 @@ def test_a_leader_that_stops_is_followed_at_once(cluster: Cluster) -> None:
     assert agent.history[: len(ran)] == ran
     cluster.scaled("a", 3)
     assert fences_never_fall(cluster.plans)
+
+
+def test_nothing_waits_for_a_policy_that_takes_its_time(cluster: Cluster) -> None:
+    entered, released = threading.Event(), threading.Event()
+
+    def slow(*question: Any) -> Decision:
+        if any(job.name == "b" for job in question[0]):
+            entered.set()
+            assert released.wait(PATIENCE)
+        return share_policy(*question)
+
+    cluster.coordinator(slow)
+    cluster.job("a", slots=2)
+    doomed = cluster.agent("n1", "a", 1)
+    cluster.until(lambda: doomed.running is not None and cluster.size("a") == 3)
+    submit(cluster.store, cluster.keys, spec_of("b"))
+    cluster.agent("n0", "b", 2)
+    assert entered.wait(PATIENCE)
+    doomed.vanish()
+    cluster.until(lambda: cluster.size("a") == 2, "a plan without the dead node")
+    cluster.scaled("a", 1)
+    assert cluster.size("b") == 0
+    released.set()
+    cluster.until(lambda: cluster.size("b") == 1, "the policy's answer")
+    assert cluster.size("a") == 1
 
 
 def test_two_clusters_in_one_etcd_do_not_meet(cluster: Cluster, etcd: EtcdServer) -> None:
