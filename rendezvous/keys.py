@@ -6,10 +6,12 @@ jobs/<job>/request                      JobRequest: what a person asked for (ada
 jobs/<job>/status                       JobStatus, written by the coordinator
 jobs/<job>/hints                        sched_hints.JobHints: what rank 0 reports, relayed by its agent
 jobs/<job>/plan                         Plan, written by the coordinator (removal-only: by any agent)
+parts/<job>/<name>/<n>                  PlanPart: what a large plan says of some nodes (plans.py)
 jobs/<job>/checkpoint                   CheckpointRecord, written by rank 0's agent
 jobs/<job>/generations/<g>/master       MasterRecord, written by the agent of rank 0
 jobs/<job>/generations/<g>/ready/<node>     ReadyRecord: this node could run generation g now
 jobs/<job>/generations/<g>/running/<node>   RunningRecord: its replicas have started
+jobs/<job>/generations/<g>/broken/<node>    BrokenRecord: somebody has died, its living replicas wait
 jobs/<job>/generations/<g>/ended/<node>     EndedRecord: its replicas are gone, and how they ended
 coordinator/host                        leased: the agent that keeps a coordinator running as its child
 coordinator/leader                      LeaderRecord, leased: the coordinator that decides
@@ -75,6 +77,10 @@ class Keys:
     def generation(self, job: str, generation: int, *parts: str) -> str:
         """A key of a generation, as `generation("mnist", 3, "ended", "host0")`; without parts its prefix."""
         return self.job(job, "generations", str(generation), *(parts or ("",)))
+
+    def parts(self, job: str, *parts: str) -> str:
+        """A part of a large plan; without `parts` the prefix of all of a job's."""
+        return f"{self.root}parts/{check_name('job', job)}/" + "/".join(parts)
 
     def torchrun(self, run_id: str, *parts: str) -> str:
         """A key of a plain torchrun run; without parts its prefix."""

@@ -42,6 +42,7 @@ class Cause(str, Enum):
     JOIN = "join"  # a node came, and the job does not report what it could tell the policy
     DRAIN = "drain"  # a node leaves in an orderly way
     NODE_LOST = "node_lost"  # a node vanished
+    REPLICA_LOST = "replica_lost"  # a replica was killed, and the others go on without it
     FAILURE = "failure"  # a replica failed; counts against max_restarts
     STOP = "stop"  # adaptdl stop: a plan without replicas
 
@@ -52,6 +53,7 @@ class Transition(str, Enum):
     RESTART = "restart"  # checkpoint at a common step, exit 143; the new ones load
     INPLACE = "inplace"  # survivors go on in their processes
     ABORT = "abort"  # no common step can be had any more: kill
+    RECOVER = "recover"  # some have died: the others go on in their processes, from memory
 
 
 class JobState(str, Enum):
@@ -154,6 +156,7 @@ class Placement:
     node: str
     replicas: int
     agent: str = ""  # NodeRecord.agent the plan was made for
+    slots: tuple[int, ...] = ()  # their LOCAL_RANKs, in the order of their ranks; (): 0 to replicas - 1
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -168,6 +171,19 @@ class Leaving:
     replicas: int
     agent: str
     generation: int
+    slots: tuple[int, ...] = ()  # as in `Placement`
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Extent:
+    """What a plan says of which not all is here: `plans` keeps a large one in parts."""
+
+    name: str  # of the parts
+    parts: int  # how many there are
+    nodes: int
+    replicas: int
+    index: int = 0  # of the first placement that is here
+    rank: int = 0  # of its first replica
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -194,6 +210,7 @@ class Plan:
     restarts: int = 0  # how much of the restart budget is used, this generation included
     failed_step: int = 0  # step of the newest checkpoint when a restart was last counted
     predicted_goodput: float | None = None  # examples/s that the model promised for this allocation
+    extent: Extent | None = None  # an excerpt: placements and leaving name only some of the nodes
 
     @property
     def claim(self) -> bool:
@@ -203,21 +220,36 @@ class Plan:
     @property
     def replicas(self) -> int:
         """World size."""
-        return sum(p.replicas for p in self.placements)
+        return sum(p.replicas for p in self.placements) if self.extent is None else self.extent.replicas
 
     @property
     def nodes(self) -> int:
         """Number of nodes with at least one replica."""
-        return len(self.placements)
+        return len(self.placements) if self.extent is None else self.extent.nodes
+
+    def index(self, node: str) -> int:
+        """Which of the nodes this one is, as its GROUP_RANK says; ValueError when it has no replica here."""
+        first = 0 if self.extent is None else self.extent.index
+        return first + [placement.node for placement in self.placements].index(node)
 
     def ranks(self, node: str) -> range:
         """The global ranks on `node`, empty when it has none."""
-        first = 0
+        first = 0 if self.extent is None else self.extent.rank
         for placement in self.placements:
             if placement.node == node:
                 return range(first, first + placement.replicas)
             first += placement.replicas
         return range(0)
+
+    def slots(self, node: str) -> tuple[int, ...]:
+        """The LOCAL_RANKs on `node` in the order of `ranks`; a process keeps its own as long as it lives."""
+        placement = next((p for p in self.placements if p.node == node), None)
+        return () if placement is None else slots_of(placement)
+
+
+def slots_of(held: Placement | Leaving) -> tuple[int, ...]:
+    """The LOCAL_RANKs of what a node has, in the order of their ranks."""
+    return held.slots or tuple(range(held.replicas))
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -248,6 +280,7 @@ class RunningRecord:
     time: float = 0.0
     first_step: float | None = None  # wall-clock end of the first step, once there was one
     library: bool = False  # a replica said hello: written again when it does
+    resilient: bool = False  # the death of others would not end these replicas: written again, too
 
 
 class Outcome(str, Enum):
@@ -266,6 +299,17 @@ class Failure:
     rank: int
     exit_code: int  # negative: the signal
     message: str = ""
+    time: float = 0.0
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class BrokenRecord:
+    """A generation can not go on as it is, and this node's living replicas wait to go on without the dead."""
+
+    node: str
+    generation: int
+    lost: tuple[int, ...] = ()  # LOCAL_RANKs of this node's dead; (): those of other nodes have died
+    failure: Failure | None = None  # the first of them
     time: float = 0.0
 
 
