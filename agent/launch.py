@@ -30,6 +30,7 @@ from adaptdl_elastic.rendezvous import runtime_file
 from adaptdl_elastic.rendezvous.connect import connect
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.options import StoreOptions
+from adaptdl_elastic.rendezvous.plans import PlanStore
 from adaptdl_elastic.rendezvous.records import JobSpec, NodeRecord, Rescale
 from adaptdl_elastic.rendezvous.server import EtcdServer, EtcdServerError
 from adaptdl_elastic.rendezvous.store import Store, StoreError
@@ -99,7 +100,7 @@ class _Found:
     host: str
 
 
-def _store(options: Options, stack: ExitStack) -> tuple[str, Store]:
+def _store(options: Options, stack: ExitStack) -> tuple[str, PlanStore]:
     """The endpoint and the connection; a private etcd is started where that was asked for."""
     given: dict[str, object] = {"ca": options.etcd_ca, "cert": options.etcd_cert, "key": options.etcd_key}
     if options.endpoint is None:
@@ -214,7 +215,7 @@ def _run(
     options: Options,
     found: _Found,
     endpoint: str,
-    store: Store,
+    store: PlanStore,
     keys: Keys,
     fork_server: ForkServer,
     output: Output,
@@ -270,7 +271,7 @@ def _run(
     agent = AdaptiveAgent(
         spec,
         setting,
-        store,
+        store.of_node(record.node),
         keys,
         found.registration,
         fork_server,

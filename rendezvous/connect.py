@@ -7,6 +7,7 @@ from typing import Literal
 
 from adaptdl_elastic.rendezvous._http import Http, HttpStatusError
 from adaptdl_elastic.rendezvous.options import StoreOptionError, StoreOptions, parse_endpoints
+from adaptdl_elastic.rendezvous.plans import PlanStore
 from adaptdl_elastic.rendezvous.store import Store, StoreError
 
 __all__ = ["API_NAMES", "Api", "StoreOptionError", "StoreOptions", "connect"]
@@ -15,7 +16,7 @@ Api = Literal["auto", "v2", "v3"]
 API_NAMES = ("auto", "v2", "v3")  # for --etcd-api
 
 
-def connect(endpoint: str, *, api: Api = "auto", options: StoreOptions | None = None) -> Store:
+def connect(endpoint: str, *, api: Api = "auto", options: StoreOptions | None = None) -> PlanStore:
     """The store at `host:port[,host:port…]` (`https://…` for TLS); v3 is preferred where both answer.
 
     Options default to what the environment says (`StoreOptions.from_environment`). Raises
@@ -32,12 +33,12 @@ def connect(endpoint: str, *, api: Api = "auto", options: StoreOptions | None = 
 
         v3 = EtcdV3Store(endpoints, options)
         _or_close(v3, v3.check)
-        return v3
+        return PlanStore(v3)
     from adaptdl_elastic.rendezvous.etcd_v2 import EtcdV2Store
 
     v2 = EtcdV2Store(endpoints, options)
     _or_close(v2, v2.check)
-    return v2
+    return PlanStore(v2)
 
 
 _PROBES: dict[str, tuple[str, dict[str, object] | None]] = {

@@ -344,7 +344,7 @@ def test_compaction_is_reported_once_and_reading_again_goes_on(world, collect):
     if world.memory is not None:
         world.memory.compact()
     elif world.api == "v3":
-        store.compact(newest)
+        store.driver.compact(newest)
     seen = collect(store.watch(world.prefix, revision))
     assert isinstance(seen.wait_end(), CompactedError)
     snapshot = store.range(world.prefix)
