@@ -3,11 +3,9 @@
 Every replica measures how long steps take at each (nodes, replicas, atomic batch size), and is told
 the gradient statistics. On rank 0 a thread of its own fits the goodput model to them, looks for a better
 batch size, and reports to the agent; the training loop only appends numbers and reads one attribute.
-
-A step time is believed as the mean of the last `WINDOW` measurements without those that lie far from
-their median (Hampel's rule), and not before `WARMUP` steps have passed since a start or a change of the
-batch size: the first steps allocate, compile and fill caches. Old measurements leave the window, so a
-machine that has become slower is believed within `WINDOW` steps.
+How times are averaged is `_profile`'s business, how a batch size is chosen `_choice`'s. No step is
+measured before `WARMUP` have passed since a start or a change of the batch size: the first ones allocate,
+compile and fill caches.
 """
 
 from __future__ import annotations
@@ -19,44 +17,22 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from adaptdl_elastic import _session, checkpoint, sched_hints
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, fit_perf_params
 from adaptdl_elastic.sched_hints import JobHints, ProfileEntry
+from adaptdl_elastic.torch._choice import BatchSize, Chooser, Limits
+from adaptdl_elastic.torch._profile import ENOUGH, WINDOW, Key, StepTimes, robust_mean
 
 logger = logging.getLogger(__name__)
 
-WINDOW = 64
-"""Measurements remembered of one kind of step at one configuration."""
-
 WARMUP = 3
 """Steps that are not measured after a start, a change of size or of the batch size."""
-
-ENOUGH = 3
-"""Measurements that a configuration needs before it is believed."""
-
-THRESHOLD = 1.05
-"""How much better a batch size must be predicted to be before the one in use is left (AdaptDL's)."""
-
-GROWTH = 2.0
-"""How far beyond the largest measured atomic batch size one decision may go."""
-
-MISFIT = 1.3
-"""Where measurement and model differ by more than this factor, the measurement decides; else the model.
-
-It averages over all configurations, each of which was measured at another moment of a noisy machine.
-"""
-
-SETTLED = WINDOW // 2
-"""Optimizer steps at one batch size before one that was measured earlier is returned to."""
-
-BLUNDER = 1.5
-"""How much better an earlier batch size must be to be returned to at once."""
 
 REFIT = 0.05
 """Relative change of a mean step time that makes the model be fitted anew."""
@@ -64,74 +40,7 @@ REFIT = 0.05
 SOON = 0.1
 """Seconds from a change to the first look at it; then twice as long each time, up to the interval."""
 
-FORMAT = 1
-
-
-@dataclass(frozen=True)
-class BatchSize:
-    """A decision: samples per pass of one replica, and passes without synchronisation before each step."""
-
-    atomic_bsz: int
-    accumulation_steps: int
-    predicted_goodput: float | None = None  # samples at the initial batch size per second
-
-
-class Key(NamedTuple):
-    """A configuration that steps are measured at."""
-
-    nodes: int
-    replicas: int
-    atomic_bsz: int
-
-
-def robust_mean(samples: Iterable[float]) -> float:
-    """Mean of what lies within three scaled median absolute deviations of the median.
-
-    A tenth of the median is always let through, or equal samples would exclude any other.
-    """
-    values = np.fromiter(samples, dtype=float)
-    if not values.size:
-        return 0.0
-    median = float(np.median(values))
-    spread = max(3 * 1.4826 * float(np.median(np.abs(values - median))), 0.1 * abs(median))
-    return float(values[np.abs(values - median) <= spread].mean())
-
-
-def _window() -> deque[float]:
-    return deque(maxlen=WINDOW)
-
-
-@dataclass
-class Profile:
-    """Measurements at one configuration, in seconds. A copy is safe to read in another thread."""
-
-    accum: deque[float] = field(default_factory=_window)  # passes without synchronisation
-    optim: deque[float] = field(default_factory=_window)  # passes with synchronisation and step
-    sync: deque[float] = field(default_factory=_window)  # the part of those that waited for the network
-    version: int = 0  # grows with every measurement
-
-    def copy(self) -> Profile:
-        """As it is now."""
-        return Profile(self.accum.copy(), self.optim.copy(), self.sync.copy(), self.version)
-
-    def entry(self, key: Key) -> ProfileEntry | None:
-        """The means, None while too little was measured."""
-        if len(self.optim) < ENOUGH:
-            return None
-        optim = robust_mean(self.optim)
-        sync = min(robust_mean(self.sync), optim)
-        # a pass takes what it takes, whether gradients are sent after it or not
-        passes = [*self.accum, *(max(t - sync, 0.0) for t in self.optim)] if self.accum else []
-        accum = robust_mean(passes) if passes else (optim - sync if self.sync or key.replicas == 1 else 0.0)
-        return ProfileEntry(*key, accum, optim, len(self.accum), len(self.optim))
-
-
-@dataclass(frozen=True)
-class _Limits:
-    init: int
-    maximum: int | None
-    bounds: tuple[int, int] | None
-    accumulation: bool
+FORMAT = 2
 
 
 @dataclass
@@ -174,14 +83,14 @@ class Metrics:
         self._clock = clock
         self._background = background
         self._interval = _report_interval()
-        self._lock = threading.Lock()
-        self._profiles: dict[Key, Profile] = {}
+        self._times = StepTimes()
         self._grads: dict[str, tuple[float, float]] = {}
         self._gains: dict[str, tuple[float, float]] = {}
         self._progress = 0.0
-        self._limits: _Limits | None = None
+        self._limits: Limits | None = None
         self._current = BatchSize(0, 0)
         self._steps = 0  # with an optimizer step, since it was changed
+        self._reached = 0  # global batch size in use before a restart
         self._position = _Position()
         self._inplace = (False, "")
         self._max_profiled = 1
@@ -189,15 +98,14 @@ class Metrics:
         self._begun: float | None = None
         self._ended: float | None = None
         self._atomic = 0
-        self._synced: float | None = None
         self._skip = WARMUP
         self._where: Key | None = None
         # rate of finished steps, for the measured throughput
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
         self._window_time, self._window_samples = 0.0, 0
         # what the background thread found
-        self._entries: dict[Key, tuple[int, ProfileEntry | None]] = {}  # with the version they are of
-        self._fitted: dict[Key, tuple[float, float]] = {}
+        self._measured: dict[Key, tuple[float, float]] = {}
+        self._fitted: dict[Key, tuple[float, float]] = {}  # what `_perf_params` were fitted to
         self._perf_params: PerfParams | None = None
         self._suggestion: BatchSize | None = None
         self._thread: threading.Thread | None = None
@@ -214,12 +122,7 @@ class Metrics:
         if atomic_bsz != self._atomic:
             self._atomic = atomic_bsz
             self._skip = max(self._skip, WARMUP)
-        self._synced = None
         self._begun = self._clock()
-
-    def profile_sync_time(self, sync_time: float) -> None:
-        """Of the step that is being measured, `sync_time` seconds were spent waiting for the network."""
-        self._synced = (self._synced or 0.0) + sync_time
 
     def profile_step_commit(self, accumulation_step: bool = False) -> None:
         """The pass has ended; it was one without an optimizer step if `accumulation_step`.
@@ -247,21 +150,10 @@ class Metrics:
         if self._skip > 0:
             self._skip -= 1
         else:  # on every replica: any of them may have to take rank 0's place
-            self._record(key, elapsed, accumulation_step)
+            self._times.add(key, elapsed, now, accumulation_step)
+            self._max_profiled = max(self._max_profiled, key.replicas)
         if session.rank == 0 and self._background and self._thread is None:
             self._start()
-
-    def _record(self, key: Key, elapsed: float, accumulation_step: bool) -> None:
-        with self._lock:
-            profile = self._profiles.setdefault(key, Profile())
-            profile.version += 1
-            if accumulation_step:
-                profile.accum.append(elapsed)
-                return
-            profile.optim.append(elapsed)
-            if self._synced is not None:
-                profile.sync.append(min(self._synced, elapsed))
-            self._max_profiled = max(self._max_profiled, key.replicas)
 
     def pause(self) -> None:
         """The time from here to the next pass is no step's: another loop, a checkpoint, a rescale."""
@@ -296,7 +188,7 @@ class Metrics:
     ) -> None:
         """What the training loader was given. `max_batch_size` None: the batch size stays as it is."""
         bounds = None if local_bsz_bounds is None else (int(local_bsz_bounds[0]), int(local_bsz_bounds[1]))
-        self._limits = _Limits(init_batch_size, max_batch_size, bounds, bool(gradient_accumulation))
+        self._limits = Limits(init_batch_size, max_batch_size, bounds, bool(gradient_accumulation))
 
     def current(self, atomic_bsz: int, accumulation_steps: int) -> None:
         """The batch size that is in use from now on."""
@@ -352,7 +244,8 @@ class Metrics:
         """
         if self._perf_params is None:  # after a restart; else the background thread has done it
             self._refit()
-        return self._optimum(self.get_goodput_fn())
+        chooser = self._chooser()
+        return None if chooser is None else chooser.optimum()
 
     def suggestion(self) -> BatchSize | None:
         """A batch size that is worth changing to, as the background thread last found; costs nothing."""
@@ -366,92 +259,17 @@ class Metrics:
         seconds = robust_mean(seconds for seconds, _ in recent[1:])  # the first may be a warm-up
         return sum(n for _, n in recent[1:]) / (len(recent) - 1) / seconds if seconds > 0 else None
 
-    def _optimum(self, model: GoodputFunction | None) -> BatchSize | None:
-        limits = self._limits
-        if limits is None or limits.maximum is None or model is None:
+    def _chooser(self) -> Chooser | None:
+        """All that a choice of the batch size depends on now; None until there is a model."""
+        session, limits, perf, grads = self._session, self._limits, self._perf_params, self.grad_params()
+        if limits is None or perf is None or grads is None:
             return None
-        session = self._session
-        low, high = limits.bounds or (1, limits.maximum)
-        measured = [key.atomic_bsz for key in list(self._profiles)] or [limits.init]
-        reach = max(int(GROWTH * max(measured)), math.ceil(limits.init / session.replicas), low)
-        goodput, atomic, accum = model.optimize(
-            session.nodes,
-            session.replicas,
-            max_batch_size=max(limits.init, min(limits.maximum, self._reach())),
-            atomic_bsz_range=(low, min(high, reach)),
-            accumulation=limits.accumulation,
-        )
-        if goodput <= 0:
-            return None
-        return BatchSize(int(atomic), int(accum), float(goodput))
-
-    def _reach(self) -> int:
-        """The largest global batch size that one decision may go to: statistics are extrapolated so far."""
-        now, replicas = self._current, self._session.replicas
-        in_use = replicas * now.atomic_bsz * (now.accumulation_steps + 1)
-        return math.ceil(GROWTH * max(in_use, self._limits.init if self._limits else 1))
-
-    def _hopeful(self) -> GoodputFunction | None:
-        """The model; while one atomic batch size is all that was measured, as if any took as long.
-
-        What of a step's time depends on the batch is not known yet. So a larger batch is tried unless
-        its samples would be worth too little even so: one trial, and it is known.
-        """
-        model, perf, limits, grads = (
-            self.get_goodput_fn(),
-            self._perf_params,
-            self._limits,
-            self.grad_params(),
-        )
-        sizes = {key.atomic_bsz for key in self._fitted}
-        if model is None or perf is None or limits is None or grads is None or len(sizes) != 1:
-            return model
-        perf = perf._replace(alpha_c=perf.alpha_c + perf.beta_c * sizes.pop(), beta_c=0.0)
-        return GoodputFunction(perf, grads, limits.init)
-
-    def _better(self) -> BatchSize | None:
-        """The optimum, if it is worth leaving the present batch size for."""
-        model, now = self._hopeful(), self._current
-        best = self._optimum(model)
-        if best is None or model is None or now.atomic_bsz < 1:
-            return None
-        if (best.atomic_bsz, best.accumulation_steps) == (now.atomic_bsz, now.accumulation_steps):
-            return None
-        session = self._session
-        if Key(session.nodes, session.replicas, now.atomic_bsz) not in self._fitted:
-            return None  # what is in use gets its chance first
-        gained = self._worth(model, best) / self._worth(model, now)
-        known = Key(session.nodes, session.replicas, best.atomic_bsz) in self._fitted
-        if known and self._steps < SETTLED and gained < BLUNDER:
-            return None  # it was left for a reason
-        return best if gained > THRESHOLD else None
-
-    def _worth(self, model: GoodputFunction, choice: BatchSize) -> float:
-        """Goodput of a choice: by the model, or by measurement where it proves the model wrong."""
-        session = self._session
-        key = Key(session.nodes, session.replicas, choice.atomic_bsz)
-        passes = choice.accumulation_steps
-        predicted = max(float(model(*key, passes)), 1e-12)
-        accum_time, optim_time = self._fitted.get(key, (0.0, 0.0))
-        if not optim_time or (passes and not accum_time):
-            return predicted
-        batch = key.replicas * key.atomic_bsz * (passes + 1)
-        measured = float(batch / (passes * accum_time + optim_time) * model.efficiency(batch))
-        return predicted if 1 / MISFIT <= measured / predicted <= MISFIT else measured
+        here = session.nodes, session.replicas
+        return Chooser(*here, limits, perf, grads, self._measured, self._current, self._steps, self._reached)
 
     def entries(self) -> tuple[ProfileEntry, ...]:
         """Every configuration that was measured often enough."""
-        with self._lock:  # only for the copy: the training loop waits for this lock
-            versions = {key: profile.version for key, profile in self._profiles.items()}
-            changed = {
-                key: profile.copy()
-                for key, profile in self._profiles.items()
-                if self._entries.get(key, (-1, None))[0] != profile.version
-            }
-        for key, profile in changed.items():
-            self._entries[key] = (profile.version, profile.entry(key))
-        found = [self._entries[key][1] for key in sorted(versions)]
-        return tuple(entry for entry in found if entry is not None)
+        return self._times.entries()
 
     def hints(self) -> JobHints:
         """What is reported to those who decide on this job's size."""
@@ -520,7 +338,8 @@ class Metrics:
         if session.rank != 0:
             return
         self._refit()
-        self._suggestion = self._better()
+        chooser = self._chooser()
+        self._suggestion = None if chooser is None else chooser.better()
         if self._current.atomic_bsz < 1 or self._limits is None:
             return
         hints = self.hints()
@@ -532,6 +351,7 @@ class Metrics:
         means = {
             Key(e.nodes, e.replicas, e.atomic_bsz): (e.accum_step_time, e.optim_step_time) for e in entries
         }
+        self._measured = means
         if not means or not self._changed(means):
             return
         try:
@@ -576,44 +396,29 @@ class Metrics:
 
     def dump(self) -> dict[str, Any]:
         """Everything that a later generation needs, as JSON."""
-        with self._lock:
-            profiles = [
-                {
-                    "key": list(k),
-                    "accum": list(p.accum),
-                    "optim": list(p.optim),
-                    "sync": list(p.sync),
-                    "n": p.version,
-                }
-                for k, p in self._profiles.items()
-            ]
+        now = self._current
+        batch_size = self._session.replicas * now.atomic_bsz * (now.accumulation_steps + 1)
         return {
             "v": FORMAT,
-            "profiles": profiles,
+            "times": self._times.dump(),
             "grads": self._grads,
             "gains": self._gains,
             "progress": self._progress,
             "max_profiled": self._max_profiled,
-            "current": [self._current.atomic_bsz, self._current.accumulation_steps],
+            "batch_size": batch_size or self._reached,
         }
 
     def undump(self, saved: dict[str, Any]) -> None:
         """The inverse of `dump`. ValueError for a newer format."""
         if saved.get("v") != FORMAT:
             raise ValueError(f"metrics of format {saved.get('v')}, this version reads {FORMAT}")
-        with self._lock:
-            self._profiles = {
-                Key(*p["key"]): Profile(
-                    deque(p["accum"], WINDOW), deque(p["optim"], WINDOW), deque(p["sync"], WINDOW), p["n"]
-                )
-                for p in saved["profiles"]
-            }
-            self._entries = {}
+        self._times.load(saved["times"], self._clock())
         self._grads = {key: (pair[0], pair[1]) for key, pair in saved["grads"].items()}
         self._gains = {key: (pair[0], pair[1]) for key, pair in saved["gains"].items()}
         self._progress = saved["progress"]
         self._max_profiled = saved["max_profiled"]
-        self._fitted = {}
+        self._reached = saved["batch_size"]
+        self._measured = self._fitted = {}
 
 
 def _report_interval() -> float:

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from adaptdl_elastic import _session, checkpoint, sched_hints
 from adaptdl_elastic.channel import Channel
 from adaptdl_elastic.torch import _metrics
-from adaptdl_elastic.torch._metrics import SETTLED, WARMUP, WINDOW, BatchSize, Metrics, robust_mean
+from adaptdl_elastic.torch._choice import SETTLED, BatchSize
+from adaptdl_elastic.torch._metrics import WARMUP, Metrics
+from adaptdl_elastic.torch._profile import WINDOW, robust_mean
 
 
 @pytest.fixture
@@ -38,16 +40,15 @@ class Machine:
         self.load = load  # seconds for the data of a step
         self.metrics = Metrics(clock=lambda: self.now, background=False)
 
-    def train(self, steps: int, atomic: int, accum: int = 0, sync: float | None = None) -> None:
+    def train(self, steps: int, atomic: int, accum: int = 0, sync: float = 0.0) -> None:
         self.metrics.current(atomic, accum)
         for _ in range(steps):
             for number in range(accum + 1):
                 self.now += self.load
                 self.metrics.profile_step_start(atomic)
                 self.now += self.step_time(atomic)
-                if number == accum and sync is not None:
+                if number == accum:
                     self.now += sync
-                    self.metrics.profile_sync_time(sync)
                 self.metrics.profile_step_commit(accumulation_step=number < accum)
 
     def time_of(self, atomic: int) -> float:
@@ -102,7 +103,7 @@ def test_a_machine_that_becomes_slower_is_believed_within_a_window(script: Scrip
     machine.train(300, 32)
     assert machine.time_of(32) == pytest.approx(0.01)
     machine.train(WINDOW, 32)
-    assert machine.time_of(32) == pytest.approx(0.03)
+    assert machine.time_of(32) == pytest.approx(0.03, rel=0.1)
 
 
 def test_waiting_for_data_is_part_of_a_step_and_a_pause_is_not(script: Script) -> None:
@@ -122,11 +123,12 @@ def test_a_pass_without_synchronisation_is_told_from_one_with_it(script: Script)
     (entry,) = machine.metrics.entries()
     assert (entry.nodes, entry.replicas, entry.atomic_bsz) == (1, 2, 32)
     assert entry.optim_step_time == pytest.approx(0.014)
-    assert entry.accum_step_time == pytest.approx(0.01)
+    assert entry.accum_step_time == 0.0  # not measured
     machine.train(20, 16, accum=3, sync=0.004)
     entry = machine.metrics.entries()[0]
     assert (entry.atomic_bsz, entry.accum_count > entry.optim_count) == (16, True)
     assert entry.accum_step_time == pytest.approx(0.01)
+    assert entry.optim_step_time == pytest.approx(0.014)
     assert machine.metrics.throughput() == pytest.approx(2 * 16 * 4 / 0.044, rel=1e-6)
 
 
@@ -254,6 +256,40 @@ def test_steady_noise_does_not_make_the_batch_size_wander(script: Script) -> Non
         found = machine.metrics.suggestion()
         changes, now = changes + (found is not None), found or now
     assert changes <= 1
+
+
+@pytest.mark.parametrize("factor", [2.5, 0.4])
+def test_a_machine_of_another_speed_changes_no_batch_size(script: Script, factor: float) -> None:
+    """Sizes that were left before looked as fast as then: 201 → 183 → 109 → 104 → 100 → 93 → 88."""
+    noise, slowness = random.Random(0), 1.0
+    machine = Machine(lambda atomic: slowness * (0.002 + 0.0001 * atomic) * noise.lognormvariate(0, 0.1))
+    limits(machine)
+    noisy_gradients(machine.metrics, 20.0)
+    now = adapt(machine)
+    slowness, changes = factor, 0
+    for _ in range(40):
+        machine.train(20, now.atomic_bsz)
+        machine.metrics.refresh()
+        found = machine.metrics.suggestion()
+        changes, now = changes + (found is not None), found or now
+    assert changes <= 1
+
+
+def test_what_was_in_use_before_a_restart_is_within_reach_after_it(script: Script) -> None:
+    """A job at thirty times its initial batch size does not begin again at twice."""
+    machine = Machine(lambda atomic: 0.01)
+    limits(machine)
+    noisy_gradients(machine.metrics, 1e9)
+    now = adapt(machine)
+    assert now.atomic_bsz == 1024
+    saved = json.loads(json.dumps(machine.metrics.dump()))
+    script.restart()
+    again = Metrics(background=False)
+    again.undump(saved)
+    again.set_batch_size(32, 4096, (8, 1024))
+    best = again.best_batch_size()
+    assert best is not None
+    assert best.atomic_bsz > 900
 
 
 def test_without_autoscaling_nothing_is_suggested(script: Script) -> None:
