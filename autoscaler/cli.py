@@ -176,6 +176,13 @@ def main() -> None:
         code = adaptdl.main(standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(130)
+    except click.UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # click >= 8.2: no mistake, a question
+            error.show()
+            sys.exit(error.exit_code)
+        path = error.ctx.command_path if error.ctx else "adaptdl"
+        click.echo(f"{path}: {error.format_message()} ({path} --help)", err=True)
+        sys.exit(error.exit_code)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

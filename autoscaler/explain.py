@@ -13,9 +13,9 @@ import numpy as np
 
 from adaptdl_elastic.autoscaler.coordinator import job as jobs
 from adaptdl_elastic.autoscaler.coordinator.job import Phase
-from adaptdl_elastic.autoscaler.coordinator.policy import Policy, ask, model, own_hints
+from adaptdl_elastic.autoscaler.coordinator.policy import Policy, ask, expected_pause, model, own_hints
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan, nearest, rooms
-from adaptdl_elastic.autoscaler.coordinator.status import typical_pause, why_pending
+from adaptdl_elastic.autoscaler.coordinator.status import counted, typical_pause, why_pending
 from adaptdl_elastic.autoscaler.coordinator.types import Allocation, Memory, Settings
 from adaptdl_elastic.autoscaler.policy.types import GoodputModel
 from adaptdl_elastic.autoscaler.policy.types import Settings as PolicySettings
@@ -65,7 +65,7 @@ class Explanation:
     policy_wants: int | None  # what the policy would give it now
     policy_reason: str
     pause: float | None
-    pause_measured: bool
+    pause_from: str  # how its pause is known
     rivals: tuple[Rival, ...]
     free_slots: int
     prediction_error: float | None
@@ -93,7 +93,7 @@ def explain(view: View, job: JobView, policy: Policy, settings: Settings | None 
         why = decision.pending.get(job.job, "") or (found.text if found else "")
     known = {info.name: info.model for info in question.jobs}
     curve = known.get(job.job)
-    pause = typical_pause(job)
+    pause = expected_pause(job, settings)
     everywhere, free = rooms(view, job), rooms(view, job, ledger)
     size = sum(now.values())
     here = _option(curve, now, now, 0.0) if now else None
@@ -120,11 +120,18 @@ def explain(view: View, job: JobView, policy: Policy, settings: Settings | None 
         policy_wants=wants,
         policy_reason=why,
         pause=cost,
-        pause_measured=pause is not None,
+        pause_from=_pause_from(job, pause),
         rivals=_rivals(view, job, ledger, known, reasons),
         free_slots=sum(max(0, room.most - now.get(node, 0)) for node, room in free.items()),
         prediction_error=status.prediction_error if status else None,
     )
+
+
+def _pause_from(job: JobView, expected: float | None) -> str:
+    if typical_pause(job) is not None:
+        return "median of its last changes"
+    how = "by restart" if expected is None else "in place"
+    return f"assumed: {how}, it was never changed"
 
 
 def _neighbour(
@@ -262,13 +269,12 @@ def lines(found: Explanation) -> list[str]:
         if option is not None and option.goodput is not None:
             said.append(f"  {name:<9}{_size(option)}{_worth(option)}")
     if found.pause is not None:
-        how = "median of its last changes" if found.pause_measured else "assumed: it was never changed"
-        said.append(f"  a change costs {found.pause:.2g} s without a step ({how})")
+        said.append(f"  a change costs {found.pause:.2g} s without a step ({found.pause_from})")
     if found.policy_wants is not None:
         agrees = "as it has" if found.policy_wants == found.replicas else f"it has {found.replicas}"
         said.append(f"  the policy would give it {found.policy_wants} now, {agrees}: {found.policy_reason}")
     said += [f"  limit: {text}" for text in found.limited_by]
-    said.append(f"  free on its nodes: {found.free_slots} slots")
+    said.append(f"  free on its nodes: {counted(found.free_slots, 'slot')}")
     for rival in found.rivals:
         wants = "" if rival.wants is None else f", would have {rival.wants} alone"
         gain = (
@@ -285,7 +291,7 @@ def lines(found: Explanation) -> list[str]:
 
 
 def _replicas(count: int) -> str:
-    return f"{count} replica" + ("" if count == 1 else "s")
+    return counted(count, "replica")
 
 
 def _size(option: Option) -> str:

@@ -23,6 +23,7 @@ from adaptdl_elastic.autoscaler.commands.report import (
     show_table,
     wait_until,
 )
+from adaptdl_elastic.autoscaler.coordinator.status import counted
 from adaptdl_elastic.autoscaler.state import JobView, View
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.keys import Keys
@@ -30,6 +31,7 @@ from adaptdl_elastic.rendezvous.records import JobRequest
 from adaptdl_elastic.rendezvous.store import Store
 
 _ATTEMPTS = 20
+_ENDED = ("done", "stopped", "failed")
 
 
 @click.command(name="ls")
@@ -41,7 +43,7 @@ def ls(where: Where, as_json: bool, everything: bool) -> None:
     view = load(where)
     rows = [job_row(view, job) for _, job in sorted(view.jobs.items()) if job.spec is not None]
     if not everything:
-        rows = [row for row in rows if row["state"] not in ("done", "stopped", "failed")]
+        rows = [row for row in rows if row["state"] not in _ENDED]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
@@ -93,7 +95,7 @@ def status(job: str, where: Where, as_json: bool) -> None:
     lines = [
         ("job", f"{job}   {row['state']}   generation {show(row['generation'])}"),
         ("why", row["reason"]),
-        ("size", f"{row['replicas']} replicas on {row['nodes']} nodes   {_places(row)}"),
+        ("size", _size(row)),
         (
             "batch",
             f"{show(row['batch_size'])} = {show(row['atomic_bsz'])} a replica and pass, "
@@ -112,7 +114,8 @@ def status(job: str, where: Where, as_json: bool) -> None:
         ("checkpoint", show(row["checkpoint"])),
     ]
     if row["requested"] is not None:
-        lines.append(("asked for", f"{row['requested']} replicas (adaptdl scale {job} --auto to undo)"))
+        asked = counted(row["requested"], "replica")
+        lines.append(("asked for", f"{asked} (adaptdl scale {job} --auto to undo)"))
     lines += [("failure", text) for text in row["failures"]]
     for name, text in lines:
         click.echo(f"{name:<13} {text}")
@@ -142,7 +145,7 @@ def _details(job: JobView) -> Row:
 
 @click.command()
 @click.argument("job")
-@click.option("--replicas", type=click.IntRange(min=1), default=None, help="Exactly so many, until --auto.")
+@click.option("--replicas", type=int, default=None, help="Exactly so many, until --auto.")
 @click.option("--auto", is_flag=True, help="Let the policy choose again.")
 @click.option("--wait", is_flag=True, help="Until the job runs at that size.")
 @click.option(
@@ -153,6 +156,8 @@ def scale(job: str, where: Where, replicas: int | None, auto: bool, wait: bool, 
     """Choose JOB's size by hand, or hand it back to the policy."""
     if (replicas is None) == (not auto):
         raise click.UsageError("say either --replicas N or --auto")
+    if replicas is not None and replicas < 1:
+        raise click.UsageError(f"--replicas {replicas} is less than 1; adaptdl stop {job} saves and ends it")
 
     def check(found: JobView) -> None:
         assert found.spec is not None
@@ -165,11 +170,14 @@ def scale(job: str, where: Where, replicas: int | None, auto: bool, wait: bool, 
     store, keys = _open(where, job)
     with store:
         _ask(store, keys, job, lambda request: replace(request, replicas=replicas), check)
-        click.echo(f"{job}: " + ("sized by the policy again" if auto else f"{replicas} replicas asked for"))
+        click.echo(
+            f"{job}: "
+            + ("sized by the policy again" if auto else f"{counted(replicas or 0, 'replica')} asked for")
+        )
         if wait and not auto and not wait_until(store, keys, lambda v: _runs_at(v, job, replicas), timeout):
             row = job_row(read(store, keys), read(store, keys).jobs[job])
             raise CommandError(
-                f"{job} has {row['replicas']} replicas after {timeout:g} s: {row['reason']} "
+                f"{job} has {counted(row['replicas'], 'replica')} after {timeout:g} s: {row['reason']} "
                 f"(adaptdl explain {job} says more)"
             )
 
@@ -278,6 +286,13 @@ def _progress(row: Row) -> str:
         else f"epoch {row['epoch']}" + (f"/{row['epochs']}" if row["epochs"] else "")
     )
     return epoch if row["progress"] is None else f"{row['progress']:.0%} ({epoch})"
+
+
+def _size(row: Row) -> str:
+    if not row["replicas"]:
+        return "none: it has ended" if row["state"] in _ENDED else "no replica yet"
+    size = f"{counted(row['replicas'], 'replica')} on {counted(row['nodes'], 'node')}"
+    return f"{size}   {_places(row)}"
 
 
 def _places(row: Row) -> str:

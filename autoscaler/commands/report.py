@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,9 +13,12 @@ from adaptdl_elastic.autoscaler.coordinator.job import this_run
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan
 from adaptdl_elastic.autoscaler.state import JobView, Keeper, View, view_of
 from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.records import JobState
 from adaptdl_elastic.rendezvous.store import CompactedError, Store
 
 Row = dict[str, Any]
+
+_LEAST_WIDTH = 12  # of the last column of a table, where it is cut
 
 
 def read(store: Store, keys: Keys) -> View:
@@ -74,6 +78,7 @@ def job_row(view: View, job: JobView) -> Row:
     if hints is not None and plan is not None and hints.generation < plan.first:
         hints = None  # of an earlier run
     running = status is not None and not status.state.ended
+    done = status is not None and status.state is JobState.DONE
     pauses = status.pauses if status else ()
     return {
         "job": job.job,
@@ -93,9 +98,10 @@ def job_row(view: View, job: JobView) -> Row:
         "prediction_error": status.prediction_error if status else None,
         "throughput": hints.throughput if hints else None,
         "efficiency": hints.efficiency if hints else None,
-        "epoch": hints.epoch if hints else None,
+        # its last report may be of the epoch before the end
+        "epoch": (hints.epochs if done and hints.epochs else hints.epoch) if hints else None,
         "epochs": hints.epochs if hints else None,
-        "progress": hints.progress if hints else None,
+        "progress": 1.0 if done else hints.progress if hints else None,
         "step": hints.step if hints else None,
         "cause": plan.cause.value if plan else None,
         "reason": status.reason if status else "the coordinator has not seen it yet",
@@ -140,22 +146,41 @@ def node_rows(view: View, ledger: Ledger) -> list[Row]:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], empty: str = "") -> None:
-    """Print a table; as wide as it needs to be when nobody's terminal limits it."""
+    """Print a table: on a terminal no wider than that (the last column is cut), elsewhere one line a row."""
     import sys
-
-    from rich.console import Console
-    from rich.table import Table
 
     if not rows and empty:
         print(empty)
         return
-    console = Console() if sys.stdout.isatty() else Console(width=240)
-    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
-    for name in columns:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*(show(value) for value in row))
-    console.print(table)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    cells = [list(columns), *([show(value).replace("\n", " ") for value in row] for row in rows)]
+    for line in layout(cells, width):
+        print(line)
+
+
+def layout(cells: Sequence[Sequence[str]], width: int | None) -> list[str]:
+    """Lines of aligned columns, at most `width` characters where the first columns fit into that.
+
+    What does not fit is cut from the last column; where next to nothing of it would be left it is left
+    out. Widths are those that a terminal shows (two columns for a wide character).
+    """
+    from rich.cells import cell_len as size
+
+    widths = [max(size(row[i]) for row in cells) for i in range(len(cells[0]))]
+    first = sum(widths[:-1]) + 2 * len(widths[:-1])
+    left = max(widths[-1], 1) if width is None else width - first
+    lines = []
+    for row in cells:
+        text = "".join(
+            cell + " " * (wide - size(cell) + 2) for cell, wide in zip(row[:-1], widths[:-1], strict=True)
+        )
+        last = row[-1] if left >= min(_LEAST_WIDTH, widths[-1]) else ""
+        if size(last) > left:
+            while size(last) > left - 1:
+                last = last[:-1]
+            last += "…"
+        lines.append((text + last).rstrip())
+    return lines
 
 
 def show(value: Any) -> str:

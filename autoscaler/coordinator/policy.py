@@ -17,7 +17,7 @@ from adaptdl_elastic.autoscaler.policy.learning import Corrections, correct
 from adaptdl_elastic.autoscaler.policy.types import Decision, GoodputModel, JobInfo, NodeInfo, NodeLimit
 from adaptdl_elastic.autoscaler.state import JobView, View
 from adaptdl_elastic.goodput import GradParams, PerfParams
-from adaptdl_elastic.rendezvous.records import Cause, JobSpec
+from adaptdl_elastic.rendezvous.records import Cause, JobSpec, Rescale
 from adaptdl_elastic.sched_hints import JobHints, ProfileEntry
 
 Policy = Callable[
@@ -121,10 +121,11 @@ def _job(
     spec, now = job.spec.record, in_plan(condition.plan)
     size = sum(now.values())
     hints = _informed(own_hints(job), curves.get(spec.curve_key))
-    fixed, why, places = _fixed_size(view, job, condition, places, settings)
+    fixed, places = _fixed_size(view, job, condition, places, settings)
     unsettled = condition.phase in (Phase.CHANGING, Phase.BROKEN)
     if unsettled:
-        fixed, why = size, None
+        fixed = _Fixed(size, "a change of it is under way")
+    chosen = fixed is not None and fixed.cause is not None and fixed.size == size
     info = JobInfo(
         name=job.job,
         min_replicas=max(1, spec.min_replicas),
@@ -134,24 +135,34 @@ def _job(
         limits={name: NodeLimit(room.least, room.most) for name, room in places.items()},
         model=None if hints is None else model(hints),
         max_profiled_replicas=0 if hints is None else hints.max_profiled_replicas,
-        requested_replicas=fixed,
-        preemptible=spec.preemptible and not unsettled and not (why is not None and fixed == size),
+        requested_replicas=None if fixed is None else fixed.size,
+        fixed_because="" if fixed is None else fixed.text,
+        preemptible=spec.preemptible and not unsettled and not chosen,
         avoid_preemptible_nodes=spec.avoid_preemptible_nodes,
         weight=spec.weight,
         remaining=None if hints is None else hints.remaining_samples,
         attained=_attained(hints),
-        pause=typical_pause(job),
+        pause=expected_pause(job, settings),
         submitted=job.spec.seen,
         waiting_since=memory.waiting.get(job.job, view.now) if not size else None,
         last_change=job.plan.seen if now else None,
     )
-    return info, why
+    return info, None if fixed is None or fixed.cause is None else (fixed.cause, fixed.text)
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    """A size that is not the policy's to choose."""
+
+    size: int
+    text: str  # why
+    cause: Cause | None = None  # of plans that give it; None: it has it already
 
 
 def _fixed_size(
     view: View, job: JobView, condition: Condition, places: Mapping[str, Room], settings: Settings
-) -> tuple[int | None, tuple[Cause, str] | None, Mapping[str, Room]]:
-    """The size of a job that the policy is not to choose, and why; None where it is."""
+) -> tuple[_Fixed | None, Mapping[str, Room]]:
+    """The size of a job that the policy is not to choose, None where it is; and where it may be."""
     assert job.spec is not None
     spec, now = job.spec.record, in_plan(condition.plan)
     wanted = jobs.requested_replicas(job)
@@ -159,23 +170,33 @@ def _fixed_size(
         possible = nearest(spec, wanted, places, now)
         size = sum((possible or {}).values()) or max(1, spec.min_replicas)
         text = f"adaptdl scale: {wanted} replica{'' if wanted == 1 else 's'}"
-        return (
-            size,
-            (Cause.MANUAL, text if size == wanted else f"{text}, of which {size} are possible"),
-            places,
-        )
+        text = text if size == wanted else f"{text}, of which {size} are possible"
+        return _Fixed(size, text, Cause.MANUAL), places
+    size = sum(now.values())
     if not spec.autoscale:
-        return (sum(now.values()) or None), None, places
+        return _Fixed(size, "it was started with autoscaling off") if size else None, places
     if condition.phase is Phase.STEADY and not jobs.uses_library(job):
         if view.now - condition.health.started_at < settings.hello_grace:
-            return sum(now.values()), None, places
+            return _Fixed(size, "its script has not said yet that it uses the library"), places
         least = {name: replace(room, most=room.least) for name, room in places.items()}
         wide = everything(spec, least, now)
-        if wide is not None and sum(wide.values()) >= sum(now.values()):
+        if wide is not None and sum(wide.values()) >= size:
             text = f"the script reports nothing to decide by: every node there is ({len(wide)})"
-            return sum(wide.values()), (Cause.JOIN, text), {n: least[n] for n in wide}
-        return sum(now.values()), None, places
-    return None, None, places
+            return _Fixed(sum(wide.values()), text, Cause.JOIN), {n: least[n] for n in wide}
+        return _Fixed(size, "its script reports nothing to decide by"), places
+    return None, places
+
+
+def expected_pause(job: JobView, settings: Settings) -> float | None:
+    """Seconds that a change would cost: as measured; before the first what one in place takes, if it can be.
+
+    None where neither is known: the policy has a default.
+    """
+    measured = typical_pause(job)
+    hints = own_hints(job)
+    if measured is None and hints is not None and hints.inplace and job.spec is not None:
+        return None if job.spec.record.rescale is Rescale.RESTART else settings.inplace_pause
+    return measured
 
 
 def own_hints(job: JobView) -> JobHints | None:
@@ -296,7 +317,7 @@ def targets(
         now = question.current.get(name, {})
         reason = decision.reasons.get(name)
         cause, text = _cause(question, name, conditions[name], spec.record)
-        if reason is not None and reason.text and (cause is not Cause.MANUAL or not text):
+        if reason is not None and reason.text and name not in question.causes:
             text = reason.text if not text else f"{text}: {reason.text}"
         found[name] = Target(
             run=spec.record.run,

@@ -29,6 +29,7 @@ class Settings:
     max_backoff: float = 60.0
     refill_after: float = 300.0  # a generation that lives so long and saves pays the restarts back
     late_pardon: float = 600.0  # a node that did not start in time is tried again after so long
+    inplace_pause: float = 0.2  # of a change in place until one was measured (results/rescale_pause.md)
     drift: float = 0.15  # a report that changes the predicted goodput by so much asks for a round
     max_events: int = 1000
     keep_ended: int = 200  # jobs that have ended, whose status stays readable

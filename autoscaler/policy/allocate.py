@@ -46,13 +46,11 @@ def allocate(
     solution = solve(tables, board, capacity, settings.time_limit)
     allocations = {job.name: solution.placed.get(job.name, {}) for job in jobs}
     changed = tuple(name for name, found in allocations.items() if found != before[name])
-    slots = max((node.slots for node in usable), default=1)
     decision = Decision(
         allocations=allocations,
         reasons={},
         changed=changed,
         objective=float(sum(_speedup(tables, i, allocations[job.name]) for i, job in enumerate(free))),
-        node_loss=float(solution.table.best[capacity] - solution.table.best[max(capacity - slots, 0)]),
         pending=pending,
     )
     given = reasons.explain(decision, jobs, fixed, tables, solution.targets, before, now, settings)

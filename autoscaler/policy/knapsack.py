@@ -2,7 +2,7 @@
 
 Each job takes one of its options or none; the options' sizes together must not exceed the capacity
 (Kellerer, Pferschy, Pisinger, *Knapsack Problems*, 2004, chapter 11). One pass answers for every
-capacity up to the one asked for, which is what tells the worth of one more or one fewer node.
+capacity up to the one asked for.
 """
 
 from __future__ import annotations

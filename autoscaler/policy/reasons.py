@@ -33,7 +33,8 @@ def explain(
         if job.name in decision.pending:
             given[job.name] = Reason(f"pending: {decision.pending[job.name]}")
         elif job.name in pinned:
-            given[job.name] = Reason(f"keeps its {replicas(sum(after.values()))}: it may not be preempted")
+            why = job.fixed_because or "it may not be preempted"
+            given[job.name] = Reason(f"keeps its {replicas(sum(after.values()))}: {why}")
         else:
             row = rows[job.name]
             target = targets[row]
@@ -95,7 +96,7 @@ def _sentence(
         return f"the slots are worth more to other jobs{waited}"
     size = _size(after)
     if job.requested_replicas is not None:
-        return f"{size}, as requested"
+        return f"{size}: {job.fixed_because}" if job.fixed_because else f"{size}, as requested"
     if job.model is None:
         return f"{size} until its goodput has been measured"
     if dict(before) == dict(after):

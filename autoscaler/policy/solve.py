@@ -25,7 +25,6 @@ class Solution:
 
     placed: dict[str, dict[str, int]]
     targets: list[int | None]  # per job the column it would have if everything were explored
-    table: Table  # of those
 
 
 def solve(tables: Tables, board: Board, capacity: int, seconds: float) -> Solution:
@@ -37,8 +36,7 @@ def solve(tables: Tables, board: Board, capacity: int, seconds: float) -> Soluti
     the others keep what they have or go straight to their own size. `seconds` limits an exact program
     for what does not fit at once.
     """
-    dreams = _program(tables, _worths(tables, tables.possible), capacity)
-    targets = dreams.choose(capacity)
+    targets = _program(tables, _worths(tables, tables.possible), capacity).choose(capacity)
     worths = _steps(tables, targets)
     plain = _worths(tables, tables.allowed)
     best = _standing(tables, board)
@@ -47,7 +45,7 @@ def solve(tables: Tables, board: Board, capacity: int, seconds: float) -> Soluti
         chosen = _program(tables, worths, capacity).choose(capacity)
         failed = _place(tables, chosen, targets, trial)
         if not failed and attempt == 0:
-            return Solution(trial.placed, targets, dreams)
+            return Solution(trial.placed, targets)
         worth = _realised(tables, trial)
         if worth > best[0] + 1e-9:
             best = worth, trial.placed
@@ -68,8 +66,8 @@ def solve(tables: Tables, board: Board, capacity: int, seconds: float) -> Soluti
             if name not in found.placed:
                 found.put(name, allocation)
         if _realised(tables, found) > best[0] + 1e-9:
-            return Solution(found.placed, targets, dreams)
-    return Solution(best[1], targets, dreams)
+            return Solution(found.placed, targets)
+    return Solution(best[1], targets)
 
 
 def _program(tables: Tables, worths: Array, capacity: int) -> Table:

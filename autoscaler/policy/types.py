@@ -64,6 +64,7 @@ class JobInfo:
     model: GoodputModel | None = None  # None: not profiled yet, gets its minimum
     max_profiled_replicas: int = 0  # it is tried on at most twice as many
     requested_replicas: int | None = None  # exactly so many (a person said so, or it can not adapt)
+    fixed_because: str = ""  # why its size is not the policy's to choose, where it is not
     preemptible: bool = True  # False: once it runs it keeps what it has
     avoid_preemptible_nodes: bool = False
     weight: float = 1.0
@@ -120,8 +121,5 @@ class Decision:
     reasons: Mapping[str, Reason]
     changed: tuple[str, ...] = ()  # jobs whose allocation differs from the current one
     objective: float = 0.0
-    node_gain: float = 0.0  # what one more node would add to the sum of speedups
-    node_loss: float = 0.0  # what the least useful node adds now
     seconds: float = 0.0  # of CPU, by the caller's clock
-    preferred_wait: float | None = None  # seconds after which deciding again may change something
     pending: Mapping[str, str] = field(default_factory=dict)  # jobs that can not run, and why
