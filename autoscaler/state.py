@@ -207,7 +207,10 @@ class Keeper:
 
     def _parts(self, key: str) -> list[str]:
         root = self._keys.root
-        return key[len(root) :].split("/") if key.startswith(root) else []
+        parts = key[len(root) :].split("/") if key.startswith(root) else []
+        if parts[:1] == ["reports"] and len(parts) > 1:
+            return ["jobs", parts[1], "generations", *parts[2:]]
+        return parts
 
     def _decode(self, kind: type[R], key: str, value: object, revision: int, now: float) -> Seen[R] | None:
         if isinstance(value, kind):

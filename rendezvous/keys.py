@@ -6,11 +6,11 @@ jobs/<job>/request                      JobRequest: what a person asked for (ada
 jobs/<job>/status                       JobStatus, written by the coordinator
 jobs/<job>/hints                        sched_hints.JobHints: what rank 0 reports, relayed by its agent
 jobs/<job>/plan                         Plan, written by the coordinator (removal-only: by any agent)
+reports/<job>/<g>/ready/<node>          ReadyRecord: this node could run generation g now
+reports/<job>/<g>/running/<node>        RunningRecord: its replicas have started
 parts/<job>/<name>/<n>                  PlanPart: what a large plan says of some nodes (plans.py)
 jobs/<job>/checkpoint                   CheckpointRecord, written by rank 0's agent
 jobs/<job>/generations/<g>/master       MasterRecord, written by the agent of rank 0
-jobs/<job>/generations/<g>/ready/<node>     ReadyRecord: this node could run generation g now
-jobs/<job>/generations/<g>/running/<node>   RunningRecord: its replicas have started
 jobs/<job>/generations/<g>/broken/<node>    BrokenRecord: somebody has died, its living replicas wait
 jobs/<job>/generations/<g>/ended/<node>     EndedRecord: its replicas are gone, and how they ended
 coordinator/host                        leased: the agent that keeps a coordinator running as its child
@@ -75,8 +75,18 @@ class Keys:
         return f"{self.jobs}{check_name('job', job)}/" + "/".join(parts)
 
     def generation(self, job: str, generation: int, *parts: str) -> str:
-        """A key of a generation, as `generation("mnist", 3, "ended", "host0")`; without parts its prefix."""
+        """A key of a generation, as `generation("mnist", 3, "ended", "host0")`; without parts its prefix.
+
+        What only the coordinator reads is among the job's `reports`: agents follow all of the other.
+        """
+        if parts and parts[0] in ("ready", "running"):
+            return self.reports(job, generation) + "/".join(parts)
         return self.job(job, "generations", str(generation), *(parts or ("",)))
+
+    def reports(self, job: str, generation: int | None = None) -> str:
+        """The prefix of what agents tell the coordinator about a generation (None: about all)."""
+        prefix = f"{self.root}reports/{check_name('job', job)}/"
+        return prefix if generation is None else f"{prefix}{generation}/"
 
     def parts(self, job: str, *parts: str) -> str:
         """A part of a large plan; without `parts` the prefix of all of a job's."""

@@ -568,6 +568,7 @@ class _Deciding:
         for generation in sorted(job.generations):
             if generation < oldest and generation not in needed:
                 self.actions.append(DeletePrefix(self.keys.generation(job.job, generation)))
+                self.actions.append(DeletePrefix(self.keys.reports(job.job, generation)))
 
     def _forget_ended(self) -> None:
         """Keep the statuses of only so many jobs that have ended."""
@@ -579,7 +580,7 @@ class _Deciding:
             and not self.view.agents(name)
         ]
         for _, name in sorted(over)[: max(0, len(over) - self.settings.keep_ended)]:
-            self.actions.append(DeletePrefix(self.keys.job(name)))
+            self.actions += [DeletePrefix(self.keys.job(name)), DeletePrefix(self.keys.reports(name))]
 
     def _wake(self, at: float, future_only: bool = False) -> None:
         if not future_only or at > self.view.now:
