@@ -43,7 +43,7 @@ def replica_environment(
 ) -> dict[str, str]:
     """The variables of one replica, on top of the `inherited` ones."""
     ranks = plan.ranks(job.node)
-    group = [placement.node for placement in plan.placements].index(job.node)
+    group = plan.index(job.node)
     rank, world, restarts = ranks[local_rank], plan.replicas, plan.generation - plan.first
     values: dict[str, object] = {
         "RANK": rank,
