@@ -5,11 +5,19 @@
 Trains a small network to a fixed held-out accuracy in two evaluations in a row: once with the batch
 size chosen while it trains, and with fixed batch sizes over the whole range, under each scaling rule.
 Every run has the same learning rate for the initial batch size and the same progress to make (passes
-at the initial batch size, as AdaScale counts them). `cpu` is the CPU time of rank 0 in training, without
-evaluation and without starting; `seconds` the same of wall time, which means something on a quiet machine
-only. Samples are all that were processed. The network is an MLP: on one CPU core a sample of a
-convolutional one (--net cnn, that of examples/image_classification.py) costs nearly the same at every
-batch size, and there is little to choose.
+at the initial batch size, as AdaScale counts them). All runs of a seed follow each other, so that each
+sees every mood of the machine. Times are of training, without evaluation and without starting:
+
+time     every step counted as what such a step takes: the lower quartile, over all runs, of rank 0's CPU
+         time in steps at its batch size (between two sizes interpolated). It is what a quiet machine would
+         take, as the runs would have gone there: what other programs do to single runs is not in it. Nor
+         is what deciding costs, which is in
+cpu      CPU time of rank 0, all its threads,
+seconds  and wall time, as they were.
+
+Samples are all that were processed. The network is an MLP: on one CPU core a sample of a convolutional
+one (--net cnn, that of examples/image_classification.py) costs nearly the same at every batch size, and
+there is little to choose.
 """
 
 from __future__ import annotations
@@ -17,6 +25,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import queue
@@ -30,6 +39,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -47,8 +57,8 @@ class Job:
     seed: int = 0
     replicas: int = 1
     data: str | None = None
-    epochs: int = 16
-    target: float = 0.98
+    epochs: int = 6
+    target: float = 0.88
     initial: int = SIZES[0]
     largest: int = SIZES[-1]
     net: str = "mlp"
@@ -59,15 +69,61 @@ class Job:
         return "adaptive" if self.batch_size is None else f"{self.rule} {self.batch_size}"
 
 
+@dataclass(frozen=True)
+class Block:
+    """Steps at one batch size in one pass, a tenth of a second of them or more."""
+
+    batch: int
+    epoch: int
+    steps: int
+    cpu: float
+    wall: float
+
+
 @dataclass
 class Outcome:
-    """What rank 0 saw. The first three are None when the target was never reached."""
+    """What rank 0 saw. The first four are None when the target was never reached."""
 
     seconds: float | None = None
     cpu: float | None = None
     samples: int | None = None
+    time: float | None = None  # needs the other runs
+    epoch: int | None = None  # in which it was reached
     accuracy: float = 0.0  # mean of the last three evaluations
     curve: list[tuple[float, float, int, int]] = field(default_factory=list)  # CPU, accuracy, samples, batch
+    blocks: list[Block] = field(default_factory=list)
+
+
+class Meter:
+    """Cuts training into blocks."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+        self.seconds = self.cpu = 0.0
+
+    def begin(self, epoch: int) -> None:
+        """A pass begins, or a block."""
+        self._epoch, self._steps = epoch, 0
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def step(self, batch: int) -> None:
+        """A step has been taken."""
+        if self._steps and batch != self._batch:
+            self.end()
+            self.begin(self._epoch)
+        self._batch = batch
+        self._steps += 1
+        if time.perf_counter() - self._wall >= 0.1:
+            self.end()
+            self.begin(self._epoch)
+
+    def end(self) -> None:
+        """A pass ends, or a block."""
+        wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
+        self.seconds += wall
+        self.cpu += cpu
+        if self._steps:
+            self._outcome.blocks.append(Block(self._batch, self._epoch, self._steps, cpu, wall))
 
 
 def mlp() -> nn.Module:
@@ -104,24 +160,26 @@ def replica(job: Job) -> Outcome:
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, 0.2)
     rule = getattr(scaling_rules, job.rule)()
     model = adl.AdaptiveDataParallel(net, optimizer, scheduler, scaling_rule=rule)
-    outcome, seconds, cpu, samples, batch = Outcome(), 0.0, 0.0, 0, 0
-    for _ in adl.remaining_epochs_until(job.epochs):
+    outcome, samples, batch = Outcome(), 0, 0
+    meter = Meter(outcome)
+    for epoch in adl.remaining_epochs_until(job.epochs):
         model.train()
-        wall_start, cpu_start = time.perf_counter(), time.process_time()
+        meter.begin(epoch)
         for images, labels in loader:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(images), labels).backward()
             optimizer.step()
             samples += len(images) * job.replicas
             batch = loader.current_batch_size
-        seconds += time.perf_counter() - wall_start
-        cpu += time.process_time() - cpu_start
+            meter.step(batch)
+        meter.end()
         _, accuracy = evaluate(model, test, "cpu")
         scheduler.step()
-        outcome.curve.append((round(cpu, 3), accuracy, samples, batch))
+        outcome.curve.append((round(meter.cpu, 3), accuracy, samples, batch))
         held = len(outcome.curve) > 1 and min(a for _, a, *_ in outcome.curve[-2:]) >= job.target
         if held and outcome.seconds is None:
-            outcome.seconds, outcome.cpu, outcome.samples = seconds, cpu, samples
+            outcome.seconds, outcome.cpu = meter.seconds, meter.cpu
+            outcome.samples, outcome.epoch = samples, epoch
     outcome.accuracy = statistics.mean(a for _, a, *_ in outcome.curve[-3:])
     return outcome
 
@@ -175,8 +233,26 @@ def start(job: Job, environment: dict[str, str], outcomes: Any) -> None:
         outcomes.put(outcome)
 
 
+def tell_times(runs: list[tuple[Job, Outcome]], replicas: int) -> dict[int, float]:
+    """Fill in `time` of the runs on so many replicas; milliseconds of a step by fixed batch size."""
+    mine = [(job, outcome) for job, outcome in runs if job.replicas == replicas]
+    found: dict[int, list[float]] = {}
+    for job, outcome in mine:
+        for block in outcome.blocks:
+            if job.batch_size is not None and block.steps > 1:  # not where its size is changing
+                found.setdefault(block.batch, []).append(block.cpu / block.steps)
+    usual = {size: float(np.quantile(times, 0.25)) for size, times in sorted(found.items())}
+    for _, outcome in mine:
+        if outcome.epoch is not None:
+            steps = [(b.batch, b.steps) for b in outcome.blocks if b.epoch <= outcome.epoch]
+            each = np.interp([size for size, _ in steps], list(usual), list(usual.values()))
+            outcome.time = float(each @ [count for _, count in steps])
+    return {size: 1e3 * seconds for size, seconds in usual.items()}
+
+
 def summarise(runs: list[tuple[Job, Outcome]], replicas: int) -> dict[str, Any]:
     """Medians over seeds by configuration; adaptive against the best fixed and the initial one."""
+    usual = tell_times(runs, replicas)
     table: dict[str, dict[str, float | None]] = {}
     names = dict.fromkeys(job.name for job, _ in runs if job.replicas == replicas)
     for name in names:
@@ -186,20 +262,21 @@ def summarise(runs: list[tuple[Job, Outcome]], replicas: int) -> dict[str, Any]:
             "accuracy": statistics.mean(accuracies),
             "accuracy_sd": statistics.stdev(accuracies) if len(accuracies) > 1 else None,
         }
-        for key in ("seconds", "cpu", "samples"):
+        for key in ("time", "cpu", "seconds", "samples"):
             values = [getattr(o, key) for o in outcomes]
-            row[key] = None if None in values else statistics.median(values)
+            median = statistics.median(math.inf if value is None else value for value in values)
+            row[key] = median if median < math.inf else None
         table[name] = row
-    result: dict[str, Any] = {"replicas": replicas, "table": table}
+    result: dict[str, Any] = {"replicas": replicas, "step_ms": usual, "table": table}
     fixed = {name: row for name, row in table.items() if name != "adaptive"}
-    for key in ("seconds", "cpu", "samples"):
+    for key in ("time", "cpu", "seconds", "samples"):
         reached = {name: row[key] for name, row in fixed.items() if row[key] is not None}
         adaptive = table["adaptive"][key]
         if not reached or adaptive is None:
             continue
         best = min(reached, key=lambda name: reached[name])
         result[f"{key}_vs_best_fixed"] = {"best": best, "ratio": adaptive / reached[best]}
-        initial = fixed.get(f"AdaScale {runs[0][0].initial}", {}).get(key)
+        initial = fixed.get(f"{runs[0][0].rule} {runs[0][0].initial}", {}).get(key)
         if initial is not None:
             result[f"{key}_vs_initial"] = adaptive / initial
     best_accuracy = max((row["accuracy"] for row in fixed.values()), default=None)
@@ -220,17 +297,17 @@ def plot(runs: list[tuple[Job, Outcome]], target: float, path: str) -> None:
         mine = [(job, o) for job, o in runs if job.replicas == replicas]
         for rule in RULES:
             fixed = [(j.batch_size, o) for j, o in mine if j.batch_size and j.rule == rule]
-            for axis, key in ((left, "cpu"), (middle, "accuracy")):
+            for axis, key in ((left, "time"), (middle, "accuracy")):
                 points = [(size, getattr(o, key)) for size, o in fixed if getattr(o, key) is not None]
                 axis.scatter(*zip(*points, strict=True), label=rule, s=14) if points else None
         for job, outcome in mine:
             if job.batch_size is None:
-                for axis, value in ((left, outcome.cpu), (middle, outcome.accuracy)):
+                for axis, value in ((left, outcome.time), (middle, outcome.accuracy)):
                     axis.axhline(value, color="black", linewidth=1) if value is not None else None
                 passes = range(1, len(outcome.curve) + 1)
                 right.step(passes, [point[3] for point in outcome.curve], label=f"seed {job.seed}")
         left.set(
-            xscale="log", yscale="log", xlabel="fixed batch size", ylabel=f"CPU seconds to {target:.0%}",
+            xscale="log", yscale="log", xlabel="fixed batch size", ylabel=f"seconds to {target:.0%}",
             title=f"{replicas} replica(s); black: adaptive",
         )  # fmt: skip
         middle.set(xscale="log", xlabel="fixed batch size", ylabel="final accuracy")
@@ -248,8 +325,9 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
-    parser.add_argument("--epochs", type=int, default=16)
-    parser.add_argument("--target", type=float, default=0.98, help="held-out accuracy")
+    parser.add_argument("--other-sizes", type=int, nargs="*", help="for the rules after the first")
+    parser.add_argument("--epochs", type=int, default=Job.epochs)
+    parser.add_argument("--target", type=float, default=Job.target, help="held-out accuracy")
     parser.add_argument("--initial", type=int, default=SIZES[0], help="batch size that --lr is for")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--net", choices=("mlp", "cnn"), default="mlp")
@@ -264,14 +342,17 @@ def main() -> None:
         "data": args.data, "epochs": args.epochs, "target": args.target, "initial": args.initial,
         "largest": max(args.sizes), "lr": args.lr, "net": args.net,
     }  # fmt: skip
-    for replicas in args.replicas:
-        for seed in range(args.seeds):
-            base = Job(None, "AdaScale", seed, replicas, **common)
+    first, *others = args.rules
+    bases = {n: [Job(None, first, seed, n, **common) for seed in range(args.seeds)] for n in args.replicas}
+    for replicas in args.replicas:  # what matters most comes first
+        for base in bases[replicas]:
             jobs.append(base)
-            for size in args.sizes:
-                # At the initial batch size the rules are the same.
-                rules = args.rules if size > base.initial else ["AdaScale"]
-                jobs += [dataclasses.replace(base, batch_size=size, rule=rule) for rule in rules]
+            jobs += [dataclasses.replace(base, batch_size=size) for size in args.sizes]
+    sizes = args.sizes if args.other_sizes is None else args.other_sizes
+    for base in (base for replicas in args.replicas for base in bases[replicas]):
+        # At the initial batch size the rules are the same.
+        above = [size for size in sizes if size > base.initial]
+        jobs += [dataclasses.replace(base, batch_size=size, rule=rule) for size in above for rule in others]
     runs: list[tuple[Job, Outcome]] = []
     with ThreadPoolExecutor(args.parallel) as pool:
         pending = {pool.submit(run, job): job for job in jobs}
@@ -289,7 +370,7 @@ def main() -> None:
     if args.plot:
         plot(runs, args.target, args.plot)
     if args.json:
-        everything = [{**asdict(job), **asdict(outcome)} for job, outcome in runs]
+        everything = [{**asdict(job), **asdict(outcome), "blocks": None} for job, outcome in runs]
         print(json.dumps({"target": args.target, "summaries": summaries, "runs": everything}))
     else:
         print(json.dumps(summaries, indent=2))
