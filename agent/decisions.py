@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from adaptdl_elastic.agent import inplace
+from adaptdl_elastic.agent import inplace, recovery
 from adaptdl_elastic.agent.states import (
     Action,
     AskToStop,
@@ -40,9 +40,11 @@ from adaptdl_elastic.agent.states import (
     Phase,
     PlanSeen,
     Replica,
+    ReplicaBroken,
     ReplicaExited,
     ReplicaHello,
     ReplicaReady,
+    ReplicaResilient,
     ReplicaStarted,
     ReplicaStep,
     ReplicaSwitched,
@@ -54,11 +56,13 @@ from adaptdl_elastic.agent.states import (
     StoreAway,
     StoreBack,
     Tick,
+    WriteBroken,
     WriteDraining,
     WriteEnded,
     WriteRunning,
 )
 from adaptdl_elastic.rendezvous.records import (
+    BrokenRecord,
     EndedRecord,
     Failure,
     JobState,
@@ -102,7 +106,7 @@ def deadline(state: State) -> float | None:
         if held.join_by is not None:
             times.append(held.join_by)
         if state.departure is not None:
-            times.append(state.departure.since + OWN_STOP_AFTER)
+            times.append(max(state.departure.since, held.since) + OWN_STOP_AFTER)
         if state.me.hang_timeout is not None:
             times += [r.stepped + state.me.hang_timeout for r in held.alive if r.stepped is not None]
     return min(times, default=None)
@@ -191,6 +195,12 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
         return state, []
     if isinstance(event, (ReplicaReady, ReplicaSwitched)):
         return replace(state, held=inplace.learn(held, event)), []
+    if isinstance(event, ReplicaResilient):
+        return recovery.resilient(state, held, event.local_rank)
+    if isinstance(event, ReplicaBroken):
+        return recovery.hear(state, held, event, now)
+    if isinstance(event, ReplicaExited) and recovery.survived(held, event):
+        return recovery.lose(state, held, event, now)
     if getattr(event, "generation", None) != held.generation:
         newcomer = isinstance(event, ReplicaExited)
         return (replace(state, held=inplace.learn(held, event)) if newcomer else state), []  # type: ignore[arg-type]
@@ -210,8 +220,8 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
 
 
 def _learn_exit(held: Held, local_rank: int, code: int, time: float, message: str) -> Held:
-    replica = held.replicas[local_rank]
-    if replica.exit_code is not None:
+    replica = next((r for r in held.replicas if r.local_rank == local_rank), None)
+    if replica is None or replica.exit_code is not None:
         return held
     expected = code in (0, STOPPED) or replica.signalled
     held = _change(held, local_rank, exit_code=code, exited=time, message=message)
@@ -223,9 +233,13 @@ def _learn_exit(held: Held, local_rank: int, code: int, time: float, message: st
 
 
 def _change(held: Held, local_rank: int, **fields: object) -> Held:
-    replicas = list(held.replicas)
-    replicas[local_rank] = replace(replicas[local_rank], **fields)  # type: ignore[arg-type]
-    return replace(held, replicas=tuple(replicas))
+    return replace(
+        held,
+        replicas=tuple(
+            replace(r, **fields) if r.local_rank == local_rank else r  # type: ignore[arg-type]
+            for r in held.replicas
+        ),
+    )
 
 
 def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
@@ -244,6 +258,8 @@ def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
         return _depart(state, newest, now)
     if plan is None or not newest or not _names_us(state, plan):
         return state, []
+    if plan.transition is Transition.RECOVER:  # those whom it counts on have died meanwhile
+        return _answer_for_the_dead(state, plan)
     # survivors of a change in place never leave; once they have all the same it is a plain start
     join = plan.transition is Transition.INPLACE and not _all_gone(state, plan)
     if not join and not _all_gone(state, plan):
@@ -253,14 +269,21 @@ def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
         return state, [answer]
     if state.master is None or state.master.generation != plan.generation:
         return _open_master(state, plan)
-    replicas = tuple(Replica(i, rank) for i, rank in enumerate(plan.ranks(state.me.node)))
-    held = Held(plan.generation, replicas)
-    actions: list[Action] = [StartReplicas(plan, state.master, tuple(range(len(replicas))), join)]
+    slots = plan.slots(state.me.node)
+    named = zip(slots, plan.ranks(state.me.node), strict=True)
+    held = Held(plan.generation, tuple(Replica(slot, rank) for slot, rank in named), since=now)
+    actions: list[Action] = [StartReplicas(plan, state.master, slots, join)]
     if join:
         held = replace(held, joining=True, join_by=now + state.me.rescale_timeout)
     else:
         actions.append(WriteRunning(plan.generation))
     return replace(state, held=held, acted=plan.generation), actions
+
+
+def _answer_for_the_dead(state: State, plan: Plan) -> tuple[State, list[Action]]:
+    me = state.me
+    state, answer = _answer(state, plan.generation, Outcome.ABORTED)
+    return state, [WriteBroken(BrokenRecord(me.node, plan.generation, plan.slots(me.node))), answer]
 
 
 def _lonely_until(state: State, away: float) -> float:
@@ -295,6 +318,8 @@ def _reconcile_held(state: State, held: Held, now: float) -> tuple[State, list[A
         if plan is not None and plan.generation > max(held.generation, held.withdrawn):
             if held.change is not None and held.change.plan is plan:
                 return state, []
+            if plan.transition is Transition.RECOVER and recovery.possible(held, plan):
+                return _recover(state, held, plan, now)
             if held.change is None and inplace.possible(held, plan):
                 return _go_over(state, held, plan, now)
         why = _why_stop(state, held, now)
@@ -318,13 +343,24 @@ def _go_over(state: State, held: Held, plan: Plan, now: float) -> tuple[State, l
     return inplace.begin(state, held, plan, state.master, now)
 
 
+def _recover(state: State, held: Held, plan: Plan, now: float) -> tuple[State, list[Action]]:
+    """Go on without the dead, as soon as it is known where."""
+    master = state.master
+    if master is None or master.generation != plan.generation:
+        return _open_master(state, plan)
+    if held.change is not None and not held.recovering:  # some had gone over to what that would have made
+        state, held, actions = recovery.enter_in_haste(state, held, held.change, now)
+        return state, actions
+    return recovery.begin(state, held, plan, master)
+
+
 def _all_ended(state: State, held: Held, now: float) -> tuple[State, list[Action]]:
     """Nothing of the held generation runs any more, nor of one that was to follow it in place."""
     record, change = _ended(state.me, held), held.change
     records = [record]
     if change is not None and len(change.plan.ranks(state.me.node)):
         after = replace(record, generation=change.plan.generation)
-        if change.switched:  # what failed was the new generation
+        if change.switched or held.recovering:  # what failed was the new generation
             records = [EndedRecord(state.me.node, held.generation, Outcome.STOPPED, 0), after]
         else:
             outcome = Outcome.DONE if record.outcome is Outcome.DONE else Outcome.ABORTED
@@ -343,8 +379,12 @@ def _why_kill(state: State, held: Held, now: float) -> str | None:
     plan, status = state.plan, state.status
     if held.failure is not None:
         return f"replica {held.failure.rank} failed"
-    if plan is not None and plan.generation > held.generation and plan.transition is Transition.ABORT:
+    newer = plan is not None and plan.generation > held.generation
+    if plan is not None and newer and plan.transition is Transition.ABORT:
         return f"generation {plan.generation} begins anew: {plan.reason}"
+    recover = plan is not None and newer and plan.transition is Transition.RECOVER
+    if plan is not None and recover and held.phase is Phase.RUNNING and not recovery.possible(held, plan):
+        return f"generation {plan.generation} goes on without the dead, which these replicas can not"
     if status is not None and status.state.ended:
         return f"the job has {status.state.value}: {status.reason}"
     if held.phase is Phase.STOPPING and held.until is not None and now >= held.until:
@@ -357,7 +397,7 @@ def _why_stop(state: State, held: Held, now: float) -> str | None:
     plan = state.plan
     if plan is not None and plan.generation > max(held.generation, held.withdrawn):
         return plan.reason or plan.cause.value
-    if state.departure is not None and now >= state.departure.since + OWN_STOP_AFTER:
+    if state.departure is not None and now >= max(state.departure.since, held.since) + OWN_STOP_AFTER:
         return state.departure.reason
     # a replica that was told by somebody else: the others have agreed with it, or are about to die of it
     if any(r.exit_code == STOPPED for r in held.replicas):
@@ -386,17 +426,22 @@ def _kill(state: State, held: Held, why: str, now: float) -> tuple[State, list[A
 def _ended(me: Identity, held: Held) -> EndedRecord:
     """How the held generation has ended on this node."""
     codes = [r.exit_code or 0 for r in held.replicas]
+    failure = held.failure
     if held.joining:
         outcome, code = Outcome.ABORTED, 0  # nothing was lost by it: those it was to join go on
     elif held.failure is not None:
         outcome, code = Outcome.FAILED, held.failure.exit_code
     elif held.phase is Phase.KILLING:
         outcome, code = Outcome.ABORTED, -9
+    elif held.lost:  # without a generation that went on without them
+        first = held.lost[0]
+        outcome, code = Outcome.FAILED, first.exit_code or 0
+        failure = Failure(first.rank, code, first.message, first.exited)
     elif any(codes):
         outcome, code = Outcome.STOPPED, STOPPED
     else:
         outcome, code = Outcome.DONE, 0
-    return EndedRecord(me.node, held.generation, outcome, code, held.failure)
+    return EndedRecord(me.node, held.generation, outcome, code, failure)
 
 
 def _names_us(state: State, plan: Plan) -> bool:

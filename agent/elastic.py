@@ -44,18 +44,21 @@ from adaptdl_elastic.agent.replica import ReplicaHandle
 from adaptdl_elastic.agent.setting import Setting
 from adaptdl_elastic.agent.storelink import Connection, KeyChanged, Keyspace, Registration, Watcher, Writer
 from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.plans import PlanStore
 from adaptdl_elastic.rendezvous.records import (
+    BrokenRecord,
     CheckpointRecord,
     EndedRecord,
+    Failure,
     JobState,
     MasterRecord,
     Outcome,
     Plan,
     ReadyRecord,
     RunningRecord,
+    Transition,
     encode,
 )
-from adaptdl_elastic.rendezvous.store import Store
 from adaptdl_elastic.sched_hints import MalformedHintsError
 from adaptdl_elastic.sched_hints import decode as decode_hints
 
@@ -82,7 +85,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         self,
         spec: WorkerSpec,
         setting: Setting,
-        store: Store,
+        store: PlanStore,
         keys: Keys,
         registration: Registration,
         fork_server: ForkServer,
@@ -150,9 +153,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         plan, group = self._plan, worker_group
         if plan is None:
             raise RuntimeError("there is no plan to act on")
-        group.group_rank = [  # type: ignore[assignment]
-            p.node for p in plan.placements
-        ].index(self._setting.me.node)
+        group.group_rank = plan.index(self._setting.me.node)  # type: ignore[assignment]
         group.group_world_size = plan.nodes  # type: ignore[assignment]
         group.workers = [
             Worker(i, rank, rank, plan.replicas, plan.replicas)
@@ -160,7 +161,8 @@ class AdaptiveAgent(SimpleElasticAgent):
         ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        return {handle.local_rank: handle.number for handle in self._replicas.values()}
+        generation = self._plan.generation if self._plan is not None else -1
+        return {h.local_rank: h.number for h in self._replicas.values() if h.generation == generation}
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown()
@@ -299,8 +301,12 @@ class AdaptiveAgent(SimpleElasticAgent):
                 self._ask_to_stop(local_ranks, plain, reason)
             case d.Kill(local_ranks, reason):
                 self._kill(local_ranks, reason)
-            case d.WriteRunning(generation, library):
-                self._write_running(generation, library)
+            case d.WriteRunning(generation, library, resilient):
+                self._write_running(generation, library, resilient)
+            case d.WriteBroken(record):
+                self._write_broken(record)
+            case d.Lost(generation, failure):
+                self._mourn(generation, failure)
             case d.WriteEnded(record):
                 self._write_ended(record)
             case d.WriteDraining(reason, when):
@@ -342,13 +348,14 @@ class AdaptiveAgent(SimpleElasticAgent):
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         self._rendezvous(worker_group)
+        slots = () if self._plan is None else self._plan.slots(self._setting.me.node)
         for local_rank, number in self._start_workers(worker_group).items():
-            worker_group.workers[local_rank].id = number
+            worker_group.workers[slots.index(local_rank)].id = number
         worker_group.state = WorkerState.HEALTHY
 
     def _spawn(self, start: d.StartReplicas, local_rank: int, secret: str) -> None:
         plan = start.plan
-        rank = plan.ranks(self._setting.me.node)[local_rank]
+        rank = self._ranks(plan)[local_rank]
         self._numbers += 1
         destination = self._output.open(plan.generation, local_rank, rank)
         handle = ReplicaHandle(self._numbers, plan.generation, local_rank, rank, destination.error_file)
@@ -366,6 +373,11 @@ class AdaptiveAgent(SimpleElasticAgent):
         handle.theirs.close()
         self._replicas[handle.number] = handle
         self._loop.add(handle, partial(self._channel_news, handle))
+
+    def _ranks(self, plan: Plan) -> dict[int, int]:
+        """New rank by LOCAL_RANK, of this node."""
+        node = self._setting.me.node
+        return dict(zip(plan.slots(node), plan.ranks(node), strict=True))
 
     def _environment(
         self, plan: Plan, master: MasterRecord, local_rank: int, secret: str, error_file: str
@@ -386,14 +398,19 @@ class AdaptiveAgent(SimpleElasticAgent):
         """To every replica of the held generation: who it becomes, and where."""
         if self._plan is None:
             return
-        numbers = inplace.renumber(self._plan, plan)
-        mine = plan.ranks(self._setting.me.node)
-        message = inplace.plan_message(plan, master, numbers, len(mine))
+        mine = self._ranks(plan)
+        recover = plan.transition is Transition.RECOVER
+        numbers = None if recover else inplace.renumber(self._store_link.whole(self._plan), plan)
         for handle in self._replicas.values():
-            environment: dict[str, str] = {}
-            if handle.local_rank < len(mine):
+            rank, environment = mine.get(handle.local_rank), dict[str, str]()
+            if rank is not None:
                 secret = self._meeting.secret or ""
                 environment = self._environment(plan, master, handle.local_rank, secret, handle.error_file)
+            if numbers is None:
+                message = inplace.recovery_message(plan, master, rank, len(mine))
+                handle.switched, handle.early_step = False, None
+            else:
+                message = inplace.plan_message(plan, master, numbers, len(mine))
             handle.send({**message, "environ": environment})
 
     def _withdraw(self, plan: Plan, reason: str) -> None:
@@ -409,17 +426,17 @@ class AdaptiveAgent(SimpleElasticAgent):
 
     def _adopt(self, plan: Plan) -> None:
         """The replicas have gone over: their handles follow."""
-        ranks = plan.ranks(self._setting.me.node)
-        for handle in self._replicas.values():
+        members = [h for h in self._replicas.values() if h.local_rank in (ranks := self._ranks(plan))]
+        for handle in members:
             handle.generation, handle.rank = plan.generation, ranks[handle.local_rank]
             handle.first_step = None
         self._plan = plan
         self._meeting.forget(plan.generation)
         self._initialize_workers(self._worker_group)
-        pids = {h.rank: h.pid for h in self._replicas.values() if h.pid is not None}
+        pids = {h.rank: h.pid for h in members if h.pid is not None}
         self._journal.started(plan, pids, self._last_step_elsewhere(plan))
         self._journal.hello()
-        for handle in self._replicas.values():
+        for handle in members:
             early, handle.early_step, handle.switched = handle.early_step, None, False
             if early is not None:
                 self._heard_step(handle, *early)
@@ -452,10 +469,20 @@ class AdaptiveAgent(SimpleElasticAgent):
         for handle in self._held(local_ranks):
             self._forks.signal(handle.number, signal.SIGKILL)
 
-    def _write_running(self, generation: int, library: bool) -> None:
+    def _write_broken(self, record: BrokenRecord) -> None:
+        me = self._setting.me
+        record = replace(record, time=time.time())
+        self._put(self._keys.generation(me.job, record.generation, "broken", me.node), encode(record))
+
+    def _mourn(self, generation: int, failure: Failure) -> None:
+        """The death of a replica that the others survive."""
+        self._journal.lost(generation, failure)
+        self._say(f"replica {failure.rank} is lost ({failure.message}): training goes on without it")
+
+    def _write_running(self, generation: int, library: bool, resilient: bool = False) -> None:
         first = min((h.first_step for h in self._replicas.values() if h.first_step), default=None)
         node = self._setting.me.node
-        record = RunningRecord(node, generation, time.time(), first, library)
+        record = RunningRecord(node, generation, time.time(), first, library, resilient)
         self._put(self._keys.generation(self._setting.me.job, generation, "running", node), encode(record))
 
     def _write_ready(self, generation: int) -> None:
@@ -567,6 +594,11 @@ class AdaptiveAgent(SimpleElasticAgent):
                 handle.switched = True
                 self._journal.last_step_was(message.get("last_step"))
                 self._decide(d.ReplicaSwitched(int(message["generation"]), handle.local_rank))
+            case "resilient":
+                self._decide(d.ReplicaResilient(int(message["generation"]), handle.local_rank))
+            case "broken":
+                logger.info("replica %d: others are gone: %s", handle.rank, message.get("reason"))
+                self._decide(d.ReplicaBroken(int(message["generation"]), handle.local_rank))
             case "hints":
                 self._heard_hints(message["hints"])
             case "saved":
@@ -580,7 +612,9 @@ class AdaptiveAgent(SimpleElasticAgent):
         if handle.first_step is None:
             handle.first_step = when
             if all(h.first_step is None or h is handle for h in self._replicas.values()):
-                self._write_running(handle.generation, library=True)
+                held = self.state.held
+                resilient = held is not None and all(r.resilient for r in held.replicas)
+                self._write_running(handle.generation, library=True, resilient=resilient)
         self._decide(d.ReplicaStep(handle.generation, handle.local_rank, step))
 
     def _heard_hints(self, hints: dict[str, Any]) -> None:

@@ -44,7 +44,8 @@ def replica_environment(
     """The variables of one replica, on top of the `inherited` ones."""
     ranks = plan.ranks(job.node)
     group = plan.index(job.node)
-    rank, world, restarts = ranks[local_rank], plan.replicas, plan.generation - plan.first
+    rank = ranks[plan.slots(job.node).index(local_rank)]
+    world, restarts = plan.replicas, plan.generation - plan.first
     values: dict[str, object] = {
         "RANK": rank,
         "WORLD_SIZE": world,

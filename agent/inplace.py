@@ -1,8 +1,8 @@
 """A change of size in place, as one node's agent sees it: pure, like `decisions`, which calls it.
 
 The replicas drive the change themselves; the agents start newcomers, pass the plan on, and keep the
-books. On a node the first min(old, new) slots survive, in slot order, so local ranks never change and
-never mean two processes at once::
+books. A process has its slot (LOCAL_RANK) for life: slots that both plans name survive, those that only
+the new one names are newcomers, and no slot means two processes at once::
 
     plan g+1 ─► TellPlan to replicas of g, StartReplicas(newcomers, join)     training goes on in g
              ─► every newcomer ready: WriteReady
@@ -10,16 +10,16 @@ never mean two processes at once::
 
 Before the first replica has switched a newcomer that ends or is late costs nothing: the change is
 withdrawn, `ended` says so for g+1, training goes on in g, and the coordinator makes another plan. After
-that, an end is a failure of g+1 like any other.
+that, an end is one of g+1 like any other. `recovery` has what becomes of deaths.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from adaptdl_elastic.agent import recovery
 from adaptdl_elastic.agent.states import (
     Action,
-    Adopt,
     Change,
     Held,
     Kill,
@@ -57,12 +57,13 @@ class Renumbering:
 
 
 def renumber(old: Plan, new: Plan) -> Renumbering:
-    """On each node the first min(old, new) slots survive, in slot order."""
+    """On each node the slots survive that both plans name."""
     ranks: list[int | None] = []
     survivors: set[int] = set()
     for placement in old.placements:
-        before, after = old.ranks(placement.node), new.ranks(placement.node)
-        kept = [after[i] if i < len(after) else None for i in range(len(before))]
+        node = placement.node
+        after = dict(zip(new.slots(node), new.ranks(node), strict=True))
+        kept = [after.get(slot) for slot in old.slots(node)]
         ranks += kept
         survivors.update(rank for rank in kept if rank is not None)
     return Renumbering(tuple(ranks), tuple(r for r in range(new.replicas) if r not in survivors))
@@ -83,6 +84,23 @@ def plan_message(plan: Plan, master: MasterRecord, numbers: Renumbering, local: 
     }
 
 
+def recovery_message(plan: Plan, master: MasterRecord, rank: int | None, local: int) -> dict[str, object]:
+    """What a survivor of deaths is told, but for its `environ`; `rank`: its own from now on, None: leave."""
+    return {
+        "type": "plan",
+        "recover": True,
+        "generation": plan.generation,
+        "rank": rank,
+        "replicas": plan.replicas,
+        "nodes": plan.nodes,
+        "ranks": [],
+        "newcomers": [],
+        "master_addr": master.host,
+        "master_port": master.port,
+        "local_world_size": local,
+    }
+
+
 def possible(held: Held, plan: Plan) -> bool:
     """Whether what is held here can go over to this plan without stopping."""
     return (
@@ -96,8 +114,9 @@ def possible(held: Held, plan: Plan) -> bool:
 
 def begin(state: State, held: Held, plan: Plan, master: MasterRecord, now: float) -> Step:
     """Tell the replicas, and start those that join them."""
-    ranks = plan.ranks(state.me.node)
-    fresh = tuple(Replica(i, ranks[i]) for i in range(len(held.replicas), len(ranks)))
+    here = {r.local_rank for r in held.replicas}
+    named = zip(plan.slots(state.me.node), plan.ranks(state.me.node), strict=True)
+    fresh = tuple(Replica(slot, rank) for slot, rank in named if slot not in here)
     change = Change(plan, fresh, now + state.me.rescale_timeout, announced=not fresh)
     actions: list[Action] = [TellPlan(plan, master)]
     if fresh:
@@ -122,11 +141,16 @@ def learn(held: Held, event: ReplicaReady | ReplicaSwitched | ReplicaExited) -> 
 
 
 def _learn_joining(held: Held, event: ReplicaReady | ReplicaSwitched) -> Held:
-    replicas = list(held.replicas)
-    one = replicas[event.local_rank]
     switched = isinstance(event, ReplicaSwitched)
-    replicas[event.local_rank] = replace(one, library=True, switched=one.switched or switched)
-    return replace(held, replicas=tuple(replicas))
+    return replace(
+        held,
+        replicas=tuple(
+            replace(r, library=True, switched=r.switched or switched)
+            if r.local_rank == event.local_rank
+            else r
+            for r in held.replicas
+        ),
+    )
 
 
 def _learn_end(held: Held, event: ReplicaExited) -> Held:
@@ -155,6 +179,10 @@ def reconcile(state: State, held: Held, now: float) -> Step | None:
     change = held.change
     if change is None or held.phase is not Phase.RUNNING or held.failure is not None:
         return None
+    if held.recovering:
+        return _adopt(state, held, change, now)
+    if held.broken >= held.generation and not change.switched:
+        return withdraw(state, held, "a replica was lost")
     if all(r.exit_code is not None for r in held.replicas) and any(
         r.exit_code is None for r in change.newcomers
     ):
@@ -171,7 +199,7 @@ def reconcile(state: State, held: Held, now: float) -> Step | None:
     if not change.announced and _all_ready(change):
         held = replace(held, change=replace(change, announced=True))
         return replace(state, held=held), [WriteReady(change.plan.generation)]
-    return _adopt(state, held, change)
+    return _adopt(state, held, change, now)
 
 
 def _why(newcomer: Replica) -> str:
@@ -182,24 +210,14 @@ def _all_ready(change: Change) -> bool:
     return change.ready >= {r.local_rank for r in change.newcomers}
 
 
-def _adopt(state: State, held: Held, change: Change) -> Step | None:
-    ranks = change.plan.ranks(state.me.node)
-    leavers = [r for r in held.replicas if r.local_rank >= len(ranks)]
-    if not len(ranks) or change.switched < set(range(len(ranks))):
+def _adopt(state: State, held: Held, change: Change, now: float) -> Step | None:
+    slots = set(change.plan.slots(state.me.node))
+    if not slots or change.switched < slots:
         return None
-    if any(r.exit_code is None for r in leavers):
-        return None
-    survivors = [replace(r, rank=ranks[r.local_rank]) for r in held.replicas if r.local_rank < len(ranks)]
-    newcomers = [replace(r, library=True) for r in change.newcomers]
-    me, plan = state.me, change.plan
-    state = replace(
-        state,
-        held=Held(plan.generation, (*survivors, *newcomers), plain=False),
-        acted=plan.generation,
-        ended={**state.ended, (held.generation, me.node): Outcome.STOPPED},
-    )
-    record = EndedRecord(me.node, held.generation, Outcome.STOPPED, 0)
-    return state, [Adopt(plan), WriteEnded(record), WriteRunning(plan.generation, library=True)]
+    if any(r.exit_code is None for r in held.replicas if r.local_rank not in slots):
+        return None  # leavers
+    state, _, actions = recovery.enter(state, held, change, now)
+    return state, actions
 
 
 def withdraw(state: State, held: Held, why: str) -> Step:
@@ -207,7 +225,7 @@ def withdraw(state: State, held: Held, why: str) -> Step:
     change = held.change
     assert change is not None
     plan, node = change.plan, state.me.node
-    finished = all(r.exit_code == 0 for r in held.replicas)
+    finished = not held.lost and all(r.exit_code == 0 for r in held.replicas)
     outcome = Outcome.DONE if finished else Outcome.ABORTED
     failure = None if finished else Failure(-1, 0, why)
     alive = tuple(r.local_rank for r in change.newcomers if r.exit_code is None)
@@ -230,8 +248,9 @@ def _reconcile_joining(state: State, held: Held, now: float) -> Step | None:
     if held.phase is not Phase.RUNNING:
         return None
     if all(r.switched for r in held.replicas):
-        state = replace(state, held=replace(held, joining=False, join_by=None, plain=False))
-        return state, [WriteRunning(held.generation, library=True)]
+        state = replace(state, held=replace(held, joining=False, join_by=None, plain=False, since=now))
+        resilient = all(r.resilient for r in held.replicas)
+        return state, [WriteRunning(held.generation, library=True, resilient=resilient)]
     newer = state.plan is not None and state.plan.generation > held.generation
     ended = [r for r in held.replicas if r.exit_code is not None]
     late = held.join_by is not None and now >= held.join_by and not all(r.library for r in held.replicas)

@@ -103,6 +103,16 @@ class Journal:
             max_restarts=most,
         )
 
+    def lost(self, generation: int, failure: Failure) -> None:
+        """A replica has died, and the others go on without it."""
+        self.emit(
+            "replica_lost",
+            generation=generation,
+            rank=failure.rank,
+            exit_code=failure.exit_code,
+            message=failure.message,
+        )
+
     def _write_generation(self, begun: _Begun, first_step: float | None) -> None:
         self._begun = None
         plan = begun.plan

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from adaptdl_elastic.rendezvous.records import (
+    BrokenRecord,
     EndedRecord,
     Failure,
     JobStatus,
     MasterRecord,
     Outcome,
     Plan,
+    Transition,
 )
 
 
@@ -33,10 +35,11 @@ class Identity:
 class Replica:
     """One process of a generation."""
 
-    local_rank: int
+    local_rank: int  # its slot: stays the same while its rank changes
     rank: int
     pid: int | None = None
     library: bool = False  # it said hello: stop it by message
+    resilient: bool = False  # the death of others does not end it
     signalled: bool = False  # it was sent SIGTERM: whatever it answers is what we asked for
     switched: bool = False  # a newcomer that has joined what it was to join
     exit_code: int | None = None
@@ -56,7 +59,8 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True)
 class Change:
-    """A planned change in place that is under way here, beside the training of the held generation."""
+    """A change in place that is under way here: planned, beside the training of the held generation, or the
+    survivors' way into the generation after a death."""
 
     plan: Plan
     newcomers: tuple[Replica, ...]  # of the new generation, on this node
@@ -81,6 +85,14 @@ class Held:
     stray: tuple[Replica, ...] = ()  # newcomers of a change that was given up, on their way out
     joining: bool = False  # newcomers only: they warm up to join replicas of other nodes
     join_by: float | None = None
+    since: float = 0.0  # `now` when it became what is held
+    lost: tuple[Replica, ...] = ()  # who died while the others live on
+    broken: int = -1  # the newest generation of which we said that it can not go on as it is
+
+    @property
+    def recovering(self) -> bool:
+        """Whether the survivors are on their way into a generation without the dead."""
+        return self.change is not None and self.change.plan.transition is Transition.RECOVER
 
     @property
     def alive(self) -> tuple[Replica, ...]:
@@ -206,6 +218,22 @@ class ReplicaSwitched:
 
 
 @dataclass(frozen=True)
+class ReplicaResilient:
+    """From now on the death of others does not end this replica."""
+
+    generation: int
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class ReplicaBroken:
+    """A replica has found that others of that generation are gone, and waits for another plan."""
+
+    generation: int
+    local_rank: int
+
+
+@dataclass(frozen=True)
 class ReplicaExited:
     """A process is gone. `message` is what is known of why."""
 
@@ -260,6 +288,8 @@ Event = (
     | ReplicaStep
     | ReplicaReady
     | ReplicaSwitched
+    | ReplicaResilient
+    | ReplicaBroken
     | ReplicaExited
     | Leave
     | LeaveNow
@@ -342,6 +372,22 @@ class WriteRunning:
 
     generation: int
     library: bool = False
+    resilient: bool = False
+
+
+@dataclass(frozen=True)
+class WriteBroken:
+    """Tell the others who has died here, and that those who live wait to go on without the dead."""
+
+    record: BrokenRecord
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A replica has died, and the others live on: tell the person at the terminal, and the event log."""
+
+    generation: int
+    failure: Failure
 
 
 @dataclass(frozen=True)
@@ -384,6 +430,8 @@ Action = (
     | Kill
     | WriteReady
     | WriteRunning
+    | WriteBroken
+    | Lost
     | WriteEnded
     | WriteDraining
     | Say

@@ -8,10 +8,10 @@ jobs/<job>/hints                        sched_hints.JobHints: what rank 0 report
 jobs/<job>/plan                         Plan, written by the coordinator (removal-only: by any agent)
 reports/<job>/<g>/ready/<node>          ReadyRecord: this node could run generation g now
 reports/<job>/<g>/running/<node>        RunningRecord: its replicas have started
+reports/<job>/<g>/broken/<node>         BrokenRecord: somebody has died, its living replicas wait
 parts/<job>/<name>/<n>                  PlanPart: what a large plan says of some nodes (plans.py)
 jobs/<job>/checkpoint                   CheckpointRecord, written by rank 0's agent
 jobs/<job>/generations/<g>/master       MasterRecord, written by the agent of rank 0
-jobs/<job>/generations/<g>/broken/<node>    BrokenRecord: somebody has died, its living replicas wait
 jobs/<job>/generations/<g>/ended/<node>     EndedRecord: its replicas are gone, and how they ended
 coordinator/host                        leased: the agent that keeps a coordinator running as its child
 coordinator/leader                      LeaderRecord, leased: the coordinator that decides
@@ -79,7 +79,7 @@ class Keys:
 
         What only the coordinator reads is among the job's `reports`: agents follow all of the other.
         """
-        if parts and parts[0] in ("ready", "running"):
+        if parts and parts[0] in ("ready", "running", "broken"):
             return self.reports(job, generation) + "/".join(parts)
         return self.job(job, "generations", str(generation), *(parts or ("",)))
 

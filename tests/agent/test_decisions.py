@@ -6,79 +6,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from decided import ME, Agent, kinds, master, plan
 from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptdl_elastic.agent import states as d
 from adaptdl_elastic.agent.decisions import KILL_AGAIN_AFTER, OWN_STOP_AFTER, PATIENCE, deadline, decide
 from adaptdl_elastic.rendezvous.records import (
-    Cause,
     EndedRecord,
     Failure,
     JobState,
     JobStatus,
     Leaving,
-    MasterRecord,
     Outcome,
-    Placement,
     Plan,
     Transition,
 )
-
-ME = d.Identity("here", "agent-1", "job", "run", checkpoint_timeout=120.0)
-
-
-def plan(
-    generation: int,
-    *placements: tuple[str, int],
-    leaving: Sequence[Leaving] = (),
-    transition: Transition = Transition.RESTART,
-    run: str = "run",
-) -> Plan:
-    agents = {"here": "agent-1"}
-    placed = tuple(Placement(node, count, agents.get(node, f"agent-{node}")) for node, count in placements)
-    return Plan("job", run, generation, placed, Cause.POLICY, transition, "why", leaving=tuple(leaving))
-
-
-def master(generation: int) -> d.MasterSeen:
-    return d.MasterSeen(MasterRecord(generation, "127.0.0.1", 1, 2))
-
-
-class Agent:
-    """Feeds events and keeps what was answered."""
-
-    def __init__(self, **identity: object) -> None:
-        self.state = d.State(me=replace(ME, **identity))  # type: ignore[arg-type]
-        self.now = 0.0
-        self(d.NodesSeen({"here": "agent-1", "there": "agent-there"}))
-
-    def __call__(self, event: d.Event) -> list[d.Action]:
-        self.state, actions = decide(self.state, event, self.now)
-        return actions
-
-    def running(self, generation: int = 0, count: int = 2, library: bool = True) -> Agent:
-        """With the replicas of a generation."""
-        self(d.PlanSeen(plan(generation, ("here", count))))
-        self(master(generation))
-        for local_rank in range(count):
-            self(d.ReplicaStarted(generation, local_rank, 100 + local_rank))
-            if library:
-                self(d.ReplicaHello(generation, local_rank))
-        return self
-
-    def exits(self, *codes: int, generation: int = 0) -> list[d.Action]:
-        actions: list[d.Action] = []
-        for local_rank, code in enumerate(codes):
-            actions += self(d.ReplicaExited(generation, local_rank, code, 5.0, "why it did"))
-        return actions
-
-    def later(self, seconds: float) -> list[d.Action]:
-        self.now += seconds
-        return self(d.Tick())
-
-
-def kinds(actions: Sequence[d.Action]) -> list[str]:
-    return [type(action).__name__ for action in actions]
 
 
 def test_rank_0_opens_the_master_and_then_starts() -> None:

@@ -1,0 +1,233 @@
+"""A death that the others survive, as one node's agent sees it: pure, like `decisions`, which calls it.
+
+A replica that a signal has killed while the others are *resilient* (they said so) is no failure: nothing
+is killed, `broken` tells the coordinator which slots are dead, and its answer is a plan with the transition
+RECOVER, which names the survivors::
+
+    a replica dies, or the living say "broken" ─► WriteBroken(g)        they wait in their processes
+    plan G (recover) ─► TellPlan to the living: each one's new rank, or to leave
+                     ─► all of G here switched: Adopt, WriteEnded(g), WriteRunning(G)
+    another death before that ─► WriteBroken(G), and the next plan follows
+
+There is no way back from such a plan: what comes after it is another one, or an abort.
+
+A planned change that nobody has gone over to yet is withdrawn first. If somebody has, the death is one of
+the new generation: whoever was to be in it and lives is in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from adaptdl_elastic.agent.states import (
+    Action,
+    Adopt,
+    Change,
+    Held,
+    Kill,
+    Lost,
+    Phase,
+    Replica,
+    ReplicaBroken,
+    ReplicaExited,
+    State,
+    TellPlan,
+    WriteBroken,
+    WriteEnded,
+    WriteRunning,
+)
+from adaptdl_elastic.rendezvous.records import (
+    BrokenRecord,
+    EndedRecord,
+    Failure,
+    MasterRecord,
+    Outcome,
+    Plan,
+    Transition,
+)
+
+Step = tuple[State, list[Action]]
+
+
+def resilient(state: State, held: Held, local_rank: int) -> Step:
+    """A replica says that it would survive the death of others; it does so for good."""
+    known = all(r.resilient for r in held.replicas)
+
+    def grown(replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
+        return tuple(replace(r, resilient=True) if r.local_rank == local_rank else r for r in replicas)
+
+    change = held.change
+    if change is not None:
+        change = replace(change, newcomers=grown(change.newcomers))
+    held = replace(held, replicas=grown(held.replicas), change=change)
+    state = replace(state, held=held)
+    if known or held.joining or not all(r.resilient for r in held.replicas):
+        return state, []
+    return state, [WriteRunning(held.generation, library=True, resilient=True)]
+
+
+def survived(held: Held, event: ReplicaExited) -> bool:
+    """Whether this end is a death that the others, if there are any, live on after."""
+    if held.phase is not Phase.RUNNING or held.failure is not None or held.joining:
+        return False
+    change = held.change
+    if event.generation not in (held.generation, -1 if change is None else change.plan.generation):
+        return False  # of one that is on its way out
+    replica = _find(held, event.local_rank)
+    if change is not None and change.switched and replica is None:
+        replica = next((r for r in change.newcomers if r.local_rank == event.local_rank), None)
+    if replica is None or replica.signalled or replica.exit_code is not None:
+        return False
+    others = [r for r in held.replicas if r.exit_code is None and r is not replica]
+    if not all(r.resilient for r in others or [replica]):
+        # one that was not in it yet when the others found that they can not form the new generation
+        return held.broken >= held.generation and not replica.resilient and event.exit_code != 0
+    return event.exit_code < 0
+
+
+def lose(state: State, held: Held, event: ReplicaExited, now: float) -> Step:
+    """Take note of such a death, and tell the coordinator."""
+    actions: list[Action] = []
+    if _entered(held) and held.change is not None:
+        state, held, actions = enter_in_haste(state, held, held.change, now)
+    slot = event.local_rank
+    stray = tuple(replace(r, exit_code=event.exit_code) if r.local_rank == slot else r for r in held.stray)
+    held = replace(held, stray=stray)
+    members = (*held.replicas, *held.lost)
+    dead = next((r for r in members if r.local_rank == slot), None)
+    if dead is None:  # one who was about to leave
+        return replace(state, held=held), actions
+    dead = replace(dead, exit_code=event.exit_code, message=event.message, exited=event.time)
+    left = tuple(r for r in held.replicas if r.local_rank != slot)
+    held = replace(held, replicas=left, lost=(*(r for r in held.lost if r.local_rank != slot), dead))
+    state = replace(state, held=held)
+    generation = _books(held)
+    if any(r.exit_code is None for r in left) or (state.plan is not None and state.plan.nodes > 1):
+        actions.append(Lost(generation, _failure(dead)))
+    state, more = say_broken(state, held, again=True)
+    return state, [*actions, *more]
+
+
+def hear(state: State, held: Held, event: ReplicaBroken, now: float) -> Step:
+    """A replica has found that others are gone."""
+    change, actions = held.change, list[Action]()
+    if held.phase is not Phase.RUNNING or held.failure is not None or held.joining:
+        return state, []
+    over = change is not None and (change.switched or event.generation == change.plan.generation)
+    if change is not None and over and not held.recovering:  # it came as far as that
+        state, held, actions = enter_in_haste(state, held, change, now)
+    elif event.generation < _books(held):
+        return state, []
+    state, more = say_broken(state, held)
+    return state, [*actions, *more]
+
+
+def say_broken(state: State, held: Held, again: bool = False) -> Step:
+    """Write that the generation can not go on as it is: once, and `again` when more have died."""
+    generation = _books(held)
+    if held.broken >= generation and not again:
+        return state, []
+    slots = {r.local_rank for r in held.lost}
+    if held.change is not None and held.recovering:  # whoever of those that it counts on is not alive
+        slots = set(held.change.plan.slots(state.me.node))
+        slots -= {r.local_rank for r in held.replicas if r.exit_code is None}
+    first = next((_failure(r) for r in held.lost if r.local_rank in slots), None)
+    record = BrokenRecord(state.me.node, generation, tuple(sorted(slots)), first)
+    return replace(state, held=replace(held, broken=generation)), [WriteBroken(record)]
+
+
+def possible(held: Held, plan: Plan) -> bool:
+    """Whether what is held here can go on as this plan says."""
+    return (
+        plan.transition is Transition.RECOVER
+        and held.phase is Phase.RUNNING
+        and not held.joining
+        and all(r.resilient for r in held.replicas if r.exit_code is None)
+    )
+
+
+def begin(state: State, held: Held, plan: Plan, master: MasterRecord) -> Step:
+    """Tell the living who they are from now on, and the coordinator who of them is not alive any more."""
+    node, before = state.me.node, held.change
+    actions: list[Action] = [TellPlan(plan, master)]
+    if before is not None:  # a plan of the same kind that nobody came to carry out
+        g = before.plan.generation
+        if len(before.plan.ranks(node)):
+            actions.append(WriteEnded(EndedRecord(node, g, Outcome.STOPPED)))
+            state = replace(state, ended={**state.ended, (g, node): Outcome.STOPPED})
+    slots = plan.slots(node)
+    held = replace(held, change=Change(plan, (), float("inf"), announced=True))
+    state = replace(state, held=held, acted=max(state.acted, plan.generation))
+    if not set(slots) <= {r.local_rank for r in held.replicas if r.exit_code is None}:
+        state, more = say_broken(state, held)
+        actions += more
+    return state, actions
+
+
+def enter(state: State, held: Held, change: Change, now: float) -> tuple[State, Held, list[Action]]:
+    """What is held is the new generation now, and who is not of it is on the way out."""
+    plan, node = change.plan, state.me.node
+    ready = bool(held.replicas) and all(r.resilient for r in held.replicas)
+    newcomers = (replace(r, resilient=r.resilient or ready) for r in change.newcomers)
+    have = {r.local_rank: r for r in (*held.replicas, *newcomers)}
+    members = tuple(
+        replace(have[slot], rank=rank, library=True)
+        for slot, rank in zip(plan.slots(node), plan.ranks(node), strict=True)
+        if slot in have
+    )
+    leavers = (r for r in held.replicas if r.local_rank not in plan.slots(node))
+    stray = tuple(r for r in (*held.stray, *leavers) if r.exit_code is None)
+    before = held.generation
+    held = Held(plan.generation, members, plain=False, stray=stray, since=now)
+    state = replace(
+        state,
+        held=held,
+        acted=max(state.acted, plan.generation),
+        ended={**state.ended, (before, node): Outcome.STOPPED},
+    )
+    record = EndedRecord(node, before, Outcome.STOPPED, 0)
+    running = WriteRunning(plan.generation, library=True, resilient=all(r.resilient for r in members))
+    return state, held, [Adopt(plan), WriteEnded(record), running]
+
+
+def enter_in_haste(state: State, held: Held, change: Change, now: float) -> tuple[State, Held, list[Action]]:
+    """The same where a death came between: newcomers that were not in it yet have nothing to go on from."""
+    state, held, actions = enter(state, held, change, now)
+    late = tuple(
+        replace(r, exit_code=-9, message="was not in it yet") if r.exit_code is None else r
+        for r in held.replicas
+        if r.local_rank in {new.local_rank for new in change.newcomers} - change.switched
+    )
+    if not late:
+        return state, held, actions
+    slots = tuple(r.local_rank for r in late)
+    living = tuple(r.local_rank for r in held.replicas if r.local_rank in slots and r.exit_code is None)
+    held = replace(
+        held,
+        replicas=tuple(r for r in held.replicas if r.local_rank not in slots),
+        lost=(*held.lost, *late),
+        stray=(*held.stray, *(r for r in held.replicas if r.local_rank in living)),
+    )
+    if living:
+        actions.append(Kill(living, "somebody died while they joined"))
+    return replace(state, held=held), held, actions
+
+
+def _entered(held: Held) -> bool:
+    """Whether somebody here has gone over to what a planned change makes."""
+    return held.change is not None and bool(held.change.switched) and not held.recovering
+
+
+def _books(held: Held) -> int:
+    """The generation that a death is one of."""
+    if held.change is not None and held.recovering:
+        return held.change.plan.generation
+    return held.generation
+
+
+def _find(held: Held, local_rank: int) -> Replica | None:
+    return next((r for r in held.replicas if r.local_rank == local_rank), None)
+
+
+def _failure(dead: Replica) -> Failure:
+    return Failure(dead.rank, dead.exit_code or 0, dead.message, dead.exited)
