@@ -42,7 +42,7 @@ from adaptdl_elastic.autoscaler.simulator.workload import WorkloadError
 
 Array = NDArray[np.float64]
 HOUR = 3600.0
-NOTICE = 120.0  # seconds between the notice of an interruption and the interruption
+NOTICE = 120.0  # seconds between the notice of an interruption and the interruption, as EC2 gives
 _NEVER = 1e18
 
 
@@ -172,6 +172,8 @@ class MarketCluster:
         boot_seconds: from an order to a node.
         interval: seconds between looks.
         seed: of the interruptions.
+        notice: seconds between the notice of an interruption and its end; 0: it comes unannounced.
+        on_loss: told of every instance that went unannounced, before it is gone.
     """
 
     def __init__(
@@ -184,9 +186,12 @@ class MarketCluster:
         boot_seconds: float = 120.0,
         interval: float = 30.0,
         seed: int = 0,
+        notice: float = NOTICE,
+        on_loss: Callable[[str], None] = lambda instance: None,
     ) -> None:
         self._markets, self._scaler, self._jobs = markets, scaler, jobs
         self._interval, self._seed = interval, seed
+        self._notice, self._on_loss = notice, on_loss
         self._now = 0.0
         self._looked = -math.inf
         self._provider = FakeProvider({pool.name: pool for pool in pools}, lambda: self._now, boot_seconds)
@@ -217,7 +222,7 @@ class MarketCluster:
             self._look(now)  # nobody asks for the nodes when there is nothing to run
             return now + self._interval
         self._bring(now)
-        moments = [end - lead for end in self._ends.values() for lead in (0.0, NOTICE)]
+        moments = [end - lead for end in self._ends.values() for lead in {0.0, self._notice}]
         moments += [
             i.launched + self._provider.boot_seconds
             for i in self._provider.capacity().instances
@@ -249,10 +254,13 @@ class MarketCluster:
             start = instance.launched + self._provider.boot_seconds
             self._ends[instance.id] = self._markets[instance.pool].lifetime(start, rng.exponential())
         end = self._ends[instance.id]
-        if end - NOTICE <= self._now and instance.id not in self._told:
+        if end - self._notice <= self._now and instance.id not in self._told:
             self._told.add(instance.id)
             self.interruptions += 1
-            self._provider.interrupt(instance.id, end - self._now)
+            if self._notice:
+                self._provider.interrupt(instance.id, end - self._now)
+            else:
+                self._on_loss(instance.id)
         if end <= self._now:
             self._provider.vanish(instance.id)
 

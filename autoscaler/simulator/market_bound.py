@@ -1,15 +1,23 @@
-"""What no autoscaler can beat: the cheapest nodes for a given average completion time.
+"""What no autoscaler can beat: the least that nodes cost for a given average completion time.
 
-Every job alone on as many slots as it likes, knowing its true speed and gradient statistics in every
-epoch, paying only for slots that it uses, with no pause, no start-up and no waiting. In each epoch it
-picks the replicas r (and the batch size) that minimise (v + r) · seconds; v, the worth of time in slot
-hours per hour, runs over a grid. Both sums are minimised by the same choice, so for each v the pair
-(slot hours, completion time) lies on the frontier of what is possible.
+Every job has, alone and in every epoch, as many slots as it likes on as few nodes as hold them, knows
+its true speed and gradient statistics at every size and batch size in advance, pays only for slots that
+it uses, and never pauses, boots or waits.
+
+Whatever an autoscaler does, each piece of work is done at some size r, and then takes seconds(r) of its
+job's completion time and r · seconds(r) of slots. So for any worth v of time (slot hours per hour)
+
+    slot seconds + v · (sum of completion times)  >=  sum over pieces of min over r of (v + r) · seconds(r),
+
+and with the average completion time given, the slot seconds are at least the right side less v times the
+sum: for every v, hence also for the one that says most (Lagrange's dual). Nothing about a policy is in it,
+also not the order of jobs. What is beyond it: sizes and batch sizes that nobody measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +26,28 @@ from adaptdl_elastic.autoscaler.simulator.application import Application
 from adaptdl_elastic.autoscaler.simulator.workload import Submission, WorkloadError
 
 Array = NDArray[np.float64]
-_LOCAL_SIZES = 12  # batch sizes per replica that are tried, geometrically between the bounds
+_LOCAL_SIZES = 40  # batch sizes per replica that are tried, geometrically between the bounds
 _MOST_ACCUMULATION = 15
-VALUES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 20.0, 40.0, 80.0)
+VALUES = (0.0, *np.geomspace(0.05, 100.0, 100).tolist())
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """For every worth of time the (node hours, average completion time in seconds) of the clairvoyant."""
+
+    values: tuple[float, ...]  # slot hours per hour, ascending
+    points: tuple[tuple[float, float], ...]  # from the cheapest to the fastest
+    jobs: int
+    slots: int
+
+    def least(self, jct: float) -> float:
+        """Node hours that an average completion time costs at least."""
+        weight = self.jobs / 3600 / self.slots
+        bounds = [
+            cost + value * weight * (time - jct)
+            for value, (cost, time) in zip(self.values, self.points, strict=True)
+        ]
+        return max(bounds)
 
 
 def epoch_seconds(app: Application, sizes: Sequence[int], slots: int) -> Array:
@@ -32,7 +59,8 @@ def epoch_seconds(app: Application, sizes: Sequence[int], slots: int) -> Array:
     for i, replicas in enumerate(sizes):
         if replicas > app.max_replicas:
             continue
-        parts = (replicas,) if replicas <= slots else (slots,) * (replicas // slots)
+        whole, rest = divmod(replicas, slots)
+        parts = (slots,) * whole + ((rest,) if rest else ())
         for local in np.unique(np.geomspace(low, high, _LOCAL_SIZES).astype(int)):
             try:
                 step_time, sync_time = app.throughput(parts, int(local))
@@ -51,27 +79,26 @@ def epoch_seconds(app: Application, sizes: Sequence[int], slots: int) -> Array:
 
 
 def frontier(
-    workload: Sequence[Submission], apps: Mapping[str, Application], slots: int, most: int = 64
-) -> list[tuple[float, float]]:
-    """(node hours, average completion time in seconds), from the cheapest to the fastest."""
-    sizes = [r for r in (1, 2, *range(slots, most + 1, slots)) if r <= most]
+    workload: Sequence[Submission], apps: Mapping[str, Application], slots: int, sizes: Sequence[int]
+) -> Frontier:
+    """The clairvoyant's choices among these sizes."""
     tables = {name: epoch_seconds(apps[name], sizes, slots) for name in {j.application for j in workload}}
+    replicas = np.array(sizes)[:, np.newaxis]
     points = []
     for value in VALUES:
         slot_seconds, total = 0.0, 0.0
         for job in workload:
             table = tables[job.application]
-            weight = value + np.array(sizes)[:, np.newaxis]
-            best = np.argmin(weight * table, axis=0)
+            best = np.argmin((value + replicas) * table, axis=0)
             seconds = table[best, np.arange(table.shape[1])]
-            slot_seconds += float((np.array(sizes)[best] * seconds).sum())
+            slot_seconds += float((replicas[best, 0] * seconds).sum())
             total += float(seconds.sum())
         points.append((slot_seconds / 3600 / slots, total / len(workload)))
-    return points
+    return Frontier(VALUES, tuple(points), len(workload), slots)
 
 
 def cost_at(points: Sequence[tuple[float, float]], jct: float) -> float:
-    """Cost at a completion time, between the points of a frontier; nan outside them."""
+    """Cost at a completion time, between (cost, time) points that were reached; nan outside them."""
     frontier_points = pareto(points)
     times = np.array([t for _, t in frontier_points])
     costs = np.array([c for c, _ in frontier_points])

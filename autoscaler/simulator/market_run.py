@@ -6,13 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from adaptdl_elastic.autoscaler.policy.types import JobInfo, Settings
 from adaptdl_elastic.autoscaler.providers.base import Pool
 from adaptdl_elastic.autoscaler.scaling import HOUR, ScalingSettings
 from adaptdl_elastic.autoscaler.scaling_step import step
 from adaptdl_elastic.autoscaler.simulator.application import Application
 from adaptdl_elastic.autoscaler.simulator.engine import FixedCluster, Options, PolicyFunction, Simulation
+from adaptdl_elastic.autoscaler.simulator.job import SimJob
 from adaptdl_elastic.autoscaler.simulator.market import (
+    NOTICE,
     Market,
     MarketCluster,
     Scaler,
@@ -34,6 +38,8 @@ class Setup:
     slots: int = 4
     boot_seconds: float = 120.0
     seed: int = 0
+    notice: float = NOTICE  # seconds; 0: interruptions come unannounced
+    loss: float = 25.0  # seconds of training that one costs then, besides the pause
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,11 @@ def _run(setup: Setup, pools: Sequence[Pool], markets: Mapping[str, Market], nam
             if job.completed is None and job.submission.time <= now
         ]
 
+    def lose(instance: str) -> None:
+        for job in simulation.jobs:
+            if job.completed is None and instance in job.allocation:
+                _set_back(job, setup.loss)
+
     cluster = MarketCluster(
         pools,
         markets,
@@ -127,6 +138,8 @@ def _run(setup: Setup, pools: Sequence[Pool], markets: Mapping[str, Market], nam
         jobs,
         boot_seconds=setup.boot_seconds,
         seed=setup.seed,
+        notice=setup.notice,
+        on_loss=lose,
     )
     simulation = Simulation(setup.workload, setup.apps, cluster, setup.policy, setup.settings, setup.options)
     scaler: Scaler = make(simulation)  # type: ignore[operator]
@@ -141,6 +154,12 @@ def _run(setup: Setup, pools: Sequence[Pool], markets: Mapping[str, Market], nam
         cluster.interruptions,
         max((nodes for _, nodes, _ in cluster.history), default=0),
     )
+
+
+def _set_back(job: SimJob, seconds: float) -> None:
+    """Take away what a job has done in so many seconds: it goes on from an older checkpoint."""
+    job.progress = max(0.0, job.progress - job.rate() * seconds)
+    job.epoch = int(np.searchsorted(job.app.ends, job.progress, side="right"))
 
 
 def _jct(simulation: Simulation) -> float:
