@@ -33,7 +33,11 @@ class JoinError(RuntimeError):
 
 
 def join_job(store: Store, keys: Keys, fresh: JobSpec, version: str, say: Callable[[str], None]) -> JobSpec:
-    """The job's specification: `fresh` where there is none to join, else the one of the run that goes on."""
+    """The job's specification: `fresh` where there is none to join, else the one of the run that goes on.
+
+    A run goes on while an agent of it is registered. So register before, with the run of `fresh`: agents
+    that are started at the same moment must not take each other's run for one that nobody belongs to.
+    """
     key = keys.job(fresh.job, "spec")
     for _ in range(_ATTEMPTS):
         found = store.get(key)
@@ -80,6 +84,8 @@ def archive_finished(store: Store, keys: Keys, job: str, path: str, say: Callabl
         entries = [e for e in directory.iterdir() if not e.name.startswith("finished")]
         for entry in [*entries, directory / FINISHED]:
             entry.rename(archive / entry.name)
+    except (FileExistsError, FileNotFoundError):
+        return  # another agent, started at the same moment, is at it
     except OSError as error:
         raise JoinError(
             f"the checkpoints of the finished job in {path} can not be put aside ({error.strerror}): "

@@ -149,11 +149,11 @@ def _join(options: Options, store: Store, keys: Keys, endpoint: str, say: Callab
     identity = interruption.discover()
     try:
         joining.archive_finished(store, keys, options.job, options.checkpoint_path, say)
-        spec = joining.join_job(store, keys, job_spec(options), adaptdl_elastic.__version__, say)
+        fresh = job_spec(options)
         record = NodeRecord(
             node=options.node_name or joining.node_name(socket.gethostname()),
             job=options.job,
-            run=spec.run,
+            run=fresh.run,
             agent=uuid.uuid4().hex[:12],
             host=host,
             slots=options.slots,
@@ -168,6 +168,13 @@ def _join(options: Options, store: Store, keys: Keys, endpoint: str, say: Callab
             joined=time.time(),
         )
         registration = joining.register(store, keys, record, exact=options.node_name is not None)
+        try:
+            spec = joining.join_job(store, keys, fresh, adaptdl_elastic.__version__, say)
+            if spec.run != fresh.run:
+                registration.update(run=spec.run)
+        except BaseException:
+            registration.close()
+            raise
     except (joining.JoinError, StoreError) as error:
         raise LaunchError(str(error)) from None
     return _Found(spec, registration, identity, host)

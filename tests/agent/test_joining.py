@@ -49,6 +49,13 @@ def test_the_first_agent_makes_the_run_and_others_join_it(store: MemoryStore) ->
     assert join(store, "run-2") == ("run-1", [])
 
 
+def test_agents_that_start_at_the_same_moment_are_of_one_run(store: MemoryStore) -> None:
+    joining.register(store, KEYS, NODE, exact=True)
+    joining.register(store, KEYS, replace(NODE, node="there", run="run-2", agent="agent-2"), exact=True)
+    assert join(store, "run-1")[0] == "run-1"
+    assert join(store, "run-2") == ("run-1", []), "it has an agent, who is about to begin"
+
+
 @pytest.mark.parametrize("state", [JobState.DONE, JobState.STOPPED, JobState.FAILED])
 def test_a_rerun_of_what_has_ended_is_another_run_and_says_so(store: MemoryStore, state: JobState) -> None:
     join(store, "run-1")

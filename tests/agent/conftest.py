@@ -1,0 +1,19 @@
+"""What tests of several agents share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+
+from adaptdl_elastic.rendezvous.server import EtcdServer
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """An etcd, and agents on it; all of it is gone at the end."""
+    with EtcdServer() as etcd, ExitStack() as stack:
+        yield Cluster(etcd, tmp_path, stack)

@@ -1,0 +1,81 @@
+"""Several agents of one job on one machine, one etcd, and a record of everything that is written there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from elastic_run import ElasticRun
+from history import Recorder, violations
+
+from adaptdl_elastic.rendezvous.connect import connect
+from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.server import EtcdServer
+from adaptdl_elastic.rendezvous.store import Store
+
+JOB = "job"
+
+
+class Cluster:
+    """`start` nodes; `check` at the end holds what happened against the protocol."""
+
+    def __init__(self, etcd: EtcdServer, directory: Path, stack: ExitStack) -> None:
+        self.etcd, self.directory, self._stack = etcd, directory, stack
+        self.agents: dict[str, ElasticRun] = {}  # by node, or node#2 for its second agent
+        self.saved = directory / "saved"
+        self.store: Store = stack.enter_context(connect(etcd.endpoint))
+        self._recorder = Recorder(self.store)
+        stack.callback(self._recorder.close)
+
+    def start(
+        self,
+        node: str,
+        *arguments: str,
+        nodes: str = "1:3",
+        endpoint: str = "",
+        env: dict[str, str] | None = None,
+    ) -> ElasticRun:
+        """`adaptdl-run` as on that node."""
+        command = [
+            *(f"--rdzv-endpoint={endpoint or self.etcd.endpoint}", f"--rdzv-id={JOB}"),
+            *(f"--node-name={node}", f"--nnodes={nodes}", "--no-autoscale"),
+            *(f"--checkpoint-path={self.saved}", "--checkpoint-interval=0.5", *arguments),
+        ]
+        run = self._stack.enter_context(ElasticRun(command, self.directory, env))
+        earlier = sum(label.partition("#")[0] == node for label in self.agents)
+        self.agents[f"{node}#{earlier + 1}" if earlier else node] = run
+        return run
+
+    def ask(self, *arguments: str) -> str:
+        """The command `adaptdl`, as in another terminal."""
+        done = next(iter(self.agents.values())).adaptdl(*arguments, "--etcd", self.etcd.endpoint)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def scale(self, replicas: int, seen_by: ElasticRun) -> dict[str, object]:
+        """Until so many replicas train; the generation's event as that agent wrote it."""
+        self.ask("scale", JOB, "--replicas", str(replicas))
+        return seen_by.wait_for_event("generation", replicas=replicas, timeout=120)
+
+    def samples(self) -> dict[int, int]:
+        """Samples of each finished epoch, whichever node had rank 0."""
+        return {e["epoch"]: e["samples"] for run in self.agents.values() for e in run.of("epoch")}
+
+    def weights(self) -> list[str]:
+        """Where each replica arrived that came to the end of the script."""
+        lines = [line for run in self.agents.values() for line in run.text().splitlines()]
+        return [line.split()[1] for line in lines if line.startswith("weights ")]
+
+    def check(self, epochs: int, replicas: int) -> None:
+        """Equal parameters on all replicas at the end, each sample of each epoch once, a lawful history."""
+        assert self.samples() == dict.fromkeys(range(epochs), 200)
+        weights = self.weights()
+        assert len(weights) == replicas, weights
+        assert len(set(weights)) == 1, weights
+        assert self.violations() == []
+
+    def violations(self, keys: Keys | None = None) -> list[str]:
+        """What the history checker finds."""
+        logs: dict[str, Sequence[dict[str, object]]] = {name: run.events for name, run in self.agents.items()}
+        return violations(self._recorder.changes(), keys, JOB, logs)
