@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections import Counter
 from dataclasses import dataclass, field
 
 import psutil
@@ -53,6 +54,7 @@ class Fleet:
     plans: dict[str, Plan] = field(default_factory=dict)
     plan_times: list[tuple[str, Plan, float]] = field(default_factory=list)
     profiled: dict[str, int] = field(default_factory=dict)
+    carried_out: dict[str, int] = field(default_factory=dict)  # job -> generation that runs
     lag: list[float] = field(default_factory=list)  # put to watch event, seconds
     events: int = 0
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -109,6 +111,7 @@ class Fleet:
                     placement.node, plan.generation, now, first_step=now + 3.0, library=True
                 )
                 self._of(plan.job, plan.generation, "running", placement.node, running)
+            self.carried_out[plan.job] = plan.generation
             if plan.placements:
                 known = self.profiled.get(plan.job, 1)
                 self.profiled[plan.job] = max(known, plan.replicas)
@@ -178,23 +181,27 @@ def reports(fleet: Fleet, period: float, until: float, names: list[str]) -> int:
     return count
 
 
-def probes(fleet: Fleet, until: float, found: list[float]) -> None:
-    """Ask for sizes by hand, now and then, and time how long the plan takes."""
+def probes(fleet: Fleet, until: float, found: list[float], beside: list[float]) -> None:
+    """Ask for sizes by hand, now and then, and time how long the plan takes.
+
+    `found` gets the latencies of jobs that nothing else happened to, `beside` those of jobs that were
+    changing (the plan waits until the agents have carried out the one before).
+    """
     rng = random.Random(7)
     while time.time() < until:
         threading.Event().wait(1.0)
         plan = rng.choice(fleet.running())
-        size = plan.replicas - 1 if plan.replicas > 1 else plan.replicas
-        key = fleet.keys.job(plan.job, "request")
-        asked = time.time()
-        fleet.store.put(key, records.encode(JobRequest(replicas=size)))
-        if size == plan.replicas:
+        if plan.replicas == 1 or fleet.carried_out.get(plan.job) != plan.generation:
             continue
+        size = plan.replicas - 1
+        asked = time.time()
+        fleet.store.put(fleet.keys.job(plan.job, "request"), records.encode(JobRequest(replicas=size)))
         with fleet.changed:
             done = fleet.changed.wait_for(
                 lambda job=plan.job, size=size: fleet.plans[job].replicas == size, timeout=30
             )
-        found.append(time.time() - asked if done else float("inf"))
+        took = time.time() - asked if done else float("inf")
+        (found if fleet.plans[plan.job].generation == plan.generation + 1 else beside).append(took)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, object]:
@@ -245,13 +252,13 @@ def _steady(
     events, plans = fleet.events, len(fleet.plan_times)
     until = time.time() + arguments.seconds
     latencies: list[float] = []
-    prober = threading.Thread(target=probes, args=(fleet, until, latencies), daemon=True)
+    beside: list[float] = []
+    prober = threading.Thread(target=probes, args=(fleet, until, latencies, beside), daemon=True)
     prober.start()
     count = reports(fleet, arguments.period, until, names)
     prober.join(40)
     took = time.time() - before[3]
     received, sent = etcd_bytes(server.endpoint)
-    latencies.sort()
     lag = sorted(fleet.lag)
     return {
         "nodes": arguments.nodes,
@@ -266,13 +273,15 @@ def _steady(
         "seconds": round(took, 1),
         "reports": count,
         "plans": len(fleet.plan_times) - plans,
+        "plans_by_cause": dict(Counter(plan.cause.value for _, plan, _ in fleet.plan_times[plans:])),
         "watch_events": fleet.events - events,
         "coordinator_cores": round((cpu(process.pid) - before[0]) / took, 3),
         "coordinator_rss_mib": psutil.Process(process.pid).memory_info().rss >> 20,
         "etcd_cores": round((cpu(server.pid) - before[1]) / took, 3),
         "etcd_received_kib_s": round((received - before[2][0]) / took / 1024, 1),
         "etcd_sent_kib_s": round((sent - before[2][1]) / took / 1024, 1),
-        "request_to_plan_s": _summary(latencies),
+        "request_to_plan_s": _summary(sorted(latencies)),
+        "request_to_plan_of_changing_jobs_s": _summary(sorted(beside)),
         "watch_lag_s": _summary(lag),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
         "load": [round(x, 1) for x in os.getloadavg()],

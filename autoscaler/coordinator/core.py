@@ -110,6 +110,7 @@ class _Deciding:
         self.notes: dict[str, _Notes] = {name: _Notes() for name in view.jobs}
         self.late = dict(memory.late)
         self.clumsy = memory.clumsy
+        self.described: dict[str, tuple[JobView, Condition]] = {}
         self.blocked: dict[str, set[str]] = {}  # jobs whose target waits for slots, and on which nodes
 
     def run(self) -> Decided:
@@ -132,7 +133,12 @@ class _Deciding:
             self._status(job, self.conditions[job.job])
             self._collect(job, self.conditions[job.job])
         self._forget_ended()
-        memory = replace(self.memory, late=MappingProxyType(self.late), clumsy=self.clumsy)
+        memory = replace(
+            self.memory,
+            late=MappingProxyType(self.late),
+            clumsy=self.clumsy,
+            described=MappingProxyType(self.described),
+        )
         return Decided(tuple(self.actions), memory, max(self.wake_at, self.view.now), self.round)
 
     # -- 1. fence
@@ -387,9 +393,12 @@ class _Deciding:
         soonest = last + min(
             self.settings.interval, max(self.settings.min_gap, 10 * self.memory.policy_seconds)
         )
+        # to put the question together takes longer than all the rest, and one event seldom comes alone
+        soonest = max(soonest, self.memory.looked_at + self.settings.min_gap)
         if now < soonest and not starts and not by_hand - self.memory.by_hand:
             self._wake(soonest)
             return
+        self.memory = replace(self.memory, looked_at=now)
         question = ask(self.view, conditions, self._with_late(), self.ledger, self.settings)
         if not question.jobs:
             self.memory = replace(self.memory, targets=MappingProxyType({}), asked=question.fingerprint)
@@ -542,10 +551,16 @@ class _Deciding:
             waits_for = why_pending(job.spec.record, places, free, self.ledger)
             if waits_for == ITS_TURN:
                 waits_for = self.memory.pending.get(job.job, waits_for)
+        known = self.memory.described.get(job.job)
+        if known is not None and not waits_for and known[0] is job and known[1] == condition:
+            self.described[job.job] = known
+            return  # nothing that it would be made from has changed
         status = describe(self.view, job, condition, self.settings, waits_for)
         old = job.status
         garbage = job.unreadable.get("status")
         if status is None or (garbage is None and not differs(status, old.record if old else None)):
+            if condition.phase is Phase.STEADY and not waits_for:
+                self.described[job.job] = job, condition
             return
         revision = garbage or (old.revision if old else 0)
         self.actions.append(CompareAndSwap(self.keys.job(job.job, "status"), status, revision))

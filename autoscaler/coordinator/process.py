@@ -58,6 +58,7 @@ _HEARTBEAT = 1.0  # how often the lease is looked at, locally
 _LAZY = ("hints", "checkpoint")  # changes of these may wait for others to come along
 _LAZY_DELAY = 0.5
 _LOUD = {"policy_failed": logging.ERROR, "malformed": logging.WARNING}
+_SLICE = 0.2  # seconds of writing after which what has happened meanwhile is taken in
 _LAST_ROUND = 5.0  # seconds that the end of a term waits for a round of the policy
 _ROUNDS = 50  # decisions in a row without anything new from the store
 
@@ -331,9 +332,16 @@ class _Term:
         self._wake_at = owner._clock() + 1.0
 
     def _carry_out(self, actions: tuple[Action, ...]) -> bool:
-        """Write what was decided; whether something was written and the rest should be decided now."""
-        written = False
+        """Write what was decided; whether something was written and the rest should be decided now.
+
+        A round of the policy can change hundreds of jobs at once. What happens meanwhile does not wait for
+        the last of them: after `_SLICE` seconds it is taken in, and the rest is decided anew.
+        """
+        written, began = False, self._o._clock()
         for action in actions:
+            if written and self._o._clock() - began > _SLICE and not self._queue.empty():
+                self._wake_at = began
+                return False
             if self._lease.lost.is_set() or self._lease.remaining() <= 0:
                 self._wake_at = self._o._clock() + _HEARTBEAT
                 return False

@@ -24,6 +24,7 @@ class Settings:
     min_gap: float = 1.0  # between rounds that events ask for
     node_ttl: float = 5.0  # lease time of a node's registration: patience with one that is missing
     steady: float = 15.0  # a break of the store this recent is blamed for a missing registration
+    grace: float = 1.0  # beyond a lease, until it is taken for true that nobody has died
     hello_grace: float = 30.0  # a script that has not said hello for so long does not use the library
     backoff: float = 1.0  # before the second restart in a row; doubles
     max_backoff: float = 60.0
@@ -71,6 +72,10 @@ class Memory:
     clumsy: frozenset[str] = frozenset()  # runs of jobs that could not be changed in place
     waiting: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # job -> since when
     pending: Mapping[str, str] = field(  # jobs that the policy could give nothing, and why
+        default_factory=lambda: MappingProxyType({})
+    )
+    looked_at: float = float("-inf")  # when it was last looked whether a round is due
+    described: Mapping[str, Any] = field(  # (job, condition) whose status is as it should be
         default_factory=lambda: MappingProxyType({})
     )
     policy_seconds: float = 0.0  # wall time of the last round

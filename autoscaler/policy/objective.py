@@ -38,15 +38,26 @@ _LEAST = 0.01  # a change never loses all its worth: it may be the only way to r
 def remaining_seconds(jobs: Sequence[JobInfo], goodput_of_one: Array) -> Array:
     """Predicted seconds that each job would still take on one replica, shape (jobs,).
 
-    A job that does not declare its length is expected to take as long again as it has so far, which
-    is what heavy-tailed lengths do (Harchol-Balter and Downey, 1997); one that has not been profiled
-    is taken for a typical one.
+    A job that has not been profiled is taken for a typical one.
     """
-    work = [job.remaining if job.remaining is not None else job.attained for job in jobs]
+    work = [remaining_work(job) for job in jobs]
     known = goodput_of_one > 0
     seconds = np.where(known, np.array(work) / np.where(known, goodput_of_one, 1.0), np.nan)
     typical = float(np.median(seconds[known])) if known.any() else 1.0
     return np.maximum(np.where(known, seconds, typical), 1.0)
+
+
+def remaining_work(job: JobInfo) -> float:
+    """Samples at the initial batch size that a job has still to do, as far as anybody can know.
+
+    It says so itself; or it is expected to become as long as those jobs of its kind did that were longer
+    than it is now (the mean residual life of what was seen); or to take as long again as it has so far,
+    which is what heavy-tailed lengths do (Harchol-Balter and Downey, 1997).
+    """
+    if job.remaining is not None:
+        return job.remaining
+    longer = [total - job.attained for total in job.kind_totals if total > job.attained]
+    return sum(longer) / len(longer) if longer else job.attained
 
 
 def weights(remaining: Array, settings: Settings, jobs: Sequence[JobInfo]) -> Array:

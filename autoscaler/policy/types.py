@@ -70,6 +70,7 @@ class JobInfo:
     weight: float = 1.0
     remaining: float | None = None  # samples at the initial batch size still to do; None: not declared
     attained: float = 0.0  # samples at the initial batch size done so far
+    kind_totals: tuple[float, ...] = ()  # what jobs like it came to in the end, in the same samples
     pause: float | None = None  # measured seconds a change costs; None: Settings.default_pause
     submitted: float = 0.0
     waiting_since: float | None = None  # since when it has had no replica

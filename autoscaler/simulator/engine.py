@@ -116,6 +116,7 @@ class Simulation:
         self._active: list[SimJob] = []  # in the workload's order
         self._order = {job.name: i for i, job in enumerate(self.jobs)}
         self._pooled: dict[str, Profile] = {}
+        self._totals: dict[str, tuple[float, ...]] = {}  # by application: work of jobs that have ended
         self._seen: set[tuple[str, int]] = set()  # (job, replicas) already measured
 
     def _job(self, submission: Submission, app: Application) -> SimJob:
@@ -145,6 +146,10 @@ class Simulation:
             job.step(seconds)
             due = due or job.completed is not None or self._measured(job)
         self.now += seconds
+        for job in self._active:
+            if job.completed is not None:
+                work = job.progress * job.app.init_batch_size
+                self._totals[job.app.name] = (*self._totals.get(job.app.name, ()), work)
         self._active = [job for job in self._active if job.completed is None]
         while self._waiting and self._waiting[0].submission.time <= self.now:
             job = self._waiting.pop(0)
@@ -217,6 +222,7 @@ class Simulation:
             waiting_since=job.waiting_since,
             last_change=job.last_change,
             remaining=self._remaining(job),
+            kind_totals=self._totals.get(app.name, ()) if options.shared_curves else (),
             model=self._model(job),
         )
         return info
