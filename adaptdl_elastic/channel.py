@@ -15,6 +15,11 @@ agent → replica
                                               is new, the store where g+1 meets, this replica's variables
     {"type": "plan", "generation": int, "withdraw": true, "reason": str}
                                               that change is off
+    {"type": "plan", "generation": int, "recover": true, "rank": int | None, "replicas": int, "nodes": int,
+     "master_addr": str, "master_port": int, "environ": {...}}
+                                              go on without those who died, from memory; this replica's own
+                                              new rank (None: leave); the newest such plan counts
+    {"type": "ping", "id": int}               say that you are not hanging
 replica → agent
     {"type": "hello", "version": str, "pid": int}      the script uses the library: stop it by message,
                                                        not by signal
@@ -25,6 +30,12 @@ replica → agent
                                               a finished optimizer step: the first of a generation at once,
                                               then at most one a second, and the last one before the exit
     {"type": "ready", "generation": int}      a newcomer waits where the others are to be joined
+    {"type": "resilient", "generation": int}  from now on, in this generation, the death of others does not
+                                              end this replica
+    {"type": "broken", "generation": int, "reason": str}
+                                              somebody is gone; it waits for a plan to go on without them
+    {"type": "pong", "id": int, "waiting": bool}
+                                              answers ping; whether it waits for such a plan
     {"type": "switched", "generation": int, "last_step": float | None}
                                               it is of that generation now (or leaves for it); end of its
                                               last step before

@@ -116,6 +116,11 @@ def supervisor_url() -> str | None:
     return _read(str, "ADAPTDL_SUPERVISOR_URL")
 
 
+def rescale() -> str:
+    """How the number of replicas may change, from `ADAPTDL_RESCALE`: "auto", "inplace" or "restart"."""
+    return os.environ.get("ADAPTDL_RESCALE") or "auto"
+
+
 def secret() -> bytes | None:
     """Key that the library's collectives authenticate with; None where none was given."""
     text = _read(str, "ADAPTDL_SECRET")

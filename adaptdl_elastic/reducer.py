@@ -33,6 +33,7 @@ ControlHandler = Callable[[int, Any], None]
 
 _CONTRIBUTION, _RESULT, _FAILURE, _CONTROL, _GOODBYE = range(5)
 CONNECT_TIMEOUT = 120.0
+_CANCEL_INTERVAL = 0.1  # seconds
 
 
 class CollectiveError(RuntimeError):
@@ -102,6 +103,7 @@ class Reducer:
         on_control: Called with (sender's rank, message) for every control message, in a thread of ours.
         on_lost: Called with the rank of a replica that went without a goodbye, in a thread of ours.
         publish: Called on rank 0 with the port, before it waits for the others.
+        cancelled: Asked every moment while connecting; once it says True that ends in a CollectiveError.
     """
 
     def __init__(
@@ -116,12 +118,15 @@ class Reducer:
         on_control: ControlHandler | None = None,
         on_lost: Callable[[int], None] | None = None,
         publish: Callable[[int], None] | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         if not 0 <= rank < replicas:
             raise ValueError(f"rank {rank} of {replicas} replicas: a rank counts from 0")
         self.rank, self.replicas, self.port = rank, replicas, root_port
         self.on_control, self.on_lost = on_control, on_lost
         self._trusted = secret is not None
+        self._cancelled = cancelled
+        self._reader: threading.Thread | None = None
         self._lock = threading.Lock()
         self._sequence = 0
         self._calls: dict[int, _Call] = {}  # rank 0
@@ -138,7 +143,8 @@ class Reducer:
             self._connect(root_host, root_port, secret, timeout)
         self._send_locks = {peer: threading.Lock() for peer in self._peers}
         _forget_in_children(self)
-        threading.Thread(target=self._read_loop, name="adaptdl-reducer", daemon=True).start()
+        self._reader = threading.Thread(target=self._read_loop, name="adaptdl-reducer", daemon=True)
+        self._reader.start()
 
     # -- connecting --------------------------------------------------------------------------------
 
@@ -157,10 +163,13 @@ class Reducer:
                 publish(self.port)
             while len(self._peers) < self.replicas - 1:
                 left = deadline - time.monotonic()
-                server.settimeout(max(left, 0.001))
+                server.settimeout(min(max(left, 0.001), _CANCEL_INTERVAL))
                 try:
                     sock, address = server.accept()
                 except TimeoutError:
+                    self._check_cancelled()
+                    if time.monotonic() < deadline:
+                        continue
                     missing = sorted(set(range(1, self.replicas)) - set(self._peers))
                     raise CollectiveError(
                         f"ranks {missing} have not connected to {host}:{self.port} within {timeout:.0f} s"
@@ -178,9 +187,16 @@ class Reducer:
             return
         self._peers[rank] = _tuned(sock)
 
+    def _check_cancelled(self) -> None:
+        if self._cancelled():
+            for sock in self._peers.values():
+                sock.close()
+            raise CollectiveError("connecting was given up")
+
     def _connect(self, host: str, port: int, secret: bytes | None, timeout: float) -> None:
         deadline, delay = time.monotonic() + timeout, 0.005
         while True:
+            self._check_cancelled()
             try:
                 sock = socket.create_connection((host, port), timeout=min(timeout, 10.0))
                 try:
@@ -398,6 +414,24 @@ class Reducer:
             waiting = [*self._futures.values(), *(call.future for call in self._calls.values())]
         for future in waiting:
             future._set(error=CollectiveError("the collectives have been torn down"))
+
+    def abort(self) -> None:
+        """Disconnect without a goodbye, so that the others take this replica for lost and wait for nothing.
+
+        When it returns no message of theirs will be handed to anybody any more.
+        """
+        with self._lock:
+            closing, self._closing = self._closing, True
+        for sock in self._peers.values():
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        if self._reader is not None and self._reader is not threading.current_thread():
+            self._reader.join()
+        if not closing:
+            with self._lock:
+                waiting = [*self._futures.values(), *(call.future for call in self._calls.values())]
+            for future in waiting:
+                future._set(error=PeerLostError("the collectives have been torn down"))
 
 
 _ERRORS: dict[str, type[CollectiveError]] = {

@@ -53,6 +53,7 @@ from adaptdl_elastic.reducer import CollectiveMismatchError, PeerLostError
 
 if TYPE_CHECKING:
     from adaptdl_elastic._session import Session
+    from adaptdl_elastic.torch._recovery import Recovery
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ STOPPED = 143
 INTERRUPTED = 130
 """Exit code after a second Ctrl-C: 128 + SIGINT."""
 
+_KEPT = ("stop", "checkpoint")  # what is still wanted after a replica has died
 _START: Position = (-1, 0, 0)
 _DOUBLE_DELIVERY = 0.3  # seconds: a launcher forwards the Ctrl-C that the terminal has sent us already
 _STEP_REPORT_INTERVAL = 1.0
@@ -88,7 +90,8 @@ class Control:
         self._position: Position = _START
         self._round: int | None = None  # open: hold the training thread at its next boundary
         self._decision: tuple[Position, list[Command]] | None = None
-        self._lost: str | None = None
+        self.lost: str | None = None  # why nothing can be agreed with this generation any more
+        self._asked: list[Command] = []  # of us, and not done yet: rank 0 may die with our request
         self._events: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self._closed = False
         self._leader = Leader(self)
@@ -179,7 +182,7 @@ class Control:
             raise SystemExit(STOPPED)
         if number == signal.SIGINT:
             os.write(2, b"\nstopping at the next step; Ctrl-C again stops at once\n")
-        self._events.put(("want", 0, {"kind": "stop", "reason": signal.Signals(number).name}))
+        self.request({"kind": "stop", "reason": signal.Signals(number).name})
 
     def _count_interrupts(self) -> None:
         """In a thread of its own: sees signals even while the main thread is stuck in a collective."""
@@ -211,6 +214,8 @@ class Control:
             kind = message.get("type")
             if kind in ("stop", "checkpoint"):
                 self.request({**message, "kind": kind})
+            elif kind == "ping":
+                self.session.send({"type": "pong", "id": message["id"], "waiting": self._recovery.waiting})
             elif kind == "plan":
                 from adaptdl_elastic.torch import _inplace
 
@@ -221,6 +226,8 @@ class Control:
 
     def request(self, command: Command) -> None:
         """Have `command` done on every replica at the next boundary they can agree on. From any thread."""
+        if command["kind"] in _KEPT:
+            self._asked.append(command)
         self._events.put(("want", 0, command))
 
     def on_message(self, sender: int, message: Any) -> None:
@@ -240,10 +247,21 @@ class Control:
             self._events.put((kind, sender, (number, body)))
 
     def on_lost(self, rank: int) -> None:
-        """A replica is gone without a goodbye: nothing can be agreed any more."""
+        """A replica is gone without a goodbye."""
+        self.lose(f"rank {rank} is gone")
+
+    def lose(self, reason: str) -> None:
+        """Nothing can be agreed with this generation any more. From any thread."""
         with self._condition:
-            self._lost = f"rank {rank} is gone"
+            self.lost = self.lost or reason
             self._condition.notify_all()
+        self._recovery.on_lost()
+
+    @property
+    def _recovery(self) -> Recovery:
+        from adaptdl_elastic.torch._recovery import recovery
+
+        return recovery(self.session)
 
     def _tell(self, rank: int, message: Any) -> None:
         if rank == self.session.rank:
@@ -287,8 +305,8 @@ class Control:
                 self._position = position
                 return
             while self._decision is None:
-                if self._lost is not None:
-                    raise PeerLostError(self._lost)
+                if self.lost is not None:
+                    raise PeerLostError(self.lost)
                 condition.wait()
             after, commands = self._decision
             if position <= after:
@@ -301,15 +319,26 @@ class Control:
             self._position = position
         generation = self.session.generation
         self._execute([{**command, "position": position} for command in commands])
+        if any(command["kind"] == "checkpoint" for command in commands):
+            self._recovery.mark()
+        self._asked = [c for c in self._asked if not any(_covers(done, c) for done in commands)]
         if self.session.generation == generation:  # else there is another rank 0's leader to talk to
             self._tell(0, ("executed", number, None))
 
-    def renew(self, position: Position) -> None:
-        """A new generation has begun in this process, at `position`."""
+    def abandon(self) -> None:
+        """The connections of a generation are closed: what was to be agreed with it is over."""
         with self._condition:
-            self._position, self._lost, self._first_step = position, None, True
+            self.lost = self._round = self._decision = None
+
+    def renew(self, position: Position, recovered: bool = False) -> None:
+        """A new generation has begun in this process, at `position`; `recovered`: the old one broke off."""
+        with self._condition:
+            self._position, self._first_step = position, True
             self._told = self.session.last_step_time  # `switched` says it: it is no step of the new one
-        self._events.put(("renew", 0, None))
+        self._events.put(("renew", 0, recovered))
+        if recovered:
+            for command in self._asked:
+                self._events.put(("want", 0, command))
 
     def _together(self, position: Position) -> bool:
         """Whether every replica is at `position`; otherwise those behind have been told to catch up."""
@@ -442,6 +471,9 @@ class Leader:
         if kind == "want":
             self._want(body)
         elif kind == "renew":
+            if body:  # what was under way has not been done
+                both = (*(self._running or ()), *self._wanted)
+                self._wanted = [c for c in both if c["kind"] in _KEPT]
             self._running = None
         elif kind == "ready" and body[0] == self._number:
             self._ready[sender] = tuple(body[1])

@@ -26,6 +26,7 @@ import torch
 from adaptdl_elastic import _session, collective
 from adaptdl_elastic.torch._loops import Loops, loops
 from adaptdl_elastic.torch._partition import Window, local_batch, share
+from adaptdl_elastic.torch._recovery import recovery
 
 if TYPE_CHECKING:
     from adaptdl_elastic.torch._control import Command
@@ -239,6 +240,10 @@ class AdaptiveDataLoaderHelper:
         self._generation = None
         self._announce_limits()
 
+    def settle(self) -> int:
+        """Settle the batch size of this generation, whoever dies meanwhile; the atomic batch size."""
+        return recovery(_session.current()).guarded(self._sync_local_bsz, self)
+
     def _sync_local_bsz(self) -> int:
         """Settle the batch size of this generation, the same on every replica; the atomic batch size."""
         session = _session.current()
@@ -310,6 +315,8 @@ class AdaptiveDataLoaderHelper:
                 ended = True
             except GeneratorExit:  # the loop's body said `break`
                 ended = True
+                if not self._skipped:
+                    recovery(session).loop_left()
                 raise
         finally:
             if state.looping:
@@ -317,6 +324,10 @@ class AdaptiveDataLoaderHelper:
             self._registry.current = None
             self._loops = self._window = None
             self.pause()
+
+    def ended(self) -> bool:
+        """All batches have been handed out; False: some have to be once more, because a replica died."""
+        return recovery(_session.current()).loop_ended(self)
 
     def pause(self) -> None:
         """What happens until the next batch is no part of a step."""
@@ -346,15 +357,17 @@ class AdaptiveDataLoaderHelper:
 
     def begin_batch(self) -> None:
         """A batch is about to be handed out."""
+        if self._chunk == 0 and (self.training or self.training_unknown):
+            recovery(_session.current()).begin_window(self._running().index)
         if self.training:
             _session.current().metrics.profile_step_start(self._atomic)
 
     def end_batch(self, commit: bool = True, even: bool = True) -> None:
         """The loop's body has done with the batch, and `current_index` is behind it."""
         session, state, training = _session.current(), self._running(), self.training
-        accumulating = self.is_accum_step()
+        accumulating, safe = self.is_accum_step(), recovery(session)
         if training:
-            if commit and even:
+            if commit and even and not safe.broken:
                 session.metrics.profile_step_commit(accumulating)
             else:
                 session.metrics.pause()
@@ -362,15 +375,18 @@ class AdaptiveDataLoaderHelper:
             self._chunk += 1
             return
         self._chunk = 0
-        if training or self._registry.training is None:
+        if (training or self._registry.training is None) and not (training and safe.failed):
             session.step += 1
             if self._window is not None or training:
                 state.samples += self.window_samples
             session.last_step_time = time.time()
             if training:
                 self._report_position(session, state)
+        if safe.broken:
+            safe.recover("a replica is gone", self)
+            return
         session.control.report_step()
-        state.boundary()
+        safe.guarded(state.boundary, self)
 
     def _report_position(self, session: _session.Session, state: Loops) -> None:
         if self._told != session.generation:
@@ -399,7 +415,8 @@ class AdaptiveDataLoaderHelper:
         session, state = _session.current(), self._running()
         made = session.metrics.get_progress() - state.start_progress
         done = made + 0.5 >= self.end_index / self.batch_size
-        return bool(collective.broadcast(done, tag="end of epoch"))
+        safe = recovery(session)
+        return safe.guarded(lambda: bool(collective.broadcast(done, tag="end of epoch")), self)
 
     # -- telling -----------------------------------------------------------------------------------
 

@@ -101,7 +101,7 @@ def iterate_stream(
     """The data loop over a stream."""
     while True:
         session = _session.current()
-        local, settled = helper._sync_local_bsz(), helper.settled
+        local, settled = helper.settle(), helper.settled
         stream.configure(
             loops().finished, helper.current_index, session.replicas, session.rank, local, helper.training
         )

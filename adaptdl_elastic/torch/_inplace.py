@@ -27,9 +27,9 @@ What is done, for generation g + 1 beside the running g:
    its buckets and its hook anew; the loader divides what is left of the pass anew.
 
 Until rank 0 publishes the address nothing has been given up, and the plan can be withdrawn. From then on
-a failure is one of generation g + 1, which restarts from the last checkpoint.
+a failure is one of generation g + 1, from which those go on who were in g (`_recovery`).
 
-What stays as it was: rank 0 is rank 0, because only it has the profiles and the script's files open. What
+If rank 0 leaves, the first of those who stay takes its place; every replica has profiles of its own. What
 newcomers run twice is what a restart would run again, so the rules of `epoch` are the rules here: what
 must happen once per epoch stands at the end of its body.
 """
@@ -56,9 +56,9 @@ import torch.distributed
 from adaptdl_elastic import checkpoint, env
 from adaptdl_elastic._session import Identity, Session
 from adaptdl_elastic.reducer import Reducer
-from adaptdl_elastic.torch import _transfer
+from adaptdl_elastic.torch import _recovery, _transfer
 from adaptdl_elastic.torch._loops import loops
-from adaptdl_elastic.torch._process_group import listening_host
+from adaptdl_elastic.torch._process_group import connect_torch, listening_host
 
 if TYPE_CHECKING:
     from adaptdl_elastic.channel import Message
@@ -90,7 +90,7 @@ class Plan:
 
     def meeting(self) -> Any:
         """The store where this generation meets."""
-        return _meeting(self.message["master_addr"], int(self.message["master_port"]), self.generation)
+        return meeting(self.message["master_addr"], int(self.message["master_port"]), self.generation)
 
 
 class Rescaler:
@@ -146,8 +146,8 @@ class Rescaler:
     def _lead(self, plan: Plan) -> None:
         """Rank 0, beside the training: bring the newcomers to where it is, then have the change agreed."""
         try:
-            if plan.message["ranks"][0] != 0:
-                raise ValueError("rank 0 must stay rank 0")
+            if 0 not in plan.message["ranks"]:
+                raise ValueError("one of those who stay must be rank 0")
             store = plan.meeting()
             while self._wanted(plan):
                 plan.tried.clear()
@@ -202,20 +202,17 @@ class Rescaler:
         session.reducer.barrier(tag="switch")
         new_rank = message["ranks"][session.rank]
         if new_rank is None:
-            _tell_switched(session, generation)
+            tell_switched(session, generation)
             raise SystemExit(0)
-        marks = {"states": time.monotonic() - began}
         session.reducer.close()
-        dist.destroy_process_group()
-        marks["left"] = time.monotonic() - began
-        os.environ.update({name: str(value) for name, value in message["environ"].items()})
-        session.identity = Identity(new_rank, message["replicas"], message["nodes"], generation, session.job)
-        _form(session, plan.meeting(), command["attempt"], session.scratch["backend"])
-        marks["formed"] = time.monotonic() - began
-        _transfer.give(session, plan.newcomers)
-        marks["given"] = time.monotonic() - began
-        _finish(session, position, began)
-        log.info("switched: %s", {key: round(value, 4) for key, value in marks.items()})
+        become(session, message, generation, new_rank)
+        try:
+            form(session, plan.meeting(), command["attempt"], lambda: plan.called_off)
+            donors = [rank for rank in range(session.replicas) if rank not in plan.newcomers]
+            _transfer.give(session, plan.newcomers, donors)
+            finish(session, position, began)
+        except (RuntimeError, OSError) as error:  # somebody died on the way
+            _recovery.recovery(session).recover(str(error))
         plan.tried.set()
         self._plans = {g: p for g, p in self._plans.items() if g > generation}
         self._past = {}
@@ -270,12 +267,12 @@ class Newcomer:
     def _join(self) -> None:
         session, began = self.session, time.monotonic()
         dist.destroy_process_group()
-        _form(session, self._store, self._attempt - 1, self.backend)
+        form(session, self._store, self._attempt - 1)
         _transfer.take(session)
         session.joining = False
         os.environ.pop(JOIN_VARIABLE, None)
         state = loops()
-        _finish(session, (state.finished, state.entered, state.index), began)
+        finish(session, (state.finished, state.entered, state.index), began)
         session.scratch.pop(_NEWCOMER)
 
 
@@ -304,7 +301,10 @@ def epoch_ends(session: Session, epoch: int) -> None:
 
 def on_plan(session: Session, message: Message) -> None:
     """The agent speaks of another generation. In the channel's thread."""
-    rescaler(session).on_plan(message)
+    if message.get("recover"):
+        _recovery.recovery(session).on_plan(message)
+    else:
+        rescaler(session).on_plan(message)
 
 
 def possible(session: Session) -> tuple[bool, str]:
@@ -328,7 +328,7 @@ def begin_joining(session: Session, backend: str) -> None:
     """A newcomer's `init_process_group`: a fake group of the planned size, and the others' states."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    store = _meeting(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), session.generation)
+    store = meeting(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), session.generation)
     found = session.scratch[_NEWCOMER] = Newcomer(session, backend, store)
     session.start()
     checkpoint.agree(lambda _: (None, None))  # nothing is loaded from disk
@@ -342,7 +342,7 @@ def begin_joining(session: Session, backend: str) -> None:
     _warm_up()
 
 
-def _meeting(host: str, port: int, generation: int) -> Any:
+def meeting(host: str, port: int, generation: int) -> Any:
     """The store where generation `generation` meets."""
     store = dist.TCPStore(
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE)
@@ -355,8 +355,20 @@ def _models(session: Session) -> list[Any]:
     return found
 
 
-def _form(session: Session, store: Any, attempt: int, backend: str) -> None:
-    """Connect all of generation g + 1: first the library's collectives, then torch's."""
+def become(session: Session, message: Message, generation: int, rank: int) -> None:
+    """Leave torch's present group, and be `rank` of the generation that `message` describes."""
+    session.control.abandon()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.update({name: str(value) for name, value in message["environ"].items()})
+    session.identity = Identity(rank, message["replicas"], message["nodes"], generation, session.job)
+
+
+def form(session: Session, store: Any, attempt: int, cancelled: Callable[[], bool] = lambda: False) -> None:
+    """Connect all of this generation: first the library's collectives, then torch's.
+
+    Raises RuntimeError when that can not be done, or `cancelled()` meanwhile.
+    """
     key = f"go/{session.generation}"
     if session.rank == 0:
         host, secret = listening_host(), secrets.token_hex(16)
@@ -365,22 +377,30 @@ def _form(session: Session, store: Any, attempt: int, backend: str) -> None:
             store.set(key, json.dumps([host, port, secret]))
             store.set(f"step/{attempt + 1}", _seal({"go": True}))
 
-        reducer = _reducer(session, host, 0, secret, publish)
+        reducer = _reducer(session, host, 0, secret, publish, cancelled)
     else:
+        _await(store, key, cancelled)
         host, port, secret = json.loads(store.get(key))
-        reducer = _reducer(session, host, port, secret, None)
+        reducer = _reducer(session, host, port, secret, None, cancelled)
     session.reducer = reducer
-    hook = sys.excepthook
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore("torch", store),
-        rank=session.rank,
-        world_size=session.replicas,
-    )
-    sys.excepthook = hook  # every process group wraps it once more
+    reducer.barrier(tag="formed")  # all live: torch's group will not wait in vain
+    connect_torch(session, session.scratch["backend"], store, timedelta(seconds=PATIENCE))
 
 
-def _reducer(session: Session, host: str, port: int, secret: str, publish: Any) -> Reducer:
+def _await(store: Any, key: str, cancelled: Callable[[], bool]) -> None:
+    """Wait for a key of a store, for PATIENCE seconds."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return store.wait([key], timedelta(seconds=0.1))  # type: ignore[no-any-return]
+        except dist.DistStoreError:
+            if cancelled() or time.monotonic() > deadline:
+                raise
+
+
+def _reducer(
+    session: Session, host: str, port: int, secret: str, publish: Any, cancelled: Callable[[], bool]
+) -> Reducer:
     return Reducer(
         session.rank,
         session.replicas,
@@ -391,19 +411,21 @@ def _reducer(session: Session, host: str, port: int, secret: str, publish: Any) 
         on_control=session.on_control,
         on_lost=session.on_lost,
         publish=publish,
+        cancelled=cancelled,
     )
 
 
-def _finish(session: Session, position: Position, began: float) -> None:
-    """What survivors and newcomers do last."""
+def finish(session: Session, position: Position, began: float, recovered: bool = False) -> None:
+    """What everybody in a new generation does last."""
     for model in _models(session):
         model.reinit_process_group()
     assert session.reducer is not None
     epoch, loop, index = position  # a list, if it came through a message
-    session.control.renew((epoch, loop, index))
+    session.control.renew((epoch, loop, index), recovered)
     session.reducer.barrier(tag="switched")
     session.metrics.pause()
-    _tell_switched(session, session.generation)
+    tell_switched(session, session.generation)
+    _recovery.recovery(session).arm()
     log.info(
         "generation %d: rank %d of %d after %.3f s",
         session.generation,
@@ -413,7 +435,7 @@ def _finish(session: Session, position: Position, began: float) -> None:
     )
 
 
-def _tell_switched(session: Session, generation: int) -> None:
+def tell_switched(session: Session, generation: int) -> None:
     """Tell the agent that generation g is behind this replica, and when its last step ended."""
     session.send({"type": "switched", "generation": generation, "last_step": session.last_step_time})
 

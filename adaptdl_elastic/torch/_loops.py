@@ -65,7 +65,7 @@ class Loops(checkpoint.TensorState):
         self.entered = 0
         self.epoch_began = time.monotonic()
         session.epoch = self.finished
-        session.control.boundary((self.finished, 0, 0))
+        self._pass()
         return self.finished
 
     def end_epoch(self) -> None:
@@ -105,8 +105,18 @@ class Loops(checkpoint.TensorState):
             return _inplace.newcomer(self._session).arrive((self.finished, self.entered))
         if self.entered <= self.finished_loops:
             return False
-        self._session.control.boundary((self.finished, self.entered, self.index))
+        self._pass()
         return True
+
+    def _pass(self) -> None:
+        """Pass the beginning of an epoch or a data loop."""
+        from adaptdl_elastic.torch._recovery import recovery
+
+        safe = recovery(self._session)
+        safe.mark()
+        if safe.broken:
+            safe.recover("a replica is gone")
+        safe.guarded(self.boundary)
 
     def leave(self, ended: bool) -> None:
         """Leave a data loop; it `ended` unless it was skipped, or broken off by an error or a stop."""
@@ -116,9 +126,8 @@ class Loops(checkpoint.TensorState):
             self.index = 0
 
     def boundary(self) -> None:
-        """Pass the end of an optimizer step (or of an evaluated batch) of the present data loop."""
-        session = self._session
-        session.control.boundary((self.finished, self.entered, self.index))
+        """Pass the present position: between steps or evaluated batches, data loops and epochs."""
+        self._session.control.boundary((self.finished, self.entered, self.index))
 
     def seed(self, loader: int) -> int | None:
         """The seed of the `loader`-th loader, None until it is settled."""

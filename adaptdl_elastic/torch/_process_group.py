@@ -6,6 +6,9 @@ import json
 import os
 import secrets
 import socket
+import sys
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed
@@ -16,6 +19,7 @@ from adaptdl_elastic.reducer import Reducer
 
 dist: Any = torch.distributed  # its stub does not export the stores
 _ADDRESS = "adaptdl/address"
+_SOCKETS = "sockets of torch's group"  # in the session's scratch
 
 
 def init_process_group(
@@ -88,9 +92,57 @@ def _launched(session: Session, backend: str, init_method: str | None) -> None:
         _connect(session, env.master_addr(), env.master_port(), env.secret())
     else:
         _connect_through(session, store)
+    connect_torch(session, backend, store)
+
+
+def connect_torch(session: Session, backend: str, store: Any, timeout: timedelta | None = None) -> None:
+    """Torch's default group of this generation, which meets in `store`.
+
+    Its sockets are remembered: shutting them down is the only way to end a gloo collective whose peer is
+    another replica that waits in vain itself.
+
+    Args:
+        timeout: For connecting only; None: torch's.
+    """
+    before, hook = _sockets(), sys.excepthook
+    given = {} if timeout is None else {"timeout": timeout}
     dist.init_process_group(
-        backend, store=dist.PrefixStore("torch", store), rank=session.rank, world_size=session.replicas
+        backend,
+        store=dist.PrefixStore("torch", store),
+        rank=session.rank,
+        world_size=session.replicas,
+        **given,
     )
+    sys.excepthook = hook  # every process group wraps it once more
+    if timeout is not None:
+        torch.distributed.distributed_c10d._set_pg_timeout(dist.default_pg_timeout, None)
+    session.scratch[_SOCKETS] = _sockets() - before
+
+
+def disconnect_torch(session: Session) -> None:
+    """Make every collective of the present group fail here and at its other ends. From any thread."""
+    for descriptor, inode in session.scratch.pop(_SOCKETS, set()) & _sockets():
+        try:
+            with socket.socket(fileno=os.dup(descriptor)) as ours:
+                if _inode(ours.fileno()) == inode and ours.getpeername():
+                    ours.shutdown(socket.SHUT_RDWR)
+        except OSError:  # closed a moment ago, or a listening one: gloo does not survive its end
+            continue
+
+
+def _sockets() -> set[tuple[int, str]]:
+    """(descriptor, inode) of every socket of this process."""
+    descriptors = Path("/proc/self/fd")
+    names = [int(entry.name) for entry in descriptors.iterdir()] if descriptors.is_dir() else []
+    found = {(name, _inode(name)) for name in names}
+    return {(name, inode) for name, inode in found if inode.startswith("socket:")}
+
+
+def _inode(descriptor: int) -> str:
+    try:
+        return str(Path(f"/proc/self/fd/{descriptor}").readlink())
+    except OSError:
+        return ""
 
 
 def _by_hand(session: Session, backend: str, init_method: str | None) -> None:

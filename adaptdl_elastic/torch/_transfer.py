@@ -1,9 +1,9 @@
 """State from the memory of one replica into that of another.
 
-Rank 0 tells everybody what there is (names, and the nesting with shapes in place of tensors); then each
-newcomer gets the tensors from one of those who were there, point to point, donors taking turns. Tensors
-go in buckets of one type, so that many small ones cost one message, and no more than one bucket is held
-beyond the state itself.
+The first donor tells everybody what there is (names, and the nesting with shapes in place of tensors);
+then each newcomer, or one who has fallen behind, gets the tensors from one who has them, point to point,
+donors taking turns. Tensors go in buckets of one type, so that many small ones cost one message, and no
+more than one bucket is held beyond the state itself.
 """
 
 from __future__ import annotations
@@ -30,20 +30,24 @@ class Slot:
     dtype: torch.dtype
 
 
-def give(session: Session, newcomers: list[int]) -> None:
-    """The side of those who were there. Every one of them calls it with the same `newcomers`."""
+def give(session: Session, newcomers: list[int], donors: list[int], names: set[str] | None = None) -> None:
+    """The side of those who have it. Every one of them calls it with the same arguments.
+
+    names: of the states to give, all when None.
+    """
     if not newcomers:
         return
     assert session.reducer is not None
     described: dict[str, tuple[str, Any]] = {}
     tensors: list[torch.Tensor] = []
     for name, state in sorted(session.states.items()):
+        if names is not None and name not in names:
+            continue
         if isinstance(state, checkpoint.TensorState):
             described[name] = ("tensors", _strip(state.state_dict(), tensors))
-        elif session.rank == 0:
+        elif session.rank == donors[0]:
             described[name] = ("bytes", state.snapshot())
-    session.reducer.broadcast((described, newcomers), tag="states")
-    donors = [rank for rank in range(session.replicas) if rank not in newcomers]
+    _describe(session, (described, newcomers, donors) if session.rank == donors[0] else None)
     mine = [n for turn, n in enumerate(newcomers) if donors[turn % len(donors)] == session.rank]
     for newcomer in mine:
         for bucket in _buckets(tensors):
@@ -53,9 +57,7 @@ def give(session: Session, newcomers: list[int]) -> None:
 
 def take(session: Session) -> None:
     """The side of a newcomer: receive every state, and be in it."""
-    assert session.reducer is not None
-    described, newcomers = session.reducer.broadcast(None, tag="states")
-    donors = [rank for rank in range(session.replicas) if rank not in newcomers]
+    described, newcomers, donors = _describe(session, None)
     donor = donors[newcomers.index(session.rank) % len(donors)]
     tensors = _targets(session, described)
     for bucket in _buckets(tensors):
@@ -64,6 +66,12 @@ def take(session: Session) -> None:
     checkpoint.restore_states(
         {name: _fill(body, supply) if kind == "tensors" else body for name, (kind, body) in described.items()}
     )
+
+
+def _describe(session: Session, what: Any) -> Any:
+    """What the first donor says there is; the others pass None."""
+    assert session.reducer is not None
+    return session.reducer.allreduce(what, lambda a, b: b if a is None else a, tag="states")
 
 
 def _targets(session: Session, described: dict[str, tuple[str, Any]]) -> list[torch.Tensor]:

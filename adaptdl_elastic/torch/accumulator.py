@@ -59,7 +59,7 @@ class Accumulator(MutableMapping[Any, Any]):
                 "after a restart: make it before the loop"
             )
         initial = dict(*args, **kwargs)
-        self._state = _State({key: _value(value, key) for key, value in initial.items()})
+        self._state = AccumulatorState({key: _value(value, key) for key, value in initial.items()})
         self._view: Sums | None = None  # in synchronized mode: what is read and changed
         self._blocks: Counter[int | None] = Counter()  # synchronized() entered so far, by epoch
         self._additions: Counter[int | None] = Counter()  # made outside of data loops so far, by epoch
@@ -211,7 +211,7 @@ class _Sum:
         return f"<sum {self.key!r} of an Accumulator, to be read inside synchronized()>"
 
 
-class _State(checkpoint.TensorState):
+class AccumulatorState(checkpoint.TensorState):
     """The sums in the checkpoint, for as long as their epoch lasts."""
 
     required = False  # one that was not reached before the checkpoint is not in it
@@ -225,12 +225,13 @@ class _State(checkpoint.TensorState):
         self.results: Sums = initial  # over all replicas, up to the last sync
         self.updates: Sums = {}  # of this replica, since then
         self.history: dict[int | None, list[Sums]] = {}  # what each synchronized() block showed, by epoch
+        self.syncs = 0  # how often the sums of all replicas were added up
         self.additions: dict[int | None, int] = {}  # made outside of data loops, by epoch
 
     def sync(self) -> None:
         """Sum over the replicas."""
         total = collective.allreduce(self.updates, _merge, tag=self.name)
-        self.updates = {}
+        self.updates, self.syncs = {}, self.syncs + 1
         self.results = _merge(self.results, total)
 
     def state_dict(self) -> dict[str, Any]:
@@ -239,6 +240,7 @@ class _State(checkpoint.TensorState):
             "updates": _encode(self.updates),
             "history": {epoch: [_encode(sums) for sums in shown] for epoch, shown in self.history.items()},
             "additions": dict(self.additions),
+            "syncs": self.syncs,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -246,6 +248,7 @@ class _State(checkpoint.TensorState):
         self.results, self.updates = _decode(saved["results"]), _decode(saved["updates"])
         self.history = {epoch: [_decode(s) for s in shown] for epoch, shown in saved["history"].items()}
         self.additions = saved["additions"]
+        self.syncs = saved.get("syncs", 0)
 
 
 def _in_data_loop() -> bool:

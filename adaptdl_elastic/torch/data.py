@@ -127,10 +127,12 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
             if self._stream:
                 stream: Any = self.dataset
                 yield from iterate_stream(stream, helper, super().__iter__, self._seed_workers)
+                while not helper.ended():
+                    yield from iterate_stream(stream, helper, super().__iter__, self._seed_workers)
                 return
             helper.end_index = len(self.dataset)  # type: ignore[arg-type]
             self._elastic_batches.sampler.seed = initial_seed(helper, self._seed_generator)
-            while not self._ended():
+            while not (self._ended() and helper.ended()):
                 yield from self._segment()
 
     def _ended(self) -> bool:
@@ -144,7 +146,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
     def _segment(self) -> Iterator[Any]:
         """Hand out batches of one size, to the end of the pass or until the size changes."""
         helper, batches, size = self._elastic, self._elastic_batches, self._elastic.end_index
-        local, settled = helper._sync_local_bsz(), helper.settled
+        local, settled = helper.settle(), helper.settled
         begun = helper.current_index
         batches.local = local
         batches.accumulation = helper._accum if helper.training else 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +63,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         super().__init__(model, **ddp_kwargs)
         self._ddp_kwargs = ddp_kwargs
         self._user_no_sync = False
+        self.irreparable: str | None = None  # why a step that failed can not be put back
         self._optimizer = optimizer
         self._lr_scheduler = lr_scheduler
         self._mp_scaler = mp_scaler
@@ -101,6 +104,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         vars(self).update(kept)  # Module's constructor has dropped what a script registered on us
         self.training = training
         self._window.reset()
+        self.irreparable = None
+        self.gns.reset_accumulation()
         self._attach_hook()
         if absorbing:
             self.absorb_failures()
@@ -122,7 +127,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
 
     def clear_failure(self) -> None:
         """Forget a failure, and what was accumulated of the step that it spoiled."""
-        self._hook.failure = None
+        self._hook.failure = self.irreparable = None
         self._hook.recording = None
         self._sampler.drop()
         self._window.reset()
@@ -130,7 +135,12 @@ class AdaptiveDataParallel(DistributedDataParallel):
         super().zero_grad(set_to_none=True)
 
     def sync_buffers(self) -> None:
-        """Give every replica rank 0's buffers (running means). A collective: call it on all of them."""
+        """Give every replica rank 0's buffers (running means). A collective: call it on all of them.
+
+        Nothing where the script said `broadcast_buffers=False`.
+        """
+        if not self._ddp_kwargs.get("broadcast_buffers", True):
+            return
         buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
         works = [dist.broadcast(buffer, 0, group=self.process_group, async_op=True) for buffer in buffers]
         for work in works:
@@ -194,6 +204,18 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if split or batch.micro_batches > 1 or batch.weight != 1.0:
             return self._watch(output, batch, split)
         return output
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """DDP's: in the second step of a generation it agrees on the order of buckets, by a collective."""
+        if self._hook.failure is None:
+            try:
+                return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                if not self._hook.absorb:
+                    raise
+                self._hook.fail(error)
+        self.require_backward_grad_sync = False  # nothing of this step will be used
+        return inputs, kwargs
 
     def no_sync(self) -> Any:
         """As DistributedDataParallel's, for accumulation by hand; AdaptiveDataLoader's needs none."""
@@ -270,6 +292,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
                 )
             return False
         if self._hook.failure is not None:
+            self.irreparable = _why_irreparable(self._mp_scaler)
             return False
         self._sampler.collect()
         return True
@@ -355,6 +378,17 @@ class _ParallelState(checkpoint.TensorState):
         for key, part in parts.items():
             part.load_state_dict(state_dict[key])
         self._adp._window.reset()
+
+
+def _why_irreparable(mp_scaler: Any) -> str | None:
+    """Whether a GradScaler that we were not given is about to count a step that was not taken."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, torch.amp.GradScaler) and caller is not mp_scaler:
+            return "AdaptiveDataParallel was not given the GradScaler in use as mp_scaler"
+        frame = frame.f_back
+    return None
 
 
 def _current_dataloader() -> Any:

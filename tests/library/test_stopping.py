@@ -106,9 +106,9 @@ if number == 3:
     if adl.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGINT)
-    while control._round is None and control._lost is None:
+    while control._round is None and control.lost is None:
         time.sleep(0.001)
-    while control._lost is None:
+    while control.lost is None:
         time.sleep(0.001)
     control.on_message(0, ("prepare", 99, None))
 """

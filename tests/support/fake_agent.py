@@ -167,6 +167,37 @@ class FakeAgent:
         for each in leavers:
             assert each.join() == 0, each.text()
 
+    def kill(self, *ranks: int) -> list[Process]:
+        """SIGKILL to these; the others are what is left."""
+        for rank in ranks:
+            os.kill(self.running[rank].process.pid or 0, signal.SIGKILL)
+        left = [each for rank, each in enumerate(self.running) if rank not in ranks]
+        for rank in ranks:
+            self.running[rank].process.join(10)
+        self.running = left
+        return left
+
+    def plan_recovery(self) -> None:
+        """Tell those who live to go on as generation g + 1."""
+        self.generation += 1
+        host, port = self._open()
+        replicas = len(self.running)
+        for rank, each in enumerate(self.running):
+            each.channel.send(
+                {
+                    "type": "plan", "recover": True, "generation": self.generation, "rank": rank,
+                    "replicas": replicas, "nodes": 1, "ranks": [], "newcomers": [],
+                    "master_addr": host, "master_port": port,
+                    "environ": self.variables(rank, replicas, self.generation, host, port),
+                }
+            )  # fmt: skip
+
+    def recover(self, *ranks: int) -> None:
+        """These die, and the others go on."""
+        self.kill(*ranks)
+        self.plan_recovery()
+        self.wait_for("switched", len(self.running))
+
     def finish(self, timeout: float = 60.0) -> None:
         (self.folder / "hurry").touch()
         for each in self.running:

@@ -1,0 +1,430 @@
+"""Going on without a replica that has died, from the memory of those that live.
+
+The problem. A replica dies in the middle of a step. The others are stuck in its gradients, have done
+part of what comes after them, or all of it; none of them knows what the others have.
+
+What does not do. To load the last checkpoint: all since then is lost, and every process starts anew. To
+let each survivor finish its step: some have got the sum of the gradients, others never will.
+
+What is done:
+
+1. *The step does not commit* where its gradients did not arrive. The communication hook turns the failed
+   all-reduce into zeros (`_buckets`), the optimizer does nothing, and the loop's body comes to its end as
+   always. The next `__next__` of the data loop finds the failure.
+2. *Everybody hears of it.* Whoever finds it hangs up on all others (the library's collectives and torch's
+   sockets alike), so that nobody goes on waiting for somebody who waits as well, tells its agent, and
+   waits for a plan without the dead one (`{"type": "plan", "recover": true}`).
+3. *Meet.* The survivors form the new generation. A death meanwhile leads to another plan: from 2 again.
+4. *Agree.* What counts is the highest step that any survivor has committed. It can be one more than that
+   of others: its last bucket arrived here and not there. Those others get model, optimizer and all that
+   belongs to it from one who has it. Everybody else puts back what its abandoned step has changed
+   (buffers, random states, learning-rate scheduler, loss scale, sums of accumulators) and hands the same
+   samples out again, divided among those who are left. An evaluation loop begins anew where the sums of
+   its accumulators were last added up over all replicas, because a part of them died.
+
+The unit is the whole accumulation window. What an accumulator had not synchronised on the dead replica
+in a *training* loop is gone, and is said.
+
+A data loop ends on all replicas together: nobody is in the code behind it while another one still has a
+step of it, or its part of an evaluation, to do again.
+
+What can not be put back restarts from the checkpoint, by ending the process with an error that says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from adaptdl_elastic import env
+from adaptdl_elastic.reducer import PeerLostError
+from adaptdl_elastic.torch import _transfer
+from adaptdl_elastic.torch._loops import loops
+from adaptdl_elastic.torch._process_group import disconnect_torch
+from adaptdl_elastic.torch._undo import Before, Sums, put_sums, sums_of
+
+if TYPE_CHECKING:
+    from adaptdl_elastic._session import Session
+    from adaptdl_elastic.channel import Message
+    from adaptdl_elastic.torch._data_helper import AdaptiveDataLoaderHelper
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_SCRATCH = "recovery"
+Place = tuple[int, int]
+"""(epoch, number of the data loop within it)."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where all replicas last agreed on the accumulators' sums, in the data loop under way."""
+
+    place: Place
+    index: int  # samples handed out by then
+    sums: Sums
+
+
+@dataclass
+class Standing:
+    """What one replica says about itself when the survivors meet."""
+
+    rank: int
+    step: int  # committed
+    place: Place
+    index: int  # samples of committed steps
+    training: bool
+    torn: bool  # its model is half another one's: a donor died while it was given
+    synced: dict[str, int] = field(default_factory=dict)  # accumulator → how often it was synchronised
+    mark: int | None = None  # index of its Mark in this place
+
+
+class Recovery:
+    """A survivor's side. One a session; costs nothing until `arm`."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._armed: int | None = None  # generation in which the death of others does not end us
+        self._before: Before | None = None  # the window under way
+        self._mark: Mark | None = None
+        self._failed = False  # the window under way, since `recover` began
+        self._torn = False
+        self._passed = False  # the others have the data loop behind them whose end this replica waits at
+        self.waiting = False  # for a plan without the dead
+        self._plans: list[Message] = []
+        self._told = threading.Condition()
+
+    # -- armed -------------------------------------------------------------------------------------
+
+    @property
+    def armed(self) -> bool:
+        """Whether a death in the present generation would be survived."""
+        return self._armed == self._session.generation
+
+    def arm(self) -> None:
+        """From now on the death of another replica does not end this one, if that is possible at all."""
+        session = self._session
+        if self.armed or self.why_not() is not None:
+            return
+        self._armed = session.generation
+        for model in self._models():
+            model.absorb_failures()
+        self.mark()
+        session.send({"type": "resilient", "generation": session.generation})
+
+    def why_not(self) -> str | None:
+        """Why a death can not be survived in this generation; None: it can."""
+        from adaptdl_elastic.torch import _inplace
+
+        session = self._session
+        if session.replicas == 1:
+            return "there is no other replica"
+        if session.channel is None:
+            return "no agent would bring the others together"
+        if env.rescale() == "restart":
+            return "--rescale=restart"
+        possible, why = _inplace.possible(session)
+        if not possible:
+            return why
+        for model in self._models():
+            if model.find_unused_parameters:
+                return "find_unused_parameters=True needs a collective that can not be given up"
+            if isinstance(model._optimizer, torch.optim.LBFGS):
+                return "LBFGS moves parameters in the middle of a step"
+        return None
+
+    def _models(self) -> list[Any]:
+        found: list[Any] = self._session.scratch.get("models", [])
+        return found
+
+    # -- before and after a window -----------------------------------------------------------------
+
+    def begin_window(self, index: int) -> None:
+        """The first batch of a training window is about to be handed out."""
+        self.arm()
+        if self.armed:
+            self._before = Before(self._session, self._models(), index, self._before)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the gradients of the window under way could not be synchronised."""
+        return any(model.failure is not None for model in self._models())
+
+    @property
+    def broken(self) -> bool:
+        """Whether somebody is known to be gone."""
+        return self.armed and (self._session.control.lost is not None or self.failed)
+
+    def mark(self) -> None:
+        """All replicas have just synchronised their accumulators, or stand at the beginning of a loop."""
+        if self.armed:
+            state = loops()
+            self._mark = Mark((state.finished, state.entered), state.index, sums_of(self._session))
+
+    def guarded(self, call: Callable[[], T], helper: AdaptiveDataLoaderHelper | None = None) -> T:
+        """`call()`, again after each death that it meets with."""
+        while True:
+            try:
+                return call()
+            except PeerLostError as error:
+                if not self.armed:
+                    raise
+                self.recover(str(error), helper)
+
+    def loop_ended(self, helper: AdaptiveDataLoaderHelper) -> bool:
+        """All replicas have come to the end of this loop; False: a part of it has to be done again."""
+        if not self.armed:
+            return True
+        place = self._place()
+        try:
+            self._end(place).result()
+            if helper.training:
+                for model in self._models():
+                    model.sync_buffers()
+        except RuntimeError as error:
+            if self._session.control.lost is None and not isinstance(error, PeerLostError):
+                raise
+            self.recover(str(error), helper, at_end=True)
+            return self._passed
+        return True
+
+    def loop_left(self) -> None:
+        """This replica has left a loop by `break`: nobody is to wait for it at the loop's end."""
+        reducer = self._session.reducer
+        if self.armed and reducer is not None:
+            if self.failed:
+                raise PeerLostError("a data loop was left by `break` in a step that failed")
+            self._end(self._place())
+
+    def _end(self, place: Place) -> Any:
+        assert self._session.reducer is not None
+        return self._session.reducer.allreduce_async(None, lambda a, b: None, f"end of data loop {place}")
+
+    def _place(self) -> Place:
+        state = loops()
+        return state.finished, state.entered
+
+    # -- a death -----------------------------------------------------------------------------------
+
+    def on_lost(self) -> None:
+        """Somebody is gone. From any thread: wake the training thread from a collective with the others."""
+        if self.armed:
+            disconnect_torch(self._session)
+
+    def on_plan(self, message: Message) -> None:
+        """The agent's plan of a generation without the dead. In the channel's thread."""
+        with self._told:
+            self._plans.append(message)
+            self._told.notify_all()
+        if int(message["generation"]) > self._session.generation:
+            self._session.control.lose("the agents say that a replica is gone")
+
+    def _newer(self) -> bool:
+        with self._told:
+            return any(int(plan["generation"]) > self._session.generation for plan in self._plans)
+
+    def _next_plan(self) -> Message:
+        with self._told:
+            while True:
+                self._plans = [p for p in self._plans if int(p["generation"]) > self._session.generation]
+                self.waiting = not self._plans
+                if self._plans:
+                    return max(self._plans, key=lambda plan: int(plan["generation"]))
+                self._told.wait()
+
+    def recover(
+        self, reason: str, helper: AdaptiveDataLoaderHelper | None = None, at_end: bool = False
+    ) -> None:
+        """Become a generation without the dead, and stand where training goes on.
+
+        Args:
+            reason: How the death was noticed.
+            helper: Of the data loop under way, if there is one.
+            at_end: That loop has handed out all it had.
+
+        Raises:
+            PeerLostError: what this replica has done can not be undone: it must restart.
+            SystemExit: the plan does without this replica.
+        """
+        began = time.monotonic()
+        self._failed, self._passed = self.failed, False
+        self._check(self._failed, helper, reason)
+        log.info("going on without a replica: %s", self._session.control.lost or reason)
+        while True:
+            self._hang_up(reason)
+            plan = self._next_plan()
+            try:
+                self._meet(plan)
+                self._agree(helper, at_end)
+                self._finish(began)
+            except (RuntimeError, OSError) as error:
+                if isinstance(error, Irreparable):
+                    raise
+                reason = str(error)
+            else:
+                return
+
+    def _check(self, failed: bool, helper: AdaptiveDataLoaderHelper | None, reason: str) -> None:
+        why = None
+        if failed and (helper is None or not helper.training or self._before is None):
+            why = "the step that it broke is in no data loop of this library"
+        elif failed and self._before is not None:
+            why = self._before.why_irreparable()
+        if why is not None:
+            raise PeerLostError(f"{reason}; training restarts from the last checkpoint, because {why}")
+
+    def _hang_up(self, reason: str) -> None:
+        session = self._session
+        disconnect_torch(session)
+        if session.reducer is not None:
+            session.reducer.abort()
+        session.control.abandon()
+        session.send({"type": "broken", "generation": session.generation, "reason": reason[:200]})
+
+    def _meet(self, plan: Message) -> None:
+        from adaptdl_elastic.torch import _inplace
+
+        session, generation = self._session, int(plan["generation"])
+        if plan["rank"] is None:
+            _inplace.tell_switched(session, generation)
+            raise SystemExit(0)
+        _inplace.become(session, plan, generation, plan["rank"])
+        store = _inplace.meeting(plan["master_addr"], int(plan["master_port"]), generation)
+        _inplace.form(session, store, 0, self._newer)
+
+    def _finish(self, began: float) -> None:
+        from adaptdl_elastic.torch import _inplace
+
+        state = loops()
+        position = (state.finished, state.entered, state.index)
+        _inplace.finish(self._session, position, began, recovered=True)
+        self._before = None
+
+    # -- agreeing ----------------------------------------------------------------------------------
+
+    def _agree(self, helper: AdaptiveDataLoaderHelper | None, at_end: bool) -> None:
+        """Bring every survivor to the same step and the same sample."""
+        session = self._session
+        assert session.reducer is not None
+        mine = self._standing(helper)
+        everybody: list[Standing] = session.reducer.allreduce([mine], tag="standing")
+        top = _newest(everybody)
+        behind = [one.rank for one in everybody if one.torn or one.step < top]
+        if behind:
+            self._heal(mine, top, behind)
+        for model in self._models():
+            statistics = session.reducer.broadcast(
+                model.gns.state_dict() if session.rank == 0 else None, tag="statistics"
+            )
+            model.gns.load_state_dict(statistics)
+            session.metrics.update_progress(model.gns.get_progress())
+        place = max(one.place for one in everybody)
+        here = [one for one in everybody if one.place == place]
+        if any(one.training for one in here):
+            self._same_sums(everybody)
+        if mine.place == place:
+            self._stand(mine, here)
+        elif at_end:
+            self._passed = True
+        else:
+            raise Irreparable(f"others are in data loop {place}, this one is in {mine.place}")
+        session.reducer.barrier(tag="recovered")
+
+    def _standing(self, helper: AdaptiveDataLoaderHelper | None) -> Standing:
+        session, state = self._session, loops()
+        index = state.index
+        if self._failed:
+            assert self._before is not None
+            index = self._before.index
+        mark = self._mark.index if self._mark is not None and self._mark.place == self._place() else None
+        return Standing(
+            rank=session.rank,
+            step=session.step,
+            place=self._place(),
+            index=index,
+            training=helper is not None and helper.training,
+            torn=self._torn,
+            synced={name: count for name, (_, _, count) in sums_of(session).items()},
+            mark=mark,
+        )
+
+    def _heal(self, mine: Standing, top: int, behind: list[int]) -> None:
+        """Those behind get the models of those who are not."""
+        session = self._session
+        names = {model._state.name for model in self._models()}
+        donors = [rank for rank in range(session.replicas) if rank not in behind]
+        if session.rank not in behind:
+            _transfer.give(session, behind, donors, names)
+            return
+        if mine.step not in (top, top - 1):
+            raise Irreparable(f"step {mine.step} is more than one behind {top}")
+        log.info("step %d arrived elsewhere: taking it from there", top)
+        self._torn = True
+        _transfer.take(session)
+        self._torn = False
+        if mine.step < top:
+            session.step = top
+            mine.index, self._failed = loops().index, False
+
+    def _same_sums(self, everybody: list[Standing]) -> None:
+        """Take the sums of those whose last synchronisation went through where ours did not."""
+        session = self._session
+        assert session.reducer is not None
+        newest: dict[str, int] = {}
+        for one in everybody:
+            for name, count in one.synced.items():
+                newest[name] = max(count, newest.get(name, 0))
+        uneven = {n for one in everybody for n, count in one.synced.items() if count < newest[n]}
+        if not uneven:
+            return
+        own = {n: s for n, s in sums_of(session).items() if n in uneven and s[2] == newest[n]}
+        found: Sums = session.reducer.allreduce(own, lambda a, b: {**b, **a}, tag="sums")
+        behind: Sums = {n: (s[0], {}, s[2]) for n, s in found.items() if n not in own}
+        put_sums(session, behind)
+
+    def _stand(self, mine: Standing, here: list[Standing]) -> None:
+        """Be where everybody in this data loop goes on."""
+        state = loops()
+        if any(one.training for one in here):
+            if self._failed:
+                assert self._before is not None
+                self._before.put_back(self._session)
+            state.index = mine.index
+            indices = self._session.reducer.allreduce([mine.index], tag="index")  # type: ignore[union-attr]
+            if len(set(indices)) > 1:
+                raise Irreparable(f"the replicas stand at different samples: {sorted(set(indices))}")
+            return
+        marks = {one.mark for one in here}
+        if all(one.index == one.mark for one in here):
+            return  # nothing of this loop has been done since
+        if len(marks) > 1 or None in marks or self._mark is None:
+            raise Irreparable("an evaluation loop can not be begun again: its sums are gone with the dead")
+        state.index = self._mark.index
+        put_sums(self._session, self._mark.sums)
+
+
+class Irreparable(RuntimeError):
+    """The survivors have nothing in common from which they could go on."""
+
+
+def _newest(everybody: list[Standing]) -> int:
+    steps = [one.step for one in everybody if not one.torn]
+    if not steps:
+        raise Irreparable("no survivor has a whole model")
+    return max(steps)
+
+
+def recovery(session: Session) -> Recovery:
+    """This process's."""
+    found = session.scratch.get(_SCRATCH)
+    if found is None:
+        with session.lock:
+            found = session.scratch.setdefault(_SCRATCH, Recovery(session))
+    assert isinstance(found, Recovery)
+    return found

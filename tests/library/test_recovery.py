@@ -1,0 +1,198 @@
+"""Deaths in the middle of training, survived in the same processes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_agent
+import generations
+import loop_script_path
+import pytest
+import torch
+from fake_agent import FakeAgent
+
+SIZE, BATCH = 2004, 12  # 1 to 4 replicas divide it: no uneven window, whose samples would weigh more
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
+    jobs: list[FakeAgent] = []
+
+    def make(replicas: int, **given: Any) -> FakeAgent:
+        given = {"size": SIZE, "batch": BATCH, "pace": 0.01, **given}
+        job = FakeAgent(loop_script_path.PATH, tmp_path, LOOP=fake_agent.settings(**given), OUT=str(tmp_path))
+        jobs.append(job)
+        job.start(replicas)
+        job.wait_for("resilient", replicas)
+        return job
+
+    yield make
+    for job in jobs:
+        job.__exit__()
+
+
+def applied(folder: Path, replicas: int, epochs: int = 1, size: int = SIZE) -> None:
+    """Every sample was applied exactly once per epoch, and the survivors have the same weights.
+
+    The weights tell: each application moves a sample's own weight by what its window gives it, and those
+    of a step that did not commit have left no trace.
+    """
+    weights = [torch.load(folder / f"weights-{rank}") for rank in range(replicas)]
+    for other in weights[1:]:
+        assert torch.equal(other, weights[0])
+    torch.testing.assert_close(-weights[0] * BATCH / epochs, torch.ones(size, dtype=torch.float64))
+
+
+def evaluated(folder: Path, epochs: int, size: int) -> None:
+    """Each epoch's evaluation saw every sample, whatever it had seen in vain before."""
+    seen = Counter(
+        (line["epoch"], sample)
+        for line in generations.records(folder)
+        if line["loop"] == "evaluate"
+        for sample in line["samples"]
+    )
+    assert set(seen) == {(epoch, sample) for epoch in range(epochs) for sample in range(size)}
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_one_of_two(start: Any, tmp_path: Path, dies: int) -> None:
+    job = start(2)
+    job.recover(dies)
+    job.finish()
+    applied(tmp_path, 1)
+
+
+@pytest.mark.parametrize("die", [(0, 1), (1, 3), (2, 3)])
+def test_two_of_four_at_once(start: Any, tmp_path: Path, die: tuple[int, ...]) -> None:
+    job = start(4)
+    job.recover(*die)
+    job.finish()
+    applied(tmp_path, 2)
+
+
+def test_one_after_the_other(start: Any, tmp_path: Path) -> None:
+    job = start(4)
+    for _ in range(3):
+        job.recover(1 if len(job.running) == 3 else 0)
+        job.wait_for("step")
+    job.finish()
+    applied(tmp_path, 1)
+
+
+def test_a_death_before_the_plan_for_another_is_there(start: Any, tmp_path: Path) -> None:
+    job = start(4)
+    job.kill(1)
+    job.wait_for("broken", 3)
+    job.recover(2)
+    job.finish()
+    applied(tmp_path, 2)
+
+
+def test_a_death_during_the_recovery(start: Any, tmp_path: Path) -> None:
+    """The plan counts on one who is dead already: the others give it up for the next one."""
+    job = start(4)
+    job.kill(3)
+    job.wait_for("broken", 3)
+    whole = job.running
+    job.kill(0)
+    left, job.running = job.running, whole
+    job.plan_recovery()
+    job.running = left
+    job.plan_recovery()
+    job.wait_for("switched", 2)
+    job.finish()
+    applied(tmp_path, 2)
+
+
+def test_in_the_middle_of_an_accumulation(start: Any, tmp_path: Path) -> None:
+    job = start(3, accumulate=3)
+    job.recover(1)
+    job.wait_for("step")
+    job.recover(0)
+    job.finish()
+    applied(tmp_path, 1)
+
+
+def test_changes_of_size_and_deaths_mixed(start: Any, tmp_path: Path) -> None:
+    job = start(2, epochs=2)
+    job.recover(0)
+    job.rescale(3)
+    job.wait_for("resilient")
+    job.recover(0)
+    job.rescale(1)
+    job.rescale(2)
+    job.finish()
+    applied(tmp_path, 2, epochs=2)
+
+
+def test_a_death_while_newcomers_warm_up(start: Any, tmp_path: Path) -> None:
+    job = start(2)
+    job.plan(3)
+    job.wait_for("hello")
+    survivors, newcomer = job.kill(1), job.pending[0]
+    job.withdraw()
+    newcomer.process.kill()
+    assert job.running == survivors
+    job.plan_recovery()
+    job.wait_for("switched")
+    job.rescale(2)
+    job.finish()
+    applied(tmp_path, 2)
+
+
+@pytest.mark.parametrize("dies", [0, 1, 2])
+def test_in_evaluation_loops_and_short_epochs(start: Any, tmp_path: Path, dies: int) -> None:
+    job = start(3, size=84, epochs=30, evaluate=1, pace=0.002)
+    job.recover(dies)
+    job.wait_for("step")
+    job.recover(0)
+    job.finish()
+    applied(tmp_path, 1, epochs=30, size=84)
+    evaluated(tmp_path, 30, 84)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_with_worker_processes(start: Any, tmp_path: Path, persistent: bool) -> None:
+    job = start(2, workers=1, persistent=persistent)
+    job.recover(0)
+    job.finish()
+    applied(tmp_path, 1)
+
+
+def test_a_stream(start: Any, tmp_path: Path) -> None:
+    job = start(3, stream=True)
+    job.recover(1)
+    job.finish()
+    applied(tmp_path, 2)
+
+
+def test_what_was_asked_of_the_dead_is_still_done(start: Any, tmp_path: Path) -> None:
+    """Rank 0 has our request for a checkpoint, and dies."""
+    job = start(3)
+    job.running[2].channel.send({"type": "checkpoint", "request": 7})
+    job.recover(0)
+    job.wait_for("saved")
+    job.running[1].channel.send({"type": "stop", "reason": "test"})
+    assert [each.join() for each in job.running] == [143, 143]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_random_schedules(start: Any, tmp_path: Path, seed: int) -> None:
+    """Deaths and changes of size at random moments."""
+    choose = random.Random(seed)
+    job = start(choose.randint(2, 4), epochs=3, evaluate=1)
+    for _ in range(6):
+        count = len(job.running)
+        if count > 1 and choose.random() < 0.6:
+            job.recover(*choose.sample(range(count), choose.randint(1, count - 1)))
+        else:
+            job.rescale(choose.choice([n for n in range(1, 5) if n != count]))
+        job.drain()
+    job.finish()
+    applied(tmp_path, len(job.running), epochs=3)
+    evaluated(tmp_path, 3, SIZE)
