@@ -79,7 +79,8 @@ class JobHints:
     epoch: int = 0
     epochs: int | None = None  # remaining_epochs_until's argument
     progress: float | None = None  # fraction of the whole job that is done, where epochs are declared
-    remaining_samples: float | None = None  # in samples at init_batch_size, to the declared end
+    samples_done: float | None = None  # in samples at init_batch_size, since the job's start
+    remaining_samples: float | None = None  # the same, to the declared end
     step: int = 0
     inplace: bool = False  # whether this script and backend could rescale in place
     inplace_reason: str = ""  # why not

@@ -309,6 +309,7 @@ class Metrics:
             epoch=position.epoch,
             epochs=position.epochs,
             progress=None if done is None or not total else min(done / total, 1.0),
+            samples_done=done,
             remaining_samples=None if done is None or total is None else max(total - done, 0.0),
             step=position.step,
             inplace=self._inplace[0],

@@ -17,7 +17,7 @@ from adaptdl_elastic.autoscaler.policy.learning import Corrections, correct
 from adaptdl_elastic.autoscaler.policy.types import Decision, GoodputModel, JobInfo, NodeInfo, NodeLimit
 from adaptdl_elastic.autoscaler.state import JobView, View
 from adaptdl_elastic.goodput import GradParams, PerfParams
-from adaptdl_elastic.rendezvous.records import Cause, JobSpec, Rescale
+from adaptdl_elastic.rendezvous.records import Cause, JobSpec, JobState, Rescale
 from adaptdl_elastic.sched_hints import JobHints, ProfileEntry
 
 Policy = Callable[
@@ -120,7 +120,8 @@ def _job(
     assert job.plan is not None
     spec, now = job.spec.record, in_plan(condition.plan)
     size = sum(now.values())
-    hints = _informed(own_hints(job), curves.get(spec.curve_key))
+    curve = curves.get(spec.curve_key)
+    hints = _informed(own_hints(job), curve)
     fixed, places = _fixed_size(view, job, condition, places, settings)
     unsettled = condition.phase in (Phase.CHANGING, Phase.BROKEN)
     if unsettled:
@@ -142,6 +143,7 @@ def _job(
         weight=spec.weight,
         remaining=None if hints is None else hints.remaining_samples,
         attained=_attained(hints),
+        kind_totals=() if curve is None else curve.totals,
         pause=expected_pause(job, settings),
         submitted=job.spec.seen,
         waiting_since=memory.waiting.get(job.job, view.now) if not size else None,
@@ -246,12 +248,14 @@ class _Curve:
 
     profile: tuple[ProfileEntry, ...]
     widest: JobHints  # the report of whichever has been on the most replicas
+    totals: tuple[float, ...] = ()  # samples that those which are done came to
 
 
 def _curves(view: View) -> dict[str, _Curve]:
     """By `curve_key`: jobs of one script with the same arguments share what they know, ended ones too."""
     entries: dict[str, dict[tuple[int, int, int], ProfileEntry]] = {}
     widest: dict[str, JobHints] = {}
+    totals: dict[str, tuple[float, ...]] = {}
     for job in view.jobs.values():
         key = job.spec.record.curve_key if job.spec else ""
         hints = own_hints(job)
@@ -262,9 +266,13 @@ def _curves(view: View) -> dict[str, _Curve]:
             at = entry.nodes, entry.replicas, entry.atomic_bsz
             if at not in pool or pool[at].optim_count < entry.optim_count:
                 pool[at] = entry
+        if jobs.has_ended(job) and job.status and job.status.record.state is JobState.DONE:
+            totals[key] = (*totals.get(key, ()), _attained(hints) + (hints.remaining_samples or 0.0))
         if key not in widest or widest[key].max_profiled_replicas < hints.max_profiled_replicas:
             widest[key] = hints
-    return {key: _Curve(tuple(entries[key].values()), hints) for key, hints in widest.items()}
+    return {
+        key: _Curve(tuple(entries[key].values()), hints, totals.get(key, ())) for key, hints in widest.items()
+    }
 
 
 def _informed(hints: JobHints | None, curve: _Curve | None) -> JobHints | None:
@@ -272,15 +280,14 @@ def _informed(hints: JobHints | None, curve: _Curve | None) -> JobHints | None:
     if curve is None:
         return hints
     if hints is None or hints.perf_params is None or hints.grad_params is None:
-        return replace(curve.widest, profile=curve.profile, remaining_samples=None, progress=None)
+        unknown: dict[str, Any] = {"samples_done": None, "remaining_samples": None, "progress": None}
+        return replace(curve.widest, profile=curve.profile, **unknown)
     reached = max(hints.max_profiled_replicas, curve.widest.max_profiled_replicas)
     return replace(hints, profile=curve.profile, max_profiled_replicas=reached)
 
 
 def _attained(hints: JobHints | None) -> float:
-    if hints is None or not hints.progress or hints.remaining_samples is None or hints.progress >= 1:
-        return 0.0
-    return hints.remaining_samples * hints.progress / (1 - hints.progress)
+    return 0.0 if hints is None or hints.samples_done is None else hints.samples_done
 
 
 def _fingerprint(

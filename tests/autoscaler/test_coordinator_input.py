@@ -7,7 +7,8 @@ from coordinator_pump import Pump, elastic
 from fake_agents import hints_of
 
 from adaptdl_elastic.autoscaler.coordinator.policy import model, policy_inputs
-from adaptdl_elastic.autoscaler.policy.types import Decision
+from adaptdl_elastic.autoscaler.policy.objective import remaining_work
+from adaptdl_elastic.autoscaler.policy.types import Decision, JobInfo
 from adaptdl_elastic.rendezvous.records import (
     JobState,
 )
@@ -128,6 +129,45 @@ def test_jobs_of_one_script_share_what_they_have_measured(pump: Pump) -> None:
     assert infos["young"].model.corrections is not None
     assert infos["young"].remaining is None
     assert infos["other"].model is None
+
+
+def test_a_job_that_says_nothing_of_its_length_is_measured_by_those_of_its_kind(pump: Pump) -> None:
+    for job, done in (("short", 1000.0), ("long", 5000.0), ("other", 9e9), ("stopped", 8e9)):
+        pump.job(job, curve_key="x" if job == "other" else "k")
+        agent = pump.node(f"n-{job}", job, 1)
+        pump.settle()
+        agent.report(pump.plan(job), samples_done=done, remaining_samples=None)
+        if job == "stopped":
+            pump.ask(job, stop=True)
+        else:
+            agent.finish()
+        pump.settle()
+    pump.job("young", curve_key="k")
+    agent = pump.node("n0", "young", 1)
+    pump.settle()
+    agent.report(pump.plan("young"), samples_done=2000.0, remaining_samples=None)
+    found, _, _ = policy_inputs(pump.view(), pump.settings)
+    (info,) = found
+    assert sorted(info.kind_totals) == [1000.0, 5000.0]
+    assert info.attained == 2000.0
+    assert remaining_work(info) == 3000.0  # of those that were longer than it is
+
+
+@pytest.mark.parametrize(
+    ("remaining", "attained", "totals", "expected"),
+    [
+        (7.0, 100.0, (200.0,), 7.0),  # what it says itself
+        (None, 100.0, (), 100.0),  # as long again
+        (None, 100.0, (50.0, 100.0), 100.0),
+        (None, 100.0, (50.0, 150.0, 250.0), 100.0),
+        (None, 0.0, (50.0, 150.0), 100.0),
+    ],
+)
+def test_what_is_left_is_declared_or_learnt_or_as_long_again(
+    remaining: float | None, attained: float, totals: tuple[float, ...], expected: float
+) -> None:
+    job = JobInfo("a", remaining=remaining, attained=attained, kind_totals=totals)
+    assert remaining_work(job) == expected
 
 
 @pytest.mark.parametrize(

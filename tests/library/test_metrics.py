@@ -380,7 +380,7 @@ def test_the_report_and_the_event_say_all_that_is_documented(
     hints = [sched_hints.decode(json.dumps(m["hints"])) for m in messages if m["type"] == "hints"]
     assert len(hints) == 2
     assert hints[0].perf_params is not None
-    assert (hints[0].progress, hints[0].remaining_samples) == (0.25, 300)
+    assert (hints[0].progress, hints[0].samples_done, hints[0].remaining_samples) == (0.25, 100, 300)
     assert hints[0].profile[0].optim_count == 20 - WARMUP
 
 
