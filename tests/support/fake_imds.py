@@ -8,6 +8,7 @@ prints its address; lines on its standard input arm it (`spot 120`, `rebalance`,
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import threading
@@ -111,10 +112,11 @@ def _handler(imds: FakeImds) -> type[BaseHTTPRequestHandler]:
             ttl = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "")
             status, text = imds.answer(self.command, self.path, token, ttl)
             body = text.encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            with contextlib.suppress(ConnectionError):  # whoever asked may not wait for the answer
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
             with imds.looked:
                 imds.requests.append((self.command, self.path, status))
                 imds.looked.notify_all()
