@@ -23,9 +23,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"adaptdl-run: error: {error}", file=sys.stderr)
         return 2
     from adaptdl_elastic.agent.launch import (
+        STOPPING,
         LaunchError,
         StreamOptionError,
         complain,
+        ignore_signals,
         launch,
     )
     from adaptdl_elastic.rendezvous.options import StoreOptionError
@@ -33,7 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for note in options.notes:
         complain(note)
     # a signal that comes before the agent listens has nothing to save yet
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
+    for number in STOPPING:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, frame: sys.exit(130 if number == signal.SIGINT else 143))
     try:
         return launch(options, complain)
     except (LaunchError, StreamOptionError, StoreOptionError) as error:
@@ -41,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, (StreamOptionError, StoreOptionError)) else 1
     except KeyboardInterrupt:
         return 130
+    finally:
+        ignore_signals()
 
 
 if __name__ == "__main__":

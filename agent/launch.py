@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -36,6 +37,8 @@ from adaptdl_elastic.rendezvous.server import EtcdServer, EtcdServerError
 from adaptdl_elastic.rendezvous.store import Store, StoreError
 
 logger = logging.getLogger(__name__)
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # what one machine needs: sizes change within seconds of a reason to
 _STANDALONE_INTERVAL = "3"
@@ -293,6 +296,7 @@ def _run(
     try:
         agent.run()
     finally:
+        ignore_signals()
         if watcher is not None:
             watcher.stop()
         found.registration.close()
@@ -316,6 +320,15 @@ def coordinator_arguments(options: Options, endpoint: str) -> tuple[str, ...]:
     return tuple(arguments)
 
 
+def ignore_signals() -> None:
+    """From here on there is nothing left to stop, and the exit code stands.
+
+    Python gives its handlers back while it ends, and then a late signal would be the process's end.
+    """
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def start_fork_server() -> ForkServer:
     """A fork server with this process's environment."""
     environment = dict(os.environ)
@@ -328,4 +341,13 @@ def complain(text: str) -> None:
     print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
 
 
-__all__ = ["LaunchError", "OptionError", "StreamOptionError", "complain", "launch", "start_fork_server"]
+__all__ = [
+    "STOPPING",
+    "LaunchError",
+    "OptionError",
+    "StreamOptionError",
+    "complain",
+    "ignore_signals",
+    "launch",
+    "start_fork_server",
+]

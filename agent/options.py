@@ -125,7 +125,9 @@ def _add_ours(group: Any) -> None:
     add("--port-range", metavar="LOW:HIGH", help="ports to listen on (default: any free one)")
     add("--checkpoint-path", metavar="DIR", help="default: ADAPTDL_CHECKPOINT_PATH, else ./.adaptdl/<job>")
     add("--checkpoint-timeout", type=float, default=120.0, metavar="S", help="a stop takes at most this long")
-    add("--checkpoint-interval", type=float, default=30.0, metavar="S", help="between periodic checkpoints")
+    add(
+        "--checkpoint-interval", type=float, default=30.0, metavar="S", help="between periodic ones (0: none)"
+    )
     add("--rescale", choices=["auto", "inplace", "restart"], default="auto", help="how the size changes")
     add("--rescale-timeout", type=float, default=60.0, metavar="S", help="newcomers must be ready by then")
     add("--hang-timeout", type=float, metavar="S", help="kill a replica that takes no step for so long")
@@ -211,7 +213,7 @@ def check(
         threads=None if "OMP_NUM_THREADS" in environ or slots == 1 else 1,
         virtual_local_rank=bool(getattr(args, "virtual_local_rank", False)),
         event_log_handler=getattr(args, "event_log_handler", "null"),
-        notes=_notes(args, given, standalone),
+        notes=_notes(args, given, standalone, slots),
     )
 
 
@@ -303,7 +305,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
         "etcd_timeout",
     ):
         value = getattr(args, name)
-        if value is not None and not value > 0:
+        if value is not None and not (value > 0 or (value == 0 and name == "checkpoint_interval")):
             raise OptionError(f"--{name.replace('_', '-')}={value:g} must be a positive number of seconds")
 
 
@@ -316,8 +318,14 @@ def _ranks(text: str) -> frozenset[int] | None:
         raise OptionError(f"--local-ranks-filter={text} is not a list of numbers, as in 0,1") from None
 
 
-def _notes(args: argparse.Namespace, given: set[str], standalone: bool) -> tuple[str, ...]:
+def _notes(args: argparse.Namespace, given: set[str], standalone: bool, slots: int) -> tuple[str, ...]:
     notes = [f"--{n.replace('_', '-')} has no effect: {why}" for n, why in _NO_MEANING.items() if n in given]
     if standalone and "rdzv_endpoint" in given and args.standalone:
         notes.append(f"--rdzv-endpoint={args.rdzv_endpoint} has no effect with --standalone")
+    shown = _ranks(args.local_ranks_filter)
+    if shown is not None and not any(rank < slots for rank in shown):
+        notes.append(
+            f"--local-ranks-filter={args.local_ranks_filter} shows nothing: "
+            f"local ranks here are 0 to {slots - 1}"
+        )
     return tuple(notes)

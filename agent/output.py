@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import selectors
-import shutil
 import sys
 import tempfile
 import threading
@@ -20,7 +19,10 @@ from pathlib import Path
 from string import Template
 from typing import BinaryIO
 
+from adaptdl_elastic.rendezvous.scratch import Scratch, sweep
+
 OUT, ERR = 1, 2
+_KEPT_RUNS, _KEPT_FOR = 20, 86400.0  # whichever is more: logs of failed runs, where no --log-dir was given
 _CHUNK = 1 << 16
 
 
@@ -89,7 +91,10 @@ class Output:
     ) -> None:
         base = log_dir or Path(tempfile.gettempdir()) / f"adaptdl-logs-{os.getuid()}"
         base.mkdir(mode=0o755 if log_dir else 0o700, parents=True, exist_ok=True)
-        self.directory = Path(tempfile.mkdtemp(prefix=f"{job}_", dir=base))
+        if log_dir is None:
+            sweep("", base, keep=_KEPT_RUNS, older_than=_KEPT_FOR)
+        self._scratch = Scratch(f"{job}_", base)
+        self.directory = self._scratch.path
         self.keep = log_dir is not None  # or when something went wrong
         self._redirects, self._tee, self._shown = redirects, tee, shown
         self._role, self._show = role, show
@@ -141,8 +146,7 @@ class Output:
         """Show what is left in the pipes; remove the directory unless it is to be kept."""
         if self._pump is not None:
             self._pump.close()
-        if not self.keep:
-            shutil.rmtree(self.directory, ignore_errors=True)
+        self._scratch.close(self.keep)
 
 
 class Pump(threading.Thread):

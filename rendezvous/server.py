@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -26,8 +25,12 @@ from types import TracebackType
 
 import requests
 
+from adaptdl_elastic.rendezvous.scratch import Scratch, sweep
+
 # Arms the signal that the kernel sends when our parent is gone, and becomes the command. A preexec_fn would
 # run Python between fork and exec of a process that may have threads.
+_SCRATCH = "adaptdl-etcd-"
+_SWEEP_AFTER = 600.0  # seconds after which the data of a server whose owner was killed go
 _TRAMPOLINE = """
 import ctypes, os, sys
 ctypes.CDLL(None, use_errno=True).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
@@ -120,6 +123,7 @@ class EtcdServer:
         self._start_timeout = start_timeout
         self._given_dir = Path(data_dir) if data_dir else None
         self._dir: Path | None = self._given_dir
+        self._scratch: Scratch | None = None
         self._ports: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._keeper: threading.Thread | None = None
@@ -159,7 +163,9 @@ class EtcdServer:
 
     def _start(self) -> EtcdServer:
         if self._dir is None:
-            self._dir = Path(tempfile.mkdtemp(prefix="adaptdl-etcd-"))
+            sweep(_SCRATCH, older_than=_SWEEP_AFTER)
+            self._scratch = Scratch(_SCRATCH)
+            self._dir = self._scratch.path
         self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         again = bool(self._ports)
         for attempt in range(5):
@@ -315,7 +321,7 @@ class EtcdServer:
         self._process = None
 
     def _remove_data(self) -> None:
-        if self._given_dir is None and self._dir is not None:
-            shutil.rmtree(self._dir, ignore_errors=True)
-            self._dir = None
+        if self._scratch is not None:
+            self._scratch.close()
+            self._scratch = self._dir = None
             self._ports = []

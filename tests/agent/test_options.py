@@ -76,6 +76,17 @@ def test_what_has_no_meaning_here_gets_one_line_each() -> None:
     assert notes[0].startswith("--rdzv-backend has no effect: ")
 
 
+def test_a_filter_that_leaves_nothing_is_told() -> None:
+    assert parse("--nproc-per-node=2", "--local-ranks-filter=1,7").notes == ()
+    (note,) = parse("--nproc-per-node=2", "--local-ranks-filter=7").notes
+    assert "--local-ranks-filter=7" in note
+    assert "0 to 1" in note
+
+
+def test_an_interval_of_nothing_means_no_periodic_checkpoints() -> None:
+    assert parse("--checkpoint-interval=0").checkpoint_interval == 0
+
+
 def test_everything_after_the_script_is_the_scripts() -> None:
     found = options.parse(["--standalone", __file__, "--nnodes", "x", "--", "-m"], {})
     assert found.script_args == ("--nnodes", "x", "--", "-m")
