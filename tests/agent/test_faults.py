@@ -145,6 +145,14 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
         assert run.wait(30) == 143
 
 
+def test_signals_that_come_when_all_is_over_change_nothing(tmp_path: Path) -> None:
+    with ElasticRun(["--standalone", PLAIN], tmp_path) as run:
+        run.wait_for_event("exit")
+        while run.process.poll() is None:
+            run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 0
+
+
 # Elastic jobs ------------------------------------------------------------------------------------
 
 

@@ -97,7 +97,8 @@ def test_a_successor_is_fine_and_so_is_garbage() -> None:
     steps = [*GOOD, (KEYS.coordinator_leader, None), leader("two")]
     refenced = replace(SECOND, fence=len(steps), created=5.0)
     line = (f"{KEYS.events}1-a", json.dumps({"fence": len(steps), "event": "leader"}))
-    garbage = [(KEYS.job("job", "plan"), "garbage"), (f"{KEYS.root}x", "{}"), node("c")]
+    names = ("x", "jobs/job/plan", "events/0", "reports/job/x/running/a", "jobs/job/generations/x/ended/a")
+    garbage = [(KEYS.root + name, "[garbage]") for name in names]
     assert violations(history(*steps, plan(refenced), line, *garbage), logs=LOGS) == []
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,16 +91,16 @@ class _Checker:
             case ["coordinator", "leader"]:
                 self._leader(change)
             case ["events", _] if change.value is not None:
-                fence = json.loads(change.value)["fence"]
-                if fence not in self.fences:
+                fence = _fence(change.value)
+                if fence is not None and fence not in self.fences:
                     self._say(change, f"an event with fence {fence}, which nobody has won")
             case ["nodes", node, job]:
                 self._node(self.jobs.setdefault(job, _Job()), node, change)
             case ["jobs", job, "plan"] if change.value is not None:
                 self._plan(self.jobs.setdefault(job, _Job()), change)
-            case ["jobs", job, "generations", generation, "ended", node] if change.value is not None:
+            case ["jobs", job, "generations", generation, "ended", node] if generation.isdigit():
                 self.jobs.setdefault(job, _Job()).ended.add((int(generation), node))
-            case ["reports", job, generation, "running", node] if change.value is not None:
+            case ["reports", job, generation, "running", node] if generation.isdigit() and change.value:
                 self._running(self.jobs.setdefault(job, _Job()), int(generation), node, change)
 
     def _say(self, change: Change, text: str) -> None:
@@ -186,6 +187,12 @@ def _read(kind: Any, change: Change) -> Any:
         return None if change.value is None else decode(kind, change.value, change.key)
     except MalformedRecordError:
         return None  # garbage, which some tests put there
+
+
+def _fence(line: str) -> int | None:
+    with suppress(ValueError, KeyError, TypeError):
+        return int(json.loads(line)["fence"])
+    return None
 
 
 def _content(plan: Plan) -> Plan:

@@ -1,0 +1,169 @@
+"""Jobs of several nodes; nodes, the store or the way to it fail. `Cluster.check` has what must hold."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from cutting_proxy import CuttingProxy
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TRAIN, PLAIN = str(SCRIPTS / "train.py"), str(SCRIPTS / "plain.py")
+pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def test_rank_0s_node_and_another_are_killed_at_once(cluster: Cluster) -> None:
+    names = ("first", "second", "third")
+    first, second, third = (cluster.start(name, TRAIN, "10", "0.2") for name in names)
+    first.wait_for_event("generation", timeout=120)
+    grown = cluster.scale(3, third)
+    assert grown["placements"] == dict.fromkeys(names, 1)
+    third.wait_for_event("started", generation=grown["generation"])
+    first.process.kill()
+    second.process.kill()
+    assert third.wait(200) == 0
+    last = third.of("generation")[-1]
+    assert (last["replicas"], last["cause"]) == (1, "node_lost")
+    assert third.of("failure") == []
+    cluster.check(epochs=10, replicas=1)
+
+
+def test_a_node_comes_back_under_its_name(cluster: Cluster) -> None:
+    first = cluster.start("first", TRAIN, "16", "0.2")
+    second = cluster.start("second", TRAIN, "16", "0.2")
+    first.wait_for_event("generation", timeout=120)
+    cluster.scale(2, first)
+    seen = len(first.events)
+    second.process.kill()
+    again = cluster.start("second", TRAIN, "16", "0.2")
+    # alone at first, or at once with the new one
+    first.wait_for_event("generation", cause="node_lost", after=seen, timeout=60)
+    again.wait_for_event("generation", replicas=2, placements={"first": 1, "second": 1}, timeout=60)
+    assert first.wait(200) == 0
+    assert again.wait() == 0
+    cluster.check(epochs=16, replicas=2)
+
+
+def test_a_pause_of_etcd_evicts_nobody(cluster: Cluster) -> None:
+    first = cluster.start("first", TRAIN, "14", "0.15")
+    second = cluster.start("second", TRAIN, "14", "0.15")
+    first.wait_for_event("generation", timeout=120)
+    cluster.scale(2, first)
+    began = len(first.of("generation"))
+    epoch = first.wait_for_event("epoch")["epoch"]
+    cluster.etcd.pause()
+    threading.Event().wait(10)  # twice the lease
+    first.wait_for_event("epoch", epoch=epoch + 3)
+    cluster.etcd.resume()
+    assert (first.wait(200), second.wait(200)) == (0, 0)
+    assert len(first.of("generation")) == began
+    cluster.check(epochs=14, replicas=2)
+
+
+def test_a_node_that_is_cut_off_is_planned_without_and_used_again(cluster: Cluster) -> None:
+    with CuttingProxy(cluster.etcd.endpoint) as proxy:
+        first = cluster.start("first", TRAIN, "20", "0.2")
+        first.wait_for_event("generation", timeout=120)
+        second = cluster.start("second", TRAIN, "20", "0.2", endpoint=proxy.endpoint)
+        cluster.scale(2, first)
+        seen = len(first.events)
+        proxy.freeze()
+        alone = first.wait_for_event("generation", replicas=1, after=seen, timeout=60)
+        assert (alone["cause"], alone["placements"]) == ("node_lost", {"first": 1})
+        proxy.heal()
+        first.wait_for_event("generation", replicas=2, after=seen, timeout=60)
+        assert (first.wait(200), second.wait(200)) == (0, 0)
+    cluster.check(epochs=20, replicas=2)
+
+
+def test_an_agent_of_an_earlier_run_is_harmless(cluster: Cluster) -> None:
+    stale = cluster.start("first", TRAIN, "40", "0.2")
+    stale.wait_for_event("generation", timeout=120)
+    stopped = [stale.process, *(child for child in _family(stale.process.pid))]
+    for process in stopped:
+        process.send_signal(signal.SIGSTOP)
+    fresh = cluster.start("second", TRAIN, "3", "0.1")
+    fresh.wait_for_event("generation", timeout=120)
+    for process in stopped:
+        process.send_signal(signal.SIGCONT)
+    assert stale.wait(60) == 1
+    assert "was started again" in stale.text()
+    assert fresh.wait(200) == 0
+    assert len(fresh.of("generation")) == 1
+    assert cluster.violations() == []
+
+
+def _family(pid: int) -> list[object]:
+    import psutil
+
+    return list(psutil.Process(pid).children(recursive=True))
+
+
+def test_garbage_under_our_prefix_is_ignored(cluster: Cluster) -> None:
+    keys = cluster._recorder.keys
+    root, job = keys.root, keys.job("job")
+
+    def litter() -> None:
+        for name in (
+            *("nodes/first", "nodes/ghost/job", "nodes/ghost/job/x", "jobs/ghost/plan", "jobs/ghost/spec"),
+            *("jobs/job/status", "jobs/job/hints", "jobs/job/checkpoint"),
+            *("reports", "reports/", "reports/job", "reports/job/x/running/first", "parts/job/x/0"),
+            *(
+                "jobs/job/generations/0/ended/ghost",
+                "jobs/job/generations/x",
+                "jobs/job/generations/9/master",
+            ),
+            *("events/0", "drains/first", "coordinator/x", "autoscaler/status", "x"),
+        ):
+            cluster.store.put(root + name, '{"v": 1, "no": "record"}' if len(name) % 2 else "\x00garbage")
+
+    litter()
+    first = cluster.start("first", TRAIN, "8", "0.1")
+    second = cluster.start("second", TRAIN, "8", "0.1")
+    first.wait_for_event("generation", timeout=120)
+    litter()
+    cluster.store.put(f"{job}plan", "garbage")
+    cluster.scale(2, first)
+    litter()
+    assert (first.wait(200), second.wait(200)) == (0, 0)
+    cluster.check(epochs=8, replicas=2)
+
+
+def test_clusters_that_share_an_etcd_do_not_meet(cluster: Cluster) -> None:
+    runs = [cluster.start("node", f"--cluster={name}", PLAIN, nodes="1") for name in ("one", "two")]
+    assert [run.wait() for run in runs] == [0, 0]
+    for run in runs:
+        assert run.text().count("rank 0 of 1") == 1
+        assert "starting it anew" not in run.text()
+
+
+def test_a_node_that_does_not_get_ready_in_time_is_planned_without(cluster: Cluster) -> None:
+    first = cluster.start("first", "--rescale-timeout=2", "--rescale=restart", TRAIN, "8", "0.2")
+    first.wait_for_event("generation", timeout=120)
+    second = cluster.start("second", "--rescale-timeout=2", "--rescale=restart", TRAIN, "8", "0.2")
+    until_registered(cluster, "second")
+    cluster.ask("scale", "job", "--replicas", "2")
+    second.process.send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    seen = len(first.events)
+    alone = first.wait_for_event("generation", replicas=1, after=seen, timeout=60)
+    assert "first" in alone["placements"]
+    assert time.monotonic() - stopped < 30
+    second.process.send_signal(signal.SIGCONT)
+    assert first.wait(200) == 0
+    assert second.wait(60) == 0
+    assert cluster.violations() == []
+
+
+def until_registered(cluster: Cluster, node: str) -> None:
+    keys = cluster._recorder.keys
+    prefix = keys.node(node, "job")
+    snapshot = cluster.store.range(prefix)
+    if snapshot.items:
+        return
+    with cluster.store.watch(prefix, snapshot.revision + 1) as watch:
+        next(iter(watch))
