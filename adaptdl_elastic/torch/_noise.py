@@ -51,6 +51,8 @@ _LEAST = 8  # measurements on either side of a change
 _ENOUGH = 64  # measurements that are kept whatever batch size they stand for
 _CELLS = 6  # of a size, before two become one of twice the size: borders are 1/12 of the window apart
 _SIGNIFICANT = 5.0  # standard errors: rarely by chance, though there are ~30 borders and spreads of 8
+_DOUBT = 0.5  # so a trend of one standard error counts for two thirds
+_KNOWN, _VARIANCE = 0, 1  # places in `_Cell.seen`
 _RELEVANT = 0.25  # of a logarithm, or of |G|²: less would change the noise scale by less than a quarter
 
 
@@ -148,7 +150,8 @@ class Moments:
     `_CELLS` of a size, and after each the older part is dropped when, at some border between cells,
     the mean of log |ḡ|², of log V (both nearly normal) or of the estimate of |G|² differs by more than
     `_SIGNIFICANT` standard errors and by more than `_RELEVANT`. While training is stationary the window
-    grows to `1/(1 − smoothing)` steps of the initial batch size.
+    grows to `1/(1 − smoothing)` steps of the initial batch size. What is told is the mean of the window as
+    of its end: a trend in it (`trend`) is followed.
     """
 
     groups: int
@@ -218,30 +221,61 @@ class Moments:
 
     @property
     def sqr(self) -> Array:
-        """Mean estimate of |G|², shape [groups]; not clipped. Zero before the first measurement."""
-        return self._mean([cell.sqr for cell in self.cells])
+        """Estimate of |G|², shape [groups]; not clipped. Zero before the first measurement."""
+        return self._now([cell.sqr for cell in self.cells], _KNOWN)
 
     @property
     def var(self) -> Array:
-        """Mean estimate of tr Σ / m₀, shape [groups]; not clipped."""
-        return self._mean([cell.var for cell in self.cells])
+        """Estimate of tr Σ / m₀, shape [groups]; not clipped."""
+        return self._now([cell.var for cell in self.cells], _VARIANCE)
+
+    def _ages(self) -> tuple[Array, Array]:
+        """Of each cell: measurements in it, and from its middle to the last of all. Shapes [cells]."""
+        counts = np.array([cell.count for cell in self.cells], dtype=np.float64)
+        return counts, counts[::-1].cumsum()[::-1] - counts / 2.0 - 0.5
 
     def recency(self) -> Array:
         """How much a measurement of each cell counts, shape [cells]: e⁻¹ after a third of the window.
 
         Drift too slow to be cut out lags less, for a quarter more of standard error.
         """
-        counts = np.array([cell.count for cell in self.cells], dtype=np.float64)
-        after = counts[::-1].cumsum()[::-1] - counts / 2.0
-        weights: Array = np.exp(-3.0 * after / counts.sum())
+        counts, ages = self._ages()
+        weights: Array = np.exp(-3.0 * ages / counts.sum())
         return weights
 
-    def _mean(self, sums: list[Array]) -> Array:
+    def trend(self, which: int) -> float:
+        """Slope, per measurement, of a logarithm that changes are looked for in: 0 is |ḡ|², 1 is V.
+
+        A weighted straight line through the cells, drawn towards none where it could be chance: b times
+        t²/(t² + `_DOUBT`), t being its slope in standard errors.
+        """
+        if len(self.cells) < 3:
+            return 0.0
+        counts, ages = self._ages()
+        weights = counts * self.recency()
+        total = weights.sum()
+        mean = np.array([cell.seen[which] / cell.count for cell in self.cells])
+        within = np.array([cell.seen_sqr[which] / cell.count for cell in self.cells]) - mean**2
+        from_middle = ages - weights @ ages / total
+        spread = weights @ from_middle**2
+        slope = -(weights @ (from_middle * mean)) / spread
+        off = mean - weights @ mean / total + slope * from_middle
+        # What the line itself adds within a cell is no noise.
+        noise = weights @ (off**2 + within - slope**2 * (counts**2 - 1) / 12) / total
+        size = counts.sum()
+        t_squared = slope**2 * spread / max(noise * size / (size - 2), 1e-9)
+        return float(slope * t_squared / (t_squared + _DOUBT))
+
+    def _now(self, sums: list[Array], which: int) -> Array:
+        """Mean over the window, each cell carried to the last measurement along the trend.
+
+        Without it a mean lags: while gradients shrink by a fifth in each step it tells those of steps ago.
+        """
         if not sums:
             return np.zeros(self.groups)
-        recency = self.recency()
-        total = recency @ np.array([cell.weight for cell in self.cells])
-        mean: Array = recency @ np.stack(sums) / total
+        recency, (_, ages) = self.recency(), self._ages()
+        carried = recency * np.exp(np.clip(self.trend(which) * ages, -3.0, 3.0))
+        mean: Array = carried @ np.stack(sums) / (recency @ np.array([c.weight for c in self.cells]))
         return mean
 
     def state_dict(self) -> dict[str, Any]:
