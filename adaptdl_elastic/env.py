@@ -116,6 +116,11 @@ def supervisor_url() -> str | None:
     return _read(str, "ADAPTDL_SUPERVISOR_URL")
 
 
+def from_ray() -> bool:
+    """Whether the script runs inside of Ray Tune, as AdaptDL can be. Never: there is no such link here."""
+    return False
+
+
 def rescale() -> str:
     """How the number of replicas may change, from `ADAPTDL_RESCALE`: "auto", "inplace" or "restart"."""
     return os.environ.get("ADAPTDL_RESCALE") or "auto"

@@ -220,17 +220,17 @@ class Reducer:
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def allreduce(self, value: Any, reduce_fn: ReduceFn = default_reduce_fn, tag: str = "") -> Any:
-        """`value` of every replica combined by `reduce_fn`, in the order of the ranks, on every replica."""
-        return self.allreduce_async(value, reduce_fn, tag).result()
+    def allreduce(self, obj: Any, reduce_fn: ReduceFn = default_reduce_fn, tag: str = "") -> Any:
+        """`obj` of every replica combined by `reduce_fn`, in the order of the ranks, on every replica."""
+        return self.allreduce_async(obj, reduce_fn, tag).result()
 
-    def allreduce_async(self, value: Any, reduce_fn: ReduceFn = default_reduce_fn, tag: str = "") -> Future:
+    def allreduce_async(self, obj: Any, reduce_fn: ReduceFn = default_reduce_fn, tag: str = "") -> Future:
         """As `allreduce`, without waiting. `reduce_fn` runs on rank 0."""
-        return self._start(value, reduce_fn, tag)
+        return self._start(obj, reduce_fn, tag)
 
-    def broadcast(self, value: Any, tag: str = "") -> Any:
-        """Rank 0's `value`, on every replica."""
-        return self._start(value if self.rank == 0 else None, _first, tag).result()
+    def broadcast(self, obj: Any, tag: str = "") -> Any:
+        """Rank 0's `obj`, on every replica."""
+        return self._start(obj if self.rank == 0 else None, _first, tag).result()
 
     def barrier(self, tag: str = "") -> None:
         """Return once every replica has called it."""
