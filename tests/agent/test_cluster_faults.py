@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -11,46 +13,51 @@ import pytest
 from cluster import Cluster
 from cutting_proxy import CuttingProxy
 
+from adaptdl_elastic.rendezvous.records import JobStatus, decode
+
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN, PLAIN = str(SCRIPTS / "train.py"), str(SCRIPTS / "plain.py")
+WRONG_CLOCK = Path(__file__).parents[1] / "support" / "wrong_clock.c"
+LONG = ("60", "0.2")  # epochs, seconds per step
 pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def test_rank_0s_node_and_another_are_killed_at_once(cluster: Cluster) -> None:
     names = ("first", "second", "third")
-    first, second, third = (cluster.start(name, TRAIN, "10", "0.2") for name in names)
+    first, second, third = (cluster.start(name, TRAIN, *LONG) for name in names)
     first.wait_for_event("generation", timeout=120)
     grown = cluster.scale(3, third)
     assert grown["placements"] == dict.fromkeys(names, 1)
     third.wait_for_event("started", generation=grown["generation"])
+    seen = len(third.events)
     first.process.kill()
     second.process.kill()
-    assert third.wait(200) == 0
+    third.wait_for_event("generation", after=seen, replicas=1, timeout=120)
+    cluster.finish(third)
     last = third.of("generation")[-1]
     assert (last["replicas"], last["cause"]) == (1, "node_lost")
     assert third.of("failure") == []
-    cluster.check(epochs=10, replicas=1)
+    cluster.check(epochs=60, replicas=1)
 
 
 def test_a_node_comes_back_under_its_name(cluster: Cluster) -> None:
-    first = cluster.start("first", TRAIN, "16", "0.2")
-    second = cluster.start("second", TRAIN, "16", "0.2")
+    first = cluster.start("first", TRAIN, *LONG)
+    second = cluster.start("second", TRAIN, *LONG)
     first.wait_for_event("generation", timeout=120)
     cluster.scale(2, first)
     seen = len(first.events)
     second.process.kill()
-    again = cluster.start("second", TRAIN, "16", "0.2")
+    again = cluster.start("second", TRAIN, *LONG)
     # alone at first, or at once with the new one
     first.wait_for_event("generation", cause="node_lost", after=seen, timeout=60)
-    again.wait_for_event("generation", replicas=2, placements={"first": 1, "second": 1}, timeout=60)
-    assert first.wait(200) == 0
-    assert again.wait() == 0
-    cluster.check(epochs=16, replicas=2)
+    again.wait_for_event("generation", replicas=2, placements={"first": 1, "second": 1}, timeout=120)
+    cluster.finish(first, again)
+    cluster.check(epochs=60, replicas=2)
 
 
 def test_a_pause_of_etcd_evicts_nobody(cluster: Cluster) -> None:
-    first = cluster.start("first", TRAIN, "14", "0.15")
-    second = cluster.start("second", TRAIN, "14", "0.15")
+    first = cluster.start("first", TRAIN, *LONG)
+    second = cluster.start("second", TRAIN, *LONG)
     first.wait_for_event("generation", timeout=120)
     cluster.scale(2, first)
     began = len(first.of("generation"))
@@ -59,16 +66,16 @@ def test_a_pause_of_etcd_evicts_nobody(cluster: Cluster) -> None:
     threading.Event().wait(10)  # twice the lease
     first.wait_for_event("epoch", epoch=epoch + 3)
     cluster.etcd.resume()
-    assert (first.wait(200), second.wait(200)) == (0, 0)
+    cluster.finish(first, second)
     assert len(first.of("generation")) == began
-    cluster.check(epochs=14, replicas=2)
+    cluster.check(epochs=60, replicas=2)
 
 
 def test_a_node_that_is_cut_off_is_planned_without_and_used_again(cluster: Cluster) -> None:
     with CuttingProxy(cluster.etcd.endpoint) as proxy:
-        first = cluster.start("first", TRAIN, "20", "0.2")
+        first = cluster.start("first", TRAIN, *LONG)
         first.wait_for_event("generation", timeout=120)
-        second = cluster.start("second", TRAIN, "20", "0.2", endpoint=proxy.endpoint)
+        second = cluster.start("second", TRAIN, *LONG, endpoint=proxy.endpoint)
         cluster.scale(2, first)
         seen = len(first.events)
         proxy.freeze()
@@ -76,18 +83,19 @@ def test_a_node_that_is_cut_off_is_planned_without_and_used_again(cluster: Clust
         assert (alone["cause"], alone["placements"]) == ("node_lost", {"first": 1})
         proxy.heal()
         first.wait_for_event("generation", replicas=2, after=seen, timeout=60)
-        assert (first.wait(200), second.wait(200)) == (0, 0)
-    cluster.check(epochs=20, replicas=2)
+        cluster.finish(first, second)
+    cluster.check(epochs=60, replicas=2)
 
 
 def test_an_agent_of_an_earlier_run_is_harmless(cluster: Cluster) -> None:
-    stale = cluster.start("first", TRAIN, "40", "0.2")
+    stale = cluster.start("first", TRAIN, *LONG)
     stale.wait_for_event("generation", timeout=120)
     stopped = [stale.process, *(child for child in _family(stale.process.pid))]
     for process in stopped:
         process.send_signal(signal.SIGSTOP)
-    fresh = cluster.start("second", TRAIN, "3", "0.1")
+    fresh = cluster.start("second", TRAIN, *LONG)
     fresh.wait_for_event("generation", timeout=120)
+    cluster.hurry()
     for process in stopped:
         process.send_signal(signal.SIGCONT)
     assert stale.wait(60) == 1
@@ -122,15 +130,36 @@ def test_garbage_under_our_prefix_is_ignored(cluster: Cluster) -> None:
             cluster.store.put(root + name, '{"v": 1, "no": "record"}' if len(name) % 2 else "\x00garbage")
 
     litter()
-    first = cluster.start("first", TRAIN, "8", "0.1")
-    second = cluster.start("second", TRAIN, "8", "0.1")
+    first = cluster.start("first", TRAIN, *LONG)
+    second = cluster.start("second", TRAIN, *LONG)
     first.wait_for_event("generation", timeout=120)
     litter()
     cluster.store.put(f"{job}plan", "garbage")
     cluster.scale(2, first)
     litter()
-    assert (first.wait(200), second.wait(200)) == (0, 0)
-    cluster.check(epochs=8, replicas=2)
+    cluster.finish(first, second)
+    cluster.check(epochs=60, replicas=2)
+
+
+@pytest.mark.parametrize("wrong", ["first", "second"])
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here to make a wrong clock with")
+def test_clocks_that_differ_by_minutes_decide_nothing(cluster: Cluster, wrong: str, tmp_path: Path) -> None:
+    library = tmp_path / "wrong_clock.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, WRONG_CLOCK, "-ldl"], check=True)
+    skew = {"LD_PRELOAD": str(library), "WRONG_CLOCK": "420"}
+    first = cluster.start("first", TRAIN, *LONG, env=skew if wrong == "first" else None)
+    began = first.wait_for_event("generation", timeout=120)
+    second = cluster.start("second", TRAIN, *LONG, env=skew if wrong == "second" else None)
+    cluster.scale(2, first)
+    theirs = second.wait_for_event("started")
+    assert (began["time"] > theirs["time"] + 300) == (wrong == "first"), "the clocks do differ"
+    cluster.finish(first, second)
+    assert [g["cause"] for g in first.of("generation")] == ["start", "manual"]
+    told = cluster.store.get(cluster._recorder.keys.job("job", "status"))
+    assert told is not None
+    pauses = decode(JobStatus, told.value).pauses
+    assert all(0 <= pause < 60 for pause in pauses), pauses
+    cluster.check(epochs=60, replicas=2)
 
 
 def test_clusters_that_share_an_etcd_do_not_meet(cluster: Cluster) -> None:
@@ -142,9 +171,9 @@ def test_clusters_that_share_an_etcd_do_not_meet(cluster: Cluster) -> None:
 
 
 def test_a_node_that_does_not_get_ready_in_time_is_planned_without(cluster: Cluster) -> None:
-    first = cluster.start("first", "--rescale-timeout=2", "--rescale=restart", TRAIN, "8", "0.2")
+    first = cluster.start("first", "--rescale-timeout=2", "--rescale=restart", TRAIN, *LONG)
     first.wait_for_event("generation", timeout=120)
-    second = cluster.start("second", "--rescale-timeout=2", "--rescale=restart", TRAIN, "8", "0.2")
+    second = cluster.start("second", "--rescale-timeout=2", "--rescale=restart", TRAIN, *LONG)
     until_registered(cluster, "second")
     cluster.ask("scale", "job", "--replicas", "2")
     second.process.send_signal(signal.SIGSTOP)
@@ -154,8 +183,7 @@ def test_a_node_that_does_not_get_ready_in_time_is_planned_without(cluster: Clus
     assert "first" in alone["placements"]
     assert time.monotonic() - stopped < 30
     second.process.send_signal(signal.SIGCONT)
-    assert first.wait(200) == 0
-    assert second.wait(60) == 0
+    cluster.finish(first, second)
     assert cluster.violations() == []
 
 

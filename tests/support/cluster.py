@@ -58,6 +58,16 @@ class Cluster:
         self.ask("scale", JOB, "--replicas", str(replicas))
         return seen_by.wait_for_event("generation", replicas=replicas, timeout=120)
 
+    def hurry(self) -> None:
+        """What the test is about has been seen: the job may come to its end."""
+        (self.directory / "hurry").touch()
+
+    def finish(self, *runs: ElasticRun) -> None:
+        """Let the job end, and all these agents with it."""
+        self.hurry()
+        for run in runs:
+            assert run.wait(200) == 0, run.text()
+
     def samples(self) -> dict[int, int]:
         """Samples of each finished epoch, whichever node had rank 0."""
         return {e["epoch"]: e["samples"] for run in self.agents.values() for e in run.of("epoch")}

@@ -1,7 +1,11 @@
-"""A small elastic job: `train.py EPOCHS SECONDS_PER_STEP`; each replica ends by saying where it arrived."""
+"""A small elastic job: `train.py EPOCHS SECONDS_PER_STEP`; each replica ends by saying where it arrived.
+
+A file `hurry` in the working directory makes it go as fast as it can.
+"""
 
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch.utils.data import TensorDataset
@@ -23,5 +27,5 @@ for _ in adl.remaining_epochs_until(epochs):
         optimizer.zero_grad()
         (model(x) - y).square().mean().backward()
         optimizer.step()
-        time.sleep(pause)
+        time.sleep(0 if Path("hurry").exists() else pause)
 print(f"weights {model.module.weight.sum().item():.6f} of rank {adl.rank()}", flush=True)

@@ -1,0 +1,70 @@
+"""What can be said of a node, and what is found out about it, in real runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster import JOB, Cluster
+from elastic_run import marked
+
+from adaptdl_elastic.rendezvous.records import CheckpointRecord, MasterRecord, decode
+from adaptdl_elastic.rendezvous.server import free_ports
+
+TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
+LONG = ("60", "0.2")  # epochs, seconds per step
+pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+def listening(process: psutil.Process) -> list[int]:
+    return [int(c.laddr.port) for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+
+
+def test_what_agents_and_the_library_listen_on_is_in_the_range(cluster: Cluster) -> None:
+    low = next(port for port in free_ports(50) if port < 65000)
+    ports = f"--port-range={low}:{low + 40}"
+    first = cluster.start("first", ports, TRAIN, *LONG)
+    first.wait_for_event("generation", timeout=120)
+    second = cluster.start("second", ports, TRAIN, *LONG)
+    cluster.scale(2, first)
+    second.wait_for_event("started")
+    replicas = {rank: pid for run in (first, second) for rank, pid in run.of("started")[-1]["pids"].items()}
+    everybody = [process for run in (first, second) for process in marked(run.mark)]
+    agents = [process for process in everybody if process.pid not in replicas.values()]
+    ours = [port for process in agents for port in listening(process)]
+    assert ours, "rank 0's agent keeps a store"
+    assert all(low <= port <= low + 40 for port in ours), ours
+    for item in cluster.store.range(cluster._recorder.keys.job(JOB, "generations")).items:
+        if item.key.endswith("/master"):  # rank 0 listens there until all have come; gloo's are the kernel's
+            assert low <= decode(MasterRecord, item.value).collective_port <= low + 40
+    cluster.finish(first, second)
+    cluster.check(epochs=60, replicas=2)
+
+
+def test_a_directory_that_is_not_shared_is_found_out(cluster: Cluster, tmp_path: Path) -> None:
+    restart = "--rescale=restart"
+    first = cluster.start("first", restart, "--max-restarts=0", TRAIN, *LONG)
+    first.wait_for_event("checkpoint", timeout=120)
+    elsewhere = f"--checkpoint-path={tmp_path / 'elsewhere'}"
+    second = cluster.start("second", restart, elsewhere, TRAIN, *LONG)
+    cluster.ask("scale", JOB, "--replicas", "2")
+    assert first.wait() == 1
+    assert second.wait() == 1
+    for run in (first, second):
+        assert "must be shared by all nodes" in run.text(), run.text()
+    assert not list((tmp_path / "elsewhere").glob("0*")), "nothing was begun afresh"
+
+
+def test_a_checkpoint_on_demand_is_there_when_the_command_returns(cluster: Cluster) -> None:
+    first = cluster.start("first", "--checkpoint-interval=0", TRAIN, *LONG)
+    first.wait_for_event("generation", timeout=120)
+    assert first.of("checkpoint") == []
+    cluster.ask("checkpoint", JOB, "--wait")
+    found = cluster.store.get(cluster._recorder.keys.job(JOB, "checkpoint"))
+    assert found is not None
+    record = decode(CheckpointRecord, found.value)
+    assert (cluster.saved / record.id / "manifest.json").is_file()
+    assert first.wait_for_event("checkpoint")["kind"] == "request"
+    cluster.finish(first)
+    cluster.check(epochs=60, replicas=1)
