@@ -196,6 +196,18 @@ def test_a_slow_first_step_does_not_bend_the_fit() -> None:
     assert error(fit_perf_params(*data), clean) < 0.05
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_noisy_neighbour_does_not_bend_the_fit(seed: int) -> None:
+    data = profile(THETA, 40, seed, noise=0.02)
+    clean = [x.copy() for x in data]
+    disturbed = np.random.default_rng(seed).choice(40, 6, replace=False)  # one in seven
+    data[3][disturbed] *= 2.5
+    data[4][disturbed] *= 2.5
+    assert error(fit_perf_params(*data), clean) < 0.1
+    # such a fit would be: least squares without robustness are off by far more
+    assert error(fit_perf_params(*data), data) > 0.2
+
+
 def test_units_do_not_matter() -> None:
     data = profile(THETA, 30, 1)
     slow = fit_perf_params(*data[:3], data[3] * 1000, data[4] * 1000)

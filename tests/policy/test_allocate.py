@@ -353,3 +353,39 @@ def test_no_nodes_and_no_jobs() -> None:
     assert allocate([], cluster(4), {}, 0.0).allocations == {}
     assert allocate([job()], [], {}, 0.0).allocations == {"job": {}}
     assert allocate([job()], [NodeInfo("broken", -3)], {}, 0.0).allocations == {"job": {}}
+
+
+def test_the_fairness_knob_moves_slots_from_who_scales_well_to_who_does_not() -> None:
+    slow_bus = replace(MODEL, perf_params=PerfParams(0.12, 0.003, 0.40, 0.01, 0.50, 0.05, 1.6))
+    jobs, nodes = [job("well"), job("badly", model=slow_bus)], cluster(8)
+    shares = {}
+    for p in (1.0, -1.0, -5.0):
+        found = allocate(jobs, nodes, {}, 0.0, replace(PLAIN_SUM, fairness=p))
+        shares[p] = {name: sum(allocation.values()) for name, allocation in found.allocations.items()}
+    assert shares[1.0]["badly"] <= shares[-1.0]["badly"] <= shares[-5.0]["badly"]
+    assert shares[1.0]["badly"] < shares[-5.0]["badly"]
+
+
+def test_weights_count() -> None:
+    nodes = cluster(4)
+    light, heavy = (
+        allocate([job("a", weight=weight), job("b")], nodes, {}, 0.0).allocations["a"]
+        for weight in (0.1, 10.0)
+    )
+    assert sum(light.values()) < sum(heavy.values())
+
+
+def test_a_node_with_no_slots_or_fewer_is_not_there() -> None:
+    found = allocate([job()], [NodeInfo("bad", -4), NodeInfo("empty", 0), NodeInfo("good", 2)], {}, 0.0)
+    assert found.allocations["job"] == {"good": 2}
+    assert allocate([job()], [NodeInfo("bad", -4)], {}, 0.0).pending == {"job": "there are no nodes"}
+
+
+def test_reasons_say_whose_choice_a_size_is() -> None:
+    mine = job(requested_replicas=2, fixed_because="adaptdl scale: 2 replicas", preemptible=False)
+    found = allocate([mine], cluster(4), {"job": {"node-0": 2}}, 0.0)
+    assert found.reasons["job"].text == "keeps its 2 replicas: adaptdl scale: 2 replicas"
+    found = allocate([mine], cluster(4), {}, 0.0)
+    assert found.reasons["job"].text == "2 replicas: adaptdl scale: 2 replicas"
+    found = allocate([job(preemptible=False)], cluster(4), {"job": {"node-0": 1}}, 0.0)
+    assert found.reasons["job"].text == "keeps its 1 replica: it may not be preempted"

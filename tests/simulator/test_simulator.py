@@ -6,11 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from adaptdl_elastic.autoscaler.policy import NodeInfo, allocate
+from adaptdl_elastic.autoscaler.policy import Decision, JobInfo, NodeInfo, Settings, allocate
 from adaptdl_elastic.autoscaler.simulator.application import Application, read_application
 from adaptdl_elastic.autoscaler.simulator.baselines import POLICIES, Tiresias, make_policy
 from adaptdl_elastic.autoscaler.simulator.cli import simulate
@@ -114,6 +115,41 @@ def test_nothing_grows_faster_than_twofold(apps: dict[str, Application]) -> None
         for name, replicas in sample.replicas.items():
             assert replicas <= max(2 * most.get(name, 0), 1)
             most[name] = max(most.get(name, 0), replicas)
+
+
+def test_nobody_waits_much_longer_than_the_bound(apps: dict[str, Application]) -> None:
+    slots, most = 4, 6
+    crowd = [replace(job, time=0.0) for job in WORKLOAD[:most]]
+    options = Options(pause=1.0, events=True)
+    given = Settings(max_wait=300.0)
+    outcome = Simulation(crowd, apps, FixedCluster(1, slots), allocate, given, options).run()
+    report = summarize(outcome, fairness=False)
+    assert any(sample.waiting for sample in outcome.samples)
+    assert 0 < report.longest_wait <= given.max_wait + options.interval
+    patient = Simulation(
+        crowd, apps, FixedCluster(1, slots), allocate, replace(given, max_wait=1e9), options
+    ).run()
+    assert summarize(patient, fairness=False).longest_wait > 2 * report.longest_wait
+
+
+def test_lengths_are_learnt_from_jobs_that_have_ended(apps: dict[str, Application]) -> None:
+    seen: list[JobInfo] = []
+
+    def spy(jobs: Sequence[JobInfo], *rest: Any) -> Decision:
+        seen.extend(jobs)
+        return allocate(jobs, *rest)
+
+    options = Options(pause=1.0, events=True, undeclared=True)
+    simulation = Simulation(WORKLOAD, apps, FixedCluster(2, 4), spy, options=options)
+    simulation.run()
+    kinds = {job.name: job.app for job in simulation.jobs}
+    told = [info for info in seen if info.kind_totals]
+    assert told
+    for info in told:
+        app = kinds[info.name]
+        expected = app.total_progress * app.init_batch_size
+        assert info.kind_totals == pytest.approx([expected] * len(info.kind_totals))
+        assert info.remaining is None
 
 
 def test_knowing_lengths_helps_and_not_knowing_them_works(apps: dict[str, Application]) -> None:
