@@ -498,8 +498,9 @@ class AdaptiveAgent(SimpleElasticAgent):
             status = self.state.status
             used = min((status.restarts_used if status else 0) + 1, self._setting.max_restarts)
             self._journal.failure(record.failure, used, self._setting.max_restarts)
-            what = f"replica {record.failure.rank} failed ({failures.exit_name(record.failure.exit_code)})"
-            self._say(f"{what}: {record.failure.message}")
+            what, why = f"replica {record.failure.rank} failed", record.failure.message
+            name = failures.exit_name(record.failure.exit_code)
+            self._say(f"{what}: {why}" if why.startswith(name) else f"{what} ({name}): {why}")
         me = self._setting.me
         self._put(self._keys.generation(me.job, record.generation, "ended", me.node), encode(record))
 

@@ -31,6 +31,7 @@ class Journal:
 
     write: Callable[[Event], None]
     _begun: _Begun | None = None
+    _knows: bool = False  # the script uses the library: it has said hello once
     _last_step: float | None = None
     _sampled: float = 0.0  # wall clock of the last `goodput` event
     _opened: float = field(default_factory=time.time)
@@ -43,11 +44,12 @@ class Journal:
         """This node's replicas have started; `last_step` is what other nodes said of the one before."""
         self.flush()
         known = [t for t in (self._last_step, last_step) if t is not None]
-        self._begun = _Begun(plan, time.time(), max(known, default=None))
+        self._begun = _Begun(plan, time.time(), max(known, default=None), self._knows)
         self.emit("started", generation=plan.generation, pids={str(rank): pid for rank, pid in pids.items()})
 
     def hello(self) -> None:
         """A replica uses the library: its first step is the beginning."""
+        self._knows = True
         if self._begun is not None:
             self._begun.library = True
 

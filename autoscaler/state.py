@@ -52,6 +52,7 @@ class JobView:
     checkpoint: Seen[records.CheckpointRecord] | None = None
     ready: Mapping[NodeOfGeneration, Seen[records.ReadyRecord]] = field(default_factory=_empty)
     running: Mapping[NodeOfGeneration, Seen[records.RunningRecord]] = field(default_factory=_empty)
+    broken: Mapping[NodeOfGeneration, Seen[records.BrokenRecord]] = field(default_factory=_empty)
     ended: Mapping[NodeOfGeneration, Seen[records.EndedRecord]] = field(default_factory=_empty)
     generations: frozenset[int] = frozenset()  # those that have any key
     unreadable: Mapping[str, int] = field(default_factory=_empty)  # plan or status: revision of the garbage
@@ -197,9 +198,7 @@ class Keeper:
                 view = self._jobs.get(job)
                 found: Seen[Any] | None = getattr(view, name) if view else None
                 return found
-            case ["jobs", job, "generations", g, ("ready" | "running" | "ended") as name, node] if (
-                g.isdigit()
-            ):
+            case ["jobs", job, "generations", g, name, node] if g.isdigit() and name in self._OF_GENERATION:
                 view = self._jobs.get(job)
                 table: Mapping[NodeOfGeneration, Seen[Any]] = getattr(view, name) if view else {}
                 return table.get((int(g), node))
@@ -285,7 +284,12 @@ class Keeper:
         }
     )
     _OF_GENERATION: Mapping[str, type[Any]] = MappingProxyType(
-        {"ready": records.ReadyRecord, "running": records.RunningRecord, "ended": records.EndedRecord}
+        {
+            "ready": records.ReadyRecord,
+            "running": records.RunningRecord,
+            "broken": records.BrokenRecord,
+            "ended": records.EndedRecord,
+        }
     )
 
     def _put_job(self, key: str, job: str, rest: list[str], value: object, revision: int, now: float) -> None:
@@ -370,7 +374,12 @@ def _with(view: JobView, name: str, value: Any) -> JobView:
 
 
 def _generations(view: JobView) -> frozenset[int]:
-    tables: Iterable[Mapping[NodeOfGeneration, Seen[Any]]] = (view.ready, view.running, view.ended)
+    tables: Iterable[Mapping[NodeOfGeneration, Seen[Any]]] = (
+        view.ready,
+        view.running,
+        view.broken,
+        view.ended,
+    )
     return frozenset(generation for table in tables for generation, _ in table)
 
 

@@ -206,6 +206,7 @@ class Plan:
     fence: int = 0  # revision of the leader who wrote it; only grows
     created: float = 0.0
     leaving: tuple[Leaving, ...] = ()  # who must be gone before this generation starts
+    base: int = -1  # of a change in place: the generation that goes on until this one begins
     first: int = 0  # the first generation of this run: ADAPTDL_NUM_RESTARTS is generation - first
     restarts: int = 0  # how much of the restart budget is used, this generation included
     failed_step: int = 0  # step of the newest checkpoint when a restart was last counted

@@ -25,10 +25,11 @@ from types import MappingProxyType
 from typing import Any
 
 from adaptdl_elastic.autoscaler.coordinator import job as jobs
-from adaptdl_elastic.autoscaler.coordinator import rounds
+from adaptdl_elastic.autoscaler.coordinator import recovery, rounds
 from adaptdl_elastic.autoscaler.coordinator.fence import fence_off
 from adaptdl_elastic.autoscaler.coordinator.job import Change, Condition, Phase
-from adaptdl_elastic.autoscaler.coordinator.policy import Policy, ask
+from adaptdl_elastic.autoscaler.coordinator.policy import Policy, ask, worth_asking
+from adaptdl_elastic.autoscaler.coordinator.recovery import Losses
 from adaptdl_elastic.autoscaler.coordinator.rounds import Answer, Round
 from adaptdl_elastic.autoscaler.coordinator.slots import (
     Ledger,
@@ -59,9 +60,9 @@ from adaptdl_elastic.autoscaler.coordinator.types import (
     Settings,
     Target,
 )
-from adaptdl_elastic.autoscaler.state import JobView, View
+from adaptdl_elastic.autoscaler.state import JobView, Seen, View
 from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.records import Cause, Placement, Plan, Transition
+from adaptdl_elastic.rendezvous.records import Cause, NodeRecord, Placement, Plan, Transition
 
 
 def decide(
@@ -157,7 +158,13 @@ class _Deciding:
         if condition.phase in (Phase.UNKNOWN, Phase.OVER, Phase.FINISHED, Phase.LEFT, Phase.EMPTY):
             return
         assert condition.plan is not None
-        if jobs.stop_requested(job):
+        if condition.health.recovers is not None:
+            self._recover(job, condition.plan, condition.health.recovers, condition.health.lost)
+        elif condition.plan.transition is Transition.RECOVER and condition.phase is Phase.CHANGING:
+            # what else is wanted can wait for it: nobody could save anything now
+            self._wake(condition.health.settled_at)
+            self._late_recovery(job, condition.plan)
+        elif jobs.stop_requested(job):
             broken = condition.phase is Phase.BROKEN
             how = Transition.ABORT if broken else Transition.RESTART
             self._publish(job, Change({}, Cause.STOP, how, "a person asked for it"))
@@ -202,6 +209,27 @@ class _Deciding:
         why = f"{what} (restart {restarts} of {job.spec.record.max_restarts})"
         step = job.checkpoint.record.step if job.checkpoint else 0
         self._replan(job, plan, Cause.FAILURE, Transition.ABORT, why, restarts, step)
+
+    def _recover(self, job: JobView, plan: Plan, losses: Losses, lost: tuple[str, ...]) -> None:
+        """Let those who live go on in their processes without the dead."""
+        cause = Cause.NODE_LOST if lost else Cause.REPLICA_LOST
+        why = recovery.describe(job, losses, lost)
+        found = {one.node: one.replicas for one in losses.survivors}
+        self._publish(
+            job, Change(found, cause, Transition.RECOVER, why, plan.restarts, placements=losses.survivors)
+        )
+
+    def _late_recovery(self, job: JobView, plan: Plan) -> None:
+        """Begin anew from the last checkpoint when the survivors do not find together."""
+        assert job.plan is not None
+        assert job.spec is not None
+        timeout = job.spec.record.rescale_timeout
+        due = job.plan.seen + timeout
+        if self.view.now < due:
+            self._wake(due)
+            return
+        why = f"the survivors did not go on within {timeout:g} s"
+        self._replan(job, plan, plan.cause, Transition.ABORT, why)
 
     def _withdraw(self, job: JobView, condition: Condition, plan: Plan) -> None:
         """Newcomers failed beside the running training: it goes on, and later changes are by restart."""
@@ -401,9 +429,9 @@ class _Deciding:
         self.memory = replace(self.memory, looked_at=now)
         question = ask(self.view, conditions, self._with_late(), self.ledger, self.settings)
         if not question.jobs:
-            self.memory = replace(self.memory, targets=MappingProxyType({}), asked=question.fingerprint)
+            self.memory = replace(self.memory, targets=MappingProxyType({}), asked=question)
             return
-        changed = question.fingerprint != self.memory.asked
+        changed = worth_asking(question, self.memory.asked, self.settings.drift)
         due = soonest if changed else last + self.settings.interval
         if now < due and not by_hand - self.memory.by_hand and not (changed and starts):
             self._wake(due)
@@ -412,7 +440,7 @@ class _Deciding:
         self.memory = replace(
             self.memory,
             round_at=now,
-            asked=question.fingerprint,
+            asked=question,
             by_hand=by_hand,
             round=self.round,
             rounds=self.round.number,
@@ -509,16 +537,14 @@ class _Deciding:
             job=job.job,
             run=job.spec.record.run,
             generation=before.generation + 1,
-            placements=tuple(
-                Placement(node, replicas, agents[node].record.agent)
-                for node, replicas in change.allocation.items()
-            ),
+            placements=change.placements or self._placed(job, mine, change, agents),
             cause=change.cause,
             transition=change.transition,
             reason=change.reason,
             fence=self.fence,
             created=self.view.wall,
             leaving=tuple(holding(self.view, job)),
+            base=jobs.base(job, mine) if mine and change.transition is Transition.INPLACE else -1,
             first=before.first,
             restarts=max(0, restarts),
             failed_step=before.failed_step if change.failed_step is None else change.failed_step,
@@ -530,6 +556,26 @@ class _Deciding:
         self.notes[job.job].planned = True
         self._drop_target(job.job, change.allocation)
         return True
+
+    def _placed(
+        self, job: JobView, mine: Plan | None, change: Change, agents: Mapping[str, Seen[NodeRecord]]
+    ) -> tuple[Placement, ...]:
+        """Who is where, in the order of ranks."""
+        allocation = change.allocation
+        if change.transition is not Transition.INPLACE or mine is None:
+            return tuple(Placement(node, n, agents[node].record.agent) for node, n in allocation.items())
+        # rank 0 of the new generation is one of those who were there
+        order = [one.node for one in recovery.present(job, mine)[1] if one.node in allocation]
+        order += [node for node in allocation if node not in order]
+        return tuple(
+            Placement(
+                node,
+                allocation[node],
+                agents[node].record.agent,
+                recovery.slots_after(job, mine, node, allocation[node]),
+            )
+            for node in order
+        )
 
     def _drop_target(self, name: str, allocation: Allocation) -> None:
         """What the policy wished for before it knew of this plan must not undo it: it is asked again."""
@@ -604,8 +650,7 @@ class _Deciding:
 
 def _before(plan: Plan) -> dict[str, int]:
     """What the generation has that a change in place is to follow."""
-    # a change that was itself taken back never ran: what runs is the oldest of those that have not left
-    before = min((one.generation for one in plan.leaving), default=-1)
+    before = recovery.before(plan)
     return {one.node: one.replicas for one in plan.leaving if one.generation == before}
 
 

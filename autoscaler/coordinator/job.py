@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from adaptdl_elastic.autoscaler.coordinator import recovery
 from adaptdl_elastic.autoscaler.coordinator.types import Allocation, Memory, Settings
 from adaptdl_elastic.autoscaler.state import JobView, Seen, View
 from adaptdl_elastic.rendezvous.records import (
@@ -61,7 +62,9 @@ class Health:
     lost: tuple[str, ...] = ()  # registration gone, and there is evidence or patience is over
     missing: tuple[str, ...] = ()  # registration gone, patience is not over
     undone: tuple[str, ...] = ()  # newcomers that failed before anybody had left the generation before
-    settled_at: float = FOREVER  # when patience with the missing ends
+    broken: bool = False  # replicas wait for another plan, because somebody is gone
+    recovers: recovery.Losses | None = None  # somebody has died, and the others are to go on
+    settled_at: float = FOREVER  # when patience with the missing, or with not knowing who is gone, ends
     started_at: float = 0.0  # when the last of the running was seen to run
 
 
@@ -85,6 +88,7 @@ class Change:
     restarts: int | None = None  # None: as before
     failed_step: int | None = None
     predicted_goodput: float | None = None
+    placements: tuple[Placement, ...] = ()  # (): the nodes of the allocation, whatever runs there
 
 
 def this_run(job: JobView) -> Plan | None:
@@ -152,18 +156,19 @@ def examine(view: View, job: JobView, settings: Settings) -> Condition:
 def _phase(plan: Plan, health: Health) -> Phase:
     if len(health.done) == len(plan.placements):
         return Phase.FINISHED
-    if health.failed or health.lost or health.undone:
+    if health.failed or health.lost or health.undone or health.recovers is not None:
         return Phase.BROKEN
     if len(health.done) + len(health.stopped) == len(plan.placements):
         return Phase.LEFT
-    if health.starting or health.missing:
+    if health.starting or health.missing or health.broken:
         return Phase.CHANGING
     return Phase.STEADY
 
 
 def _ended_before(job: JobView, plan: Plan) -> bool:
     """Whether a planned change crossed the job's end: all of the generation before was done already."""
-    if plan.cause in (Cause.FAILURE, Cause.NODE_LOST) or any(g == plan.generation for g, _ in job.running):
+    unplanned = plan.cause in (Cause.FAILURE, Cause.NODE_LOST, Cause.REPLICA_LOST)
+    if unplanned or any(g == plan.generation for g, _ in job.running):
         return False
     before = {node: seen.record.outcome for (g, node), seen in job.ended.items() if g == plan.generation - 1}
     asked = {leaver.node for leaver in plan.leaving if leaver.generation == plan.generation - 1}
@@ -176,13 +181,19 @@ def inspect(view: View, job: JobView, plan: Plan, settings: Settings) -> Health:
     sorted_: dict[str, list[str]] = {
         name: [] for name in ("running", "starting", "done", "stopped", "failed")
     }
+    generation, members = recovery.present(job, plan)
     absent: list[Placement] = []
+    broken = any(g == generation for g, _ in job.broken)
+    died = False
     started_at = 0.0
     for placement in plan.placements:
         node = placement.node
         ended = job.ended.get((plan.generation, node))
         running = job.running.get((plan.generation, node))
         if ended is not None:
+            if generation == plan.generation and recovery.died(job, plan, generation, placement):
+                died = True
+                continue
             sorted_[_ENDED_AS[ended.record.outcome]].append(node)
         elif _gone(agents.get(node), placement):
             absent.append(placement)
@@ -192,35 +203,47 @@ def inspect(view: View, job: JobView, plan: Plan, settings: Settings) -> Health:
         else:
             sorted_["starting"].append(node)
     undone: list[str] = []
-    if plan.transition is Transition.INPLACE and not _begun(job, plan):
+    if generation != plan.generation:  # a change in place that nobody has gone over to
         undone, sorted_["failed"] = sorted_["failed"], _failed_before(job, plan)
-    lost, missing, settled_at = _sort_absent(view, job, absent, bool(sorted_["failed"]), settings)
+        here = {placement.node for placement in plan.placements}
+        absent += [
+            member
+            for member in members
+            if member.node not in here
+            and (generation, member.node) not in job.ended
+            and _gone(agents.get(member.node), member)
+        ]
+    evidence = bool(sorted_["failed"]) or broken
+    lost, missing, settled_at = _sort_absent(view, job, absent, evidence, settings)
+    losses = recovery.Losses(generation)
+    if broken or died or absent:
+        losses = recovery.inquire(job, plan, (*lost, *missing))
+    recovers, waits_until = False, FOREVER
+    if not sorted_["failed"] and (losses.dead or lost):
+        recovers = losses.able
+        if not recovers:  # a failure, as it is without resilience
+            sorted_["failed"] += [node for node in losses.dead if node not in lost]
+    elif not sorted_["failed"] and losses.said:  # somebody is gone, and we do not know who
+        waits_until = losses.since + settings.node_ttl + settings.grace
+        everybody = losses.said >= {one.node for one in losses.survivors}
+        if everybody or view.now >= waits_until:
+            again = plan.transition is Transition.RECOVER and not _all_running(job, plan)
+            recovers, waits_until = losses.able and not again, FOREVER  # not for ever
+            sorted_["failed"] += [] if recovers else sorted(losses.said)
     return Health(
         **{name: tuple(nodes) for name, nodes in sorted_.items()},
         undone=tuple(undone),
         lost=lost,
         missing=missing,
-        settled_at=settled_at,
+        settled_at=min(settled_at, waits_until),
         started_at=started_at,
+        broken=bool(losses.said),
+        recovers=losses if recovers else None,
     )
 
 
-def _begun(job: JobView, plan: Plan) -> bool:
-    """Whether replicas have gone over into what a change in place makes: its failures are its own then.
-
-    A node that said `running` and has ended since counts; so does one whose replicas left the generation
-    before well and failed in this one, before all of them had come over.
-    """
-    return any((plan.generation, placement.node) in job.running for placement in plan.placements) or any(
-        _outcome(job, leaver.generation, leaver.node) is Outcome.STOPPED
-        and _outcome(job, plan.generation, leaver.node) is Outcome.FAILED
-        for leaver in plan.leaving
-    )
-
-
-def _outcome(job: JobView, generation: int, node: str) -> Outcome | None:
-    ended = job.ended.get((generation, node))
-    return None if ended is None else ended.record.outcome
+def _all_running(job: JobView, plan: Plan) -> bool:
+    return all((plan.generation, placement.node) in job.running for placement in plan.placements)
 
 
 def _failed_before(job: JobView, plan: Plan) -> list[str]:
@@ -234,6 +257,9 @@ def _failed_before(job: JobView, plan: Plan) -> list[str]:
         if (at := (leaver.generation, leaver.node)) in job.running
         and (seen := job.ended.get(at)) is not None
         and _ENDED_AS[seen.record.outcome] == "failed"
+        and not recovery.died(
+            job, plan, leaver.generation, Placement(leaver.node, leaver.replicas, slots=leaver.slots)
+        )
     ]
 
 
@@ -283,6 +309,8 @@ def failures(job: JobView, generation: int) -> tuple[Failure, ...]:
         for (g, _), seen in job.ended.items()
         if g == generation and seen.record.failure is not None and seen.record.outcome is Outcome.FAILED
     ]
+    known = {failure.rank for _, failure in found}
+    found += [item for item in recovery.failures(job, generation) if item[1].rank not in known]
     return tuple(failure for _, failure in sorted(found, key=lambda item: (item[0], item[1].time)))
 
 
@@ -293,7 +321,8 @@ def failed_generation(job: JobView, plan: Plan) -> int:
         before = [
             one.generation
             for one in plan.leaving
-            if one.node in failed and (one.generation, one.node) in job.running
+            if (one.node in failed and (one.generation, one.node) in job.running)
+            or (one.generation, one.node) in job.broken
         ]
         return max(before, default=plan.generation)
     return plan.generation
@@ -330,10 +359,17 @@ def pause_before_restart(restarts: int, settings: Settings) -> float:
 
 def failed_at(job: JobView, generation: int) -> float:
     """When we first saw that the generation had failed."""
-    return min((s.seen for (g, _), s in job.ended.items() if g == generation), default=0.0)
+    heard = [s.seen for (g, _), s in job.ended.items() if g == generation]
+    heard += [s.seen for (g, _), s in job.broken.items() if g == generation]
+    return min(heard, default=0.0)
 
 
 # -- transitions
+
+
+def base(job: JobView, plan: Plan) -> int:
+    """The generation that runs while `plan` is in force."""
+    return recovery.present(job, plan)[0]
 
 
 def planned_transition(job: JobView, spec: JobSpec, plan: Plan | None, allocation: Allocation) -> Transition:

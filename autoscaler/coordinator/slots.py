@@ -52,7 +52,7 @@ def holding(view: View, job: JobView) -> list[Leaving]:
     ]
     if not plan.claim:
         found += [
-            Leaving(p.node, p.replicas, p.agent, plan.generation)
+            Leaving(p.node, p.replicas, p.agent, plan.generation, p.slots)
             for p in plan.placements
             if not released(view, job, p.node, p.agent, plan.generation)
         ]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from adaptdl_elastic.autoscaler.coordinator.slots import capacity
-from adaptdl_elastic.rendezvous.records import JobState, Plan
+from adaptdl_elastic.rendezvous.records import JobState, Outcome, Plan
 
 JOBS = ("a", "b", "c")
 NODES = {"n0": 1, "n1": 2, "n2": 3, "n3": 4}  # slots
@@ -43,22 +43,27 @@ class Cluster(RuleBasedStateMachine):
 
     # -- what happens
 
-    @rule(node=st.sampled_from(sorted(NODES)), job=st.sampled_from(JOBS), library=st.booleans())
-    def join(self, node: str, job: str, library: bool) -> None:
+    @rule(node=st.sampled_from(sorted(NODES)), job=st.sampled_from(JOBS), kind=st.integers(0, 2))
+    def join(self, node: str, job: str, kind: int) -> None:
         if self.over(job):
             return
         for agent in self.pump.agents:
             if (agent.node, agent.job) == (node, job) and agent.exit_code is None:
                 return
-        self.pump.node(node, job, NODES[node], library=library)
+        self.pump.node(node, job, NODES[node], library=kind > 0, resilient=kind > 1)
 
     @precondition(lambda self: self.alive())
     @rule(
-        data=st.data(), how=st.sampled_from(("vanish", "fail", "finish", "drain", "replace", "stall", "wake"))
+        data=st.data(),
+        how=st.sampled_from(
+            ("vanish", "fail", "finish", "drain", "replace", "stall", "wake", "lose", "notice")
+        ),
     )
     def befall(self, data: st.DataObject, how: str) -> None:
         agent = self.pump.agents[data.draw(st.sampled_from(self.alive()))]
-        if how in ("fail", "finish") and agent.running is None:
+        if how in ("fail", "finish", "lose", "notice") and agent.running is None:
+            return
+        if how == "notice" and not agent.resilient:
             return
         if how == "drain":
             agent.register(draining=True)
@@ -67,6 +72,8 @@ class Cluster(RuleBasedStateMachine):
             self.pump.node(agent.node, agent.job, agent.slots)
         elif how in ("stall", "wake"):
             agent.holds_start = how == "stall"
+        elif how == "lose":
+            agent.lose(data.draw(st.sampled_from(agent.alive)))
         else:
             getattr(agent, how)()
 
@@ -156,6 +163,9 @@ class Cluster(RuleBasedStateMachine):
             if status.state is JobState.RUNNING:
                 assert plan.placements
                 for placement in plan.placements:
+                    ended = self.pump.view().jobs[job].ended.get((plan.generation, placement.node))
+                    if ended is not None and ended.record.outcome is Outcome.DONE:
+                        continue  # the others are about to end well, too
                     assert any(
                         agent.agent == placement.agent and agent.running == plan.generation
                         for agent in self.pump.agents

@@ -15,6 +15,7 @@ from adaptdl_elastic import sched_hints
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.records import (
+    BrokenRecord,
     EndedRecord,
     Failure,
     JobSpec,
@@ -23,6 +24,7 @@ from adaptdl_elastic.rendezvous.records import (
     Outcome,
     Plan,
     RunningRecord,
+    Transition,
 )
 from adaptdl_elastic.rendezvous.store import Lease, Store, StoreError, Watch
 from adaptdl_elastic.sched_hints import JobHints
@@ -77,6 +79,9 @@ class FakeAgent:
     history: list[tuple[int, int]] = field(default_factory=list)  # (generation, replicas) that ran here
     reports: bool = True
     holds_start: bool = False  # a node that does not get its replicas up
+    resilient: bool = False  # its replicas live on when others die
+    alive: tuple[int, ...] = ()  # slots of the replicas that run
+    lost: tuple[int, ...] = ()  # slots of those that died in the generation that runs
     _stop: threading.Event = field(default_factory=threading.Event)
     _watch: Watch | None = None
 
@@ -132,6 +137,9 @@ class FakeAgent:
         return False
 
     def _take(self, plan: Plan) -> None:
+        if plan.transition is Transition.RECOVER:
+            self._recover(plan)
+            return
         self._end(Outcome.STOPPED)
         for one in plan.leaving:  # one that it never saw, too
             parts = ("generations", str(one.generation), "ended", one.node)
@@ -140,6 +148,25 @@ class FakeAgent:
         self.generation = plan.generation
         mine = [p for p in plan.placements if p.node == self.node and p.agent == self.agent]
         self.waiting = plan if mine else None
+
+    def _recover(self, plan: Plan) -> None:
+        named = plan.slots(self.node) if any(p.agent == self.agent for p in plan.placements) else ()
+        dead = tuple(slot for slot in named if slot not in self.alive)
+        if not named or self.running is None or not self.resilient:
+            self._end(Outcome.STOPPED)
+            self.generation = plan.generation
+            if named:
+                self._put(BrokenRecord(self.node, plan.generation, named), plan.generation, "broken")
+                self._put(EndedRecord(self.node, plan.generation, Outcome.ABORTED), plan.generation, "ended")
+            return
+        alive = tuple(slot for slot in named if slot in self.alive)
+        self._end(Outcome.STOPPED)
+        self.generation, self.running, self.alive, self.lost = plan.generation, plan.generation, alive, ()
+        self.history.append((plan.generation, len(alive)))
+        if dead:
+            self._die(dead)
+        else:
+            self._say_running(plan)
 
     def _all_left(self, plan: Plan) -> bool:
         for one in plan.leaving:
@@ -154,8 +181,12 @@ class FakeAgent:
         self.running, self.waiting = plan.generation, None
         replicas = len(plan.ranks(self.node))
         self.history.append((plan.generation, replicas))
-        now = self.clock()
-        running = RunningRecord(self.node, plan.generation, now, first_step=now, library=self.library)
+        self.alive, self.lost = plan.slots(self.node), ()
+        self._say_running(plan)
+
+    def _say_running(self, plan: Plan) -> None:
+        now, able = self.clock(), self.resilient
+        running = RunningRecord(self.node, plan.generation, now, now, self.library, able)
         self._put(running, plan.generation, "running")
         if self.reports and self.library and plan.placements[0].node == self.node:
             self.report(plan)
@@ -169,6 +200,7 @@ class FakeAgent:
         if generation is None and self.waiting is not None:
             generation = self.waiting.generation
         self.running = self.waiting = None
+        self.alive = self.lost = ()
         if generation is not None:
             now = self.clock()
             code = 0 if failure is None else failure.exit_code
@@ -190,6 +222,28 @@ class FakeAgent:
     def fail(self, message: str = "boom", exit_code: int = 1) -> None:
         """A replica of it fails."""
         self._end(Outcome.FAILED, Failure(0, exit_code, message))
+
+    def lose(self, *slots: int) -> None:
+        """Replicas of it are killed; the others live on if they can."""
+        if not self.resilient:
+            self._end(Outcome.FAILED, Failure(0, -9, "SIGKILL"))
+            return
+        self._die(slots)
+
+    def _die(self, slots: tuple[int, ...]) -> None:
+        assert self.running is not None
+        self.alive = tuple(slot for slot in self.alive if slot not in slots)
+        self.lost = (*self.lost, *slots)
+        failure = Failure(self.lost[0], -9, "SIGKILL")
+        record = BrokenRecord(self.node, self.running, tuple(sorted(self.lost)), failure)
+        self._put(record, self.running, "broken")
+        if not self.alive:
+            self._end(Outcome.FAILED, failure)
+
+    def notice(self) -> None:
+        """Its replicas find that somebody elsewhere is gone."""
+        assert self.running is not None
+        self._put(BrokenRecord(self.node, self.running, self.lost), self.running, "broken")
 
     def leave(self, exit_code: int = 0) -> None:
         """Exit in an orderly way."""
