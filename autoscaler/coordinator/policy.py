@@ -37,7 +37,8 @@ class Question:
     nodes: tuple[NodeInfo, ...]
     current: Mapping[str, Allocation]
     causes: Mapping[str, tuple[Cause, str]]  # for jobs whose size somebody else chose: why, in words
-    fingerprint: Any  # two questions with the same one need not both be asked
+    fingerprint: Any  # two questions with the same one need not both be asked, unless
+    forecasts: Mapping[str, float]  # by job, the goodput it predicts for what it has, is another
 
 
 def policy_inputs(
@@ -63,6 +64,7 @@ def ask(
     current: dict[str, Allocation] = {}
     causes: dict[str, tuple[Cause, str]] = {}
     prints: list[Any] = []
+    forecasts: dict[str, float] = {}
     for name in sorted(conditions):
         job, condition = view.jobs[name], conditions[name]
         if condition.phase not in _ACTIVE or job.spec is None or job.plan is None:
@@ -78,10 +80,26 @@ def ask(
         current[name] = in_plan(condition.plan)
         if why is not None:
             causes[name] = why
-        prints.append(_fingerprint(job, condition, info, places, settings))
+        prints.append(_fingerprint(job, condition, info, places))
+        hints = own_hints(job)
+        if hints is not None and hints.predicted_goodput and hints.predicted_goodput > 0:
+            forecasts[name] = hints.predicted_goodput
     asked_about = {info.name for info in infos}
     nodes = _nodes(view, ledger, asked_about)
-    return Question(tuple(infos), nodes, current, causes, (tuple(prints), nodes))
+    return Question(tuple(infos), nodes, current, causes, (tuple(prints), nodes), forecasts)
+
+
+def worth_asking(question: Question, before: Question | None, drift: float) -> bool:
+    """Whether the answer may be another than to the question before.
+
+    Reports are noisy: forecasts count when one has moved by more than the factor 1 + `drift` since then.
+    """
+    if before is None or question.fingerprint != before.fingerprint:
+        return True
+    then, now = before.forecasts, question.forecasts
+    return then.keys() != now.keys() or any(
+        abs(math.log(now[name] / then[name])) > math.log1p(drift) for name in now
+    )
 
 
 def _nodes(view: View, ledger: Ledger, asked_about: set[str]) -> tuple[NodeInfo, ...]:
@@ -290,20 +308,15 @@ def _attained(hints: JobHints | None) -> float:
     return 0.0 if hints is None or hints.samples_done is None else hints.samples_done
 
 
-def _fingerprint(
-    job: JobView, condition: Condition, info: JobInfo, places: Mapping[str, Room], settings: Settings
-) -> Any:
-    hints = job.hints.record if job.hints else None
-    forecast = None
-    if hints is not None and hints.predicted_goodput and hints.predicted_goodput > 0:
-        forecast = (hints.generation, round(math.log(hints.predicted_goodput) / math.log1p(settings.drift)))
+def _fingerprint(job: JobView, condition: Condition, info: JobInfo, places: Mapping[str, Room]) -> Any:
+    hints = own_hints(job)
     return (
         job.job,
         condition.phase,
         info.requested_replicas,
         info.model is None,
         info.max_profiled_replicas,
-        forecast,
+        None if hints is None else hints.generation,
         tuple(places),
     )
 

@@ -58,7 +58,7 @@ class Memory:
     """What a leader knows beyond the store. Losing it costs a round of the policy and nothing else."""
 
     round_at: float = float("-inf")  # when the policy was last asked
-    asked: Any = None  # what it was asked about: a round is due when this differs
+    asked: Any = None  # the last question: a round is due when there is another
     by_hand: frozenset[tuple[str, int]] = (
         frozenset()
     )  # what people had asked for then: a round is due at once when there is more

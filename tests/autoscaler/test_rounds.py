@@ -146,3 +146,30 @@ def test_rounds_take_at_most_a_tenth_of_the_time() -> None:
     assert not pump.asked
     pump.later(2)
     assert len(pump.asked) == 1
+
+
+@pytest.mark.parametrize(("change", "asks"), [(1.05, False), (1.6, True), (0.5, True)])
+def test_a_report_that_changes_what_is_best_waits_for_no_interval(change: float, asks: bool) -> None:
+    pump = Pump(settings=Settings(interval=1e6, min_gap=1.0))
+    pump.job("a", max_replicas=2)
+    agent = pump.node("n0", "a", 2)
+    pump.settle().later(10)
+    pump.slow = True
+    agent.report(pump.plan("a"), predicted_goodput=2000.0 * change, max_profiled_replicas=2)
+    pump.settle().later(10)
+    assert bool(pump.asked) is asks
+
+
+def test_the_policys_reason_for_giving_nothing_is_shown_until_it_says_something_else() -> None:
+    pump = Pump()
+    pump.policy = lambda jobs, *_: Decision({"a": {}}, {}, pending={"a": "not today"})
+    pump.job("a")
+    pump.node("n0", "a", 4)
+    pump.settle()
+    assert pump.status("a").reason == "not today"
+    written = pump.store.range(pump.keys.job("a", "status")).items[0].mod_revision
+    pump.later(10 * pump.settings.interval)
+    assert pump.store.range(pump.keys.job("a", "status")).items[0].mod_revision == written
+    pump.policy = lambda jobs, *_: Decision({"a": {"n0": 1}}, {})
+    pump.later(pump.settings.interval + 1)
+    assert pump.status("a").state is JobState.RUNNING
