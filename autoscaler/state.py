@@ -55,7 +55,7 @@ class JobView:
     broken: Mapping[NodeOfGeneration, Seen[records.BrokenRecord]] = field(default_factory=_empty)
     ended: Mapping[NodeOfGeneration, Seen[records.EndedRecord]] = field(default_factory=_empty)
     generations: frozenset[int] = frozenset()  # those that have any key
-    unreadable: Mapping[str, int] = field(default_factory=_empty)  # plan or status: revision of the garbage
+    unreadable: Mapping[str, int] = field(default_factory=_empty)  # plan, status, request: of the garbage
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ class Keeper:
                 others = {other: at for other, at in view.unreadable.items() if other != name}
                 if found is not None:
                     view = replace(_with(view, name, found), unreadable=MappingProxyType(others))
-                elif name in ("plan", "status"):  # ours to write: we must know over what
+                elif name in ("plan", "status", "request"):  # to be written again: it must be known over what
                     view = replace(view, unreadable=MappingProxyType({**others, name: revision}))
                 else:
                     return

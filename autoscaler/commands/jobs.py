@@ -268,7 +268,7 @@ def _ask(
         if old.run not in ("", run):
             old = JobRequest(checkpoint=old.checkpoint)  # what was asked of an earlier run is over
         wanted = records.encode(replace(change(old), run=run))
-        revision = job.request.revision if job.request else 0
+        revision = job.unreadable.get("request") or (job.request.revision if job.request else 0)
         if store.compare_and_swap(keys.job(name, "request"), wanted, revision) is not None:
             return
         time.sleep(0.01 * attempt)

@@ -159,6 +159,13 @@ def test_wide_characters_count_twice() -> None:
 
 
 @pytest.mark.etcd
+def test_a_request_that_nobody_can_read_is_written_anew(world: World) -> None:
+    world.store.put(world.keys.job("mnist", "request"), "garbage")
+    world.says("scale", "mnist", "--replicas", "3", "--wait", "--timeout", "40")
+    assert world.json("status", "mnist")["requested"] == 3
+
+
+@pytest.mark.etcd
 def test_stop_waits_for_the_end_and_says_when_it_is_over_already(world: World) -> None:
     world.says("stop", "mnist", "--wait", "--timeout", "40")
     assert world.json("ls") == []
