@@ -43,19 +43,22 @@ def follow(store: Store, keys: Keys, grown: threading.Event, seen: list[dict[str
                 continue
             began = began or event["time"]
             seen.append(event)
-            size = f"{event['replicas']} replicas" if event["event"] == "plan" else event["state"]
-            print(
-                f"{event['time'] - began:6.1f} s  {event['job']:<7} {size:<11} {event['reason']}", flush=True
-            )
+            what = event["state"] if event["event"] == "state" else _replicas(event["replicas"])
+            when = f"{event['time'] - began:6.1f} s"
+            print(f"{when}  {event['job']:<7} {what:<11} {event['reason']}", flush=True)
             if event["event"] == "plan" and event["replicas"] > 1:
                 grown.set()
+
+
+def _replicas(count: int) -> str:
+    return "1 replica" if count == 1 else f"{count} replicas"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--slots", type=int, default=2, help="replicas that fit on this machine")
     parser.add_argument(
-        "--epochs", type=int, default=150, help="of the first job; the second has half as many"
+        "--epochs", type=int, default=60, help="of the first job; the second has half as many"
     )
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for everything")
     given = parser.parse_args()
