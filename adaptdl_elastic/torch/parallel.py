@@ -235,6 +235,11 @@ class AdaptiveDataParallel(DistributedDataParallel):
             batch = Batch(replicas=replicas, scale=self.gns.accum_scale)
         else:
             micro_batches = loader.accumulation_steps + 1
+            if self.static_graph and (micro_batches > 1 or getattr(loader, "_accumulation", False)):
+                raise RuntimeError(
+                    "static_graph=True can not be combined with gradient accumulation, in which not every "
+                    "pass is synchronised: leave it out, or autoscale with gradient_accumulation=False"
+                )
             initial, window = loader.batch_size, loader.window_samples
             self._initial_batch_size = initial
             batch = Batch(

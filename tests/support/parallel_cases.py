@@ -119,7 +119,12 @@ def samples(count: int, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def windows(
-    plan: Sequence[Sequence[Sequence[int]]], batch_size: int, clip: float | None = None, amp: bool = False
+    plan: Sequence[Sequence[Sequence[int]]],
+    batch_size: int,
+    clip: float | None = None,
+    amp: bool = False,
+    ddp: dict[str, Any] | None = None,
+    compiled: str | None = None,
 ) -> Parameters:
     """Train a linear model on windows of micro-batches, [windows][micro-batches][replicas] samples each.
 
@@ -130,7 +135,8 @@ def windows(
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=amp)
-    adp = AdaptiveDataParallel(model, optimizer, mp_scaler=scaler)
+    module: Any = torch.compile(model, backend=compiled) if compiled else model
+    adp = AdaptiveDataParallel(module, optimizer, mp_scaler=scaler, **(ddp or {}))
     measure_always(adp)
     position = 0
     for window in plan:

@@ -130,6 +130,28 @@ def test_the_uneven_end_of_an_epoch_weighs_every_sample_the_same(plan: list[list
         assert_close(ours, cases.one_by_one(sizes))
 
 
+@pytest.mark.parametrize("options", [o for o in DDP_OPTIONS[1:] if "static_graph" not in o], ids=str)
+@pytest.mark.parametrize("plan", [EVEN, TWO], ids=["one replica", "two replicas"])
+def test_ddps_options_go_with_accumulation(plan: list[list[list[int]]], options: dict[str, Any]) -> None:
+    sizes = [sum(map(sum, window)) for window in plan]
+    for ours in replicas.run(cases.windows, len(plan[0][0]), plan, max(sizes), 0.3, False, options):
+        assert_close(ours, cases.one_by_one(sizes, 0.3))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_static_graph_can_not_accumulate() -> None:
+    """DDP counts gradients over all passes up to the first synchronised one, and then waits for as many."""
+    with pytest.raises(RuntimeError, match="static_graph=True can not be combined"):
+        cases.windows(EVEN, 12, ddp={"static_graph": True})
+
+
+def test_compiled_models_go_with_replicas_and_accumulation() -> None:
+    sizes = [sum(map(sum, window)) for window in TWO]
+    arguments = (TWO, max(sizes), None, False, None, "aot_eager")
+    for ours in replicas.run(cases.windows, 2, *arguments, timeout=240):
+        assert_close(ours, cases.one_by_one(sizes))
+
+
 @pytest.mark.usefixtures("alone")
 def test_gradients_are_out_of_sight_while_they_accumulate() -> None:
     model = cases.linear()
