@@ -32,7 +32,7 @@ def replay(traces: Path, number: int, options: argparse.Namespace) -> dict[str, 
     workload = read_workload(traces / "workloads" / f"workload-{number}.csv")
     apps = {name: read_application(traces / "apps" / name) for name in {job.application for job in workload}}
     policy, tuned = make_policy(options.policy)
-    factors = np.exp(np.random.default_rng(number).normal(0.0, options.declared_sigma, len(workload)))
+    factors = np.exp(np.random.default_rng(number + 1000 * options.seed).normal(0.0, options.declared_sigma, len(workload)))
     how = Options(
         pause=options.rescale_cost,
         events=options.rescale_cost < EVENTS_PAY_BELOW,
@@ -67,6 +67,7 @@ def main() -> int:
     parser.add_argument("--policy", choices=POLICIES, default="goodput")
     parser.add_argument("--rescale-cost", type=float, default=30.0)
     parser.add_argument("--declared-sigma", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0, help="of --declared-sigma")
     parser.add_argument("--undeclared", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
