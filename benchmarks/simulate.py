@@ -32,7 +32,8 @@ def replay(traces: Path, number: int, options: argparse.Namespace) -> dict[str, 
     workload = read_workload(traces / "workloads" / f"workload-{number}.csv")
     apps = {name: read_application(traces / "apps" / name) for name in {job.application for job in workload}}
     policy, tuned = make_policy(options.policy)
-    factors = np.exp(np.random.default_rng(number + 1000 * options.seed).normal(0.0, options.declared_sigma, len(workload)))
+    rng = np.random.default_rng(number + 1000 * options.seed)
+    factors = np.exp(rng.normal(0.0, options.declared_sigma, len(workload)))
     how = Options(
         pause=options.rescale_cost,
         events=options.rescale_cost < EVENTS_PAY_BELOW,
