@@ -15,6 +15,7 @@ import click
 from adaptdl_elastic.autoscaler.cli import CommandError, Where, json_option, store_options
 from adaptdl_elastic.autoscaler.commands.report import (
     Row,
+    cost_text,
     find_job,
     job_row,
     load,
@@ -104,7 +105,7 @@ def status(job: str, where: Where, as_json: bool) -> None:
         ),
         (
             "goodput",
-            f"{show(row['goodput'])} examples/s (predicted {show(row['predicted_goodput'])}"
+            f"{show(row['goodput'])} samples/s (predicted {show(row['predicted_goodput'])}"
             f"{'' if error is None else f', off by {error:+.0%}'}); throughput {show(row['throughput'])}, "
             f"efficiency {_percent(row['efficiency'])}",
         ),
@@ -113,6 +114,8 @@ def status(job: str, where: Where, as_json: bool) -> None:
         ("restarts", f"{row['restarts_used']} of {row['max_restarts']}"),
         ("checkpoint", show(row["checkpoint"])),
     ]
+    if row["cost"] is not None:
+        lines.append(("cost", cost_text(row["cost"])))
     if row["requested"] is not None:
         asked = counted(row["requested"], "replica")
         lines.append(("asked for", f"{asked} (adaptdl scale {job} --auto to undo)"))
