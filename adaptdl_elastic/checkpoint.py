@@ -275,6 +275,7 @@ def save_state(state: State, checkpoint_dir: str | os.PathLike[str], sync: bool 
     Call it on every replica; `sync` runs there first, unless False, and rank 0 writes. An older file is
     replaced only by a complete one. Raises OSError when it can not be written.
     """
+    _check_state(state)
     if sync:
         state.sync()
     if _session.current().rank != 0:
@@ -299,6 +300,7 @@ def load_state(state: State, checkpoint_dir: str | os.PathLike[str] | None = Non
     With `checkpoint_dir` from what `save_state` wrote there. Raises CheckpointError when there are
     checkpoints and none can be used, or when what was saved does not fit the state.
     """
+    _check_state(state)
     if checkpoint_dir is not None:
         path = Path(checkpoint_dir) / _storage.file_name(state.name)
         if not path.is_file():
@@ -323,6 +325,11 @@ def load_state(state: State, checkpoint_dir: str | os.PathLike[str] | None = Non
     with claimed:
         _load(state, claimed, f"checkpoint {manager.loaded_id}")
     return True
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, State):
+        raise TypeError(f"a checkpoint.State is needed, got {type(state).__name__}: make a subclass of it")
 
 
 def _load(state: State, file: IO[bytes], where: str) -> None:

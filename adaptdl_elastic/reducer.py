@@ -237,6 +237,8 @@ class Reducer:
         self.broadcast(None, tag)
 
     def _start(self, value: Any, reduce_fn: ReduceFn, tag: str) -> Future:
+        if not callable(reduce_fn):
+            raise TypeError(f"reduce_fn combines two values into one, got {reduce_fn!r}")
         if self.replicas == 1:
             future = Future()
             future._set(value)

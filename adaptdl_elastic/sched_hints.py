@@ -123,8 +123,11 @@ _FIELDS = {
 def from_adaptdl(sched_hints: Mapping[str, Any]) -> dict[str, Any]:
     """AdaptDL's hints by the names of `JobHints`' fields; None values are left out.
 
-    Raises ValueError for a name that is not one of SCHED_HINTS (or, in perfParams, PERF_PARAMS).
+    Raises ValueError for a name that is not one of SCHED_HINTS (or, in perfParams, PERF_PARAMS), TypeError
+    for what is no dictionary.
     """
+    if not isinstance(sched_hints, Mapping):
+        raise TypeError(f"hints are a dictionary of {', '.join(SCHED_HINTS)}; got {sched_hints!r}")
     fields: dict[str, Any] = {}
     for name, value in sched_hints.items():
         if name not in _FIELDS:

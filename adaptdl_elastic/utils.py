@@ -18,6 +18,9 @@ def print_exc(function: Callable[P, R]) -> Callable[P, R]:
     For functions whose exceptions are swallowed by who calls them, as in a thread or a callback.
     """
 
+    if not callable(function):
+        raise TypeError(f"print_exc decorates a function, got {function!r}")
+
     @wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         try:

@@ -51,6 +51,8 @@ def init_process_group(
             "torch's process group exists already: adaptdl_elastic.torch.init_process_group makes it, so "
             "leave torch.distributed.init_process_group out"
         )
+    if backend not in dist.Backend.backend_list and ":" not in str(backend):
+        raise ValueError(f"backend={backend!r}: there are {', '.join(dist.Backend.backend_list)}")
     session = _session.current()
     if world_size is not None or rank is not None:
         session.identity = Identity(

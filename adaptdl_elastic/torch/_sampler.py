@@ -29,6 +29,8 @@ class ElasticSampler(Sampler[int]):
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int | None = None) -> None:
+        if not hasattr(dataset, "__len__"):
+            raise TypeError(f"a data set needs __len__ to be sampled from, {type(dataset).__name__} has none")
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
@@ -50,8 +52,8 @@ class ElasticSampler(Sampler[int]):
 
         An `index` beyond the length of the data set is in a further pass over it, in another order.
         """
-        if epoch < 0 or index < 0:
-            raise ValueError(f"set_epoch({epoch}, {index}): both count from 0")
+        if not (isinstance(epoch, int) and isinstance(index, int) and epoch >= 0 and index >= 0):
+            raise ValueError(f"set_epoch({epoch!r}, {index!r}): both are integers that count from 0")
         self.epoch, self.index = epoch, index
 
     def order(self) -> torch.Tensor:
