@@ -32,11 +32,14 @@ class JoinError(RuntimeError):
     """This agent can not take part; the message says why and what to do."""
 
 
-def join_job(store: Store, keys: Keys, fresh: JobSpec, version: str, say: Callable[[str], None]) -> JobSpec:
+def join_job(
+    store: Store, keys: Keys, fresh: JobSpec, version: str, say: Callable[[str], None], once: bool = False
+) -> JobSpec:
     """The job's specification: `fresh` where there is none to join, else the one of the run that goes on.
 
     A run goes on while an agent of it is registered. So register before, with the run of `fresh`: agents
     that are started at the same moment must not take each other's run for one that nobody belongs to.
+    With `once` a run that has ended is joined, too: its agents have nothing to do but to exit as it did.
     """
     key = keys.job(fresh.job, "spec")
     for _ in range(_ATTEMPTS):
@@ -55,12 +58,23 @@ def join_job(store: Store, keys: Keys, fresh: JobSpec, version: str, say: Callab
             ) from None
         status = _status(store, keys, fresh.job)
         ended = status is not None and status.run == spec.run and status.state.ended
-        if not ended and any(agent.run == spec.run for agent in agents):
+        if once if ended else any(agent.run == spec.run for agent in agents):
             return spec
         if store.compare_and_swap(key, encode(fresh), found.mod_revision) is not None:
             _start_anew(store, keys, spec, status if ended else None, say)
             return fresh
     raise JoinError(f"job {fresh.job!r}: other agents keep changing its specification; try again")
+
+
+def has_ended(store: Store, keys: Keys, job: str) -> bool:
+    """Whether the last run of a job, as the store has it, is over."""
+    found, status = store.get(keys.job(job, "spec")), _status(store, keys, job)
+    if found is None or status is None:
+        return False
+    try:
+        return status.state.ended and decode(JobSpec, found.value, found.key).run == status.run
+    except MalformedRecordError:
+        return False
 
 
 def note_finished(path: str, run: str) -> None:

@@ -65,6 +65,7 @@ class Options:
     checkpoint_interval: float
     rescale: str
     rescale_timeout: float
+    once: bool
     max_restarts: int
     hang_timeout: float | None
     autoscale: bool
@@ -131,6 +132,7 @@ def _add_ours(group: Any) -> None:
     add("--rescale", choices=["auto", "inplace", "restart"], default="auto", help="how the size changes")
     add("--rescale-timeout", type=float, default=60.0, metavar="S", help="newcomers must be ready by then")
     add("--hang-timeout", type=float, metavar="S", help="kill a replica that takes no step for so long")
+    add("--once", action="store_true", help="a job that has ended is not started anew: exit as it did")
     add("--no-autoscale", action="store_true", help="only `adaptdl scale` changes the size")
     add("--event-log", type=Path, metavar="FILE", help="append one JSON object per event")
     add("--plot", type=Path, metavar="FILE.png", help="draw the run when it has ended")
@@ -199,6 +201,7 @@ def check(
         checkpoint_interval=args.checkpoint_interval,
         rescale=args.rescale,
         rescale_timeout=args.rescale_timeout,
+        once=args.once,
         max_restarts=args.max_restarts,
         hang_timeout=args.hang_timeout,
         autoscale=not args.no_autoscale,

@@ -17,7 +17,7 @@ from adaptdl_elastic.autoscaler.coordinator.job import this_run
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 from adaptdl_elastic.autoscaler.coordinator.types import CompareAndSwap, Decided, Say
 from adaptdl_elastic.autoscaler.state import JobView, View
-from adaptdl_elastic.rendezvous.records import JobState, JobStatus, Plan
+from adaptdl_elastic.rendezvous.records import JobCost, JobState, JobStatus, Plan
 from adaptdl_elastic.sched_hints import JobHints
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -30,6 +30,7 @@ class _Facts:
     status: JobStatus
     plan: Plan | None
     hints: JobHints | None
+    cost: JobCost | None
 
 
 _Reader = Callable[[_Facts], float | None]
@@ -69,6 +70,14 @@ JOB_GAUGES: dict[str, tuple[str, _Reader]] = {
         lambda f: f.status.last_pause if f.status.last_pause is not None else (f.status.pauses or [None])[-1],
     ),
     "adaptdl_job_restarts_used": ("Restarts that failures have cost.", lambda f: f.status.restarts_used),
+    "adaptdl_job_cost_total": (
+        "What the job's nodes have cost so far, by the autoscaler.",
+        lambda f: f.cost.so_far if f.cost else None,
+    ),
+    "adaptdl_job_cost_forecast": (
+        "What they will have cost at its end, by the autoscaler.",
+        lambda f: f.cost.forecast if f.cost else None,
+    ),
 }
 
 CLUSTER_GAUGES: dict[str, str] = {
@@ -136,7 +145,9 @@ class CoordinatorMetrics(Collector):
         if view is None:
             return
         yield from self._cluster(view)
-        facts = {name: found for name, job in sorted(view.jobs.items()) if (found := _facts(job)) is not None}
+        facts = {
+            name: found for name, job in sorted(view.jobs.items()) if (found := _facts(view, job)) is not None
+        }
         for name, (text, read) in JOB_GAUGES.items():
             family = GaugeMetricFamily(name, text, labels=["job"])
             for job, fact in facts.items():
@@ -172,14 +183,14 @@ def _gauge(name: str, value: float) -> Metric:
     return GaugeMetricFamily(name, CLUSTER_GAUGES[name], value=value)
 
 
-def _facts(job: JobView) -> _Facts | None:
+def _facts(view: View, job: JobView) -> _Facts | None:
     if job.spec is None or job.status is None or job.status.record.state.ended:
         return None
     plan = this_run(job)
     hints = job.hints.record if job.hints else None
     if hints is not None and plan is not None and hints.generation < plan.first:
         hints = None
-    return _Facts(job.status.record, plan, hints)
+    return _Facts(job.status.record, plan, hints, view.cost(job.job))
 
 
 def serve(host: str, port: int) -> CoordinatorMetrics:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from adaptdl_elastic.autoscaler.coordinator.job import requested_replicas
 from adaptdl_elastic.autoscaler.coordinator.policy import model, own_hints, policy_inputs
 from adaptdl_elastic.autoscaler.coordinator.slots import used
 from adaptdl_elastic.autoscaler.policy.types import JobInfo
@@ -17,6 +19,7 @@ def observe(
 ) -> Observation:
     """What one decision is made of. `expected`: jobs to have a node for before they are in the store."""
     asked, _, _ = policy_inputs(view)
+    asked = tuple(_as_asked(info, view.jobs[info.name]) for info in asked)
     known = {job.name for job in asked}
     waiting = [info for name, job in view.jobs.items() if name not in known and (info := without_nodes(job))]
     coming = [JobInfo(name) for name in expected if name not in view.jobs or view.jobs[name].spec is None]
@@ -51,6 +54,12 @@ def node_uses(view: View) -> dict[str, NodeUse]:
                 at_risk=record.at_risk or (before is not None and before.at_risk),
             )
     return found
+
+
+def _as_asked(info: JobInfo, job: JobView) -> JobInfo:
+    """With the size that a person asked for, of which the policy is told what the present nodes can hold."""
+    wanted = requested_replicas(job)
+    return info if wanted is None else replace(info, requested_replicas=min(wanted, info.max_replicas))
 
 
 def without_nodes(job: JobView) -> JobInfo | None:

@@ -85,6 +85,11 @@ class View:
         """The registrations of one job, by node."""
         return self.nodes.get(job, _empty())
 
+    def cost(self, job: str) -> records.JobCost | None:
+        """What the autoscaler says of a job's nodes; None where none runs, or has seen no node of it."""
+        jobs = self.autoscaler.record.jobs if self.autoscaler else ()
+        return next((cost for cost in jobs if cost.job == job), None)
+
     def draining(self, node: records.NodeRecord) -> bool:
         """Whether a node is to be left, by its own word or by a request for it."""
         if node.draining:

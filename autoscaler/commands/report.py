@@ -110,7 +110,29 @@ def job_row(view: View, job: JobView) -> Row:
         "max_restarts": spec.max_restarts if spec else None,
         "exit_code": status.exit_code if status else None,
         "checkpoint": job.checkpoint.record.id if job.checkpoint else None,
+        "cost": cost_row(view, job.job),
     }
+
+
+def cost_row(view: View, job: str) -> Row | None:
+    """What a job's nodes have cost and will; None where no autoscaler has looked at it."""
+    found = view.cost(job)
+    if found is None:
+        return None
+    return {
+        "so_far": found.so_far,
+        "hourly": found.hourly,
+        "forecast": found.forecast,
+        "seconds_left": found.seconds_left,
+    }
+
+
+def cost_text(cost: Row) -> str:
+    """The same for people."""
+    text = f"{cost['so_far']:.2f} so far, {cost['hourly']:.2f} an hour now"
+    if cost["forecast"] is not None:
+        text += f"; {cost['forecast']:.2f} expected by its end in {cost['seconds_left'] / 60:.0f} min"
+    return text
 
 
 def node_rows(view: View, ledger: Ledger) -> list[Row]:

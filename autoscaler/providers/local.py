@@ -1,7 +1,9 @@
 """Nodes are agent processes on this machine: for laptops, demos and tests of the whole loop.
 
-A pool behaves as an auto-scaling group does: an agent that exits is replaced while the pool wants it.
-Nothing runs in the background; `capacity` brings the processes to what is desired.
+A pool behaves as an auto-scaling group does: an agent that is killed is replaced while the pool wants it.
+One that exits by itself is not, and the pool wants one less: its job is over, or it has nothing to run,
+and another one would only begin the job anew. Nothing runs in the background; `capacity` brings the
+processes to what is desired.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ class _Agent:
     instance: Instance
     process: subprocess.Popen[bytes]
     kill_at: float | None = None  # by the monotonic clock
+    told: bool = False  # `capacity` has shown it: whoever counts what dies early must have seen it
 
 
 class LocalProvider(Provider):
@@ -70,6 +73,8 @@ class LocalProvider(Provider):
     def capacity(self) -> Capacity:
         """Reap, kill what overstays, start what is missing; then tell."""
         self._reconcile()
+        for agent in self._agents.values():
+            agent.told = True
         return Capacity(tuple(self._pools.values()), tuple(agent.instance for agent in self._agents.values()))
 
     def request(self, pool: str, desired: int) -> None:
@@ -126,10 +131,13 @@ class LocalProvider(Provider):
     def _reconcile(self) -> None:
         now = time.monotonic()
         for name, agent in list(self._agents.items()):
-            if agent.process.poll() is not None:
+            if agent.process.poll() is not None and agent.told:
                 logger.info("%s exited with %s", name, agent.process.returncode)
                 _kill(agent.process)  # what it may have left behind in its group
                 del self._agents[name]
+                pool = self._pools[agent.instance.pool]
+                if agent.process.returncode >= 0 and agent.instance.state is not InstanceState.LEAVING:
+                    self._pools[pool.name] = _with_desired(pool, max(pool.minimum, pool.desired - 1))
             elif agent.kill_at is not None and now >= agent.kill_at:
                 _kill(agent.process)
         for pool in self._pools.values():

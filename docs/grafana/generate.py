@@ -55,6 +55,15 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]], int]]]] = [
             ("Progress", "percentunit", [(f"adaptdl_job_progress{JOB}", "{{job}}")], 8),
             ("Pause of the last change", "s", [(f"adaptdl_job_last_pause_seconds{JOB}", "{{job}}")], 8),
             ("Restarts used", "short", [(f"adaptdl_job_restarts_used{JOB}", "{{job}}")], 8),
+            (
+                "Cost",
+                "currencyUSD",
+                [
+                    (f"adaptdl_job_cost_total{JOB}", "{{job}} so far"),
+                    (f"adaptdl_job_cost_forecast{JOB}", "{{job}} at its end"),
+                ],
+                8,
+            ),
             ("Generation", "short", [(f"adaptdl_job_generation{JOB}", "{{job}}")], 8),
             ("Nodes of the job", "short", [(f"adaptdl_job_nodes{JOB}", "{{job}}")], 8),
         ],

@@ -70,6 +70,20 @@ def test_a_rerun_of_what_has_ended_is_another_run_and_says_so(store: MemoryStore
     assert kept == (state is not JobState.DONE), "only what is done begins with fresh weights"
 
 
+@pytest.mark.parametrize("state", [JobState.DONE, JobState.STOPPED, JobState.FAILED])
+def test_once_is_once(store: MemoryStore, state: JobState) -> None:
+    assert not joining.has_ended(store, KEYS, "job")
+    joining.join_job(store, KEYS, spec("run-1"), "1.0", print, once=True)
+    assert not joining.has_ended(store, KEYS, "job")
+    ended(store, "run-0", state)
+    assert not joining.has_ended(store, KEYS, "job"), "an earlier run's end is not this one's"
+    assert joining.join_job(store, KEYS, spec("run-2"), "1.0", print, once=True).run == "run-2", "it died"
+    ended(store, "run-2", state)
+    assert joining.has_ended(store, KEYS, "job")
+    assert joining.join_job(store, KEYS, spec("run-3"), "1.0", print, once=True).run == "run-2"
+    assert join(store, "run-3")[0] == "run-3"
+
+
 def test_a_run_whose_agents_are_all_gone_is_taken_up(store: MemoryStore) -> None:
     join(store, "run-1")
     run, said = join(store, "run-2")

@@ -23,7 +23,7 @@ from adaptdl_elastic.autoscaler.coordinator.types import Settings
 from adaptdl_elastic.rendezvous import records, runtime_file
 from adaptdl_elastic.rendezvous.connect import connect
 from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.records import CheckpointRecord, Plan
+from adaptdl_elastic.rendezvous.records import AutoscalerStatus, CheckpointRecord, JobCost, Plan, encode
 from adaptdl_elastic.rendezvous.runtime_file import RuntimeFile
 from adaptdl_elastic.rendezvous.server import EtcdServer
 from adaptdl_elastic.rendezvous.store import Store
@@ -109,6 +109,21 @@ def test_ls_and_status_show_what_runs(world: World) -> None:
     (node,) = world.json("nodes")
     assert (node["node"], node["slots"], node["free"], node["jobs"]) == ("n0", 4, 2, {"mnist": 2})
     assert "n0" in world.says("nodes")
+
+
+@pytest.mark.etcd
+def test_status_shows_what_a_job_has_cost_and_will(world: World) -> None:
+    assert world.json("status", "mnist")["cost"] is None
+    assert "cost" not in world.says("status", "mnist")
+    known, unknown = JobCost("mnist", 1.5, 6.0, 4.5, 1800.0), JobCost("mnist", 1.5, 6.0)
+    for cost, text in (
+        (known, "1.50 so far, 6.00 an hour now; 4.50 expected by its end in 30 min"),
+        (unknown, "1.50 so far, 6.00 an hour now\n"),
+    ):
+        said = AutoscalerStatus("ec2", 2, 2, 6.0, 1.5, jobs=(cost,))
+        world.store.put(world.keys.autoscaler_status, encode(said))
+        assert f"cost          {text}" in world.says("status", "mnist")
+        assert world.json("status", "mnist")["cost"]["forecast"] == cost.forecast
 
 
 @pytest.mark.etcd

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from adaptdl_elastic.autoscaler.coordinator.core import decide_at_once
 from adaptdl_elastic.autoscaler.metrics import CLUSTER_GAUGES, JOB_GAUGES, CoordinatorMetrics, serve
-from adaptdl_elastic.rendezvous.records import AutoscalerStatus, encode
+from adaptdl_elastic.rendezvous.records import AutoscalerStatus, JobCost, encode
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "adaptdl.json"
 
@@ -38,7 +38,10 @@ def pump() -> Pump:
     pump.ask("a", replicas=2)
     pump.settle()
     agent.report(pump.plan("a"), throughput=5000.0, efficiency=0.8, gain=3.0, lr_factor=2.0, progress=0.25)
-    pump.store.put(pump.keys.autoscaler_status, encode(AutoscalerStatus("static", 1, 1, 2.5, 7.0)))
+    pump.store.put(
+        pump.keys.autoscaler_status,
+        encode(AutoscalerStatus("static", 1, 1, 2.5, 7.0, jobs=(JobCost("a", 6.5, 2.5, 9.0, 3600.0),))),
+    )
     return pump.settle()
 
 
@@ -77,6 +80,8 @@ def test_what_a_scrape_shows(pump: Pump) -> None:
     assert found["adaptdl_job_gain", "a"] == 3.0
     assert found["adaptdl_plans_total", "manual"] == 1
     assert found["adaptdl_hourly_cost", ""] == 2.5
+    assert found["adaptdl_job_cost_total", "a"] == 6.5
+    assert found["adaptdl_job_cost_forecast", "a"] == 9.0
 
 
 def test_every_metric_has_a_value_when_all_is_known(pump: Pump) -> None:

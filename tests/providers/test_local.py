@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,10 +44,10 @@ signal.pause()
 
 def wait(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     """Until a change made by another process can be seen; there is nothing to be told by."""
-    end = time.monotonic() + seconds
+    end, pause = time.monotonic() + seconds, threading.Event()
     while not condition():
         assert time.monotonic() < end
-        os.sched_yield()
+        pause.wait(0.01)
 
 
 @pytest.fixture
@@ -116,6 +116,16 @@ def test_one_that_dies_is_replaced(make: Callable[..., LocalProvider]) -> None:
     local.terminate(first.id)
     (second,) = local.capacity().instances
     assert second.id != first.id
+
+
+@pytest.mark.parametrize("code", [0, 1, 143])
+def test_one_that_ends_by_itself_is_not(make: Callable[..., LocalProvider], code: int) -> None:
+    local = make(f"import sys; sys.exit({code})")
+    local.request("local", 2)
+    before = local.capacity().instances
+    assert len(before) == 2, "shown once, however soon they end: what dies early is counted"
+    wait(lambda: not local.capacity().instances)
+    assert local.capacity().pool("local").desired == 0
 
 
 def test_what_an_agent_leaves_behind_goes_with_it(make: Callable[..., LocalProvider], tmp_path: Path) -> None:

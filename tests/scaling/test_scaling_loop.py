@@ -172,6 +172,18 @@ def test_nodes_of_nobody_count(store: MemoryStore) -> None:
     assert cluster.instances == []
 
 
+def test_a_size_that_a_person_asked_for_is_bought(store: MemoryStore) -> None:
+    """The policy is told of what the nodes there are can hold of it; the nodes must come from us."""
+    cluster = Cluster(store)
+    cluster.submit(nodes=1)
+    cluster.tick()
+    node = cluster.register(*cluster.instances)
+    cluster.plan(node)
+    store.put(KEYS.job("train", "request"), records.encode(records.JobRequest(replicas=3)))
+    cluster.tick(60)
+    assert len(cluster.instances) == 3
+
+
 def test_a_dry_run_says_and_does_nothing(store: MemoryStore) -> None:
     cluster = Cluster(store, options=LoopOptions(dry_run=True))
     cluster.submit(nodes=3)
