@@ -137,6 +137,7 @@ def address_towards(endpoint: str) -> str:
 
 def share_path(environ: Mapping[str, str], job: str, runtime: Path) -> str:
     """A directory for what replicas of this node share between generations."""
+    runtime.mkdir(mode=0o700, parents=True, exist_ok=True)  # parents=True below would let everybody in
     path = Path(environ.get("ADAPTDL_SHARE_PATH") or runtime / f"{job}-share")
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return str(path)

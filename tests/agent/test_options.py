@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptdl_elastic.agent import options, torchrun_options
+from adaptdl_elastic.agent.environ import share_path
 from adaptdl_elastic.agent.output import StreamOptionError, Streams
 
 
@@ -141,3 +142,9 @@ def test_streams_are_torchruns() -> None:
                 bool(expected & Std.OUT),
                 bool(expected & Std.ERR),
             )
+
+
+def test_what_replicas_share_is_nobody_elses(tmp_path: Path) -> None:
+    runtime = tmp_path / "adaptdl-0"
+    path = Path(share_path({}, "job", runtime))
+    assert [found.stat().st_mode & 0o777 for found in (runtime, path)] == [0o700, 0o700]
