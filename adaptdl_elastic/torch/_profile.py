@@ -25,6 +25,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from adaptdl_elastic.sched_hints import ProfileEntry
 
@@ -36,6 +37,19 @@ SPAN = 1.0
 
 ENOUGH = 3
 """Measurements that a configuration needs before it is believed."""
+
+SURE = 0.15
+"""Relative standard error of the mean at which it is believed, or once it has been measured `LONG`."""
+
+LONG = 5.0
+"""Seconds."""
+
+STALL = 0.25
+"""Seconds: what takes longer than usual by less than that is the machine's way, and counts.
+
+A process that has to share its processor stands still every now and then, in the same share of any time. To
+leave such steps out, which are rare among short ones and common among long ones, would favour small batches.
+"""
 
 _LONGEST = 4096  # measurements of a span
 _MOST = 96  # spans that are kept: `levels` takes a millisecond
@@ -52,27 +66,43 @@ class Key(NamedTuple):
     atomic_bsz: int
 
 
-def robust_mean(samples: Iterable[float]) -> float:
-    """Mean of what lies within three scaled median absolute deviations of the median (Hampel's rule).
+def robust(samples: Iterable[float]) -> NDArray[np.float64]:
+    """What lies within three scaled median absolute deviations of the median (Hampel's rule).
 
-    A tenth of the median is always let through, or equal samples would exclude any other.
+    A tenth of the median either way, and what is slower by `STALL`, are always let through.
     """
     values = np.fromiter(samples, dtype=float)
     if not values.size:
-        return 0.0
+        return values
     median = float(np.median(values))
     spread = max(3 * 1.4826 * float(np.median(np.abs(values - median))), 0.1 * abs(median))
-    return float(values[np.abs(values - median) <= spread].mean())
+    return values[(values >= median - spread) & (values <= median + max(spread, STALL))]
+
+
+def robust_mean(samples: Iterable[float]) -> float:
+    """The mean of what `robust` leaves; 0 without any."""
+    values = robust(samples)
+    return float(values.mean()) if values.size else 0.0
 
 
 class Mean(NamedTuple):
-    """Of one kind of pass in a span: logarithm of its robust mean in seconds, and how many there were."""
+    """Of one kind of pass in a span: logarithm of its robust mean in seconds, how many, standard error."""
 
     level: float
     number: int
+    error: float  # of the logarithm
 
 
-NOTHING = Mean(0.0, 0)
+NOTHING = Mean(0.0, 0, 0.0)
+
+
+def mean_of(times: Sequence[float]) -> Mean:
+    """Of passes that took so long."""
+    values = robust(times)
+    if not values.size:
+        return NOTHING
+    mean = max(float(values.mean()), 1e-9)
+    return Mean(math.log(mean), len(times), float(values.std()) / mean / math.sqrt(values.size))
 
 
 class Span(NamedTuple):
@@ -90,8 +120,10 @@ class Span(NamedTuple):
 
 
 def _joined(one: Mean, other: Mean) -> Mean:
-    count = one.number + other.number
-    return Mean((one.level * one.number + other.level * other.number) / max(count, 1), count)
+    count = max(one.number + other.number, 1)
+    level = (one.level * one.number + other.level * other.number) / count
+    error = math.hypot(one.error * one.number, other.error * other.number) / count
+    return Mean(level, one.number + other.number, error)
 
 
 @dataclass
@@ -108,11 +140,7 @@ class _Open:
         return _Open(self.key, self.began, self.ended, self.accum.copy(), self.optim.copy())
 
     def close(self) -> Span:
-        accum, optim = (
-            Mean(math.log(max(robust_mean(times), 1e-9)), len(times)) if times else NOTHING
-            for times in (self.accum, self.optim)
-        )
-        return Span(self.key, self.began, self.ended, accum, optim)
+        return Span(self.key, self.began, self.ended, mean_of(self.accum), mean_of(self.optim))
 
 
 class StepTimes:
@@ -204,8 +232,9 @@ def levels(spans: Sequence[Span]) -> dict[tuple[Key, bool], float]:
     normal, right = np.zeros((size, size)), np.zeros(size)
     for i, span in enumerate(spans):
         lasted = max(span.ended - span.began, 1e-3)
-        precision = 1 / (_FLOOR**2 + _JITTER**2 * min(1.0, _CORRELATED / lasted))
+        jitter = _JITTER**2 * min(1.0, _CORRELATED / lasted)
         for kind, mean in span.kinds():
+            precision = 1 / (_FLOOR**2 + max(jitter, mean.error**2))
             k = column[span.key, kind]
             for place in (i, k):
                 normal[place, place] += precision
@@ -230,7 +259,7 @@ def _lately(spans: Sequence[Span]) -> dict[bool, float]:
     for kind, mean in last.kinds():
         earlier = before.get(kind, NOTHING)
         share = max(min(earlier.number, WINDOW) - mean.number, 0)
-        found[kind] = _joined(mean, Mean(earlier.level, share)).level
+        found[kind] = _joined(mean, Mean(earlier.level, share, 0.0)).level
     return found
 
 
@@ -239,9 +268,12 @@ def entries(spans: Sequence[Span]) -> tuple[ProfileEntry, ...]:
     if not spans:
         return ()
     counts = {(span.key, kind): 0 for span in spans for kind in (True, False)}
+    lasted, precision = dict.fromkeys(counts, 0.0), dict.fromkeys(counts, 0.0)
     for span in spans:
         for kind, mean in span.kinds():
             counts[span.key, kind] += mean.number
+            lasted[span.key, kind] += span.ended - span.began
+            precision[span.key, kind] += 1 / max(mean.error, 1e-6) ** 2
     level, here = levels(spans), spans[-1].key
     lately = _lately(spans)
     shift = next(lately[kind] - level[here, kind] for kind in (False, True) if kind in lately)
@@ -249,7 +281,8 @@ def entries(spans: Sequence[Span]) -> tuple[ProfileEntry, ...]:
     times.update({(here, kind): math.exp(value) for kind, value in lately.items()})
     found = []
     for key in sorted({key for key, _ in counts}):
-        if counts[key, False] >= ENOUGH:
+        believed = lasted[key, False] >= LONG or precision[key, False] >= SURE**-2
+        if counts[key, False] >= ENOUGH and believed:
             optim = times[key, False]
             accum = times.get((key, True), optim if key.replicas == 1 else 0.0)
             found.append(ProfileEntry(*key, accum, optim, counts[key, True], counts[key, False]))

@@ -90,6 +90,42 @@ def test_a_busy_machine_is_averaged_out() -> None:
     assert math.sqrt(statistics.mean(error**2 for error in errors)) < 0.13
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_standing_still_now_and_then_favours_no_size(seed: int) -> None:
+    """A tenth of a processor: a tenth of a second's rest comes every 11 ms of work, in whatever step.
+
+    Without it as an outlier the few long steps, each of which has one, looked ten times as bad as
+    the many short ones.
+    """
+    noise = random.Random(seed)
+    machine = Machine()
+    rest = 0.0
+    for _ in range(3):
+        for atomic in (16, 1500):  # 1.2 ms, 16 ms
+            end = machine.now + 20
+            while machine.now < end:
+                took = work = 1e-3 + 1e-5 * atomic
+                while rest < work:
+                    work -= rest
+                    took += 0.1
+                    rest = noise.expovariate(1 / 0.011)
+                rest -= work
+                machine.now += took
+                machine.times.add(Key(1, 1, atomic), took, machine.now, False)
+    assert machine.ratio(16, 1500) == pytest.approx(1.0, rel=0.3)
+
+
+def test_a_size_is_believed_when_its_mean_is_known() -> None:
+    machine = Machine()
+    for number in range(60):  # most take 1 ms, some a hundred
+        took = 0.1 if number % 20 == 10 else 1e-3
+        machine.now += took
+        machine.times.add(Key(1, 1, 16), took, machine.now, False)
+    assert machine.times.entries() == (), "0.3 s were measured: ±50 %"
+    machine.train(16, _profile.LONG)
+    assert len(machine.times.entries()) == 1
+
+
 def test_what_is_kept_is_bounded_and_forgets_no_size() -> None:
     machine = Machine(lambda now: 1.0 + now / 1000)  # slower and slower
     for _ in range(4):
