@@ -79,6 +79,10 @@ class MetadataError(OSError):
     """The metadata service did not answer as IMDSv2 does."""
 
 
+class RefusedError(MetadataError):
+    """It answered, with a status that says nothing."""
+
+
 class MetadataClient:
     """IMDSv2: a token by PUT, then GETs that carry it. Never through a proxy, never for long.
 
@@ -110,7 +114,7 @@ class MetadataClient:
         if status == 404:
             return None
         if status != 200:
-            raise MetadataError(f"GET {path}: status {status}")
+            raise RefusedError(f"GET {path}: status {status}")
         return body
 
     def _fresh_token(self) -> str:
@@ -223,20 +227,31 @@ def _epoch(text: str) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
 
 
-def look(client: MetadataClient, now: float) -> tuple[Notice, ...]:
-    """Everything that the metadata service announces at this moment, the most urgent first."""
+def look(client: MetadataClient, now: float) -> tuple[tuple[Notice, ...], MetadataError | None]:
+    """Everything that the metadata service announces at this moment, the most urgent first; what failed.
+
+    One path that is refused does not silence the others; a service that hangs is not asked for more.
+    """
     found: list[Notice] = []
-    action = client.get("meta-data/spot/instance-action")
-    if action is not None:
-        found.append(parse_instance_action(action, now))
-    state = client.get("meta-data/autoscaling/target-lifecycle-state")
-    leaving = parse_target_state(state) if state is not None else None
-    if leaving is not None:
-        found.append(leaving)
-    rebalance = client.get("meta-data/events/recommendations/rebalance")
-    if rebalance is not None:
-        found.append(parse_rebalance(rebalance))
-    return tuple(found)
+    failed: MetadataError | None = None
+    parsers: tuple[tuple[str, Callable[[str], Notice | None]], ...] = (
+        ("spot/instance-action", lambda body: parse_instance_action(body, now)),
+        ("autoscaling/target-lifecycle-state", parse_target_state),
+        ("events/recommendations/rebalance", parse_rebalance),
+    )
+    for path, parse in parsers:
+        try:
+            body = client.get(f"meta-data/{path}")
+        except RefusedError as error:
+            failed = failed or error
+            continue
+        except MetadataError as error:
+            failed = failed or error
+            break
+        notice = None if body is None else parse(body)
+        if notice is not None:
+            found.append(notice)
+    return tuple(found), failed
 
 
 class Watcher:
@@ -275,18 +290,14 @@ class Watcher:
 
     def look_once(self) -> None:
         """One look; the notices that are new are told."""
-        try:
-            notices = look(self._client, self._clock())
-        except MetadataError as error:
-            if not self._failing:
-                logger.warning("instance metadata: %s; still trying every %.0f s", error, self._interval)
-            self._failing = True
-            return
-        if self._failing:
-            logger.info("instance metadata answers again")
-        self._failing = False
+        notices, failed = look(self._client, self._clock())
         for notice in notices:
             self._tell(notice)
+        if failed is not None and not self._failing:
+            logger.warning("instance metadata: %s; still trying every %.0f s", failed, self._interval)
+        elif failed is None and self._failing:
+            logger.info("instance metadata answers again")
+        self._failing = failed is not None
 
     def _tell(self, notice: Notice) -> None:
         if notice.kind in self._told and self._same(notice):

@@ -37,6 +37,8 @@ def observe(
 def node_uses(view: View) -> dict[str, NodeUse]:
     """Every node that runs on an instance, by instance."""
     holds = {name: used(view, job) for name, job in view.jobs.items()}
+    plans = (job.plan.record for job in view.jobs.values() if job.plan is not None)
+    first = {plan.placements[0].node for plan in plans if plan.placements}
     found: dict[str, NodeUse] = {}
     for agents in view.nodes.values():
         for node, seen in agents.items():
@@ -52,6 +54,7 @@ def node_uses(view: View) -> dict[str, NodeUse]:
                 draining=view.draining(record) or (before is not None and before.draining),
                 deadline=min((d for d in deadlines if d is not None), default=None),
                 at_risk=record.at_risk or (before is not None and before.at_risk),
+                first=node in first,
             )
     return found
 

@@ -268,7 +268,11 @@ def _shrink(market: _Market, slots: int, goal: Target) -> tuple[Memory, dict[str
 
 
 def _worth(instance: Instance, entry: Known, seen: Observation) -> tuple[object, ...]:
-    """Sorts those first that are missed least: leaving, at risk, not up, idle, dear, least used, newest."""
+    """Sorts those first that are missed least.
+
+    They are leaving, at risk, not up, idle, dear, little used, without rank 0 (a job whose first node goes
+    is started again, where any other can go in place), and new.
+    """
     node = seen.nodes.get(instance.id)
     replicas = sum(node.replicas.values()) if node else 0
     return (
@@ -278,6 +282,7 @@ def _worth(instance: Instance, entry: Known, seen: Observation) -> tuple[object,
         replicas > 0,
         -instance.hourly_price / instance.slots,
         replicas,
+        node is not None and node.first,
         -entry.first_seen,
         instance.id,
     )

@@ -18,6 +18,7 @@ class NodeUse:
     draining: bool = False
     deadline: float | None = None
     at_risk: bool = False
+    first: bool = False  # has rank 0 of a job, which can not leave without a restart
 
     @property
     def busy(self) -> bool:

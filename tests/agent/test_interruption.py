@@ -22,6 +22,7 @@ from adaptdl_elastic.agent.interruption import (
     NoticeKind,
     Watcher,
     discover,
+    look,
     on_ec2,
     parse_instance_action,
     parse_target_state,
@@ -176,6 +177,44 @@ def test_a_service_that_fails_is_said_once_and_asked_again(
         watcher.look_once()
     assert told.get_nowait().kind is NoticeKind.SPOT
     assert "answers again" in caplog.text
+
+
+@pytest.mark.parametrize("status", [401, 403, 500, 503])
+def test_one_path_that_is_refused_does_not_silence_the_others(
+    imds: FakeImds, caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    """Stand-ins of IMDS answer 500 where AWS says 404; the spot notice may be behind such an answer."""
+    told: Notices = queue.Queue()
+    watcher = Watcher(MetadataClient(imds.endpoint), told.put)
+    imds.failing = {"spot/instance-action": status}
+    imds.target("Terminated")
+    watcher.look_once()
+    assert told.get_nowait().kind is NoticeKind.LIFECYCLE
+    imds.failing = {"autoscaling/target-lifecycle-state": status}
+    imds.spot(60)
+    watcher.look_once()
+    assert told.get_nowait().kind is NoticeKind.SPOT
+    assert caplog.text.count("still trying") == 1
+
+
+def test_a_service_that_hangs_is_asked_one_thing_at_a_look(imds: FakeImds) -> None:
+    client = MetadataClient(imds.endpoint, timeout=0.1)
+    assert look(client, 0.0) == ((), None)
+    imds.hang.set()
+    before = len(imds.requests)
+    notices, failed = look(client, 0.0)
+    assert notices == ()
+    assert failed is not None
+    assert "instance-action" in str(failed)
+    imds.release.set()
+    assert len(imds.requests) == before
+
+
+@pytest.mark.parametrize(
+    "garbage", ["", "<html>", "\x00\xff", "null", '{"state": "Terminated"}', "terminated"]
+)
+def test_garbage_as_a_lifecycle_state_is_no_end(garbage: str) -> None:
+    assert parse_target_state(garbage) is None
 
 
 def test_a_raising_listener_does_not_end_the_watch(imds: FakeImds, caplog: pytest.LogCaptureFixture) -> None:

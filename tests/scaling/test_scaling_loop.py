@@ -172,6 +172,24 @@ def test_nodes_of_nobody_count(store: MemoryStore) -> None:
     assert cluster.instances == []
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_the_node_of_rank_0_is_kept(store: MemoryStore, order: tuple[int, ...]) -> None:
+    """Without it a job is started again; without any other it goes on in place."""
+    cluster = Cluster(store)
+    cluster.submit(nodes=3)
+    cluster.tick()
+    nodes = [cluster.register(name) for name in cluster.instances]
+    cluster.plan(*[nodes[i] for i in order])
+    cluster.tick()
+    cluster.submit(nodes=1)
+    store.put(KEYS.job("train", "request"), records.encode(records.JobRequest(replicas=2)))
+    for _ in range(15):
+        cluster.tick()
+    drained = [node for node in nodes if store.get(KEYS.drain(node)) is not None]
+    assert len(drained) == 1
+    assert drained[0] != nodes[order[0]]
+
+
 def test_a_size_that_a_person_asked_for_is_bought(store: MemoryStore) -> None:
     """The policy is told of what the nodes there are can hold of it; the nodes must come from us."""
     cluster = Cluster(store)

@@ -42,6 +42,7 @@ class FakeImds:
         self.hang = threading.Event()  # set: accept, and never answer
         self.release = threading.Event()
         self.broken = False  # answer 500 to everything
+        self.failing: dict[str, int] = {}  # path → status that it is answered with
         self.looked = threading.Condition()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
@@ -98,6 +99,8 @@ class FakeImds:
             return 405, ""
         if token not in self.tokens:
             return 401, "unauthorized"
+        if path.removeprefix(PREFIX) in self.failing:
+            return self.failing[path.removeprefix(PREFIX)], "trouble"
         value = self.values.get(path.removeprefix(PREFIX)) if path.startswith(PREFIX) else None
         return (404, "not found") if value is None else (200, value)
 
