@@ -1,0 +1,55 @@
+"""A training script that counts the samples of every epoch: `survive.py EPOCHS SECONDS_PER_STEP`.
+
+A file `hurry` in the working directory makes it go as fast as it can. Newcomers to a running job wait for
+somebody to write to the FIFO SLOW_NEWCOMERS, unless there is a file `quick`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import adaptdl_elastic.torch as adl
+
+SIZE = 600
+
+
+class Indices(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def main() -> None:
+    epochs, pause = int(sys.argv[1]), float(sys.argv[2])
+    fifo = os.environ.get("SLOW_NEWCOMERS")
+    if fifo and os.environ.get("ADAPTDL_JOIN") and not Path("quick").exists():
+        Path(fifo).read_text()
+    torch.manual_seed(3)
+    adl.init_process_group("gloo")
+    loader = adl.AdaptiveDataLoader(Indices(), batch_size=12, shuffle=True)
+    net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-9)
+    model = adl.AdaptiveDataParallel(net, optimizer)
+    counted = adl.Accumulator()
+    for _ in adl.remaining_epochs_until(epochs):
+        for indices in loader:
+            optimizer.zero_grad()
+            model(indices.float().unsqueeze(1) / SIZE).mean().backward()
+            optimizer.step()
+            counted["samples"] += len(indices)
+            counted["sum"] += int(indices.sum())
+            time.sleep(0 if Path("hurry").exists() else pause)
+        with counted.synchronized():
+            adl.report(samples=counted["samples"], sum=counted["sum"], replicas=adl.world_size())
+    print(f"weights {net[0].weight.sum().item():.9f} of rank {adl.rank()} in {os.getpid()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Deaths that the others survive, on real processes and a real etcd, through agent and coordinator."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from elastic_run import ElasticRun
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "survive.py")
+
+pytestmark = [pytest.mark.slow, pytest.mark.etcd, pytest.mark.timeout(300)]
+
+
+def pids(run: ElasticRun, generation: int) -> dict[int, int]:
+    """{rank: pid} of a generation on one node."""
+    event = run.wait_for_event("started", generation=generation)
+    return {int(rank): pid for rank, pid in event["pids"].items()}
+
+
+def finish(run: ElasticRun) -> dict[int, int]:
+    """Let the job come to its end; {rank: pid} of who came there, with equal parameters."""
+    (run.directory / "hurry").touch()
+    assert run.wait(200) == 0, run.text()
+    said = re.findall(r"weights (\S+) of rank (\d+) in (\d+)", run.text())
+    assert len({weights for weights, _, _ in said}) == 1
+    return {int(rank): int(pid) for _, rank, pid in said}
+
+
+def start(run: ElasticRun, replicas: int) -> dict[int, int]:
+    """{rank: pid} once so many train."""
+    run.wait_for_event("metrics", timeout=100)
+    assert run.adaptdl("scale", "survive", "--replicas", str(replicas)).returncode == 0
+    grown = run.wait_for_event("generation", replicas=replicas, timeout=100)
+    seen = len(run.events)
+    run.wait_for_event("metrics", after=seen)
+    return pids(run, grown["generation"])
+
+
+def job(replicas: int, *more: str) -> list[str]:
+    arguments = ["--standalone", f"--nproc-per-node=1:{replicas}", "--rdzv-id=survive", "--no-autoscale"]
+    return [*arguments, *more, SCRIPT, "16", "0.05"]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "killed"), [(2, [1]), (2, [0]), (4, [0, 2])], ids=["the last", "rank 0", "two of four"]
+)
+def test_who_is_killed_is_not_missed(tmp_path: Path, replicas: int, killed: list[int]) -> None:
+    with ElasticRun(job(replicas, "--max-restarts=0"), tmp_path) as run:
+        before = start(run, replicas)
+        seen = len(run.events)
+        for rank in killed:
+            os.kill(before[rank], signal.SIGKILL)
+        whole = run.wait_for_event("generation", after=seen, replicas=replicas)  # it was asked for so many
+        *_, again, _ = run.of("generation")
+        assert (again["cause"], again["transition"]) == ("replica_lost", "recover")
+        assert again["pause_s"] is not None
+        survivors = [pid for rank, pid in before.items() if rank not in killed]
+        assert list(pids(run, again["generation"]).values()) == survivors
+        assert whole["transition"] == "inplace"
+        assert list(pids(run, whole["generation"]).values())[: len(survivors)] == survivors
+        status = json.loads(run.adaptdl("status", "survive", "--json").stdout)
+        assert status["restarts_used"] == 0
+        assert finish(run) == pids(run, whole["generation"])
+        assert run.of("failure") == []
+        assert len(run.of("replica_lost")) == len(killed)
+        assert f"replica {killed[0]} is lost (SIGKILL" in run.text()
+
+
+def test_a_death_during_the_recovery(tmp_path: Path) -> None:
+    with ElasticRun(job(3, "--max-restarts=0"), tmp_path) as run:
+        before = start(run, 3)
+        seen = len(run.events)
+        os.kill(before[0], signal.SIGKILL)
+        run.wait_for_event("replica_lost", after=seen)
+        os.kill(before[1], signal.SIGKILL)
+        whole = run.wait_for_event("generation", after=seen, replicas=3)
+        assert pids(run, whole["generation"])[0] == before[2]
+        finish(run)
+        assert run.of("failure") == []
+
+
+def test_the_death_of_all_is_a_failure_that_counts(tmp_path: Path) -> None:
+    with ElasticRun(job(2, "--max-restarts=1", "--checkpoint-interval=0.5"), tmp_path) as run:
+        before = start(run, 2)
+        seen = len(run.events)
+        for pid in before.values():
+            os.kill(pid, signal.SIGKILL)
+        again = run.wait_for_event("generation", after=seen, cause="failure", timeout=100)
+        assert again["transition"] == "abort"
+        [failure] = run.of("failure")
+        assert (failure["exit_code"], failure["restarts_used"], failure["max_restarts"]) == (-9, 1, 1)
+        finish(run)
+
+
+def test_a_death_while_a_newcomer_warms_up(tmp_path: Path) -> None:
+    with ElasticRun(job(3, "--max-restarts=0"), tmp_path, {"SLOW_NEWCOMERS": str(tmp_path / "go")}) as run:
+        os.mkfifo(tmp_path / "go")
+        (tmp_path / "quick").touch()
+        before = start(run, 2)
+        (tmp_path / "quick").unlink()
+        assert run.adaptdl("scale", "survive", "--replicas", "3").returncode == 0
+        with (tmp_path / "go").open("w"):  # there is a newcomer, and it waits for us
+            seen = len(run.events)
+            os.kill(before[0], signal.SIGKILL)
+            again = run.wait_for_event("generation", after=seen, cause="replica_lost")
+        assert again["replicas"] == 1
+        assert list(pids(run, again["generation"]).values()) == [before[1]]
+        (tmp_path / "quick").touch()
+        run.wait_for_event("generation", after=seen, replicas=3)
+        finish(run)
+        assert run.of("failure") == []
