@@ -33,7 +33,7 @@ from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.options import StoreOptions
 from adaptdl_elastic.rendezvous.plans import PlanStore
 from adaptdl_elastic.rendezvous.records import JobSpec, NodeRecord, Rescale
-from adaptdl_elastic.rendezvous.server import EtcdServer, EtcdServerError
+from adaptdl_elastic.rendezvous.server import GUARD, EtcdServer, EtcdServerError
 from adaptdl_elastic.rendezvous.store import Store, StoreError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def launch(options: Options, say: Callable[[str], None]) -> int:
             _check_alone(options.job)
         fork_server = start_fork_server()  # warms up while the rest of us starts
         stack.callback(fork_server.close)
-        endpoint, store = _store(options, stack)
+        endpoint, store, password_file = _store(options, stack)
         display = Display.of(options, say)
         events.listeners.append(display.event)
         stack.callback(display.close)
@@ -76,8 +76,8 @@ def launch(options: Options, say: Callable[[str], None]) -> int:
         stack.callback(output.close)
         keys = Keys(options.cluster)
         if options.standalone:
-            note = runtime_file.RuntimeFile(endpoint, options.cluster, options.job, os.getpid())
-            runtime_file.write(note)
+            note = (endpoint, options.cluster, options.job, os.getpid(), password_file)
+            runtime_file.write(runtime_file.RuntimeFile(*note))
             stack.callback(runtime_file.remove, options.job, os.getpid())
         found = _join(options, store, keys, endpoint, display.say)
         return _run(options, found, endpoint, store, keys, fork_server, output, events, display)
@@ -103,15 +103,17 @@ class _Found:
     host: str
 
 
-def _store(options: Options, stack: ExitStack) -> tuple[str, PlanStore]:
-    """The endpoint and the connection; a private etcd is started where that was asked for."""
+def _store(options: Options, stack: ExitStack) -> tuple[str, PlanStore, str]:
+    """The endpoint, the connection, and where the password is of a private etcd, if one was asked for."""
+    password_file = ""
     given: dict[str, object] = {"ca": options.etcd_ca, "cert": options.etcd_cert, "key": options.etcd_key}
     if options.endpoint is None:
         try:
-            server = stack.enter_context(EtcdServer())
+            server = stack.enter_context(EtcdServer(guarded=options.etcd_api != "v2"))
         except EtcdServerError as error:
             raise LaunchError(f"--standalone: {error}") from None
-        endpoint, store_options = server.endpoint, StoreOptions()
+        endpoint, password_file = server.endpoint, str(server.password_file or "")
+        store_options = _private(password_file)
     else:
         endpoint = options.endpoint
         store_options = StoreOptions.from_environment(os.environ, timeout=options.etcd_timeout, **given)
@@ -120,7 +122,16 @@ def _store(options: Options, stack: ExitStack) -> tuple[str, PlanStore]:
     except StoreError as error:
         raise LaunchError(f"no store: {error}; see --rdzv-endpoint and `adaptdl doctor`") from None
     stack.callback(store.close)
-    return endpoint, store
+    return endpoint, store, password_file
+
+
+def _private(password_file: str) -> StoreOptions:
+    """How to get into the private etcd; the coordinator that we may start reads it from its environment."""
+    for name in ("CA", "CERT", "KEY", "USER", "PASSWORD", "PASSWORD_FILE"):
+        os.environ.pop(f"ADAPTDL_ETCD_{name}", None)  # these are for another etcd
+    if password_file:
+        os.environ |= {"ADAPTDL_ETCD_USER": GUARD, "ADAPTDL_ETCD_PASSWORD_FILE": password_file}
+    return StoreOptions.from_environment()
 
 
 def check_checkpoint_path(path: str) -> None:
@@ -151,7 +162,8 @@ def _join(options: Options, store: Store, keys: Keys, endpoint: str, say: Callab
     host = options.local_addr or ("127.0.0.1" if options.standalone else address_towards(endpoint))
     identity = interruption.discover()
     try:
-        joining.archive_finished(store, keys, options.job, options.checkpoint_path, say)
+        if not (options.once and joining.has_ended(store, keys, options.job)):
+            joining.archive_finished(store, keys, options.job, options.checkpoint_path, say)
         fresh = job_spec(options)
         record = NodeRecord(
             node=options.node_name or joining.node_name(socket.gethostname()),
@@ -172,7 +184,8 @@ def _join(options: Options, store: Store, keys: Keys, endpoint: str, say: Callab
         )
         registration = joining.register(store, keys, record, exact=options.node_name is not None)
         try:
-            spec = joining.join_job(store, keys, fresh, adaptdl_elastic.__version__, say)
+            version = adaptdl_elastic.__version__
+            spec = joining.join_job(store, keys, fresh, version, say, options.once)
             if spec.run != fresh.run:
                 registration.update(run=spec.run)
         except BaseException:

@@ -116,12 +116,15 @@ class Where:
 
     def connect(self, job: str | None = None) -> tuple[Store, str]:
         """The store and the cluster; CommandError when it can not be had."""
+        from adaptdl_elastic.rendezvous import runtime_file
         from adaptdl_elastic.rendezvous.connect import StoreOptions, connect
         from adaptdl_elastic.rendezvous.store import StoreAuthError, StoreError
 
         endpoint, cluster = self.locate(job)
         try:
-            options = StoreOptions.from_environment(ca=self.ca, cert=self.cert, key=self.key, user=self.user)
+            options = runtime_file.access(endpoint) or StoreOptions.from_environment(
+                ca=self.ca, cert=self.cert, key=self.key, user=self.user
+            )
             return connect(endpoint, api=self.api, options=options), cluster
         except StoreAuthError as error:
             raise CommandError(

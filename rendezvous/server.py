@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -29,6 +30,7 @@ from adaptdl_elastic.rendezvous.scratch import Scratch, sweep
 
 # Arms the signal that the kernel sends when our parent is gone, and becomes the command. A preexec_fn would
 # run Python between fork and exec of a process that may have threads.
+GUARD = "root"  # the only user of a guarded server
 _SCRATCH = "adaptdl-etcd-"
 _SWEEP_AFTER = 600.0  # seconds after which the data of a server whose owner was killed go
 _TRAMPOLINE = """
@@ -99,7 +101,8 @@ def free_ports(count: int) -> list[int]:
 class EtcdServer:
     """`with EtcdServer() as server: connect(server.endpoint)`; or `start()` and `stop()`.
 
-    Without `data_dir` the data lives in a private temporary directory that `stop()` removes.
+    Without `data_dir` the data lives in a private temporary directory that `stop()` removes. With
+    `guarded` nobody is let in but GUARD, by a random password that only this user can read.
     Heartbeat and election time-out are milliseconds: a single node only waits for itself.
     """
 
@@ -109,6 +112,7 @@ class EtcdServer:
         binary: str | Path | None = None,
         data_dir: str | Path | None = None,
         v2: bool = True,
+        guarded: bool = False,
         tls: ServerTls | None = None,
         args: Sequence[str] = (),
         heartbeat_ms: int = 10,
@@ -116,7 +120,9 @@ class EtcdServer:
         start_timeout: float = 20.0,
     ) -> None:
         self.binary = Path(binary) if binary else find_etcd()
-        self.v2 = v2 and etcd_version(self.binary) < (3, 6, 0)
+        self._guarded = guarded
+        # the v2 API has users of its own, and keys of its own
+        self.v2 = v2 and not guarded and etcd_version(self.binary) < (3, 6, 0)
         self._tls = tls
         self._args = tuple(args)
         self._timing = (heartbeat_ms, election_ms)
@@ -136,6 +142,11 @@ class EtcdServer:
         if not self._ports:
             raise EtcdServerError("the etcd server has not been started")
         return f"{'https://' if self._tls else ''}127.0.0.1:{self._ports[0]}"
+
+    @property
+    def password_file(self) -> Path | None:
+        """Where the password of a guarded server's GUARD is."""
+        return self._dir / "password" if self._guarded and self._dir is not None else None
 
     @property
     def pid(self) -> int:
@@ -172,6 +183,8 @@ class EtcdServer:
             self._ports = self._ports if again else free_ports(2)
             self._spawn()
             if self._wait_until_serving():
+                if self.password_file is not None and not again:
+                    self._guard(self.password_file)
                 return self
             said = self._last_words()
             self.kill()
@@ -179,6 +192,20 @@ class EtcdServer:
                 break
         self._remove_data()
         raise EtcdServerError(f"{self.binary} did not start: {said or 'it said nothing'}")
+
+    def _guard(self, file: Path) -> None:
+        password = secrets.token_hex(16)
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as target:
+            target.write(password)
+        user = {"name": GUARD, "password": password}
+        role = {"user": GUARD, "role": GUARD}
+        steps = {"user/add": user, "role/add": {"name": GUARD}, "user/grant": role, "enable": {}}
+        with requests.Session() as session:
+            session.trust_env = False
+            for path, body in steps.items():
+                answer = session.post(f"http://{self.endpoint}/v3/auth/{path}", json=body, timeout=10)
+                if answer.status_code != 200:
+                    raise EtcdServerError(f"the private etcd can not be guarded: {path}: {answer.text[:200]}")
 
     def stop(self) -> None:
         """Stop it and remove its data, unless they are in a directory that was given."""
@@ -245,6 +272,8 @@ class EtcdServer:
         }
         if self.v2:
             options["enable-v2"] = "true"
+        if self._guarded:
+            options["bcrypt-cost"] = "4"  # nobody guesses 128 random bits, however cheap a guess is
         if self._tls:
             options |= {"cert-file": str(self._tls.cert), "key-file": str(self._tls.key)}
             if self._tls.client_ca:

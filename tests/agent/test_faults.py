@@ -162,8 +162,8 @@ def test_a_killed_replica_goes_on_from_the_periodic_checkpoint(tmp_path: Path) -
         run.wait_for_event("epoch", epoch=1)
         run.wait_for_event("checkpoint")
         psutil.Process(victim).kill()
-        failure = run.wait_for_event("failure")
-        assert (failure["rank"], failure["exit_code"]) == (1, -9)
+        lost = run.wait_for_event("replica_lost")
+        assert (lost["rank"], lost["exit_code"]) == (1, -9)
         assert run.wait() == 0
         assert samples(run) == dict.fromkeys(range(4), 200)
         assert [g["cause"] for g in run.of("generation")] == ["start", "failure"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from pathlib import Path
 
 import certificates
@@ -10,9 +11,11 @@ import pytest
 import requests
 from elastic_run import ElasticRun, marked
 
+from adaptdl_elastic.rendezvous import runtime_file
 from adaptdl_elastic.rendezvous.connect import StoreOptions, connect
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.server import EtcdServer, ServerTls
+from adaptdl_elastic.rendezvous.store import StoreAuthError
 
 TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
 PASSWORD = "correct-horse-battery"
@@ -39,6 +42,20 @@ def test_tls_and_a_client_certificate_by_options(pems: certificates.Certificates
             assert run.wait() == 1
             (line,) = run.text().splitlines()
             assert "adaptdl doctor" in line
+
+
+def test_the_private_etcd_of_a_standalone_job_is_its_owners(tmp_path: Path) -> None:
+    train = [TRAIN, "200", "0.05"]
+    foreign = {"ADAPTDL_ETCD_CA": "/nowhere/ca.pem", "ADAPTDL_ETCD_USER": "somebody"}
+    with ElasticRun(["--standalone", "--rdzv-id=job", *train], tmp_path, foreign) as run:
+        run.wait_for_event("epoch", timeout=120)
+        (note,) = runtime_file.read_all(tmp_path / f"adaptdl-{os.getuid()}")
+        with pytest.raises(StoreAuthError):
+            connect(note.endpoint, options=StoreOptions())
+        listed = run.adaptdl("ls")
+        assert "job" in listed.stdout, listed.stderr
+        (tmp_path / "hurry").touch()
+        assert run.wait() == 0
 
 
 def call(etcd: EtcdServer, path: str, **body: object) -> None:

@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from adaptdl_elastic.rendezvous import server as module
-from adaptdl_elastic.rendezvous.connect import connect
-from adaptdl_elastic.rendezvous.server import EtcdServer, EtcdServerError
+from adaptdl_elastic.rendezvous.connect import StoreOptions, connect
+from adaptdl_elastic.rendezvous.server import GUARD, EtcdServer, EtcdServerError
+from adaptdl_elastic.rendezvous.store import StoreAuthError, StoreError
 
 OWNER = """
 import os, sys, threading
@@ -38,6 +39,27 @@ def test_it_dies_with_its_owner():
         owner.kill()
         etcd.wait(10)
     subprocess.run(["rm", "-rf", folder], check=True)
+
+
+@pytest.mark.etcd
+def test_a_guarded_one_lets_only_its_owner_in():
+    with EtcdServer(guarded=True) as server:
+        file = server.password_file
+        assert file is not None
+        assert file.stat().st_mode & 0o777 == 0o600
+        with pytest.raises(StoreAuthError):
+            connect(server.endpoint, options=StoreOptions())
+        with pytest.raises(StoreError, match="v2"):
+            connect(server.endpoint, api="v2", options=StoreOptions())
+        options = StoreOptions(user=GUARD, password=file.read_text())
+        with connect(server.endpoint, options=options) as store:
+            store.put("/a", "1")
+            server.kill()
+            server.start()
+            assert store.get("/a").value == "1"
+        folder = server.log.parent
+        assert file.read_text() not in " ".join(psutil.Process(server.pid).cmdline())
+    assert not folder.exists()
 
 
 @pytest.mark.etcd
