@@ -58,6 +58,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SCRATCH = "recovery"
+_ATTEMPTS = 10  # more deaths than that, one during the recovery from another, are a defect
 Place = tuple[int, int]
 """(epoch, number of the data loop within it)."""
 
@@ -256,7 +257,7 @@ class Recovery:
         self._failed, self._passed = self.failed, False
         self._check(self._failed, helper, reason)
         log.info("going on without a replica: %s", self._session.control.lost or reason)
-        while True:
+        for _ in range(_ATTEMPTS):
             self._hang_up(reason)
             plan = self._next_plan()
             try:
@@ -267,8 +268,10 @@ class Recovery:
                 if isinstance(error, Irreparable):
                     raise
                 reason = str(error)
+                log.warning("generation %s did not come about: %s", plan["generation"], reason)
             else:
                 return
+        raise PeerLostError(f"{reason}; the survivors have tried {_ATTEMPTS} times to go on together")
 
     def _check(self, failed: bool, helper: AdaptiveDataLoaderHelper | None, reason: str) -> None:
         why = None
@@ -314,6 +317,7 @@ class Recovery:
         assert session.reducer is not None
         mine = self._standing(helper)
         everybody: list[Standing] = session.reducer.allreduce([mine], tag="standing")
+        log.info("the survivors stand at %s", everybody)
         top = _newest(everybody)
         behind = [one.rank for one in everybody if one.torn or one.step < top]
         if behind:

@@ -98,8 +98,8 @@ class _ModelBefore:
         if self._scheduler is not None:
             model._lr_scheduler.load_state_dict(self._scheduler)
         if self._scaler is not None:
-            scaler, (scale, growth) = model._mp_scaler, self._scaler
-            scaler._scale, scaler._growth_tracker = scale.clone(), growth.clone()
+            scaler = model._mp_scaler
+            scaler._scale, scaler._growth_tracker = (None if t is None else t.clone() for t in self._scaler)
             scaler._per_optimizer_states.clear()
 
 
@@ -123,11 +123,12 @@ def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _scale_of(scaler: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """A GradScaler's two tensors, without waiting for the device; None before its first use."""
-    if scaler is None or getattr(scaler, "_scale", None) is None:
+def _scale_of(scaler: Any) -> list[torch.Tensor | None] | None:
+    """A GradScaler's two tensors, which it makes at its first use; without waiting for the device."""
+    if scaler is None or not scaler.is_enabled():
         return None
-    return scaler._scale.clone(), scaler._growth_tracker.clone()
+    tensors = [getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)]
+    return [None if tensor is None else tensor.clone() for tensor in tensors]
 
 
 def sums_of(session: Session) -> Sums:

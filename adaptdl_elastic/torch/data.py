@@ -132,8 +132,11 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                 return
             helper.end_index = len(self.dataset)  # type: ignore[arg-type]
             self._elastic_batches.sampler.seed = initial_seed(helper, self._seed_generator)
-            while not (self._ended() and helper.ended()):
-                yield from self._segment()
+            while True:
+                while not self._ended():
+                    yield from self._segment()
+                if helper.ended():
+                    return
 
     def _ended(self) -> bool:
         helper, size = self._elastic, self._elastic.end_index

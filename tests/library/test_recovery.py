@@ -196,3 +196,108 @@ def test_random_schedules(start: Any, tmp_path: Path, seed: int) -> None:
     job.finish()
     applied(tmp_path, len(job.running), epochs=3)
     evaluated(tmp_path, 3, SIZE)
+
+
+def train(folder: Path, replicas: int, **given: Any) -> list[Any]:
+    """Train with `recovery_script`, in which replicas die; what the others have then."""
+    folder.mkdir()
+    faults, late = given.get("faults", []), given.pop("late", [])
+    settings = fake_agent.settings(**given)
+    with FakeAgent(loop_script_path.RECOVERY, folder, LOOP=settings, OUT=str(folder)) as job:
+        job.start(replicas)
+        if late:  # die when all have heard that one of them has missed something
+            job.wait_for("broken", replicas)
+            job.kill(*late)
+        elif faults:
+            dead = [job.running[rank] for rank, *_ in faults]
+            assert [each.join() for each in dead] == [-9] * len(dead)
+            job.running = [each for each in job.running if each not in dead]
+        if faults:
+            job.plan_recovery()
+        job.finish()
+        print(job.outputs())
+        return [torch.load(folder / f"result-{rank}") for rank in range(len(job.running))]
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "rank 0 dies": {"faults": [[0, 20, 0, "die"]]},
+    "rank 1 dies in a late bucket": {"faults": [[1, 20, 1, "die"]]},
+    "the first step": {"faults": [[1, 0, 0, "die"]]},
+    "the second step, after the buckets were made anew": {"faults": [[1, 1, 0, "die"]]},
+    "the last step of an epoch": {"faults": [[2, 39, 1, "die"]]},
+    # One does not get the last bucket of a step, and the others do.
+    "one is a step behind": {"faults": [[1, 20, 1, "miss"]], "late": [2]},
+    "rank 0 is a step behind": {"faults": [[0, 20, 1, "miss"]], "late": [2]},
+    "a step behind at the end of an epoch": {"faults": [[1, 39, 1, "miss"]], "late": [0]},
+    "two are a step behind": {"faults": [[1, 20, 1, "miss"], [2, 20, 0, "miss"]], "late": [0]},
+    "one of four is a step behind": {"faults": [[1, 20, 1, "miss"]], "late": [2], "replicas": 4},
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_at_any_bucket_leaves_no_trace(tmp_path: Path, name: str) -> None:
+    """Parameters, optimizer, scheduler and loss scale end as in a run in which nobody dies."""
+    (undisturbed,) = train(tmp_path / "undisturbed", 1)
+    results = train(tmp_path / "disturbed", **{"replicas": 3, **FAULTS[name]})
+    assert len(results) == FAULTS[name].get("replicas", 3) - 1
+    for result in results:
+        assert result["steps"] == undisturbed["steps"] == 80
+        torch.testing.assert_close(result["parameters"], undisturbed["parameters"])
+        torch.testing.assert_close(result["optimizer"]["state"], undisturbed["optimizer"]["state"])
+        assert result["scheduler"] == undisturbed["scheduler"]
+        assert result["scaler"] == undisturbed["scaler"]
+        assert result["draws"] == draws_of(result["seed"], 80)
+    same(results)
+
+
+def draws_of(seed: int, count: int) -> list[tuple[float, float]]:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return [(torch.rand(1).item(), random.random()) for _ in range(count)]
+    finally:
+        torch.set_default_dtype(default)
+
+
+def same(results: list[Any]) -> None:
+    """Everything that all replicas must share is bit for bit the same."""
+    for key in ("parameters", "optimizer", "scheduler", "scaler", "statistics"):
+        for result in results[1:]:
+            assert str(result[key]) == str(results[0][key]), key
+    for result in results[1:]:
+        torch.testing.assert_close(result["parameters"], results[0]["parameters"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["rank 0 dies", "one is a step behind"])
+def test_buffers_and_sums_are_put_back(tmp_path: Path, name: str) -> None:
+    results = train(tmp_path / "run", 3, **FAULTS[name], norm=True, optimizer="adam")
+    for result in results:
+        *_, batches = result["buffers"]
+        assert int(batches) == result["steps"] == 80
+    same(results)
+    # What the dead one had seen is gone with it: its third of the windows until then.
+    died = 21 if "late" in FAULTS[name] else 20
+    assert [result["seen"] for result in results] == [480 * 2 - died * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "bucket", "why"),
+    [
+        ("unknown scheduler", 0, "given no lr_scheduler"),
+        ("unknown scaler", 0, "not given the GradScaler"),
+        ("two models", 2, "several models"),  # the second one's first: the first one has stepped
+        ("lbfgs", 0, ""),
+    ],
+)
+def test_what_can_not_be_put_back_says_why_and_ends(tmp_path: Path, kind: str, bucket: int, why: str) -> None:
+    faults = [[1, 20, bucket, "die"]]
+    settings = fake_agent.settings(kind=kind, faults=faults)
+    with FakeAgent(loop_script_path.RECOVERY, tmp_path, LOOP=settings, OUT=str(tmp_path)) as job:
+        job.start(2)
+        assert job.running[1].join() == -9
+        assert job.running[0].join() == 1
+        text = job.running[0].text()
+        assert why in text
+        assert (why == "") != ("restarts from the last checkpoint, because" in text), text

@@ -138,17 +138,18 @@ class FakeAgent:
             try:
                 sender, message, _ = self.messages.get(timeout=max(deadline - time.monotonic(), 0.01))
             except queue.Empty:
-                for each in self.all:
-                    if each.process.is_alive():
-                        os.kill(each.process.pid or 0, signal.SIGUSR1)
-                        each.process.join(0.5)
-                outputs = "\n".join(
-                    f"--- {each.rank}: {each.process.exitcode}\n{each.text()}" for each in self.all
-                )
-                raise AssertionError(f"{len(found)} of {count} {kind!r}:\n{outputs}") from None
+                raise AssertionError(f"{len(found)} of {count} {kind!r}:\n{self.outputs()}") from None
             if message["type"] == kind:
                 found.append(sender)
         return found
+
+    def outputs(self) -> str:
+        """What all have printed, with where those hang that have not ended."""
+        for each in self.all:
+            if each.process.is_alive():
+                os.kill(each.process.pid or 0, signal.SIGUSR1)
+                each.process.join(0.5)
+        return "\n".join(f"--- {each.rank}: {each.process.exitcode}\n{each.text()}" for each in self.all)
 
     def drain(self) -> None:
         """Forget whatever has been said."""
@@ -201,7 +202,8 @@ class FakeAgent:
     def finish(self, timeout: float = 60.0) -> None:
         (self.folder / "hurry").touch()
         for each in self.running:
-            assert each.join(timeout) == 0, each.text()
+            each.process.join(timeout)
+            assert each.process.exitcode == 0, self.outputs()
 
 
 def _main(script: str, environment: dict[str, str], output: str, line: socket.socket) -> None:

@@ -4,3 +4,4 @@ from pathlib import Path
 
 PATH = Path(__file__).with_name("loop_script.py")
 MODEL = Path(__file__).with_name("model_script.py")
+RECOVERY = Path(__file__).with_name("recovery_script.py")

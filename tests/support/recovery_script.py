@@ -1,0 +1,151 @@
+"""Everything that a step changes besides parameters, and faults at a chosen (rank, step, bucket).
+
+LOOP holds settings as JSON. `faults` is a list of [rank, step, bucket, what], `bucket` counting the
+all-reduces of that step: "die" kills the replica as it comes to it; "miss" lets its result arrive
+everywhere but here. `kind` chooses a script that is written in another way.
+"""
+
+import functools
+import json
+import logging
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import TensorDataset
+
+import adaptdl_elastic.torch as adl
+from adaptdl_elastic import _session
+from adaptdl_elastic.torch import _buckets
+
+S = {
+    "epochs": 2, "size": 480, "batch": 12, "pace": 0.0, "faults": [], "kind": "all", "norm": False,
+    "optimizer": "sgd", **json.loads(os.environ["LOOP"]),
+}  # fmt: skip
+OUT = Path(os.environ["OUT"])
+TOTAL = S["epochs"] * S["size"] // S["batch"]
+reduce_bucket = _buckets.reduce_bucket
+counts = {}  # all-reduces by step
+
+
+def faulty(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    step = _session.current().step
+    here = [int(os.environ["FIRST_RANK"]), step, counts.get(step, 0)]
+    counts[step] = here[2] + 1
+    faults = [what for *place, what in S["faults"] if place == here]
+    if "die" in faults:
+        os.kill(os.getpid(), signal.SIGKILL)
+    future = reduce_bucket(state, bucket)
+    if "miss" in faults:
+        future.wait()
+        state.fail(RuntimeError("the result of this bucket did not arrive"))
+    return future
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = [torch.nn.Linear(10, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Tanh()]
+        norm = [torch.nn.BatchNorm1d(16)] if S["norm"] else []
+        self.layers = torch.nn.Sequential(*layers, *norm, torch.nn.Linear(16, 1))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def optimizer_for(net):
+    if S["kind"] == "lbfgs":
+        return torch.optim.LBFGS(net.parameters(), lr=0.01, max_iter=2)
+    if S["optimizer"] == "adam":
+        return torch.optim.AdamW(net.parameters(), lr=0.01)
+    return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def main():
+    torch.manual_seed(3)
+    torch.set_default_dtype(torch.float64)
+    inputs = torch.randn(S["size"], 10)
+    targets = (inputs @ torch.randn(10, 1)).tanh()
+    adl.init_process_group("gloo")
+    _buckets.reduce_bucket = faulty
+    loader = adl.AdaptiveDataLoader(TensorDataset(inputs, targets), batch_size=S["batch"], shuffle=True)
+    net = Net()
+    optimizer = optimizer_for(net)
+    scheduler = scaler = None
+    if S["kind"] != "lbfgs":
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=TOTAL + 1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=7)
+    model = adl.AdaptiveDataParallel(
+        net,
+        optimizer,
+        None if S["kind"] == "unknown scheduler" else scheduler,
+        None if S["kind"] == "unknown scaler" else scaler,
+        bucket_cap_mb=0.001,
+    )
+    other = None
+    if S["kind"] == "two models":
+        second = Net()
+        other = adl.AdaptiveDataParallel(
+            second, torch.optim.SGD(second.parameters(), lr=0.05), name="second", bucket_cap_mb=0.001
+        )
+    torch.manual_seed(100 + adl.rank())
+    random.seed(100 + adl.rank())
+    first, draws = _session.current().step, {}
+    sums = adl.Accumulator()
+    for _ in adl.remaining_epochs_until(S["epochs"]):
+        for x, y in loader:
+            draws[_session.current().step] = (torch.rand(1).item(), random.random())
+            optimizer.zero_grad()
+            if S["kind"] == "lbfgs":
+                optimizer.step(functools.partial(closure, model, x, y))
+            else:
+                step(model, optimizer, scheduler, scaler, x, y)
+            if other is not None:
+                other._optimizer.zero_grad()
+                torch.nn.functional.mse_loss(other(x), y).backward()
+                other._optimizer.step()
+            sums["seen"] += len(x)
+            if not (OUT / "hurry").exists():
+                time.sleep(S["pace"])  # what a step takes
+    with sums.synchronized():
+        seen = sums["seen"]
+    result = {
+        "parameters": [p.detach() for p in net.parameters()],
+        "buffers": list(net.buffers()),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler and scheduler.state_dict(),
+        "scaler": scaler and scaler.state_dict(),
+        "statistics": model.gns.state_dict(),
+        "seen": seen,
+        "steps": _session.current().step,
+        "first": first,
+        "draws": list(draws.values()),
+        "seed": 100 + int(os.environ["FIRST_RANK"]),
+    }
+    torch.save(result, OUT / f"result-{adl.rank()}")
+
+
+def closure(model, x, y):
+    loss = torch.nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    return loss
+
+
+def step(model, optimizer, scheduler, scaler, x, y):
+    loss = torch.nn.functional.mse_loss(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    scaler.step(optimizer)
+    scaler.update()
+    scheduler.step()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    os.environ.setdefault("FIRST_RANK", os.environ["ADAPTDL_REPLICA_RANK"])
+    main()
