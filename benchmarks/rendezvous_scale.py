@@ -4,8 +4,9 @@
 
 One real etcd (a private one, or `--etcd HOST:PORT`) and N agents as threads over a few processes. Each has
 its own client, its own lease and registration, and follows its job with the code that a real agent uses
-(`agent.storelink.Watcher`, `agent.mirror.Mirror`). The coordinator's part is one compare-and-swap of the
-plan. Times are the system-wide monotonic clock; operations and bytes are etcd's own counters.
+(`agent.storelink.Watcher`, `agent.mirror.Mirror`, `rendezvous.plans`); what it does not watch here is who
+else is registered. The coordinator's part is to write the plan, in parts where it is large. Times are the
+system-wide monotonic clock; operations and bytes are etcd's own counters.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Agent:
     def __init__(self, endpoint: str, keys: Keys, number: int, results: Queue[Any]) -> None:
         self.node = f"node-{number:05}"
         self._results = results
-        self._store = connect(endpoint, api="v3", options=StoreOptions(timeout=60))
+        self._store = connect(endpoint, api="v3", options=StoreOptions(timeout=60)).of_node(self.node)
         self._mirror = Mirror(keys, JOB, self.node)
         record = NodeRecord(self.node, JOB, "run", f"agent-{number:05}", "127.0.0.1", 1, joined=time.time())
         self._registration = Registration(self._store, keys, record, ttl=30.0)
