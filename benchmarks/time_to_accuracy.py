@@ -93,6 +93,14 @@ class Outcome:
     curve: list[tuple[float, float, int, int]] = field(default_factory=list)  # CPU, accuracy, samples, batch
     blocks: list[Block] = field(default_factory=list)
 
+    def steps(self) -> dict[int, int]:
+        """By batch size, until the target was reached."""
+        found: dict[int, int] = {}
+        for block in self.blocks:
+            if self.epoch is not None and block.epoch <= self.epoch:
+                found[block.batch] = found.get(block.batch, 0) + block.steps
+        return found
+
 
 class Meter:
     """Cuts training into blocks."""
@@ -243,10 +251,10 @@ def tell_times(runs: list[tuple[Job, Outcome]], replicas: int) -> dict[int, floa
                 found.setdefault(block.batch, []).append(block.cpu / block.steps)
     usual = {size: float(np.quantile(times, 0.25)) for size, times in sorted(found.items())}
     for _, outcome in mine:
-        if outcome.epoch is not None:
-            steps = [(b.batch, b.steps) for b in outcome.blocks if b.epoch <= outcome.epoch]
-            each = np.interp([size for size, _ in steps], list(usual), list(usual.values()))
-            outcome.time = float(each @ [count for _, count in steps])
+        if outcome.epoch is not None and usual:
+            steps = outcome.steps()
+            each = np.interp(list(steps), list(usual), list(usual.values()))
+            outcome.time = float(each @ list(steps.values()))
     return {size: 1e3 * seconds for size, seconds in usual.items()}
 
 
@@ -323,7 +331,7 @@ def main() -> None:
     parser.add_argument("--data", help="folder with Fashion-MNIST idx files (default: what is there)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument("--sizes", type=int, nargs="*", default=list(SIZES))
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--other-sizes", type=int, nargs="*", help="for the rules after the first")
     parser.add_argument("--epochs", type=int, default=Job.epochs)
@@ -340,7 +348,7 @@ def main() -> None:
     jobs: list[Job] = []
     common = {
         "data": args.data, "epochs": args.epochs, "target": args.target, "initial": args.initial,
-        "largest": max(args.sizes), "lr": args.lr, "net": args.net,
+        "largest": max(args.sizes or SIZES), "lr": args.lr, "net": args.net,
     }  # fmt: skip
     first, *others = args.rules
     bases = {n: [Job(None, first, seed, n, **common) for seed in range(args.seeds)] for n in args.replicas}
@@ -370,7 +378,10 @@ def main() -> None:
     if args.plot:
         plot(runs, args.target, args.plot)
     if args.json:
-        everything = [{**asdict(job), **asdict(outcome), "blocks": None} for job, outcome in runs]
+        everything = [
+            {**asdict(job), **asdict(outcome), "blocks": None, "steps": outcome.steps()}
+            for job, outcome in runs
+        ]
         print(json.dumps({"target": args.target, "summaries": summaries, "runs": everything}))
     else:
         print(json.dumps(summaries, indent=2))
