@@ -46,6 +46,7 @@ from adaptdl_elastic.agent.storelink import Connection, KeyChanged, Keyspace, Re
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.plans import PlanStore
 from adaptdl_elastic.rendezvous.records import (
+    INSISTS,
     BrokenRecord,
     CheckpointRecord,
     EndedRecord,
@@ -119,6 +120,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         )
         self._signals, self._signalled = 0, 0.0
         self._checkpoint_asked = 0
+        self._told: set[str] = set()  # reasons why the job keeps its size
         self._last_exits: list[tuple[ReplicaHandle, int]] = []
 
     @property
@@ -275,6 +277,10 @@ class AdaptiveAgent(SimpleElasticAgent):
             for handle in self._replicas.values():
                 if handle.rank == 0 and handle.library:
                     handle.send({"type": "checkpoint", "request": asked.checkpoint})
+        status = self.state.status
+        if status is not None and INSISTS in status.reason and status.reason not in self._told:
+            self._told.add(status.reason)
+            self._say(status.reason)
         self._coordinator.mind(mirror.host, mirror.leader)
 
     def _claim(self) -> None:

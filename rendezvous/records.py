@@ -72,6 +72,10 @@ class JobState(str, Enum):
         return self in (JobState.STOPPED, JobState.DONE, JobState.FAILED)
 
 
+INSISTS = "--rescale=inplace"
+"""In the reason of a job that keeps its size because a change could not be made in place."""
+
+
 class Rescale(str, Enum):
     """`--rescale`."""
 

@@ -62,7 +62,15 @@ from adaptdl_elastic.autoscaler.coordinator.types import (
 )
 from adaptdl_elastic.autoscaler.state import JobView, Seen, View
 from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.records import Cause, NodeRecord, Placement, Plan, Transition
+from adaptdl_elastic.rendezvous.records import (
+    INSISTS,
+    Cause,
+    NodeRecord,
+    Placement,
+    Plan,
+    Rescale,
+    Transition,
+)
 
 
 def decide(
@@ -262,6 +270,10 @@ class _Deciding:
         ]
         if not leaving:
             return False
+        if plan.cause is Cause.DRAIN and plan.transition is Transition.INPLACE and health.starting:
+            fresh = set(in_plan(plan)) - set(_before(plan))
+            if fresh and not fresh & set(leaving):
+                return False  # those who take over are about to join those who leave
         self._replan(job, plan, Cause.DRAIN, None, f"drains {', '.join(leaving)}")
         return True
 
@@ -275,7 +287,9 @@ class _Deciding:
         found = nearest(spec, wanted, rooms(self.view, job, self.ledger, late), now)
         if found is not None and sum(found.values()) == wanted:
             why = f"adaptdl scale: {counted(wanted, 'replica')}"
-            self._publish(job, Change(found, Cause.MANUAL, self._transition(job, found), why))
+            how, step = self._route(job, found)
+            if not self._insists(job, how):
+                self._publish(job, Change(step, Cause.MANUAL, how, why, midway=step != found))
 
     def _late(self, job: JobView, condition: Condition, plan: Plan) -> None:
         """Plan without nodes that have not started in time, if enough others are there."""
@@ -355,15 +369,37 @@ class _Deciding:
             found, why = {}, f"{why}; {why_pending(spec, rooms(self.view, job), places, self.ledger)}"
         elif sum(found.values()) != plan.replicas:
             why = f"{why}: {sum(found.values())} replicas are left of {plan.replicas}"
-        how = transition or self._transition(job, found)
-        return self._publish(job, Change(found, cause, how, why, restarts, failed_step))
+        how, step = (transition, found) if transition else self._route(job, found)
+        return self._publish(job, Change(step, cause, how, why, restarts, failed_step, midway=step != found))
 
-    def _transition(self, job: JobView, allocation: Allocation) -> Transition:
+    def _why_restart(self, job: JobView) -> str:
+        """Why a planned change of this job has to be by restart; "" where it may be in place."""
         assert job.spec is not None
-        spec = job.spec.record
-        if spec.run in self.clumsy:
-            return Transition.RESTART
-        return jobs.planned_transition(job, spec, jobs.this_run(job), allocation)
+        if job.spec.record.run in self.clumsy:
+            return "newcomers could not join it"
+        return jobs.why_not_in_place(job)
+
+    def _route(self, job: JobView, allocation: Allocation) -> tuple[Transition, Allocation]:
+        """How to get to an allocation, and what to plan first on the way there."""
+        plan = jobs.this_run(job)
+        if not allocation or plan is None or not plan.placements or self._why_restart(job):
+            return Transition.RESTART, allocation
+        if jobs.stays(job, plan, allocation):
+            return Transition.INPLACE, allocation
+        first = jobs.bridge(self.view, job, plan, allocation)
+        return (Transition.RESTART, allocation) if first is None else (Transition.INPLACE, first)
+
+    def _insists(self, job: JobView, how: Transition) -> bool:
+        """Whether a change is not made, because its owner wants none but in place; the status says why."""
+        assert job.spec is not None
+        plan = jobs.this_run(job)
+        insists = job.spec.record.rescale is Rescale.INPLACE and plan is not None and bool(plan.placements)
+        if plan is None or not insists or how is Transition.INPLACE:
+            return False
+        why = self._why_restart(job) or "none of its nodes would stay"
+        size = counted(plan.replicas, "replica")
+        self.notes[job.job].waits_for = f"keeps its {size}: {INSISTS}, and {why}"
+        return True
 
     def _with_late(self) -> Memory:
         return replace(self.memory, late=MappingProxyType(self.late))
@@ -469,6 +505,9 @@ class _Deciding:
         agents = self.view.agents(name)
         if any(n not in agents or self.view.draining(agents[n].record) for n in target.allocation):
             return  # the world has moved on: the next round will know
+        how, step = self._route(job, target.allocation)
+        if self._insists(job, how):
+            return
         short = {n: r - self.ledger.free_for(name, n) for n, r in target.allocation.items()}
         short = {node: missing for node, missing in short.items() if missing > 0}
         if short:
@@ -477,7 +516,6 @@ class _Deciding:
                 slots = " and ".join(f"{counted(n, 'slot')} on {node}" for node, n in short.items())
                 self.notes[name].waits_for = f"waits for {slots} that another job is about to leave"
             return
-        how = self._transition(job, target.allocation)
         if how is Transition.INPLACE and not jobs.said_hello(job, condition):
             # replicas that were started a moment ago would only be started again
             ready = condition.health.started_at + job.spec.record.rescale_timeout
@@ -487,11 +525,12 @@ class _Deciding:
         self._publish(
             job,
             Change(
-                target.allocation,
+                step,
                 target.cause,
                 how,
                 target.reason,
                 predicted_goodput=target.predicted_goodput,
+                midway=step != target.allocation,
             ),
         )
 
@@ -554,7 +593,8 @@ class _Deciding:
         self.actions.append(Say("plan", _plan_event(plan)))
         self.ledger.hold(job.job, change.allocation)
         self.notes[job.job].planned = True
-        self._drop_target(job.job, change.allocation)
+        if not change.midway:
+            self._drop_target(job.job, change.allocation)
         return True
 
     def _placed(

@@ -15,7 +15,6 @@ from adaptdl_elastic.autoscaler.state import JobView, Seen, View
 from adaptdl_elastic.rendezvous.records import (
     Cause,
     Failure,
-    JobSpec,
     NodeRecord,
     Outcome,
     Placement,
@@ -89,6 +88,7 @@ class Change:
     failed_step: int | None = None
     predicted_goodput: float | None = None
     placements: tuple[Placement, ...] = ()  # (): the nodes of the allocation, whatever runs there
+    midway: bool = False  # a step towards what is wanted, which is still wanted after it
 
 
 def this_run(job: JobView) -> Plan | None:
@@ -372,14 +372,40 @@ def base(job: JobView, plan: Plan) -> int:
     return recovery.present(job, plan)[0]
 
 
-def planned_transition(job: JobView, spec: JobSpec, plan: Plan | None, allocation: Allocation) -> Transition:
-    """How to carry out a planned change: in place where script, backend and `--rescale` allow it."""
-    hints = job.hints.record if job.hints else None
-    if spec.rescale is Rescale.RESTART or hints is None or plan is None or hints.generation < plan.first:
-        return Transition.RESTART
-    # rank 0 must stay rank 0: the others take the state from it
-    stays = bool(plan.placements) and next(iter(allocation), None) == plan.placements[0].node
-    return Transition.INPLACE if hints.inplace and stays else Transition.RESTART
+def why_not_in_place(job: JobView) -> str:
+    """Why this job's replicas can not change their number in their processes; "" where they can."""
+    hints, plan = job.hints.record if job.hints else None, this_run(job)
+    if job.spec is not None and job.spec.record.rescale is Rescale.RESTART:
+        return "--rescale=restart"
+    if hints is None or plan is None or hints.generation < plan.first:
+        return "the script has not reported yet whether it can change in place"
+    return "" if hints.inplace else hints.inplace_reason or "the script can not change in place"
+
+
+def stays(job: JobView, plan: Plan, allocation: Allocation) -> bool:
+    """Whether somebody who has the state is of that allocation, too."""
+    return any(member.node in allocation for member in recovery.present(job, plan)[1])
+
+
+def bridge(view: View, job: JobView, plan: Plan, allocation: Allocation) -> Allocation | None:
+    """The first of two steps to nodes of which none runs the job now: old and new ones together.
+
+    All of the old where the job's bounds allow, else as many on rank 0's node as there is room for beside
+    the new ones; None where there is none.
+    """
+    assert job.spec is not None
+    spec, members = job.spec.record, recovery.present(job, plan)[1]
+    agents = view.agents(job.job)
+    if not members or not allocation or any(member.node not in agents for member in members):
+        return None
+    old, replicas = {member.node: member.replicas for member in members}, sum(allocation.values())
+    if sum(old.values()) + replicas <= spec.max_replicas and len(old) + len(allocation) <= spec.max_nodes:
+        return {**old, **allocation}
+    first = members[0]
+    room = min(first.replicas, spec.max_replicas - replicas)
+    if room < agents[first.node].record.min_slots or len(allocation) + 1 > spec.max_nodes:
+        return None
+    return {first.node: room, **allocation}
 
 
 def pause(job: JobView, plan: Plan) -> float | None:

@@ -6,6 +6,7 @@ import pytest
 from coordinator_pump import Pump
 
 from adaptdl_elastic.autoscaler.coordinator.types import Settings
+from adaptdl_elastic.autoscaler.policy.types import Decision
 from adaptdl_elastic.rendezvous.records import (
     Cause,
     EndedRecord,
@@ -51,14 +52,104 @@ def test_not_in_place_when_the_user_says_restart(pump: Pump) -> None:
     assert pump.plan("a").transition is Transition.RESTART
 
 
-def test_not_in_place_when_rank_0_would_be_a_newcomer(pump: Pump) -> None:
+def test_rank_0s_node_may_leave_as_long_as_anybody_stays(pump: Pump) -> None:
+    in_place(pump)
+    pump.agents[0].register(draining=True)
+    pump.decide()
+    assert pump.placed("a") == {"n1": 1}
+    assert pump.plan("a").transition is Transition.INPLACE
+
+
+def test_rank_0_of_the_new_generation_is_one_who_was_there(pump: Pump) -> None:
     in_place(pump)
     pump.node("n2", "a")
     pump.agents[0].register(draining=True)
+    pump.decide()
+    plan = pump.plan("a")
+    assert plan.transition is Transition.INPLACE
+    assert plan.placements[0].node == "n1"
+
+
+def test_a_move_to_other_nodes_is_made_in_two_steps(pump: Pump) -> None:
+    in_place(pump)
+    for agent in (*pump.agents, pump.node("n2", "a")):
+        agent.inplace = True
+    pump.agents[0].register(draining=True)
     pump.agents[1].register(draining=True)
     pump.decide()
+    first = pump.plan("a")
+    assert (first.transition, pump.placed("a")) == (Transition.INPLACE, {"n0": 1, "n1": 1, "n2": 1})
+    pump.decide()
+    assert pump.plan("a").generation == first.generation  # until those who take over have joined
+    pump.settle()
+    second = pump.plan("a")
+    assert (second.generation, second.transition) == (first.generation + 1, Transition.INPLACE)
     assert pump.placed("a") == {"n2": 1}
-    assert pump.plan("a").transition is Transition.RESTART
+
+
+def test_a_move_keeps_to_the_bounds_on_its_way(pump: Pump) -> None:
+    in_place(pump, max_nodes=2)
+    for agent in (*pump.agents, pump.node("n2", "a")):
+        agent.inplace = True
+    pump.agents[0].register(draining=True)
+    pump.agents[1].register(draining=True)
+    pump.decide()
+    assert pump.placed("a") == {"n0": 1, "n2": 1}
+    pump.settle()
+    assert (pump.plan("a").transition, pump.placed("a")) == (Transition.INPLACE, {"n2": 1})
+
+
+def test_a_move_for_which_there_is_no_room_is_by_restart(pump: Pump) -> None:
+    pump.job("a", max_nodes=1, max_replicas=2)
+    pump.node("n0", "a").resilient = True
+    pump.settle()
+    pump.agents[0].report(pump.plan("a"), inplace=True, max_profiled_replicas=1)
+    pump.node("n1", "a")
+    pump.agents[0].register(draining=True)
+    pump.decide()
+    assert (pump.plan("a").transition, pump.placed("a")) == (Transition.RESTART, {"n1": 1})
+
+
+def test_a_move_that_the_policy_wants_is_made_in_two_steps_too(pump: Pump) -> None:
+    in_place(pump)
+    for agent in (*pump.agents, pump.node("n2", "a")):
+        agent.inplace = True
+
+    def mover(*question: object) -> Decision:
+        return Decision(allocations={"a": {"n2": 1}}, reasons={})
+
+    pump.policy = mover  # type: ignore[assignment]
+    pump.decide()
+    assert (pump.plan("a").transition, pump.placed("a")) == (
+        Transition.INPLACE,
+        {"n0": 1, "n1": 1, "n2": 1},
+    )
+    pump.settle()
+    assert (pump.plan("a").transition, pump.placed("a")) == (Transition.INPLACE, {"n2": 1})
+
+
+def test_who_insists_keeps_the_size_and_is_told_why(pump: Pump) -> None:
+    in_place(pump, rescale=Rescale.INPLACE)
+    generation = pump.plan("a").generation
+    pump.agents[0].report(pump.plan("a"), inplace=False, inplace_reason="the backend is nccl")
+    for size in (1, 2, 3):
+        pump.ask("a", replicas=size)
+        pump.settle()
+        assert pump.plan("a").generation == generation
+    pump.node("n2", "a")
+    pump.settle()
+    assert pump.plan("a").generation == generation
+    status = pump.status("a")
+    assert status.state is JobState.RUNNING
+    assert status.reason == "keeps its 2 replicas: --rescale=inplace, and the backend is nccl"
+
+
+def test_who_insists_leaves_a_draining_node_all_the_same(pump: Pump) -> None:
+    in_place(pump, rescale=Rescale.INPLACE)
+    pump.agents[0].report(pump.plan("a"), inplace=False)
+    pump.agents[0].register(draining=True)
+    pump.decide()
+    assert (pump.plan("a").transition, pump.placed("a")) == (Transition.RESTART, {"n1": 1})
 
 
 @pytest.mark.parametrize("speaks", [True, False])

@@ -79,6 +79,7 @@ class FakeAgent:
     history: list[tuple[int, int]] = field(default_factory=list)  # (generation, replicas) that ran here
     reports: bool = True
     holds_start: bool = False  # a node that does not get its replicas up
+    inplace: bool = False  # what it reports
     resilient: bool = False  # its replicas live on when others die
     alive: tuple[int, ...] = ()  # slots of the replicas that run
     lost: tuple[int, ...] = ()  # slots of those that died in the generation that runs
@@ -189,7 +190,7 @@ class FakeAgent:
         running = RunningRecord(self.node, plan.generation, now, now, self.library, able)
         self._put(running, plan.generation, "running")
         if self.reports and self.library and plan.placements[0].node == self.node:
-            self.report(plan)
+            self.report(plan, inplace=self.inplace)
 
     def report(self, plan: Plan, **changes: object) -> None:
         hints = hints_of(self.job, plan.generation, plan.replicas, **changes)
