@@ -58,7 +58,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--slots", type=int, default=2, help="replicas that fit on this machine")
     parser.add_argument(
-        "--epochs", type=int, default=60, help="of the first job; the second has half as many"
+        "--epochs", type=int, default=30, help="of the first job; the second has half as many"
     )
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for everything")
     given = parser.parse_args()
