@@ -26,9 +26,11 @@ from adaptdl_elastic.autoscaler.providers.base import (
     Provider,
     ProviderError,
     Signal,
+    TryLaterError,
     UnknownPoolError,
 )
 from adaptdl_elastic.autoscaler.scaling import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling_memory import refused
 from adaptdl_elastic.autoscaler.scaling_observe import all_ended, observe
 from adaptdl_elastic.autoscaler.scaling_step import step
 from adaptdl_elastic.autoscaler.scaling_types import (
@@ -176,6 +178,9 @@ class Autoscaler:
                 self._carry_out(action)
             except ProviderError as error:
                 failed.append(str(error))
+                if isinstance(error, TryLaterError) and isinstance(action, Request):
+                    now = self._clock()
+                    self._memory = refused(self._memory, action.pool, str(error), now, self._settings)
         return failed
 
     def _carry_out(self, action: Action) -> None:
@@ -253,7 +258,7 @@ class Autoscaler:
     # -- what is published, and remembered
 
     def _publish(self, seen: Observation, decision: Step, failed: Sequence[str]) -> None:
-        memory = decision.memory
+        memory = self._memory
         jobs = []
         for name in sorted(set(memory.job_costs) | set(decision.forecasts)):
             hourly, left = decision.forecasts.get(name, (0.0, None))

@@ -182,12 +182,14 @@ def _trouble(memory: Memory, pool: Pool, seen: Observation, settings: ScalingSet
     fresh = pool.trouble and pool.trouble_since != entry.trouble_seen and pool.desired > there
     if not fresh:
         return memory
+    entry = replace(entry, trouble_seen=pool.trouble_since)
+    memory = replace(memory, pools={**memory.pools, pool.name: entry})
+    return refused(memory, pool.name, pool.trouble, seen.now, settings)
+
+
+def refused(memory: Memory, pool: str, why: str, now: float, settings: ScalingSettings) -> Memory:
+    """A pool that said no is not asked again for a while, each time longer."""
+    entry = memory.pools.get(pool, PoolMemory())
     wait = min(settings.back_off * 2**entry.troubles, settings.max_back_off)
-    entry = replace(
-        entry,
-        troubles=entry.troubles + 1,
-        trouble=pool.trouble,
-        trouble_seen=pool.trouble_since,
-        until=seen.now + wait,
-    )
-    return replace(memory, pools={**memory.pools, pool.name: entry})
+    entry = replace(entry, troubles=entry.troubles + 1, trouble=why, until=now + wait)
+    return replace(memory, pools={**memory.pools, pool: entry})

@@ -9,13 +9,14 @@ import boto3
 import pytest
 from botocore.config import Config
 from moto_process import REGION, Moto, make_group
-from thin_aws import AutoScaling
+from thin_aws import AutoScaling, client_error
 
 from adaptdl_elastic.autoscaler.providers.base import (
     InstanceState,
     NoPermissionError,
     ProviderError,
     SignalKind,
+    TryLaterError,
     UnknownInstanceError,
     UnknownPoolError,
 )
@@ -290,6 +291,33 @@ def test_why_a_launch_failed_is_told(moto: Moto) -> None:
     now = ours.capacity()
     assert now.pool("workers").trouble == ""
     assert "autoscaling:DescribeScalingActivities" in now.warnings[0]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        *("LimitExceeded", "VcpuLimitExceeded", "InstanceLimitExceeded", "MaxSpotInstanceCountExceeded"),
+        *("InsufficientInstanceCapacity", "Throttling", "RequestLimitExceeded", "ScalingActivityInProgress"),
+    ],
+)
+def test_quotas_capacity_and_throttling_are_tried_later(moto: Moto, code: str) -> None:
+    make_group(moto, "workers")
+    ours, thin = with_thin_fake(moto)
+    ours.capacity()
+
+    def refuse(**arguments: object) -> None:
+        raise client_error(code, "no more of that", "SetDesiredCapacity")
+
+    thin.set_desired_capacity = refuse  # type: ignore[method-assign]
+    with pytest.raises(TryLaterError, match=rf"autoscaling:SetDesiredCapacity on workers: {code}"):
+        ours.request("workers", 2)
+
+
+def test_a_group_that_rebalances_is_known_as_such(moto: Moto) -> None:
+    make_group(moto, "workers", spot=True)
+    make_group(moto, "early", spot=True, CapacityRebalance=True)
+    ours = provider(moto, "workers", "early")
+    assert {p.name: p.replaces_at_risk for p in ours.capacity().pools} == {"workers": False, "early": True}
 
 
 def test_an_unreachable_endpoint_is_said(moto: Moto, monkeypatch: pytest.MonkeyPatch) -> None:

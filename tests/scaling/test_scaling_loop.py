@@ -1,16 +1,26 @@
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+import scaling_world
 
-from adaptdl_elastic.autoscaler.providers.base import Pool, ProviderError, UnknownPoolError
+from adaptdl_elastic.autoscaler.providers.base import (
+    Capacity,
+    Pool,
+    ProviderError,
+    TryLaterError,
+    UnknownPoolError,
+)
 from adaptdl_elastic.autoscaler.providers.fake import FakeProvider
 from adaptdl_elastic.autoscaler.providers.static import StaticProvider
 from adaptdl_elastic.autoscaler.scaling import ScalingSettings
 from adaptdl_elastic.autoscaler.scaling_loop import Autoscaler, LoopOptions
+from adaptdl_elastic.autoscaler.scaling_step import step
+from adaptdl_elastic.autoscaler.scaling_types import Memory, Observation
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.memory import MemoryStore
@@ -242,6 +252,59 @@ def test_what_the_provider_refuses_is_said_once_and_tried_again(store: MemorySto
         cluster.tick()
     assert [w["message"] for w in cluster.events("warning")] == ["throttled, 0 s"]
     assert len(cluster.instances) == 1
+
+
+def test_a_quota_is_shown_and_asked_for_less_and_less(store: MemoryStore) -> None:
+    cluster = Cluster(store)
+    cluster.submit()
+    asked: list[float] = []
+    cluster.provider.request = lambda pool, desired: _refuse(asked, cluster.now)  # type: ignore[method-assign]
+    for _ in range(100):
+        cluster.tick()
+    gaps = [round(b - a) for a, b in itertools.pairwise(asked)]
+    assert gaps[:4] == [60, 120, 240, 480]
+    assert len(asked) == 5  # in 1000 s
+    assert any("VcpuLimitExceeded" in text for text in cluster.status().warnings)
+
+
+def _refuse(asked: list[float], now: float) -> None:
+    asked.append(now)
+    raise TryLaterError("autoscaling:SetDesiredCapacity on workers: VcpuLimitExceeded: 64 vCPUs")
+
+
+def test_a_notice_that_comes_twice_or_late_changes_nothing(store: MemoryStore) -> None:
+    """EventBridge delivers at least once and in any order; the agent's own word comes beside it."""
+    cluster = Cluster(store)
+    cluster.submit()
+    cluster.tick()
+    (victim,) = cluster.instances
+    node = cluster.register(victim)
+    cluster.plan(node)
+    for _ in range(3):
+        cluster.provider.interrupt(victim, 120)
+        cluster.tick(1)
+    assert len(cluster.events("drain")) == 1
+    cluster.end(node, 0)
+    cluster.tick()
+    store.delete(KEYS.node(node, "train"))
+    cluster.tick(60)
+    (successor,) = cluster.instances
+    before = cluster.ruler._memory
+    cluster.provider.interrupt(victim, 120)  # it has long gone
+    cluster.provider.interrupt("i-of-nobody", 120)
+    cluster.tick(1)
+    assert cluster.instances == [successor]
+    assert cluster.ruler._memory.known.keys() == before.known.keys()
+    assert len(cluster.events("drain")) == 1
+
+
+def test_a_deadline_that_can_not_be_met_is_said(store: MemoryStore) -> None:
+    seen = Observation(0.0, Capacity((POOL,)), {}, (scaling_world.job("train"),))
+    done = step(seen, Memory(), ScalingSettings(deadlines={"train": 1.0}))
+    assert any("train: can not meet its deadline" in text for text in done.warnings)
+    easy = step(seen, Memory(), ScalingSettings(deadlines={"train": 1e9}))
+    assert not any("deadline" in text for text in easy.warnings)
+    assert easy.target < done.target
 
 
 def test_a_queue_that_fails_does_not_stop_the_rest(store: MemoryStore) -> None:
