@@ -264,10 +264,10 @@ def lines(found: Explanation) -> list[str]:
         f"  why: {found.reason or '-'}",
     ]
     if found.now is not None and found.now.goodput is not None:
-        said.append(f"  it has   {_size(found.now)}")
+        said.append(f"  it has    {_size(found.now)}")
     for name, option in (("one more", found.one_more), ("one fewer", found.one_fewer)):
         if option is not None and option.goodput is not None:
-            said.append(f"  {name:<9}{_size(option)}{_worth(option)}")
+            said.append(f"  {name:<10}{_size(option)}{_worth(option)}")
     if found.pause is not None:
         said.append(f"  a change costs {found.pause:.2g} s without a step ({found.pause_from})")
     if found.policy_wants is not None:
