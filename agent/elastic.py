@@ -344,7 +344,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         if joined.secret is None:
             self._never_started(start, 1, joined.why)
             return
-        if not start.join or self._plan is None:
+        if not start.join or not self._replicas:
             self._last_exits.clear()
             self._plan = start.plan
         for local_rank in start.local_ranks:
@@ -437,6 +437,9 @@ class AdaptiveAgent(SimpleElasticAgent):
             handle.generation, handle.rank = plan.generation, ranks[handle.local_rank]
             handle.first_step = None
         self._plan = plan
+        if plan.transition is Transition.RECOVER:
+            size = f"{plan.replicas} replica{'' if plan.replicas == 1 else 's'}"
+            self._say(f"training goes on with {size}, without a restart: {plan.reason}")
         self._meeting.forget(plan.generation)
         self._initialize_workers(self._worker_group)
         pids = {h.rank: h.pid for h in members if h.pid is not None}
@@ -483,7 +486,7 @@ class AdaptiveAgent(SimpleElasticAgent):
     def _mourn(self, generation: int, failure: Failure) -> None:
         """The death of a replica that the others survive."""
         self._journal.lost(generation, failure)
-        self._say(f"replica {failure.rank} is lost ({failure.message}): training goes on without it")
+        self._say(f"replica {failure.rank} is lost ({failure.message})")
 
     def _write_running(self, generation: int, library: bool, resilient: bool = False) -> None:
         first = min((h.first_step for h in self._replicas.values() if h.first_step), default=None)
@@ -598,9 +601,11 @@ class AdaptiveAgent(SimpleElasticAgent):
             case "ready":
                 self._decide(d.ReplicaReady(int(message["generation"]), handle.local_rank))
             case "switched":
-                handle.switched = True
+                generation = int(message["generation"])
+                # newcomers are of their generation from the start
+                handle.switched = self._plan is None or self._plan.generation != generation
                 self._journal.last_step_was(message.get("last_step"))
-                self._decide(d.ReplicaSwitched(int(message["generation"]), handle.local_rank))
+                self._decide(d.ReplicaSwitched(generation, handle.local_rank))
             case "resilient":
                 self._decide(d.ReplicaResilient(int(message["generation"]), handle.local_rank))
             case "broken":
