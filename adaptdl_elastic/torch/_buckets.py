@@ -8,8 +8,10 @@ of its own. On steps that are not sampled the hook only weighs and averages.
 # No `from __future__ import annotations`: DDP looks at the hook's annotations.
 
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,12 +146,53 @@ class HookState:
     kept: dict[int, torch.Tensor] | None = None  # the step's before, by bucket; None: not wanted
     absorb: bool = False  # a failed all-reduce leaves zeros and `failure`, instead of raising
     failure: BaseException | None = None
+    lost: BaseException | None = None  # somebody is gone: what is to be summed from now on fails at once
+    under_way: "list[_Reduction]" = field(default_factory=list)  # of this backward pass; only with `absorb`
+    works: list[Any] = field(default_factory=list)  # all-reduces of norms that may not have ended
 
     def fail(self, error: BaseException) -> None:
         """Remember the first failure of a step."""
         if self.failure is None:
             self.failure = error
             logger.warning("gradient synchronisation failed: %s", error)
+
+    def give_up(self, error: BaseException) -> None:
+        """Let a backward pass go on that waits for others. From any thread."""
+        self.lost = error
+        for reduction in list(self.under_way):
+            reduction.settle(partial(self.fail, error))
+
+    @property
+    def stuck(self) -> bool:
+        """Whether gloo still works on something: it may never end, and its group must not be destroyed."""
+        return any(not reduction.real.done() for reduction in self.under_way) or any(
+            not work.is_completed() for work in self.works
+        )
+
+
+class _Reduction:
+    """The all-reduce of a bucket that DDP need not wait for for ever.
+
+    gloo forgets about a tensor that it was receiving when the connection ends: its future never ends
+    then (seen in one of ten deaths with three replicas, gloo of torch 2.13). So DDP gets another one.
+    """
+
+    def __init__(self, tensor: torch.Tensor, real: Any) -> None:
+        self.real = real
+        devices: Any = [tensor.device] if tensor.is_cuda else None
+        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        self._tensor, self._lock, self._settled = tensor, threading.Lock(), False
+
+    def settle(self, failed: Callable[[], None] | None) -> None:
+        """It has arrived, or nobody waits for it any more, with zeros in its place; the first word counts."""
+        with self._lock:
+            if self._settled:
+                return
+            self._settled = True
+        if failed is not None:
+            failed()
+            self._tensor.zero_()  # not nan, which would trip gradient clipping and GradScaler
+        self.future.set_result(self._tensor)
 
 
 def _finished(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -165,6 +208,8 @@ def reduce_bucket(state: HookState, bucket: GradBucket) -> torch.futures.Future[
     if state.weight != 1.0:
         buffer.mul_(state.weight)
     recording = state.recording
+    if bucket.index() == 0 or state.failure is not None:
+        state.under_way = [one for one in state.under_way if not one.real.done()]
     if state.failure is not None:  # the group is broken: nothing of this step will be used
         return _finished(buffer.zero_())
     if recording is None and state.world_size == 1:
@@ -176,6 +221,8 @@ def reduce_bucket(state: HookState, bucket: GradBucket) -> torch.futures.Future[
     if state.world_size == 1:
         return _finished(buffer)
     try:
+        if state.lost is not None:
+            raise RuntimeError(str(state.lost))
         future = dist.all_reduce(buffer, group=state.group, async_op=True).get_future()
         if recording is not None and bucket.is_last():
             _reduce_own(state, recording)
@@ -207,6 +254,9 @@ def _reduce_own(state: HookState, recording: Recording) -> None:
     """Start summing the tiny vector of own norms; nobody waits for it on the step's way."""
     recording.reduced = torch.stack(recording.own).sum(0)
     recording.work = dist.all_reduce(recording.reduced, group=state.group, async_op=True)
+    if state.absorb:
+        state.works = [work for work in state.works if not work.is_completed()]
+        state.works.append(recording.work)
 
 
 def _finish(
@@ -219,17 +269,32 @@ def _finish(
         recording.average.append(row)
         params, grads = bucket.parameters(), bucket.gradients()
 
-    def finish(done: Any) -> torch.Tensor:
-        try:
-            done.value()  # raises what the all-reduce raised; torch's fake backend has no value
-        except Exception as error:
-            if not state.absorb:
-                raise
-            state.fail(error)
-            return buffer.zero_()  # not nan, which would trip gradient clipping and GradScaler
+    def measure() -> None:
         if recording is not None:
             row.copy_(state.norms.bucket(buffer, params, grads))
-        return buffer
 
-    chained: torch.futures.Future[torch.Tensor] = future.then(finish)
-    return chained
+    if not state.absorb:
+
+        def finish(done: Any) -> torch.Tensor:
+            done.value()  # raises what the all-reduce raised; torch's fake backend has no value
+            measure()
+            return buffer
+
+        chained: torch.futures.Future[torch.Tensor] = future.then(finish)
+        return chained
+    reduction = _Reduction(buffer, future)
+    state.under_way.append(reduction)
+
+    def arrived(done: Any) -> None:
+        try:
+            done.value()
+            measure()
+        except Exception as error:
+            reduction.settle(partial(state.fail, error))
+        else:
+            reduction.settle(None)
+
+    future.add_done_callback(arrived)
+    if state.lost is not None:  # told while we began
+        reduction.settle(partial(state.fail, state.lost))
+    return reduction.future

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import secrets
@@ -130,6 +131,12 @@ def disconnect_torch(session: Session) -> None:
                     ours.shutdown(socket.SHUT_RDWR)
         except OSError:  # closed a moment ago, or a listening one: gloo does not survive its end
             continue
+
+
+def keep_torch() -> None:
+    """Never free the present default group: its destructor would wait for an operation that never ends."""
+    if dist.is_initialized():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
 
 
 def _sockets() -> set[tuple[int, str]]:

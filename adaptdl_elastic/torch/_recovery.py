@@ -46,7 +46,7 @@ from adaptdl_elastic import env
 from adaptdl_elastic.reducer import PeerLostError
 from adaptdl_elastic.torch import _transfer
 from adaptdl_elastic.torch._loops import loops
-from adaptdl_elastic.torch._process_group import disconnect_torch
+from adaptdl_elastic.torch._process_group import disconnect_torch, keep_torch
 from adaptdl_elastic.torch._undo import Before, Sums, put_sums, sums_of
 
 if TYPE_CHECKING:
@@ -217,6 +217,8 @@ class Recovery:
         """Somebody is gone. From any thread: wake the training thread from a collective with the others."""
         if self.armed:
             disconnect_torch(self._session)
+            for model in self._models():
+                model.give_up("a replica is gone")
 
     def on_plan(self, message: Message) -> None:
         """The agent's plan of a generation without the dead. In the channel's thread."""
@@ -254,7 +256,9 @@ class Recovery:
             SystemExit: the plan does without this replica.
         """
         began = time.monotonic()
-        self._failed, self._passed = self.failed, False
+        # what an evaluation loop leaves behind is no step
+        self._failed = self.failed and (helper is None or helper.training or helper.training_unknown)
+        self._passed = False
         self._check(self._failed, helper, reason)
         log.info("going on without a replica: %s", self._session.control.lost or reason)
         for _ in range(_ATTEMPTS):
@@ -275,7 +279,7 @@ class Recovery:
 
     def _check(self, failed: bool, helper: AdaptiveDataLoaderHelper | None, reason: str) -> None:
         why = None
-        if failed and (helper is None or not helper.training or self._before is None):
+        if failed and (helper is None or self._before is None):
             why = "the step that it broke is in no data loop of this library"
         elif failed and self._before is not None:
             why = self._before.why_irreparable()
@@ -285,6 +289,8 @@ class Recovery:
     def _hang_up(self, reason: str) -> None:
         session = self._session
         disconnect_torch(session)
+        if any(model.stuck for model in self._models()):
+            keep_torch()
         if session.reducer is not None:
             session.reducer.abort()
         session.control.abandon()
@@ -319,6 +325,9 @@ class Recovery:
         everybody: list[Standing] = session.reducer.allreduce([mine], tag="standing")
         log.info("the survivors stand at %s", everybody)
         top = _newest(everybody)
+        if self._failed and mine.step == top:  # before others get it from us
+            assert self._before is not None
+            self._before.put_back(session)
         behind = [one.rank for one in everybody if one.torn or one.step < top]
         if behind:
             self._heal(mine, top, behind)
@@ -396,9 +405,6 @@ class Recovery:
         """Be where everybody in this data loop goes on."""
         state = loops()
         if any(one.training for one in here):
-            if self._failed:
-                assert self._before is not None
-                self._before.put_back(self._session)
             state.index = mine.index
             indices = self._session.reducer.allreduce([mine.index], tag="index")  # type: ignore[union-attr]
             if len(set(indices)) > 1:

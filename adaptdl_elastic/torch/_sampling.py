@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from adaptdl_elastic.torch._window import Batch
 from adaptdl_elastic.torch.gradient_noise_scale import GradientNoiseScale
 
 logger = logging.getLogger(__name__)
+
+_PATIENCE = timedelta(seconds=60)
 
 
 @dataclass
@@ -194,7 +197,7 @@ def _of_replicas(recordings: list[Recording], replicas: int) -> torch.Tensor:
     """
     variance: torch.Tensor | float = 0.0
     for recording in recordings:
-        recording.work.wait()
+        recording.work.wait(_PATIENCE)  # the others have had it for long; they may have died since
         mean = _total(recording.average)
         # The norms are of buffers that were divided by R already: mean_r |g_r|² = R · Σ_r |g_r/R|².
         assert recording.reduced is not None

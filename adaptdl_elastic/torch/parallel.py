@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +121,15 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._hook.absorb = True
         self.broadcast_buffers = False
 
+    def give_up(self, reason: str) -> None:
+        """Let a backward pass that waits for a lost replica go on with zeros. From any thread."""
+        self._hook.give_up(RuntimeError(reason))
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the process group has an operation under way that may never end."""
+        return self._hook.stuck
+
     @property
     def failure(self) -> BaseException | None:
         """Why gradients could not be synchronised; None while nothing is wrong."""
@@ -144,7 +154,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
         works = [dist.broadcast(buffer, 0, group=self.process_group, async_op=True) for buffer in buffers]
         for work in works:
-            work.wait()
+            work.wait(timedelta(seconds=60))  # everybody is here
 
     # What a script reads.
 
@@ -207,13 +217,15 @@ class AdaptiveDataParallel(DistributedDataParallel):
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """DDP's: in the second step of a generation it agrees on the order of buckets, by a collective."""
-        if self._hook.failure is None:
+        if not torch.is_grad_enabled() or (self._hook.failure is None and self._hook.lost is None):
             try:
                 return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
             except RuntimeError as error:
                 if not self._hook.absorb:
                     raise
                 self._hook.fail(error)
+        if self._hook.lost is not None:
+            self._hook.fail(self._hook.lost)
         self.require_backward_grad_sync = False  # nothing of this step will be used
         return inputs, kwargs
 
