@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from adaptdl_elastic.agent import inplace, recovery
+from adaptdl_elastic.agent import hangs, inplace, recovery
 from adaptdl_elastic.agent.states import (
     Action,
     AskToStop,
@@ -43,12 +43,12 @@ from adaptdl_elastic.agent.states import (
     ReplicaBroken,
     ReplicaExited,
     ReplicaHello,
+    ReplicaPong,
     ReplicaReady,
     ReplicaResilient,
     ReplicaStarted,
     ReplicaStep,
     ReplicaSwitched,
-    Say,
     SpecSeen,
     StartReplicas,
     State,
@@ -107,8 +107,7 @@ def deadline(state: State) -> float | None:
             times.append(held.join_by)
         if state.departure is not None:
             times.append(max(state.departure.since, held.since) + OWN_STOP_AFTER)
-        if state.me.hang_timeout is not None:
-            times += [r.stepped + state.me.hang_timeout for r in held.alive if r.stepped is not None]
+        times += hangs.due(state, held)
     return min(times, default=None)
 
 
@@ -199,6 +198,10 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
         return recovery.resilient(state, held, event.local_rank)
     if isinstance(event, ReplicaBroken):
         return recovery.hear(state, held, event, now)
+    if isinstance(event, ReplicaExited) and any(
+        r.hanging for r in held.replicas if r.local_rank == event.local_rank
+    ):
+        event = replace(event, message=hangs.told(state))
     if isinstance(event, ReplicaExited) and recovery.survived(held, event):
         return recovery.lose(state, held, event, now)
     if getattr(event, "generation", None) != held.generation:
@@ -211,9 +214,11 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
         case ReplicaHello(_, local_rank):
             if held.plain:
                 actions.append(WriteRunning(held.generation, library=True))
-            held = replace(_change(held, local_rank, library=True), plain=False)
+            held = replace(_change(held, local_rank, library=True, heard=now), plain=False)
         case ReplicaStep(_, local_rank, step):
-            held = _change(held, local_rank, step=step, stepped=now)
+            held = _change(held, local_rank, step=step, stepped=now, heard=now, pinged=None)
+        case ReplicaPong(_, local_rank):
+            held = _change(held, local_rank, heard=now, pinged=None)
         case ReplicaExited(_, local_rank, code, time, message):
             held = _learn_exit(held, local_rank, code, time, message)
     return replace(state, held=held), actions
@@ -314,6 +319,9 @@ def _reconcile_held(state: State, held: Held, now: float) -> tuple[State, list[A
     if why is not None:
         return _kill(state, held, why, now)
     if held.phase is Phase.RUNNING:
+        step = hangs.watch(state, held, now)
+        if step is not None:
+            return step
         plan = state.plan
         if plan is not None and plan.generation > max(held.generation, held.withdrawn):
             if held.change is not None and held.change.plan is plan:
@@ -330,7 +338,6 @@ def _reconcile_held(state: State, held: Held, now: float) -> tuple[State, list[A
                 held = _change(held, local_rank, signalled=True)
             asked = tuple(local_rank for local_rank in alive if local_rank not in plain)
             return replace(state, held=held), [AskToStop(asked, plain, why)]
-        return _watch_for_hang(state, held, now)
     return state, []
 
 
@@ -403,18 +410,6 @@ def _why_stop(state: State, held: Held, now: float) -> str | None:
     if any(r.exit_code == STOPPED for r in held.replicas):
         return "another replica stopped"
     return None
-
-
-def _watch_for_hang(state: State, held: Held, now: float) -> tuple[State, list[Action]]:
-    limit = state.me.hang_timeout
-    if limit is None:
-        return state, []
-    for replica in held.alive:
-        if replica.stepped is not None and now >= replica.stepped + limit:
-            message = f"no step for {limit:g} s after step {replica.step}: it hangs (--hang-timeout)"
-            held = replace(held, failure=Failure(replica.rank, -9, message))
-            return replace(state, held=held), [Say(f"replica {replica.rank}: {message}")]
-    return state, []
 
 
 def _kill(state: State, held: Held, why: str, now: float) -> tuple[State, list[Action]]:

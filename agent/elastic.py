@@ -305,6 +305,9 @@ class AdaptiveAgent(SimpleElasticAgent):
                 self._write_ready(generation)
             case d.AskToStop(local_ranks, plain, reason):
                 self._ask_to_stop(local_ranks, plain, reason)
+            case d.Ping(local_ranks):
+                for handle in self._held(local_ranks):
+                    handle.send({"type": "ping", "id": handle.number})
             case d.Kill(local_ranks, reason):
                 self._kill(local_ranks, reason)
             case d.WriteRunning(generation, library, resilient):
@@ -606,6 +609,8 @@ class AdaptiveAgent(SimpleElasticAgent):
                 handle.switched = self._plan is None or self._plan.generation != generation
                 self._journal.last_step_was(message.get("last_step"))
                 self._decide(d.ReplicaSwitched(generation, handle.local_rank))
+            case "pong":
+                self._decide(d.ReplicaPong(handle.generation, handle.local_rank))
             case "resilient":
                 self._decide(d.ReplicaResilient(int(message["generation"]), handle.local_rank))
             case "broken":

@@ -131,7 +131,7 @@ def _add_ours(group: Any) -> None:
     )
     add("--rescale", choices=["auto", "inplace", "restart"], default="auto", help="how the size changes")
     add("--rescale-timeout", type=float, default=60.0, metavar="S", help="newcomers must be ready by then")
-    add("--hang-timeout", type=float, metavar="S", help="kill a replica that takes no step for so long")
+    add("--hang-timeout", type=float, metavar="S", help="a replica that hangs so long is killed (0: never)")
     add("--once", action="store_true", help="a job that has ended is not started anew: exit as it did")
     add("--no-autoscale", action="store_true", help="only `adaptdl scale` changes the size")
     add("--event-log", type=Path, metavar="FILE", help="append one JSON object per event")
@@ -297,6 +297,9 @@ def parse_ports(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+_OFF_AT_ZERO = ("checkpoint_interval", "hang_timeout")
+
+
 def _check_numbers(args: argparse.Namespace) -> None:
     if args.max_restarts < 0:
         raise OptionError(f"--max-restarts={args.max_restarts} must not be negative; 0 means none")
@@ -308,7 +311,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
         "etcd_timeout",
     ):
         value = getattr(args, name)
-        if value is not None and not (value > 0 or (value == 0 and name == "checkpoint_interval")):
+        if value is not None and not (value > 0 or (value == 0 and name in _OFF_AT_ZERO)):
             raise OptionError(f"--{name.replace('_', '-')}={value:g} must be a positive number of seconds")
 
 

@@ -27,7 +27,7 @@ class Identity:
     job: str
     run: str
     checkpoint_timeout: float = 120.0
-    hang_timeout: float | None = None  # seconds without a step, after a first one; None: never
+    hang_timeout: float | None = None  # seconds without a step or an answer; None, 0: see `hangs`
     rescale_timeout: float = 60.0
 
 
@@ -47,6 +47,9 @@ class Replica:
     message: str = ""  # what is known of why it exited
     step: int | None = None
     stepped: float | None = None  # `now` of its newest step
+    heard: float | None = None  # `now` when it last gave a sign of life; None: not asked for any yet
+    pinged: float | None = None  # `now` when it was asked for one that has not come
+    hanging: bool = False  # it gave none, and is killed
 
 
 class Phase(str, Enum):
@@ -234,6 +237,14 @@ class ReplicaBroken:
 
 
 @dataclass(frozen=True)
+class ReplicaPong:
+    """A replica has answered."""
+
+    generation: int
+    local_rank: int
+
+
+@dataclass(frozen=True)
 class ReplicaExited:
     """A process is gone. `message` is what is known of why."""
 
@@ -290,6 +301,7 @@ Event = (
     | ReplicaSwitched
     | ReplicaResilient
     | ReplicaBroken
+    | ReplicaPong
     | ReplicaExited
     | Leave
     | LeaveNow
@@ -356,6 +368,13 @@ class AskToStop:
     local_ranks: tuple[int, ...]
     plain: tuple[int, ...]
     reason: str
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Ask replicas for a sign of life."""
+
+    local_ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -427,6 +446,7 @@ Action = (
     | Withdraw
     | Adopt
     | AskToStop
+    | Ping
     | Kill
     | WriteReady
     | WriteRunning

@@ -222,23 +222,6 @@ def test_an_agent_of_an_older_run_goes() -> None:
     assert actions[-1].code == 1
 
 
-def test_a_replica_that_takes_no_step_is_a_failure() -> None:
-    agent = Agent(hang_timeout=30.0).running()
-    agent.later(1000)  # loading data, compiling: no step was taken yet
-    agent(d.ReplicaStep(0, 0, 7))
-    agent(d.ReplicaStep(0, 1, 7))
-    agent.later(20)
-    agent(d.ReplicaStep(0, 0, 8))
-    assert deadline(agent.state) == 1030.0
-    actions = agent.later(10)
-    assert kinds(actions) == ["Say", "Kill"]
-    ended = agent.exits(-9, -9)[0]
-    assert isinstance(ended, d.WriteEnded)
-    assert ended.record.failure is not None
-    assert ended.record.failure.rank == 1
-    assert "--hang-timeout" in ended.record.failure.message
-
-
 def test_a_job_that_has_ended_leaves_nothing_running() -> None:
     agent = Agent().running()
     assert kinds(agent(d.StatusSeen(JobStatus("job", "run", JobState.FAILED, exit_code=3)))) == ["Kill"]

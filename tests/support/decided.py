@@ -16,7 +16,7 @@ from adaptdl_elastic.rendezvous.records import (
     Transition,
 )
 
-ME = d.Identity("here", "agent-1", "job", "run", checkpoint_timeout=120.0)
+ME = d.Identity("here", "agent-1", "job", "run", checkpoint_timeout=120.0, hang_timeout=0.0)
 
 
 def plan(

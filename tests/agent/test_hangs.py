@@ -1,0 +1,106 @@
+"""Which replica hangs: no processes, no clock."""
+
+from __future__ import annotations
+
+import pytest
+from decided import Agent, kinds, master, plan
+
+from adaptdl_elastic.agent import states as d
+from adaptdl_elastic.agent.decisions import deadline
+from adaptdl_elastic.agent.hangs import MOMENT, SILENCE
+from adaptdl_elastic.rendezvous.records import Failure, Transition
+
+WHY = "does not answer for 30 s: it hangs, or is stopped (--hang-timeout)"
+
+
+def resilient(hang_timeout: float | None) -> Agent:
+    agent = Agent(hang_timeout=hang_timeout).running()
+    for slot in range(2):
+        agent(d.ReplicaResilient(0, slot))
+    return agent
+
+
+def answers(agent: Agent, *slots: int) -> None:
+    for slot in slots:
+        agent(d.ReplicaPong(0, slot))
+
+
+def steps(agent: Agent) -> None:
+    for slot in range(2):
+        agent(d.ReplicaStep(0, slot, 7))
+
+
+def test_who_is_silent_is_asked_and_only_who_does_not_answer_is_killed() -> None:
+    agent = resilient(30.0)
+    assert deadline(agent.state) == 15.0
+    assert agent.later(15) == [d.Ping((0, 1))]
+    answers(agent, 0)
+    assert deadline(agent.state) == 30.0
+    assert agent.later(15) == [d.Say(f"replica 1 {WHY}"), d.Kill((1,), WHY), d.Ping((0,))]
+    actions = agent(d.ReplicaExited(0, 1, -9, 5.0, "SIGKILL: killed from outside"))
+    assert kinds(actions) == ["Lost", "WriteBroken"]  # and the other goes on
+    assert actions[0] == d.Lost(0, Failure(1, -9, WHY, 5.0))
+
+
+def test_without_resilience_it_is_a_failure_with_its_reason() -> None:
+    agent = Agent(hang_timeout=30.0).running()
+    agent.later(15)
+    answers(agent, 0)
+    agent.later(15)
+    assert kinds(agent(d.ReplicaExited(0, 1, -9, 5.0, "SIGKILL"))) == ["Kill"]
+    assert agent.state.held is not None
+    assert agent.state.held.failure == Failure(1, -9, WHY, 5.0)
+
+
+def test_steps_are_signs_of_life() -> None:
+    agent = resilient(30.0)
+    for _ in range(5):
+        assert agent.later(14) == []
+        steps(agent)
+
+
+def test_an_agent_that_was_stopped_itself_asks_first() -> None:
+    assert resilient(30.0).later(10_000) == [d.Ping((0, 1))]
+
+
+@pytest.mark.parametrize(("given", "seconds"), [(None, SILENCE / 2), (10.0, 5.0), (0.0, None)])
+def test_how_long_it_may_be_silent(given: float | None, seconds: float | None) -> None:
+    assert deadline(resilient(given).state) == seconds
+
+
+def test_nobody_is_asked_when_it_is_switched_off() -> None:
+    assert resilient(0.0).later(10_000) == []
+
+
+def test_a_script_without_the_library_is_not_asked() -> None:
+    assert Agent(hang_timeout=None).running(library=False).later(10_000) == []
+
+
+def test_when_all_answer_but_take_no_step_all_are_killed_after_a_moment() -> None:
+    agent = resilient(30.0)
+    steps(agent)
+    for _ in range(2):
+        assert agent.later(15) == [d.Ping((0, 1))]
+        answers(agent, 0, 1)
+    assert kinds(agent.later(MOMENT)) == ["Say", "Kill"]
+    assert agent.state.held is not None
+    assert agent.state.held.failure is not None
+    assert "no step for 35 s after step 7" in agent.state.held.failure.message
+
+
+def test_who_waits_for_a_plan_takes_no_step_and_does_not_hang() -> None:
+    agent = resilient(30.0)
+    steps(agent)
+    agent(d.ReplicaBroken(0, 0))
+    for _ in range(10):
+        assert agent.later(15) == [d.Ping((0, 1))]
+        answers(agent, 0, 1)
+
+
+def test_a_change_that_is_under_way_hides_nobody() -> None:
+    agent = resilient(30.0)
+    agent(d.PlanSeen(plan(1, ("here", 1), ("there", 1), transition=Transition.INPLACE)))
+    agent(master(1))
+    assert agent.later(15) == [d.Ping((0, 1))]
+    answers(agent, 0)
+    assert kinds(agent.later(15)) == ["Say", "Kill", "Ping"]
