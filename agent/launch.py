@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -79,6 +80,9 @@ def launch(options: Options, say: Callable[[str], None]) -> int:
             note = (endpoint, options.cluster, options.job, os.getpid(), password_file)
             runtime_file.write(runtime_file.RuntimeFile(*note))
             stack.callback(runtime_file.remove, options.job, os.getpid())
+        # Before anything is leased: while torch's libraries are loaded no other thread of ours runs: on a
+        # busy machine for longer than a lease.
+        importlib.import_module("adaptdl_elastic.agent.elastic")
         found = _join(options, store, keys, endpoint, display.say)
         return _run(options, found, endpoint, store, keys, fork_server, output, events, display)
 

@@ -16,4 +16,7 @@ from adaptdl_elastic.rendezvous.server import EtcdServer
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """An etcd, and agents on it; all of it is gone at the end."""
     with EtcdServer() as etcd, ExitStack() as stack:
-        yield Cluster(etcd, tmp_path, stack)
+        made = Cluster(etcd, tmp_path, stack)
+        yield made
+        for name, run in made.agents.items():  # pytest shows it when the test has failed
+            print(f"--- {name}, exit code {run.process.poll()}\n{run.text()}")

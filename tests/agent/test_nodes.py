@@ -1,90 +1,73 @@
-"""Several agents on one machine, one etcd: they come late, idle, leave, and die."""
+"""Several agents on one machine, one etcd: they come late, idle, leave, come back, and die."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from elastic_run import ElasticRun
-
-from adaptdl_elastic.rendezvous.server import EtcdServer
+from cluster import JOB, Cluster
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN, PLAIN = str(SCRIPTS / "train.py"), str(SCRIPTS / "plain.py")
+LONG = ("60", "0.2")  # epochs, seconds per step
 pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(300)]
-Start = Callable[..., ElasticRun]
 
 
-@pytest.fixture
-def etcd() -> Iterator[EtcdServer]:
-    with EtcdServer() as server:
-        yield server
-
-
-@pytest.fixture
-def start(etcd: EtcdServer, tmp_path: Path) -> Iterator[Start]:
-    """Start an agent of the job as a node of that name."""
-    with ExitStack() as stack:
-
-        def one(node: str, *arguments: str, nodes: str = "1:3") -> ElasticRun:
-            command = [
-                *(f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=job", f"--node-name={node}"),
-                *(f"--nnodes={nodes}", "--no-autoscale", f"--checkpoint-path={tmp_path / 'saved'}"),
-                *("--checkpoint-interval=0.5", *arguments),
-            ]
-            return stack.enter_context(ElasticRun(command, tmp_path))
-
-        yield one
-
-
-def ask(run: ElasticRun, etcd: EtcdServer, *arguments: str) -> None:
-    done = run.adaptdl(*arguments, "--etcd", etcd.endpoint)
-    assert done.returncode == 0, done.stderr
-
-
-def samples(*runs: ElasticRun) -> dict[int, int]:
-    """Samples of each finished epoch, whichever node had rank 0."""
-    return {event["epoch"]: event["samples"] for run in runs for event in run.of("epoch")}
-
-
-def test_a_node_comes_late_and_is_drained_and_the_other_goes_on(etcd: EtcdServer, start: Start) -> None:
-    first = start("first", TRAIN, "16", "0.2")
+def test_a_node_comes_late_and_is_drained_and_the_other_goes_on(cluster: Cluster) -> None:
+    first = cluster.start("first", TRAIN, *LONG)
     first.wait_for_event("generation", generation=0, timeout=120)
-    second = start("second", TRAIN, "16", "0.2")
-    ask(first, etcd, "scale", "job", "--replicas", "2")
-    grown = first.wait_for_event("generation", replicas=2, timeout=120)
+    second = cluster.start("second", TRAIN, *LONG)
+    grown = cluster.scale(2, first)
     assert grown["transition"] == "inplace"
     assert 0 < grown["pause_s"] < 10
     assert grown["placements"] == {"first": 1, "second": 1}
     seen = len(first.events)
-    ask(first, etcd, "drain", "second")
+    cluster.ask("drain", "second")
     shrunk = first.wait_for_event("generation", replicas=1, after=seen, timeout=120)
     assert shrunk["cause"] == "drain"
     assert second.wait() == 0
-    assert first.wait(200) == 0
-    assert samples(first, second) == dict.fromkeys(range(16), 200)
+    cluster.finish(first)
     assert first.of("failure") == []
+    cluster.check(epochs=60, replicas=1)
 
 
-def test_an_agent_is_killed_and_the_other_goes_on(etcd: EtcdServer, start: Start) -> None:
-    first = start("first", TRAIN, "16", "0.2", nodes="1:2")
+def test_a_node_leaves_and_comes_back_and_another_follows(cluster: Cluster) -> None:
+    first = cluster.start("first", TRAIN, *LONG)
+    first.wait_for_event("generation", timeout=120)
+    second = cluster.start("second", TRAIN, *LONG)
+    cluster.scale(2, second)
+    for size in (1, 2):
+        seen = len(first.events)
+        cluster.ask("scale", JOB, "--replicas", str(size))
+        first.wait_for_event("generation", replicas=size, after=seen, timeout=120)
+    third = cluster.start("third", TRAIN, *LONG)
+    grown = cluster.scale(3, second)
+    # what each agent says of a change is of this change, also one whose replicas have joined others
+    assert grown["time"] > third.wait_for_event("started")["time"]
+    assert [e["generation"] for e in second.of("started")] == [1, 3, 4]
+    for event in (e for run in (first, second, third) for e in run.of("generation")[1:]):
+        assert event["pause_s"] is None or 0 < event["pause_s"] < 30, event
+    cluster.finish(first, second, third)
+    cluster.check(epochs=60, replicas=3)
+
+
+def test_an_agent_is_killed_and_the_other_goes_on(cluster: Cluster) -> None:
+    first = cluster.start("first", TRAIN, *LONG)
     first.wait_for_event("generation", generation=0, timeout=120)
-    second = start("second", TRAIN, "16", "0.2", nodes="1:2")
-    ask(first, etcd, "scale", "job", "--replicas", "2")
-    first.wait_for_event("generation", replicas=2, timeout=120)
+    second = cluster.start("second", TRAIN, *LONG)
+    cluster.scale(2, first)
+    seen = len(first.events)
     second.process.kill()
-    assert first.wait(200) == 0
-    assert sorted(samples(first, second)) == list(range(16))
-    assert samples(first)[15] == 200
-    last = first.of("generation")[-1]
-    assert (last["replicas"], last["cause"]) == (1, "node_lost")
+    alone = first.wait_for_event("generation", after=seen, timeout=120)
+    assert (alone["replicas"], alone["cause"]) == (1, "node_lost")
+    cluster.finish(first)
+    cluster.check(epochs=60, replicas=1)
 
 
-def test_the_second_run_of_a_finished_job_is_another_one(etcd: EtcdServer, start: Start) -> None:
-    assert start("first", PLAIN, nodes="1").wait() == 0
-    again = start("first", PLAIN, nodes="1")
+def test_the_second_run_of_a_finished_job_is_another_one(cluster: Cluster) -> None:
+    assert cluster.start("first", PLAIN, nodes="1").wait() == 0
+    again = cluster.start("first", PLAIN, nodes="1")
     assert again.wait() == 0
     assert "starting it anew" in again.text()
     assert "rank 0 of 1" in again.text()
+    assert cluster.violations() == []
