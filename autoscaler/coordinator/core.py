@@ -22,13 +22,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 from adaptdl_elastic.autoscaler.coordinator import job as jobs
-from adaptdl_elastic.autoscaler.coordinator import recovery, rounds
+from adaptdl_elastic.autoscaler.coordinator import left_behind, recovery, rounds
 from adaptdl_elastic.autoscaler.coordinator.fence import fence_off
 from adaptdl_elastic.autoscaler.coordinator.job import Change, Condition, Phase
-from adaptdl_elastic.autoscaler.coordinator.policy import Policy, ask, worth_asking
+from adaptdl_elastic.autoscaler.coordinator.policy import Policy, ask
 from adaptdl_elastic.autoscaler.coordinator.recovery import Losses
 from adaptdl_elastic.autoscaler.coordinator.rounds import Answer, Round
 from adaptdl_elastic.autoscaler.coordinator.slots import (
@@ -54,7 +53,6 @@ from adaptdl_elastic.autoscaler.coordinator.types import (
     Allocation,
     CompareAndSwap,
     Decided,
-    DeletePrefix,
     Memory,
     Say,
     Settings,
@@ -140,8 +138,8 @@ class _Deciding:
         self._untangle()
         for job in fenced:
             self._status(job, self.conditions[job.job])
-            self._collect(job, self.conditions[job.job])
-        self._forget_ended()
+            self.actions += left_behind.collect(self.view, job, self.conditions[job.job], self.keys)
+        self.actions += left_behind.forget_ended(self.view, self.conditions, self.keys, self.settings)
         memory = replace(
             self.memory,
             late=MappingProxyType(self.late),
@@ -445,43 +443,10 @@ class _Deciding:
 
     def _ask_policy(self) -> None:
         """Begin a round if one is due."""
-        if self.memory.round is not None:
-            return  # one at a time: its answer wakes us
-        conditions, now = self._unplanned(), self.view.now
-        for name, condition in conditions.items():
-            if condition.phase is Phase.STEADY and not jobs.uses_library(self.view.jobs[name]):
-                self._wake(condition.health.started_at + self.settings.hello_grace, future_only=True)
-        by_hand = rounds.asked_by_hand(self.view, conditions)
-        starts = rounds.somebody_starts(conditions, self.memory)
-        last = self.memory.round_at
-        soonest = last + min(
-            self.settings.interval, max(self.settings.min_gap, 10 * self.memory.policy_seconds)
+        self.memory, self.round, wake_at = rounds.consider(
+            self.view, self._unplanned(), self._with_late(), self.ledger, self.settings
         )
-        # to put the question together takes longer than all the rest, and one event seldom comes alone
-        soonest = max(soonest, self.memory.looked_at + self.settings.min_gap)
-        if now < soonest and not starts and not by_hand - self.memory.by_hand:
-            self._wake(soonest)
-            return
-        self.memory = replace(self.memory, looked_at=now)
-        question = ask(self.view, conditions, self._with_late(), self.ledger, self.settings)
-        if not question.jobs:
-            self.memory = replace(self.memory, targets=MappingProxyType({}), asked=question)
-            return
-        changed = worth_asking(question, self.memory.asked, self.settings.drift)
-        due = soonest if changed else last + self.settings.interval
-        if now < due and not by_hand - self.memory.by_hand and not (changed and starts):
-            self._wake(due)
-            return
-        self.round = rounds.begin(self.memory.rounds + 1, question, self.view, self.settings)
-        self.memory = replace(
-            self.memory,
-            round_at=now,
-            asked=question,
-            by_hand=by_hand,
-            round=self.round,
-            rounds=self.round.number,
-        )
-        self._wake(now + self.settings.interval)
+        self._wake(wake_at)
 
     # -- 4. targets
 
@@ -540,24 +505,10 @@ class _Deciding:
             condition.phase is Phase.CHANGING for condition in self.conditions.values()
         ):
             return  # somebody is about to leave
-        wanted = set().union(*self.blocked.values())
-        first = min(
-            (
-                (sum(in_plan(self.conditions[name].plan).values()), name)
-                for name in self.blocked
-                if self.conditions[name].phase is Phase.STEADY
-                and wanted & set(in_plan(self.conditions[name].plan))
-                and any(
-                    self.blocked[other] & set(self.ledger.held(name))
-                    for other in self.blocked
-                    if other != name
-                )
-            ),
-            default=None,
-        )
+        first = rounds.in_the_way(self.conditions, self.blocked, self.ledger)
         if first is not None:
             why = "moves to other nodes, and jobs there wait for the slots that it has"
-            self._publish(self.view.jobs[first[1]], Change({}, Cause.POLICY, Transition.RESTART, why))
+            self._publish(self.view.jobs[first], Change({}, Cause.POLICY, Transition.RESTART, why))
 
     def _publish(self, job: JobView, change: Change) -> bool:
         """Write the job's next plan."""
@@ -590,7 +541,7 @@ class _Deciding:
             predicted_goodput=change.predicted_goodput,
         )
         self.actions.append(CompareAndSwap(self.keys.job(job.job, "plan"), plan, job.plan.revision))
-        self.actions.append(Say("plan", _plan_event(plan)))
+        self.actions.append(Say("plan", left_behind.plan_event(plan)))
         self.ledger.hold(job.job, change.allocation)
         self.notes[job.job].planned = True
         if not change.midway:
@@ -656,66 +607,13 @@ class _Deciding:
                 Say("state", {"job": job.job, "state": status.state.value, "reason": status.reason})
             )
         if status.prediction_error is not None and (was is None or was.prediction_error is None):
-            self.actions.append(Say("prediction", _prediction_event(job, status.prediction_error)))
+            self.actions.append(Say("prediction", left_behind.prediction_event(job, status.prediction_error)))
 
-    def _collect(self, job: JobView, condition: Condition) -> None:
-        """Delete the keys of generations that nobody reads any more."""
-        if job.plan is None:
-            return
-        needed = {leaver.generation for leaver in holding(self.view, job)}
-        oldest = job.plan.record.generation - 2
-        if condition.phase is Phase.OVER and not self.view.agents(job.job):
-            oldest = job.plan.record.generation + 1
-        for generation in sorted(job.generations):
-            if generation < oldest and generation not in needed:
-                self.actions.append(DeletePrefix(self.keys.generation(job.job, generation)))
-                self.actions.append(DeletePrefix(self.keys.reports(job.job, generation)))
-
-    def _forget_ended(self) -> None:
-        """Keep the statuses of only so many jobs that have ended."""
-        over = [
-            (job.status.revision, name)
-            for name, condition in self.conditions.items()
-            if condition.phase is Phase.OVER
-            and (job := self.view.jobs[name]).status is not None
-            and not self.view.agents(name)
-        ]
-        for _, name in sorted(over)[: max(0, len(over) - self.settings.keep_ended)]:
-            self.actions += [DeletePrefix(self.keys.job(name)), DeletePrefix(self.keys.reports(name))]
-
-    def _wake(self, at: float, future_only: bool = False) -> None:
-        if not future_only or at > self.view.now:
-            self.wake_at = min(self.wake_at, at)
+    def _wake(self, at: float) -> None:
+        self.wake_at = min(self.wake_at, at)
 
 
 def _before(plan: Plan) -> dict[str, int]:
     """What the generation has that a change in place is to follow."""
     before = recovery.before(plan)
     return {one.node: one.replicas for one in plan.leaving if one.generation == before}
-
-
-def _plan_event(plan: Plan) -> dict[str, Any]:
-    return {
-        "job": plan.job,
-        "generation": plan.generation,
-        "replicas": plan.replicas,
-        "nodes": plan.nodes,
-        "placements": in_plan(plan),
-        "cause": plan.cause.value,
-        "transition": plan.transition.value,
-        "reason": plan.reason,
-        "restarts": plan.restarts,
-        "predicted_goodput": plan.predicted_goodput,
-    }
-
-
-def _prediction_event(job: JobView, error: float) -> dict[str, Any]:
-    hints = job.hints.record if job.hints else None
-    plan = job.plan.record if job.plan else None
-    return {
-        "job": job.job,
-        "generation": plan.generation if plan else None,
-        "predicted": (plan.predicted_goodput if plan else None) or (hints and hints.predicted_goodput),
-        "measured": hints.goodput if hints else None,
-        "error": error,
-    }

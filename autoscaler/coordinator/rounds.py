@@ -7,13 +7,15 @@ thread; its `Answer` is checked against the cluster as it is by then.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from adaptdl_elastic.autoscaler.coordinator import job as jobs
 from adaptdl_elastic.autoscaler.coordinator.job import Condition, Phase
-from adaptdl_elastic.autoscaler.coordinator.policy import Policy, Question, targets
+from adaptdl_elastic.autoscaler.coordinator.policy import Policy, Question, ask, targets, worth_asking
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan, nearest, rooms, smallest
 from adaptdl_elastic.autoscaler.coordinator.types import Memory, Settings, Target
 from adaptdl_elastic.autoscaler.policy.types import Decision
@@ -44,6 +46,38 @@ class Answer:
     decision: Decision | None
     seconds: float  # of wall time
     error: str = ""
+
+
+def consider(
+    view: View, conditions: Mapping[str, Condition], memory: Memory, ledger: Ledger, settings: Settings
+) -> tuple[Memory, Round | None, float]:
+    """Whether a round is due: what to remember, the round to begin, and when to look again."""
+    now, wake_at = view.now, math.inf
+    if memory.round is not None:
+        return memory, None, wake_at  # one at a time: its answer wakes us
+    for name, condition in conditions.items():
+        if condition.phase is Phase.STEADY and not jobs.uses_library(view.jobs[name]):
+            silent_until = condition.health.started_at + settings.hello_grace
+            wake_at = min(wake_at, silent_until) if silent_until > now else wake_at
+    by_hand = asked_by_hand(view, conditions)
+    hurry = bool(by_hand - memory.by_hand)
+    starts = somebody_starts(conditions, memory)
+    gap = min(settings.interval, max(settings.min_gap, 10 * memory.policy_seconds))
+    # to put the question together takes longer than all the rest, and one event seldom comes alone
+    soonest = max(memory.round_at + gap, memory.looked_at + settings.min_gap)
+    if now < soonest and not starts and not hurry:
+        return memory, None, min(wake_at, soonest)
+    memory = replace(memory, looked_at=now)
+    question = ask(view, conditions, memory, ledger, settings)
+    if not question.jobs:
+        return replace(memory, targets=MappingProxyType({}), asked=question), None, wake_at
+    changed = worth_asking(question, memory.asked, settings.drift)
+    due = soonest if changed else memory.round_at + settings.interval
+    if now < due and not hurry and not (changed and starts):
+        return memory, None, min(wake_at, due)
+    begun = begin(memory.rounds + 1, question, view, settings)
+    memory = replace(memory, round_at=now, asked=question, by_hand=by_hand, round=begun, rounds=begun.number)
+    return memory, begun, wake_at
 
 
 def begin(number: int, question: Question, view: View, settings: Settings) -> Round:
@@ -127,3 +161,21 @@ def without_policy(
             if least is not None:
                 found[info.name] = Target(run, least, Cause.START, "the least it can begin with")
     return found
+
+
+def in_the_way(
+    conditions: Mapping[str, Condition], blocked: Mapping[str, set[str]], ledger: Ledger
+) -> str | None:
+    """Of jobs that wait for each other's slots the one that leaves first, None where there are none.
+
+    `blocked`: the jobs whose target waits for slots, and on which nodes. The smallest goes.
+    """
+    wanted = set().union(*blocked.values())
+    found = [
+        (sum(in_plan(conditions[name].plan).values()), name)
+        for name in blocked
+        if conditions[name].phase is Phase.STEADY
+        and wanted & set(in_plan(conditions[name].plan))
+        and any(blocked[other] & set(ledger.held(name)) for other in blocked if other != name)
+    ]
+    return min(found)[1] if found else None
