@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo cluster-demo ec2-demo api test lint clean
+.PHONY: help install demo cluster-demo ec2-demo soak api test lint clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -30,6 +30,9 @@ cluster-demo: $(STAMP) ## three agents on this machine: one joins late, one is d
 
 ec2-demo: $(STAMP) ## an auto-scaling group without an account: grows, is interrupted, shrinks
 	@$(BIN)/python examples/ec2_demo.py
+
+soak: $(STAMP) ## MINUTES=15: replicas that come, go and are killed at random, and exact arithmetic at the end
+	@$(BIN)/python benchmarks/soak.py --minutes $(or $(MINUTES),15)
 
 api: $(STAMP) ## docs/api.md from the docstrings
 	@$(BIN)/python docs/generate_api.py
