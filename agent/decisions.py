@@ -274,10 +274,9 @@ def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
         return state, [answer]
     if state.master is None or state.master.generation != plan.generation:
         return _open_master(state, plan)
-    slots = plan.slots(state.me.node)
-    named = zip(slots, plan.ranks(state.me.node), strict=True)
-    held = Held(plan.generation, tuple(Replica(slot, rank) for slot, rank in named), since=now)
-    actions: list[Action] = [StartReplicas(plan, state.master, slots, join)]
+    named = plan.rank_by_slot(state.me.node)
+    held = Held(plan.generation, tuple(Replica(slot, rank) for slot, rank in named.items()), since=now)
+    actions: list[Action] = [StartReplicas(plan, state.master, tuple(named), join)]
     if join:
         held = replace(held, joining=True, join_by=now + state.me.rescale_timeout)
     else:

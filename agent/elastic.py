@@ -7,7 +7,6 @@ loop waits for messages, ends, the store, signals and timers at once.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import select
@@ -27,10 +26,10 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from adaptdl_elastic.agent import decisions, failures, inplace
 from adaptdl_elastic.agent import states as d
+from adaptdl_elastic.agent.books import Books
 from adaptdl_elastic.agent.coordinator_host import CoordinatorHost
 from adaptdl_elastic.agent.environ import replica_environment
 from adaptdl_elastic.agent.forkserver import Exited, ForkServer, Spawned
@@ -39,6 +38,7 @@ from adaptdl_elastic.agent.journal import Journal
 from adaptdl_elastic.agent.loop import Loop
 from adaptdl_elastic.agent.meeting import Joined, Meeting
 from adaptdl_elastic.agent.mirror import Mirror
+from adaptdl_elastic.agent.outcome import run_result
 from adaptdl_elastic.agent.output import Output
 from adaptdl_elastic.agent.replica import ReplicaHandle
 from adaptdl_elastic.agent.setting import Setting
@@ -47,7 +47,6 @@ from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.plans import PlanStore
 from adaptdl_elastic.rendezvous.records import (
     INSISTS,
-    BrokenRecord,
     CheckpointRecord,
     EndedRecord,
     Failure,
@@ -55,13 +54,8 @@ from adaptdl_elastic.rendezvous.records import (
     MasterRecord,
     Outcome,
     Plan,
-    ReadyRecord,
-    RunningRecord,
     Transition,
-    encode,
 )
-from adaptdl_elastic.sched_hints import MalformedHintsError
-from adaptdl_elastic.sched_hints import decode as decode_hints
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +98,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         self.exit_code, self.exit_reason = 1, ""
         self._loop = Loop()
         self._writer = Writer(self._loop.post)
+        self._books = Books(store, keys, self._writer, setting.me.job, setting.me.node)
         self._mirror = Mirror(keys, setting.me.job, setting.me.node)
         self._watchers = [Watcher(store, prefix, self._loop.post) for prefix in self._mirror.prefixes]
         self._replicas: dict[int, ReplicaHandle] = {}  # by their number at the fork server
@@ -120,6 +115,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         )
         self._signals, self._signalled = 0, 0.0
         self._checkpoint_asked = 0
+        self._mourned: set[tuple[int, int]] = set()  # (generation, rank) of the dead whom others survive
         self._told: set[str] = set()  # reasons why the job keeps its size
         self._last_exits: list[tuple[ReplicaHandle, int]] = []
 
@@ -192,17 +188,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         self._loop.close()
 
     def _result(self) -> RunResult:
-        failed = self.exit_code not in (0, decisions.STOPPED)
-        state = {0: WorkerState.SUCCEEDED, decisions.STOPPED: WorkerState.STOPPED}.get(
-            self.exit_code, WorkerState.FAILED
-        )
-        broken = {
-            handle.rank: ProcessFailure(handle.local_rank, handle.pid or 0, code, handle.error_file)
-            for handle, code in self._last_exits
-            if failed and code not in (0, decisions.STOPPED)
-        }
-        fine = {w.global_rank: None for w in self._worker_group.workers if w.global_rank not in broken}
-        return RunResult(state, fine, broken)
+        return run_result(self.exit_code, self._last_exits, self._worker_group.workers)
 
     # Events -------------------------------------------------------------------------------------
 
@@ -302,7 +288,7 @@ class AdaptiveAgent(SimpleElasticAgent):
             case d.Adopt(plan):
                 self._adopt(plan)
             case d.WriteReady(generation):
-                self._write_ready(generation)
+                self._books.ready(generation)
             case d.AskToStop(local_ranks, plain, reason):
                 self._ask_to_stop(local_ranks, plain, reason)
             case d.Ping(local_ranks):
@@ -313,24 +299,21 @@ class AdaptiveAgent(SimpleElasticAgent):
             case d.WriteRunning(generation, library, resilient):
                 self._write_running(generation, library, resilient)
             case d.WriteBroken(record):
-                self._write_broken(record)
+                self._books.broken(record)
             case d.Lost(generation, failure):
                 self._mourn(generation, failure)
             case d.WriteEnded(record):
                 self._write_ended(record)
             case d.WriteDraining(reason, when):
-                self._writer.submit(partial(self._write_draining, when))
+                self._writer.submit(partial(self._registration.update, draining=True, deadline=when))
             case d.Say(text):
                 self._say(text)
             case d.Exit(code, reason):
                 self.exit_code, self.exit_reason = code, reason
 
-    def _write_draining(self, deadline: float | None) -> None:
-        self._registration.update(draining=True, deadline=deadline)
-
     def _open_master(self, generation: int) -> None:
         record = self._meeting.open(generation)
-        self._put(self._keys.generation(self._setting.me.job, generation, "master"), encode(record))
+        self._books.master(record)
         self._decide(d.MasterSeen(record))
 
     def _start(self, start: d.StartReplicas) -> None:
@@ -364,7 +347,7 @@ class AdaptiveAgent(SimpleElasticAgent):
 
     def _spawn(self, start: d.StartReplicas, local_rank: int, secret: str) -> None:
         plan = start.plan
-        rank = self._ranks(plan)[local_rank]
+        rank = plan.rank_by_slot(self._setting.me.node)[local_rank]
         self._numbers += 1
         destination = self._output.open(plan.generation, local_rank, rank)
         handle = ReplicaHandle(self._numbers, plan.generation, local_rank, rank, destination.error_file)
@@ -382,11 +365,6 @@ class AdaptiveAgent(SimpleElasticAgent):
         handle.theirs.close()
         self._replicas[handle.number] = handle
         self._loop.add(handle, partial(self._channel_news, handle))
-
-    def _ranks(self, plan: Plan) -> dict[int, int]:
-        """New rank by LOCAL_RANK, of this node."""
-        node = self._setting.me.node
-        return dict(zip(plan.slots(node), plan.ranks(node), strict=True))
 
     def _environment(
         self, plan: Plan, master: MasterRecord, local_rank: int, secret: str, error_file: str
@@ -407,7 +385,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         """To every replica of the held generation: who it becomes, and where."""
         if self._plan is None:
             return
-        mine = self._ranks(plan)
+        mine = plan.rank_by_slot(self._setting.me.node)
         recover = plan.transition is Transition.RECOVER
         numbers = None if recover else inplace.renumber(self._store_link.whole(self._plan), plan)
         for handle in self._replicas.values():
@@ -435,7 +413,8 @@ class AdaptiveAgent(SimpleElasticAgent):
 
     def _adopt(self, plan: Plan) -> None:
         """The replicas have gone over: their handles follow."""
-        members = [h for h in self._replicas.values() if h.local_rank in (ranks := self._ranks(plan))]
+        ranks = plan.rank_by_slot(self._setting.me.node)
+        members = [handle for handle in self._replicas.values() if handle.local_rank in ranks]
         for handle in members:
             handle.generation, handle.rank = plan.generation, ranks[handle.local_rank]
             handle.first_step = None
@@ -446,7 +425,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         self._meeting.forget(plan.generation)
         self._initialize_workers(self._worker_group)
         pids = {h.rank: h.pid for h in members if h.pid is not None}
-        self._journal.started(plan, pids, self._last_step_elsewhere(plan))
+        self._journal.started(plan, pids, self._mirror.last_step_before(plan))
         self._journal.hello()
         for handle in members:
             early, handle.early_step, handle.switched = handle.early_step, None, False
@@ -481,46 +460,32 @@ class AdaptiveAgent(SimpleElasticAgent):
         for handle in self._held(local_ranks):
             self._forks.signal(handle.number, signal.SIGKILL)
 
-    def _write_broken(self, record: BrokenRecord) -> None:
-        me = self._setting.me
-        record = replace(record, time=time.time())
-        self._put(self._keys.generation(me.job, record.generation, "broken", me.node), encode(record))
-
     def _mourn(self, generation: int, failure: Failure) -> None:
         """The death of a replica that the others survive."""
+        self._mourned.add((generation, failure.rank))
         self._journal.lost(generation, failure)
         self._say(f"replica {failure.rank} is lost ({failure.message})")
 
     def _write_running(self, generation: int, library: bool, resilient: bool = False) -> None:
         first = min((h.first_step for h in self._replicas.values() if h.first_step), default=None)
-        node = self._setting.me.node
-        record = RunningRecord(node, generation, time.time(), first, library, resilient)
-        self._put(self._keys.generation(self._setting.me.job, generation, "running", node), encode(record))
-
-    def _write_ready(self, generation: int) -> None:
-        node = self._setting.me.node
-        record = ReadyRecord(node, generation, time.time())
-        self._put(self._keys.generation(self._setting.me.job, generation, "ready", node), encode(record))
+        self._books.running(generation, first, library, resilient)
 
     def _write_ended(self, record: EndedRecord) -> None:
         if self._plan is None or record.generation == self._plan.generation:
             self._journal.ended()
         record = replace(record, last_step=self._journal.last_step, time=time.time())
-        if record.failure is not None and record.outcome is Outcome.FAILED:
+        # the last of this node's dead is no failure where those of other nodes live on
+        elsewhere = self._plan is not None and self._plan.nodes > 1
+        failure = record.failure
+        mourned = failure is not None and (record.generation, failure.rank) in self._mourned
+        if failure is not None and record.outcome is Outcome.FAILED and not (mourned and elsewhere):
             status = self.state.status
             used = min((status.restarts_used if status else 0) + 1, self._setting.max_restarts)
-            self._journal.failure(record.failure, used, self._setting.max_restarts)
-            what, why = f"replica {record.failure.rank} failed", record.failure.message
-            name = failures.exit_name(record.failure.exit_code)
+            self._journal.failure(failure, used, self._setting.max_restarts)
+            what, why = f"replica {failure.rank} failed", failure.message
+            name = failures.exit_name(failure.exit_code)
             self._say(f"{what}: {why}" if why.startswith(name) else f"{what} ({name}): {why}")
-        me = self._setting.me
-        self._put(self._keys.generation(me.job, record.generation, "ended", me.node), encode(record))
-
-    def _put(self, key: str, value: str) -> None:
-        self._writer.submit(lambda: self._store_put(key, value))
-
-    def _store_put(self, key: str, value: str) -> None:
-        self._store_link.put(key, value)
+        self._books.ended(record)
 
     # Replicas -----------------------------------------------------------------------------------
 
@@ -555,15 +520,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         mine = [h for h in self._replicas.values() if h.generation == handle.generation]
         if plan is not None and plan.generation == handle.generation and all(h.pid is not None for h in mine):
             pids = {h.rank: h.pid for h in mine if h.pid is not None}
-            self._journal.started(plan, pids, self._last_step_elsewhere(plan))
-
-    def _last_step_elsewhere(self, plan: Plan) -> float | None:
-        times = [
-            record.last_step
-            for (generation, _), record in self._mirror.ended.items()
-            if plan.first <= generation < plan.generation and record.last_step is not None
-        ]
-        return max(times, default=None)
+            self._journal.started(plan, pids, self._mirror.last_step_before(plan))
 
     def _exited(self, handle: ReplicaHandle, code: int) -> None:
         while select.select([handle], [], [], 0)[0]:  # its last words come before its end
@@ -617,7 +574,8 @@ class AdaptiveAgent(SimpleElasticAgent):
                 logger.info("replica %d: others are gone: %s", handle.rank, message.get("reason"))
                 self._decide(d.ReplicaBroken(int(message["generation"]), handle.local_rank))
             case "hints":
-                self._heard_hints(message["hints"])
+                if self._books.hints(message["hints"]):
+                    self._journal.goodput(message["hints"])
             case "saved":
                 self._heard_saved(handle, message["checkpoint"])
 
@@ -634,20 +592,9 @@ class AdaptiveAgent(SimpleElasticAgent):
                 self._write_running(handle.generation, library=True, resilient=resilient)
         self._decide(d.ReplicaStep(handle.generation, handle.local_rank, step))
 
-    def _heard_hints(self, hints: dict[str, Any]) -> None:
-        text = json.dumps({"v": 1, **hints})
-        try:
-            decode_hints(text)
-        except MalformedHintsError as error:
-            logger.warning("hints that do not fit the schema: %s", error)
-            return
-        self._journal.goodput(hints)
-        key = self._keys.job(self._setting.me.job, "hints")
-        self._writer.submit_latest(key, lambda: self._store_put(key, text))
-
     def _heard_saved(self, handle: ReplicaHandle, saved: dict[str, Any]) -> None:
         record = CheckpointRecord(
             str(saved["id"]), str(saved["path"]), handle.generation, int(saved.get("step") or 0), time.time()
         )
         self._mirror.checkpoint = record  # what comes next on this node must not wait for the store's echo
-        self._put(self._keys.job(self._setting.me.job, "checkpoint"), encode(record))
+        self._books.checkpoint(record)

@@ -62,7 +62,7 @@ def renumber(old: Plan, new: Plan) -> Renumbering:
     survivors: set[int] = set()
     for placement in old.placements:
         node = placement.node
-        after = dict(zip(new.slots(node), new.ranks(node), strict=True))
+        after = new.rank_by_slot(node)
         kept = [after.get(slot) for slot in old.slots(node)]
         ranks += kept
         survivors.update(rank for rank in kept if rank is not None)
@@ -115,8 +115,8 @@ def possible(held: Held, plan: Plan) -> bool:
 def begin(state: State, held: Held, plan: Plan, master: MasterRecord, now: float) -> Step:
     """Tell the replicas, and start those that join them."""
     here = {r.local_rank for r in held.replicas}
-    named = zip(plan.slots(state.me.node), plan.ranks(state.me.node), strict=True)
-    fresh = tuple(Replica(slot, rank) for slot, rank in named if slot not in here)
+    named = plan.rank_by_slot(state.me.node)
+    fresh = tuple(Replica(slot, rank) for slot, rank in named.items() if slot not in here)
     change = Change(plan, fresh, now + state.me.rescale_timeout, announced=not fresh)
     actions: list[Action] = [TellPlan(plan, master)]
     if fresh:

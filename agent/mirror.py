@@ -62,6 +62,15 @@ class Mirror:
         if news.prefix == self._keys.nodes:
             yield self._nodes()
 
+    def last_step_before(self, plan: Plan) -> float | None:
+        """Wall-clock end of the last step of any earlier generation of its run, as the nodes have said."""
+        times = [
+            record.last_step
+            for (generation, _), record in self.ended.items()
+            if plan.first <= generation < plan.generation and record.last_step is not None
+        ]
+        return max(times, default=None)
+
     def _set(self, key: str, value: str | None) -> Iterator[d.Event]:
         if value is None:
             self._values.pop(key, None)

@@ -172,7 +172,7 @@ def enter(state: State, held: Held, change: Change, now: float) -> tuple[State, 
     have = {r.local_rank: r for r in (*held.replicas, *newcomers)}
     members = tuple(
         replace(have[slot], rank=rank, library=True)
-        for slot, rank in zip(plan.slots(node), plan.ranks(node), strict=True)
+        for slot, rank in plan.rank_by_slot(node).items()
         if slot in have
     )
     leavers = (r for r in held.replicas if r.local_rank not in plan.slots(node))

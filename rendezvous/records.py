@@ -251,6 +251,10 @@ class Plan:
         placement = next((p for p in self.placements if p.node == node), None)
         return () if placement is None else slots_of(placement)
 
+    def rank_by_slot(self, node: str) -> dict[int, int]:
+        """LOCAL_RANK → global rank of the replicas on `node`, in the order of their ranks."""
+        return dict(zip(self.slots(node), self.ranks(node), strict=True))
+
 
 def slots_of(held: Placement | Leaving) -> tuple[int, ...]:
     """The LOCAL_RANKs of what a node has, in the order of their ranks."""

@@ -114,3 +114,17 @@ def test_a_death_while_a_newcomer_warms_up(tmp_path: Path) -> None:
         run.wait_for_event("generation", after=seen, replicas=3)
         finish(run)
         assert run.of("failure") == []
+
+
+def test_a_stopped_replica_is_dropped_and_the_others_go_on(tmp_path: Path) -> None:
+    with ElasticRun(job(2, "--max-restarts=0", "--hang-timeout=4"), tmp_path) as run:
+        before = start(run, 2)
+        seen = len(run.events)
+        os.kill(before[1], signal.SIGSTOP)
+        again = run.wait_for_event("generation", after=seen, cause="replica_lost")
+        assert list(pids(run, again["generation"]).values()) == [before[0]]
+        [lost] = run.of("replica_lost")
+        assert lost["rank"] == 1
+        assert "does not answer for 4 s" in lost["message"]
+        finish(run)
+        assert run.of("failure") == []
