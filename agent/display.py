@@ -19,7 +19,14 @@ from adaptdl_elastic.agent.report import Summary, count, duration
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-_STYLES = {"policy": "green", "failure": "red", "node_lost": "red", "drain": "yellow", "manual": "cyan"}
+_STYLES = {
+    "policy": "green",
+    "failure": "red",
+    "node_lost": "red",
+    "replica_lost": "red",
+    "drain": "yellow",
+    "manual": "cyan",
+}
 
 
 class Display:
