@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from adaptdl_elastic.agent.eventlog import Event
-from adaptdl_elastic.rendezvous.records import Failure, Plan
+from adaptdl_elastic.rendezvous.records import Failure, Plan, Transition
 
 _DENSE_FOR, _THEN_EVERY = 600.0, 15.0  # seconds: a day must not fill a disk
 _SAMPLED = ("goodput", "predicted_goodput", "throughput", "efficiency", "batch_size", "step", "epoch")
@@ -33,6 +33,7 @@ class Journal:
     _begun: _Begun | None = None
     _knows: bool = False  # the script uses the library: it has said hello once
     _last_step: float | None = None
+    _holds: bool = False  # a generation has begun here and not ended
     _sampled: float = 0.0  # wall clock of the last `goodput` event
     _opened: float = field(default_factory=time.time)
 
@@ -43,7 +44,10 @@ class Journal:
     def started(self, plan: Plan, pids: dict[int, int], last_step: float | None) -> None:
         """This node's replicas have started; `last_step` is what other nodes said of the one before."""
         self.flush()
-        known = [t for t in (self._last_step, last_step) if t is not None]
+        # who joins others that are still training has not heard of their last step: they tell the pause
+        joins = plan.transition is Transition.INPLACE and not self._holds
+        known = [t for t in (self._last_step, last_step) if t is not None and not joins]
+        self._holds = True
         self._begun = _Begun(plan, time.time(), max(known, default=None), self._knows)
         self.emit("started", generation=plan.generation, pids={str(rank): pid for rank, pid in pids.items()})
 
@@ -72,6 +76,7 @@ class Journal:
     def ended(self) -> None:
         """The generation is over; for a script without the library that is the end of its last step."""
         begun = self._begun
+        self._holds = False
         self.flush()
         if self._last_step is None or (begun is not None and not begun.library):
             self._last_step = time.time()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,24 @@ def test_a_pause_lasts_from_the_last_step_to_the_first() -> None:
     generations = [e for e in written if e["event"] == "generation"]
     assert [(e["time"], e["pause_s"]) for e in generations] == [(5.0, None), (9.0, 2.75)]
     assert [e["pids"] for e in written if e["event"] == "started"][1] == {"0": 12, "1": 13}
+
+
+def test_who_comes_back_to_join_others_does_not_know_how_long_they_paused() -> None:
+    written: list[Event] = []
+    journal = Journal(written.append)
+    journal.started(plan(0), {0: 10}, None)
+    journal.hello()
+    journal.step(5.0)
+    grown = replace(plan(1), transition=Transition.INPLACE)
+    journal.started(grown, {0: 10, 1: 11}, None)  # here they go on
+    journal.hello()
+    journal.step(6.0)
+    journal.ended()
+    journal.started(replace(grown, generation=3), {0: 12}, 5.5)
+    journal.hello()
+    journal.step(90.0)
+    pauses = [e["pause_s"] for e in written if e["event"] == "generation"]
+    assert pauses == [None, 1.0, None]
 
 
 def test_a_script_without_the_library_begins_when_it_starts() -> None:
