@@ -64,8 +64,8 @@ def running_moto() -> Iterator[Moto]:
             _wait(process, moto, 60)
             yield moto
         finally:
-            process.terminate()
-            process.wait(10)
+            process.kill()  # it holds nothing that is to be kept
+            process.wait()
 
 
 def _die_with_parent() -> None:
