@@ -2,10 +2,14 @@
 
     python benchmarks/rescale_pause.py --mode restart --model cnn --json
     python benchmarks/rescale_pause.py --mode inplace --params 10M --repeats 5 --json
+    python benchmarks/rescale_pause.py --mode recover --params 10M --repeats 5 --json
 
 A real job runs under `adaptdl-run` on this machine and is rescaled 1 → 2 → 1 → … by hand. The pause is the
 time from the last step of one size to the first of the next, minus a normal step, as rank 0 measures it.
-For a restart it is broken down by what the agent and the replicas write down on the way.
+For a restart it is broken down by what the agent and the replicas write down on the way. With `recover`
+one of two replicas is killed (rank 1, rank 0, rank 1, …) and another one takes its place: the pause is the
+time from the kill to the next finished step of the survivor. Memory is what rank 0 has resident while it
+is alone, after the first change and after the last.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import json
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -59,7 +64,8 @@ for epoch in adl.remaining_epochs_until(10**6):
         if first:
             print("marks", {**marks, "first_step": now}, file=log)
             first = False
-        print(now, os.environ["WORLD_SIZE"], os.environ["RANK"], file=log)
+        resident = open("/proc/self/statm").read().split()[1]
+        print(now, os.environ["WORLD_SIZE"], os.environ["RANK"], resident, file=log)
 """
 
 
@@ -71,29 +77,59 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         script = Path(directory) / "pause_job.py"
         script.write_text(SCRIPT)
         arguments = [
-            *("--standalone", "--no-autoscale", "--nproc-per-node=1:2", f"--rescale={args.mode}"),
+            *(
+                "--standalone",
+                "--no-autoscale",
+                "--nproc-per-node=1:2",
+                f"--rescale={'restart' if args.mode == 'restart' else 'auto'}",
+            ),
             *("--rdzv-id=pause", "--checkpoint-path=saved", "--checkpoint-interval=1000"),
             *(str(script), str(ROOT / "benchmarks"), args.model, str(args.size), directory),
         ]
-        changes: list[dict[str, Any]] = []
         with ElasticRun(arguments, Path(directory)) as run:
             run.wait_for_event("generation", timeout=180)
-            replicas = 1
-            for _ in range(2 * args.repeats):
-                settle(run, args.settle)
-                replicas = 3 - replicas
-                seen = len(run.events)
-                asked = time.time()
-                done = run.adaptdl("scale", "pause", "--replicas", str(replicas))
-                assert done.returncode == 0, done.stderr
-                event = run.wait_for_event("generation", after=seen, replicas=replicas, timeout=180)
-                changes.append({**event, "asked": asked})
+            changes = kill_repeatedly(run, args) if args.mode == "recover" else change_repeatedly(run, args)
             settle(run, args.settle)
             run.process.kill()
             run.process.wait()
             started = {e["generation"]: e["time"] for e in run.of("started")}
             saved = [(e["time"], e["seconds"]) for e in run.of("checkpoint")]
-        return evaluate(changes, started, saved, read_steps(Path(directory)), args)
+        result = evaluate(changes, started, saved, read_steps(Path(directory)), args)
+        return {**result, "resident_mb": resident(Path(directory))}
+
+
+def change_repeatedly(run: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """1 → 2 → 1 → …, by hand."""
+    replicas, changes = 1, []
+    for _ in range(2 * args.repeats):
+        settle(run, args.settle)
+        replicas = 3 - replicas
+        changes.append(scale(run, replicas))
+    return changes
+
+
+def scale(run: Any, replicas: int) -> dict[str, Any]:
+    """`adaptdl scale`, to its end."""
+    seen, asked = len(run.events), time.time()
+    done = run.adaptdl("scale", "pause", "--replicas", str(replicas))
+    assert done.returncode == 0, done.stderr
+    event = run.wait_for_event("generation", after=seen, replicas=replicas, timeout=180)
+    return {**event, "asked": asked}
+
+
+def kill_repeatedly(run: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Kill one of two, wait until the other one goes on, and until there are two again."""
+    changes = [scale(run, 2)]
+    for number in range(args.repeats):
+        settle(run, args.settle)
+        pids, seen = run.of("started")[-1]["pids"], len(run.events)
+        killed = time.time()
+        os.kill(pids[str((number + 1) % 2)], signal.SIGKILL)
+        event = run.wait_for_event("generation", after=seen, replicas=1, timeout=180)
+        assert event["transition"] == "recover", event
+        changes.append({**event, "asked": killed, "killed": True})
+        changes.append({**run.wait_for_event("generation", after=seen, replicas=2), "asked": event["time"]})
+    return changes
 
 
 def settle(run: Any, seconds: float) -> None:
@@ -113,9 +149,31 @@ def read_steps(directory: Path) -> tuple[list[tuple[float, int]], list[dict[str,
                 marks.append({k: float(v) for k, v in re.findall(r"'(\w+)': ([\d.]+)", line)})
             else:
                 parts = line.split()
-                if len(parts) == 3 and parts[2] == "0":
+                if len(parts) == 4 and parts[2] == "0":
                     steps.append((float(parts[0]), int(parts[1])))
     return sorted(steps), sorted(marks, key=lambda m: m["script"])
+
+
+def resident(directory: Path) -> dict[str, float]:
+    """MB of rank 0 while alone: a while after the job's first change back to one replica, and at the end."""
+    alone: list[tuple[float, float]] = []
+    changed = False
+    for path in directory.glob("steps-*"):
+        for line in path.read_text().splitlines():
+            parts = line.split()
+            if len(parts) != 4:
+                continue
+            changed = changed or parts[1] == "2"
+            if changed and parts[1:3] == ["1", "0"]:
+                alone.append((float(parts[0]), int(parts[3]) * os.sysconf("SC_PAGESIZE") / 1e6))
+    values = [megabytes for _, megabytes in sorted(alone)]
+    few = max(1, len(values) // 20)
+    if not values:
+        return {}
+    return {
+        "first": round(statistics.median(values[:few]), 1),
+        "last": round(statistics.median(values[-few:]), 1),
+    }
 
 
 def evaluate(
@@ -127,7 +185,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Medians by direction, with a breakdown."""
     steps, marks = read
-    pauses: dict[str, list[float]] = {"1->2": [], "2->1": []}
+    pauses: dict[str, list[float]] = {"1->2": [], "kill" if args.mode == "recover" else "2->1": []}
     parts: list[dict[str, float]] = []
     normal = statistics.median(b[0] - a[0] for a, b in itertools.pairwise(steps))
     for change in changes:
@@ -135,6 +193,9 @@ def evaluate(
         if end is None:
             continue
         before, after = steps[end - 1][0], steps[end][0]
+        if change.get("killed"):
+            pauses["kill"].append(after - change["asked"])
+            continue
         pauses["1->2" if change["replicas"] == 2 else "2->1"].append(max(0.0, after - before - normal))
         if args.mode == "restart":
             parts.append(breakdown(before, after, started[change["generation"]], saved, marks))
@@ -197,7 +258,7 @@ def summary(values: list[float]) -> dict[str, Any]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--mode", choices=["restart", "inplace"], default="restart")
+    parser.add_argument("--mode", choices=["restart", "inplace", "recover"], default="restart")
     parser.add_argument("--model", choices=["cnn", "linear"], default=None)
     parser.add_argument("--params", default="10M", help="size of the linear model, as 10M or 100M")
     parser.add_argument("--repeats", type=int, default=5, help="changes in each direction")

@@ -189,6 +189,34 @@ def test_training_is_as_if_nothing_had_happened(tmp_path: Path, optimizer: str) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["all", "two models"])
+def test_all_that_a_step_changes_goes_along(tmp_path: Path, kind: str) -> None:
+    """Scheduler, loss scale, buffers, random states and a second model, through changes up and down."""
+
+    def train(name: str, schedule: tuple[int, ...], pace: float) -> list[Any]:
+        folder = tmp_path / name
+        folder.mkdir()
+        given = fake_agent.settings(pace=pace, kind=kind)
+        with FakeAgent(loop_script_path.RECOVERY, folder, LOOP=given, OUT=str(folder)) as job:
+            job.start(schedule[0])
+            job.wait_for("step", schedule[0])
+            for replicas in schedule[1:]:
+                job.rescale(replicas)
+                job.wait_for("step")
+            job.finish()
+        return [torch.load(folder / f"result-{rank}") for rank in range(schedule[-1])]
+
+    (undisturbed,) = train("undisturbed", (1,), 0.0)
+    results = train("changed", (1, 3, 1, 2), 0.05)
+    for result in results:
+        torch.testing.assert_close(result["parameters"], undisturbed["parameters"])
+        torch.testing.assert_close(result["optimizer"]["state"], undisturbed["optimizer"]["state"])
+        assert (result["scheduler"], result["scaler"]) == (undisturbed["scheduler"], undisturbed["scaler"])
+        assert (result["steps"], result["seen"]) == (80, 960)
+    assert results[0]["draws"] == undisturbed["draws"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_random_schedules(start: Any, tmp_path: Path, seed: int) -> None:
     """Changes, some called off, some with a newcomer killed at a random moment of its way."""
