@@ -341,6 +341,9 @@ class Recovery:
         here = [one for one in everybody if one.place == place]
         if any(one.training for one in here):
             self._same_sums(everybody)
+            sums = [name for name, (_, own, _) in sums_of(session).items() if own]
+            if sums and session.rank == 0:
+                log.warning("what the dead had added to %s since its last sum is lost", ", ".join(sums))
         if mine.place == place:
             self._stand(mine, here)
         elif at_end:
