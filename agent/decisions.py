@@ -214,7 +214,7 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
         case ReplicaHello(_, local_rank):
             if held.plain:
                 actions.append(WriteRunning(held.generation, library=True))
-            held = replace(_change(held, local_rank, library=True, heard=now), plain=False)
+            held = replace(_change(held, local_rank, library=True), plain=False)
         case ReplicaStep(_, local_rank, step):
             held = _change(held, local_rank, step=step, stepped=now, heard=now, pinged=None)
         case ReplicaPong(_, local_rank):

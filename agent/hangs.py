@@ -2,7 +2,8 @@
 
 Every replica with the library answers a `ping` from a thread of its own, whatever its script does. So one
 that does not answer is stopped, or its interpreter is held by something that does not let go: it is killed,
-and the others survive its death like any other. A script whose replicas all answer, but take no step
+and the others survive its death like any other. Before its first step, while data are loaded and models
+made, nobody is asked. A script whose replicas all answer, but take no step
 (`--hang-timeout`), waits for something that nobody can tell: all of them are killed, after a moment in
 which the agents of other nodes may find the culprit there.
 """
@@ -34,7 +35,8 @@ def due(state: State, held: Held) -> list[float]:
         half + (r.heard if r.pinged is None else r.pinged) for r in _watched(held) if r.heard is not None
     ]
     if state.me.hang_timeout and held.broken < held.generation and not held.recovering:
-        times += [r.stepped + state.me.hang_timeout + MOMENT for r in held.alive if r.stepped is not None]
+        patience = state.me.hang_timeout + MOMENT
+        times += [r.stepped + patience for r in _watched(held) if r.stepped is not None and r.pinged is None]
     return times
 
 
@@ -63,8 +65,10 @@ def watch(state: State, held: Held, now: float) -> Step | None:
     patience = (state.me.hang_timeout or 0.0) + MOMENT
     if not state.me.hang_timeout or held.broken >= held.generation or held.recovering:
         return None
-    for replica in held.alive:
-        if replica.stepped is not None and now >= replica.stepped + patience:
+    for replica in _watched(held):
+        if replica.stepped is None or replica.pinged is not None or replica.heard == replica.stepped:
+            continue  # whether it answers is not known yet: we may have been stopped ourselves
+        if now >= replica.stepped + patience:
             message = f"no step for {patience:g} s after step {replica.step}: it hangs (--hang-timeout)"
             held = replace(held, failure=Failure(replica.rank, -9, message))
             return replace(state, held=held), [Say(f"replica {replica.rank}: {message}")]

@@ -17,6 +17,7 @@ def resilient(hang_timeout: float | None) -> Agent:
     agent = Agent(hang_timeout=hang_timeout).running()
     for slot in range(2):
         agent(d.ReplicaResilient(0, slot))
+    steps(agent)
     return agent
 
 
@@ -44,6 +45,8 @@ def test_who_is_silent_is_asked_and_only_who_does_not_answer_is_killed() -> None
 
 def test_without_resilience_it_is_a_failure_with_its_reason() -> None:
     agent = Agent(hang_timeout=30.0).running()
+    agent.later(1000)  # loading data, compiling: no step was taken yet
+    steps(agent)
     agent.later(15)
     answers(agent, 0)
     agent.later(15)
@@ -78,7 +81,6 @@ def test_a_script_without_the_library_is_not_asked() -> None:
 
 def test_when_all_answer_but_take_no_step_all_are_killed_after_a_moment() -> None:
     agent = resilient(30.0)
-    steps(agent)
     for _ in range(2):
         assert agent.later(15) == [d.Ping((0, 1))]
         answers(agent, 0, 1)
@@ -90,7 +92,6 @@ def test_when_all_answer_but_take_no_step_all_are_killed_after_a_moment() -> Non
 
 def test_who_waits_for_a_plan_takes_no_step_and_does_not_hang() -> None:
     agent = resilient(30.0)
-    steps(agent)
     agent(d.ReplicaBroken(0, 0))
     for _ in range(10):
         assert agent.later(15) == [d.Ping((0, 1))]
@@ -104,3 +105,12 @@ def test_a_change_that_is_under_way_hides_nobody() -> None:
     assert agent.later(15) == [d.Ping((0, 1))]
     answers(agent, 0)
     assert kinds(agent.later(15)) == ["Say", "Kill", "Ping"]
+
+
+def test_steps_of_others_do_not_count() -> None:
+    agent = resilient(30.0)
+    for _ in range(2):
+        agent.later(15)
+        agent(d.ReplicaStep(0, 0, 8))
+    assert agent.state.held is not None
+    assert [r.hanging for r in agent.state.held.replicas] == [False, True]
