@@ -36,7 +36,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from adaptdl_elastic import _session
 from adaptdl_elastic.torch._noise import Schedule
+from adaptdl_elastic.torch._undo import Before
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 from adaptdl_elastic.torch.scaling_rules import AdamScale, AdaScale, ScalingRuleBase
 
@@ -165,6 +167,10 @@ class Trainee:
             )
         else:
             self.model = DistributedDataParallel(model)
+        self.resilient = adaptive and options.nproc > 1  # as under adaptdl-run: it would survive a death
+        self.before: Before | None = None
+        if isinstance(self.model, AdaptiveDataParallel) and self.resilient:
+            self.model.absorb_failures()
         self.kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.precision)
         self.loss = nn.CrossEntropyLoss()
 
@@ -173,6 +179,8 @@ class Trainee:
         self._wait()
         cpu, wall = time.process_time(), time.perf_counter()
         for inputs, targets in batches:
+            if self.resilient:
+                self.before = Before(_session.current(), [self.model], 0, self.before)
             self.optimizer.zero_grad()
             with torch.autocast(self.device.type, self.kind, enabled=self.kind is not None):
                 loss = self.loss(self.model(inputs), targets)
