@@ -58,6 +58,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SCRATCH = "recovery"
+_STEP = 0.3  # seconds that a step may take to notice a death by itself
 _ATTEMPTS = 10  # more deaths than that, one during the recovery from another, are a defect
 Place = tuple[int, int]
 """(epoch, number of the data loop within it)."""
@@ -219,6 +220,14 @@ class Recovery:
             disconnect_torch(self._session)
             for model in self._models():
                 model.give_up("a replica is gone")
+            notice = threading.Timer(_STEP, self._notice, (self._session.generation,))
+            notice.daemon = True
+            notice.start()
+
+    def _notice(self, generation: int) -> None:
+        """Tell the agent before a long step is over, lest this replica be taken for dead, too."""
+        if self._session.generation == generation and not self.waiting:
+            self._session.send({"type": "broken", "generation": generation, "reason": "a replica is gone"})
 
     def on_plan(self, message: Message) -> None:
         """The agent's plan of a generation without the dead. In the channel's thread."""

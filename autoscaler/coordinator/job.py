@@ -225,8 +225,16 @@ def inspect(view: View, job: JobView, plan: Plan, settings: Settings) -> Health:
             sorted_["failed"] += [node for node in losses.dead if node not in lost]
     elif not sorted_["failed"] and losses.said:  # somebody is gone, and we do not know who
         waits_until = losses.since + settings.node_ttl + settings.grace
-        everybody = losses.said >= {one.node for one in losses.survivors}
-        if everybody or view.now >= waits_until:
+        silent = {one.node for one in losses.survivors} - losses.said
+        heard_by = losses.since + settings.silence
+        without = losses
+        if silent and view.now >= heard_by:
+            without = recovery.inquire(job, plan, (*lost, *missing, *silent))
+        elif silent:
+            waits_until = min(waits_until, heard_by)
+        if without is not losses and without.able:  # its lease still runs, and nobody can hear it
+            losses, lost, recovers, waits_until = without, (*lost, *sorted(silent)), True, FOREVER
+        elif not silent or view.now >= losses.since + settings.node_ttl + settings.grace:
             again = plan.transition is Transition.RECOVER and not _all_running(job, plan)
             recovers, waits_until = losses.able and not again, FOREVER  # not for ever
             sorted_["failed"] += [] if recovers else sorted(losses.said)

@@ -182,14 +182,28 @@ def test_when_all_have_lost_each_other_all_go_on(pump: Pump) -> None:
     assert plan.reason == "replicas have lost each other; 4 go on"
 
 
-def test_one_word_is_believed_after_a_while(pump: Pump) -> None:
+def test_a_node_that_says_nothing_is_given_up_before_its_lease_runs_out(pump: Pump) -> None:
     was = resilient(pump)
+    pump.agents[0].notice()
+    pump.decide()
+    pump.later(pump.settings.silence - 0.1)
+    assert pump.plan("a").generation == was.generation
+    pump.later(0.2)
+    plan = pump.plan("a")
+    assert (plan.transition, plan.cause) == (Transition.RECOVER, Cause.NODE_LOST)
+    assert [placement.node for placement in plan.placements] == ["n0"]
+    assert plan.reason.startswith("lost n1")
+
+
+def test_a_silent_node_that_the_job_needs_is_given_the_time_of_its_lease(pump: Pump) -> None:
+    was = resilient(pump, min_nodes=2)
     pump.agents[0].notice()
     pump.decide()
     pump.later(pump.settings.node_ttl)
     assert pump.plan("a").generation == was.generation
     pump.later(pump.settings.grace + 0.1)
-    assert pump.plan("a").transition is Transition.RECOVER
+    plan = pump.plan("a")
+    assert (plan.transition, plan.nodes) == (Transition.RECOVER, 2)
 
 
 def test_replicas_that_lose_each_other_again_and_again_begin_anew(pump: Pump) -> None:
