@@ -336,9 +336,8 @@ class Control:
             self._position, self._first_step = position, True
             self._told = self.session.last_step_time  # `switched` says it: it is no step of the new one
         self._events.put(("renew", 0, recovered))
-        if recovered:
-            for command in self._asked:
-                self._events.put(("want", 0, command))
+        for command in self._asked:  # rank 0 may be another one
+            self._events.put(("want", 0, command))
 
     def _together(self, position: Position) -> bool:
         """Whether every replica is at `position`; otherwise those behind have been told to catch up."""

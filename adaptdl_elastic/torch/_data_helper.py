@@ -41,6 +41,7 @@ class LoaderRegistry:
         self.count = 0
         self.current: AdaptiveDataLoaderHelper | None = None  # whose loop is under way
         self.training: AdaptiveDataLoaderHelper | None = None  # the one that models are trained with
+        self.unrepeatable = 0  # loaders that can not hand out the samples of a step again
 
 
 def registry() -> LoaderRegistry:
@@ -73,6 +74,7 @@ class AdaptiveDataLoaderHelper:
         self._registry = registry()
         self.number = self._registry.count
         self._registry.count += 1
+        self._registry.unrepeatable += 1
         self._max_batch_size: int | None = None
         self._local_bounds: tuple[int, int] | None = None
         self._accumulation = False
@@ -85,6 +87,10 @@ class AdaptiveDataLoaderHelper:
         # the window under way
         self._window: Window | None = None  # None: a loader of one's own, whose windows are not planned
         self._chunk = 0
+
+    def repeats(self) -> None:
+        """This loader hands out the same samples again when its index is put back."""
+        self._registry.unrepeatable -= 1
 
     # -- where it is -------------------------------------------------------------------------------
 
@@ -179,7 +185,7 @@ class AdaptiveDataLoaderHelper:
     @property
     def training_unknown(self) -> bool:
         """Whether no loader has been used for training yet."""
-        return self._registry.training is None
+        return self._registry.training is None and loops().trainer is None
 
     @property
     def settled(self) -> tuple[int, int, int]:
@@ -199,6 +205,7 @@ class AdaptiveDataLoaderHelper:
                 "a second loader would be used for training: autoscale_batch_size was called on another one"
             )
         self._registry.training = self
+        loops().trainer = self.number
         self._announce_limits()
 
     def _announce_limits(self) -> None:
@@ -306,7 +313,10 @@ class AdaptiveDataLoaderHelper:
         self._registry.current = self
         ended = False
         try:
+            recovery(session).arm()
             self._skipped = not state.enter()
+            if self._registry.training is None and state.trainer == self.number:
+                self.train()  # as the replicas know that were there before us
             self._loops, self._chunk, self._window = state, 0, None
             if state.index == 0 and not self._skipped:
                 state.start_progress = session.metrics.get_progress() if self.adaptive else 0.0
@@ -375,7 +385,8 @@ class AdaptiveDataLoaderHelper:
             self._chunk += 1
             return
         self._chunk = 0
-        if (training or self._registry.training is None) and not (training and safe.failed):
+        counts = training or (self.training_unknown and not session.scratch.get("models"))
+        if counts and not (training and safe.failed):
             session.step += 1
             if self._window is not None or training:
                 state.samples += self.window_samples
@@ -514,6 +525,7 @@ def initial_seed(loader: AdaptiveDataLoaderHelper, generator: torch.Generator | 
     known = state.seed(loader.number)
     if known is None:
         own = generator.initial_seed() if generator is not None else torch.initial_seed()
-        known = int(collective.broadcast(own & (2**63 - 1), tag="seed"))
+        mine, safe = own & (2**63 - 1), recovery(_session.current())
+        known = safe.guarded(lambda: int(collective.broadcast(mine, tag="seed")), loader)
         state.seeds[loader.number] = known
     return known

@@ -58,7 +58,7 @@ from adaptdl_elastic._session import Identity, Session
 from adaptdl_elastic.reducer import Reducer
 from adaptdl_elastic.torch import _recovery, _transfer
 from adaptdl_elastic.torch._loops import loops
-from adaptdl_elastic.torch._process_group import connect_torch, listening_host
+from adaptdl_elastic.torch._process_group import connect_torch, listening_host, relax_torch
 
 if TYPE_CHECKING:
     from adaptdl_elastic.channel import Message
@@ -72,6 +72,8 @@ JOIN_VARIABLE = "ADAPTDL_JOIN"
 
 PATIENCE = 20.0
 """Seconds that those who have begun to switch wait for each other."""
+
+_TRANSFER = 60.0  # seconds that one tensor may take from one replica to another
 
 _NEWCOMER, _RESCALER = "newcomer", "rescaler"  # in the session's scratch
 _FOREVER = timedelta(days=365)
@@ -194,7 +196,10 @@ class Rescaler:
             if session.rank == 0 and known is not None:
                 known.tried.set()
             return
-        plan = self._plan(generation)
+        try:
+            plan = self._plan(generation)
+        except RuntimeError as error:
+            return _recovery.recovery(session).recover(str(error))
         message = plan.message
         began = time.monotonic()
         for _, state in sorted(session.states.items()):
@@ -384,7 +389,7 @@ def form(session: Session, store: Any, attempt: int, cancelled: Callable[[], boo
         reducer = _reducer(session, host, port, secret, None, cancelled)
     session.reducer = reducer
     reducer.barrier(tag="formed")  # all live: torch's group will not wait in vain
-    connect_torch(session, session.scratch["backend"], store, timedelta(seconds=PATIENCE))
+    connect_torch(session, session.scratch["backend"], store, timedelta(seconds=_TRANSFER))
 
 
 def _await(store: Any, key: str, cancelled: Callable[[], bool]) -> None:
@@ -423,6 +428,7 @@ def finish(session: Session, position: Position, began: float, recovered: bool =
     epoch, loop, index = position  # a list, if it came through a message
     session.control.renew((epoch, loop, index), recovered)
     session.reducer.barrier(tag="switched")
+    relax_torch()
     session.metrics.pause()
     tell_switched(session, session.generation)
     _recovery.recovery(session).arm()

@@ -29,6 +29,7 @@ class Loops(checkpoint.TensorState):
         self.index = 0  # samples that the present data loop has handed out, on all replicas together
         self.start_progress = 0.0  # statistical progress when the present data loop began
         self.seeds: list[int] = []  # of the loaders, in the order of their construction
+        self.trainer: int | None = None  # number of the loader that models are trained with, once known
         self.samples = 0  # of the present epoch, in training loops
         self.until: int | None = None  # remaining_epochs_until's argument
         self.entered = 0  # data loops of the present epoch that this process has come to
@@ -45,6 +46,7 @@ class Loops(checkpoint.TensorState):
             "seeds": list(self.seeds),
             "samples": self.samples,
             "step": self._session.step,
+            "trainer": self.trainer,
         }
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -56,6 +58,7 @@ class Loops(checkpoint.TensorState):
         self.seeds = list(state_dict["seeds"])
         self.samples = state_dict["samples"]
         self._session.step = state_dict["step"]
+        self.trainer = state_dict.get("trainer")
 
     # -- epochs ------------------------------------------------------------------------------------
 

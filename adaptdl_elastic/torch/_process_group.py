@@ -105,7 +105,8 @@ def connect_torch(session: Session, backend: str, store: Any, timeout: timedelta
     another replica that waits in vain itself.
 
     Args:
-        timeout: For connecting only; None: torch's.
+        timeout: Of everything until `relax_torch`; None: torch's. gloo's `recv` does not end when its
+            sender dies in the middle of a message.
     """
     before, hook = _sockets(), sys.excepthook
     given = {} if timeout is None else {"timeout": timeout}
@@ -117,9 +118,12 @@ def connect_torch(session: Session, backend: str, store: Any, timeout: timedelta
         **given,
     )
     sys.excepthook = hook  # every process group wraps it once more
-    if timeout is not None:
-        torch.distributed.distributed_c10d._set_pg_timeout(dist.default_pg_timeout, None)
     session.scratch[_SOCKETS] = _sockets() - before
+
+
+def relax_torch() -> None:
+    """All are there and have what they need: torch's own time limit from now on."""
+    torch.distributed.distributed_c10d._set_pg_timeout(dist.default_pg_timeout, None)
 
 
 def disconnect_torch(session: Session) -> None:

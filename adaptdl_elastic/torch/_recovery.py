@@ -123,10 +123,11 @@ class Recovery:
     def why_not(self) -> str | None:
         """Why a death can not be survived in this generation; None: it can."""
         from adaptdl_elastic.torch import _inplace
+        from adaptdl_elastic.torch._data_helper import registry
 
         session = self._session
-        if session.replicas == 1:
-            return "there is no other replica"
+        if session.joining:
+            return "it has not joined the others yet"
         if session.channel is None:
             return "no agent would bring the others together"
         if env.rescale() == "restart":
@@ -134,6 +135,8 @@ class Recovery:
         possible, why = _inplace.possible(session)
         if not possible:
             return why
+        if registry().unrepeatable:
+            return "only AdaptiveDataLoader can hand out the samples of a step again"
         for model in self._models():
             if model.find_unused_parameters:
                 return "find_unused_parameters=True needs a collective that can not be given up"
@@ -149,8 +152,7 @@ class Recovery:
 
     def begin_window(self, index: int) -> None:
         """The first batch of a training window is about to be handed out."""
-        self.arm()
-        if self.armed:
+        if self.armed and self._session.replicas > 1:
             self._before = Before(self._session, self._models(), index, self._before)
 
     @property
@@ -181,7 +183,7 @@ class Recovery:
 
     def loop_ended(self, helper: AdaptiveDataLoaderHelper) -> bool:
         """All replicas have come to the end of this loop; False: a part of it has to be done again."""
-        if not self.armed:
+        if not self.armed or self._session.replicas == 1:
             return True
         place = self._place()
         try:
@@ -218,24 +220,25 @@ class Recovery:
         """Somebody is gone. From any thread: wake the training thread from a collective with the others."""
         if self.armed:
             disconnect_torch(self._session)
-            for model in self._models():
-                model.give_up("a replica is gone")
             notice = threading.Timer(_STEP, self._notice, (self._session.generation,))
             notice.daemon = True
             notice.start()
 
     def _notice(self, generation: int) -> None:
-        """Tell the agent before a long step is over, lest this replica be taken for dead, too."""
+        """This step takes long: wait for no gradient any more, and tell the agent that we live."""
         if self._session.generation == generation and not self.waiting:
+            for model in self._models():
+                model.give_up("a replica is gone")
             self._session.send({"type": "broken", "generation": generation, "reason": "a replica is gone"})
 
     def on_plan(self, message: Message) -> None:
         """The agent's plan of a generation without the dead. In the channel's thread."""
+        # First: once the training thread has the plan, what is lost is a generation of the past.
+        if not self.waiting and int(message["generation"]) > self._session.generation:
+            self._session.control.lose("the agents say that a replica is gone")
         with self._told:
             self._plans.append(message)
             self._told.notify_all()
-        if int(message["generation"]) > self._session.generation:
-            self._session.control.lose("the agents say that a replica is gone")
 
     def _newer(self) -> bool:
         with self._told:
@@ -257,14 +260,14 @@ class Recovery:
 
         Args:
             reason: How the death was noticed.
-            helper: Of the data loop under way, if there is one.
+            helper: Of the data loop under way; None: whichever is.
             at_end: That loop has handed out all it had.
 
         Raises:
             PeerLostError: what this replica has done can not be undone: it must restart.
             SystemExit: the plan does without this replica.
         """
-        began = time.monotonic()
+        began, helper = time.monotonic(), helper or self._current()
         # what an evaluation loop leaves behind is no step
         self._failed = self.failed and (helper is None or helper.training or helper.training_unknown)
         self._passed = False
@@ -286,6 +289,11 @@ class Recovery:
                 return
         raise PeerLostError(f"{reason}; the survivors have tried {_ATTEMPTS} times to go on together")
 
+    def _current(self) -> AdaptiveDataLoaderHelper | None:
+        from adaptdl_elastic.torch._data_helper import current_dataloader
+
+        return current_dataloader()
+
     def _check(self, failed: bool, helper: AdaptiveDataLoaderHelper | None, reason: str) -> None:
         why = None
         if failed and (helper is None or self._before is None):
@@ -298,7 +306,7 @@ class Recovery:
     def _hang_up(self, reason: str) -> None:
         session = self._session
         disconnect_torch(session)
-        if any(model.stuck for model in self._models()):
+        if any(model.stuck for model in self._models()) or session.scratch.pop(_transfer.STUCK, False):
             keep_torch()
         if session.reducer is not None:
             session.reducer.abort()
@@ -348,8 +356,8 @@ class Recovery:
             session.metrics.update_progress(model.gns.get_progress())
         place = max(one.place for one in everybody)
         here = [one for one in everybody if one.place == place]
+        self._same_sums(everybody)
         if any(one.training for one in here):
-            self._same_sums(everybody)
             sums = [name for name, (_, own, _) in sums_of(session).items() if own]
             if sums and session.rank == 0:
                 log.warning("what the dead had added to %s since its last sum is lost", ", ".join(sums))

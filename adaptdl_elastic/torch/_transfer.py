@@ -8,7 +8,8 @@ more than one bucket is held beyond the state itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,10 @@ import torch.distributed as dist
 
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic._session import Session
+from adaptdl_elastic.reducer import PeerLostError
+
+STUCK = "a transfer that never ends"  # in the session's scratch
+_LOOK, _GRACE = 0.05, 0.2  # seconds between looks for a death; that a transfer has to end by itself then
 
 BUCKET = 1024 * 1024
 """Bytes of a message, unless a single tensor is larger."""
@@ -49,10 +54,15 @@ def give(session: Session, newcomers: list[int], donors: list[int], names: set[s
             described[name] = ("bytes", state.snapshot())
     _describe(session, (described, newcomers, donors) if session.rank == donors[0] else None)
     mine = [n for turn, n in enumerate(newcomers) if donors[turn % len(donors)] == session.rank]
-    for newcomer in mine:
-        for bucket in _buckets(tensors):
-            flat = torch.cat([t.detach().reshape(-1) for t in bucket]) if len(bucket) > 1 else bucket[0]
-            dist.send(_sendable(flat), newcomer)
+
+    def send() -> None:
+        for newcomer in mine:
+            for bucket in _buckets(tensors):
+                flat = torch.cat([t.detach().reshape(-1) for t in bucket]) if len(bucket) > 1 else bucket[0]
+                dist.send(_sendable(flat), newcomer)
+
+    if mine:
+        _patiently(session, send)
 
 
 def take(session: Session) -> None:
@@ -60,12 +70,43 @@ def take(session: Session) -> None:
     described, newcomers, donors = _describe(session, None)
     donor = donors[newcomers.index(session.rank) % len(donors)]
     tensors = _targets(session, described)
-    for bucket in _buckets(tensors):
-        _receive(bucket, donor)
+
+    def receive() -> None:
+        for bucket in _buckets(tensors):
+            _receive(bucket, donor)
+
+    _patiently(session, receive)
     supply = iter(tensors)
     checkpoint.restore_states(
         {name: _fill(body, supply) if kind == "tensors" else body for name, (kind, body) in described.items()}
     )
+
+
+def _patiently(session: Session, transfer: Callable[[], None]) -> None:
+    """Run `transfer`, unless somebody dies meanwhile.
+
+    In a thread, because gloo does not notice when the other end dies in the middle of a tensor: then the
+    thread is left to torch's time limit, and its group must never be freed.
+    """
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            transfer()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="adaptdl-transfer", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_LOOK)
+        if thread.is_alive() and session.control.lost is not None:
+            thread.join(_GRACE)
+            if thread.is_alive():
+                session.scratch[STUCK] = True
+                raise PeerLostError(session.control.lost or "a replica is gone")
+    if failed:
+        raise failed[0]
 
 
 def _describe(session: Session, what: Any) -> Any:

@@ -74,6 +74,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         self._seed_generator: torch.Generator | None = kwargs.pop("generator", None)
         self._stream = isinstance(dataset, IterableDataset)
         AdaptiveDataLoaderMixin.__init__(self, batch_size)
+        self._elastic.repeats()
         self._workers_generator = torch.Generator()
         if self._stream:
             self._elastic_batches: Any = None

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 
 from adaptdl_elastic import _session, checkpoint, env
 from adaptdl_elastic.torch._loops import loops
+from adaptdl_elastic.torch._recovery import recovery
 
 __all__ = ["current_epoch", "finished_epochs", "remaining_epochs_until"]
 
@@ -60,7 +61,9 @@ def _run(until: int) -> Iterator[int]:
             state.end_epoch()
             ran = True
         if ran:
-            session.control.save("exit")
+            safe = recovery(session)
+            safe.mark()
+            safe.guarded(lambda: session.control.save("exit"))
         elif until and session.channel is None and session.rank == 0 and checkpoint.loaded_id():
             print(
                 f"all {until} epochs are finished in {env.checkpoint_path()}: set another "

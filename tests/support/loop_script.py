@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, collective
+from adaptdl_elastic.torch import _inplace, _transfer
 from adaptdl_elastic.torch.scaling_rules import LinearScale
 
 S = {
@@ -91,6 +92,12 @@ def main():
         raise RuntimeError("trouble")
     while trouble == "hang":
         time.sleep(1)
+    if trouble in ("form", "take", "finish"):  # dies there
+        setattr(
+            _transfer if trouble == "take" else _inplace,
+            trouble,
+            lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL),
+        )
     if trouble == "collective":
         collective.allreduce(1)
     for epoch in adl.remaining_epochs_until(S["epochs"]):

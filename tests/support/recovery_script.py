@@ -38,12 +38,27 @@ def faulty(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]
     counts[step] = here[2] + 1
     faults = [what for *place, what in S["faults"] if place == here]
     if "die" in faults:
+        wait_for("begun", step)
         os.kill(os.getpid(), signal.SIGKILL)
     future = reduce_bucket(state, bucket)
     if "miss" in faults:
         future.wait()
+        wait_for("ended", step)
         state.fail(RuntimeError("the result of this bucket did not arrive"))
     return future
+
+
+def mark(what, step):
+    if S["faults"]:
+        (OUT / f"{what}-{step}-{os.environ['FIRST_RANK']}").touch()
+
+
+def wait_for(what, step):
+    """Until all who have no fault of their own are at that place."""
+    faulty_ranks = {fault[0] for fault in S["faults"]}
+    for rank in set(range(int(os.environ["WORLD_SIZE"]))) - faulty_ranks:
+        while not (OUT / f"{what}-{step}-{rank}").exists():
+            time.sleep(0.001)
 
 
 class Net(torch.nn.Module):
@@ -98,7 +113,9 @@ def main():
     sums = adl.Accumulator()
     for _ in adl.remaining_epochs_until(S["epochs"]):
         for x, y in loader:
-            draws[_session.current().step] = (torch.rand(1).item(), random.random())
+            at = _session.current().step
+            mark("begun", at)
+            draws[at] = (torch.rand(1).item(), random.random())
             optimizer.zero_grad()
             if S["kind"] == "lbfgs":
                 optimizer.step(functools.partial(closure, model, x, y))
@@ -109,6 +126,7 @@ def main():
                 torch.nn.functional.mse_loss(other(x), y).backward()
                 other._optimizer.step()
             sums["seen"] += len(x)
+            mark("ended", at)
             if not (OUT / "hurry").exists():
                 time.sleep(S["pace"])  # what a step takes
     with sums.synchronized():
