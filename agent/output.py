@@ -7,6 +7,8 @@ what must not tear a live display, goes through pipes that one thread reads.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
 import selectors
@@ -20,6 +22,8 @@ from string import Template
 from typing import BinaryIO
 
 from adaptdl_elastic.rendezvous.scratch import Scratch, sweep
+
+logger = logging.getLogger(__name__)
 
 OUT, ERR = 1, 2
 _KEPT_RUNS, _KEPT_FOR = 20, 86400.0  # whichever is more: logs of failed runs, where no --log-dir was given
@@ -207,16 +211,32 @@ class _Flow:
         self._file, self._shown, self._rest = file, shown, b""
 
     def feed(self, data: bytes) -> None:
+        """Pass it on to those who still take it: a replica must never wait for one who does not."""
         if self._file is not None:
-            self._file.write(data)
+            try:
+                self._file.write(data)
+            except (OSError, ValueError) as error:
+                logger.warning("%s is not written any more: %s", self._file.name, error)
+                self._file = None
         if self._shown is not None:
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
-                self._shown(line)
+                self._show(line)
+
+    def _show(self, line: bytes) -> None:
+        if self._shown is None:
+            return
+        try:
+            self._shown(line)
+        except (OSError, ValueError) as error:  # `| head` has seen enough
+            logger.warning("replicas' output is not shown any more: %s", error)
+            self._shown = None
 
     def end(self) -> None:
-        if self._shown is not None and self._rest:
-            self._shown(self._rest)
+        """There is no more to come."""
+        if self._rest:
+            self._show(self._rest)
         self._rest = b""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):
+                self._file.close()

@@ -186,12 +186,13 @@ class PlanStore(Store):
             self._heads[key] = plan
             resolved = self._read(Keys(found[1]), plan, self._node)
             return None if resolved is None else encode(resolved)
-        head = self._heads.pop(key, None)
+        head = self._heads.get(key)
         if head is not None and head.extent is not None and not _ends_all(plan) and self._node is not None:
             whole = self._read(Keys(found[1]), head, None)
             if whole is None:
                 return None
             self._whole = {head.generation: whole}
+        self._heads.pop(key, None)  # not before it has been read: a store that fails is asked again
         return value
 
     def _read(self, keys: Keys, head: Plan, node: str | None) -> Plan | None:

@@ -26,6 +26,7 @@ Policy = Callable[
 ]
 """`adaptdl_elastic.autoscaler.policy.allocate`, or one that stands in for it."""
 
+_MOST, _LARGE = 10**9, 1e30  # counts and seconds; goodput and squared norms: beyond that it is nonsense
 _ACTIVE = (Phase.EMPTY, Phase.CHANGING, Phase.STEADY, Phase.BROKEN)
 
 
@@ -98,7 +99,7 @@ def worth_asking(question: Question, before: Question | None, drift: float) -> b
         return True
     then, now = before.forecasts, question.forecasts
     return then.keys() != now.keys() or any(
-        abs(math.log(now[name] / then[name])) > math.log1p(drift) for name in now
+        abs(math.log(now[name]) - math.log(then[name])) > math.log1p(drift) for name in now
     )
 
 
@@ -225,7 +226,27 @@ def own_hints(job: JobView) -> JobHints | None:
         return None
     if job.plan.record.run != job.spec.record.run or job.hints.record.generation < job.plan.record.first:
         return None
-    return job.hints.record
+    return job.hints.record if sensible(job.hints.record) else None
+
+
+def sensible(hints: JobHints) -> bool:
+    """Whether a report's numbers can be calculated with: its schema says of what type they are only."""
+    low, high = hints.local_bsz_bounds or (1, _MOST)
+    counts = [hints.init_batch_size, hints.max_batch_size or 1, hints.max_profiled_replicas, low, high]
+    times = []
+    for entry in hints.profile:
+        counts += [entry.nodes, entry.replicas, entry.atomic_bsz]
+        times += [entry.optim_step_time, entry.accum_step_time]
+    theta = hints.perf_params
+    return (
+        all(0 <= count <= _MOST for count in counts)
+        and all(0 <= seconds <= _MOST for seconds in times)
+        and 1 <= low <= high
+        and (hints.max_batch_size is None or hints.max_batch_size >= hints.init_batch_size)
+        and (theta is None or (all(0 <= x <= _MOST for x in theta) and sum(theta[:6]) > 0 and theta[6] >= 1))
+        and all(0 <= x <= _LARGE for x in hints.grad_params or ())
+        and (hints.goodput is None or 0 <= hints.goodput <= _LARGE)
+    )
 
 
 def model(hints: JobHints) -> GoodputModel | None:
@@ -245,7 +266,7 @@ def model(hints: JobHints) -> GoodputModel | None:
             accumulation=hints.gradient_accumulation,
             corrections=_corrections(hints.perf_params, hints.profile),
         )
-    except ValueError:
+    except (ValueError, ArithmeticError):
         return None
 
 

@@ -144,6 +144,10 @@ class Coordinator:
                 logger.warning("the store can not be used (%s); trying again in %.1f s", error, delay)
                 self._stopped.wait(delay)
                 delay = min(5.0, 2 * delay)
+            except Exception:  # a defect: whoever leads next would meet it, too
+                logger.exception("the coordinator could not decide; trying again in %.1f s", delay)
+                self._stopped.wait(delay)
+                delay = min(5.0, 2 * delay)
 
     # -- election
 

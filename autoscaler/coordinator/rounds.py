@@ -91,10 +91,10 @@ def compute(policy: Policy, asked: Round, clock: Callable[[], float] = time.perf
     started, question = clock(), asked.question
     try:
         decision = policy(question.jobs, question.nodes, question.current, asked.now, asked.settings)
+        seconds = clock() - started
+        return Answer(asked.number, replace(decision, seconds=seconds), seconds)
     except Exception as error:
         return Answer(asked.number, None, clock() - started, f"{type(error).__name__}: {error}")
-    seconds = clock() - started
-    return Answer(asked.number, replace(decision, seconds=seconds), seconds)
 
 
 def still_valid(
