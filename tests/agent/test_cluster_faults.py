@@ -91,15 +91,18 @@ def test_an_agent_of_an_earlier_run_is_harmless(cluster: Cluster) -> None:
     stale = cluster.start("first", TRAIN, *LONG)
     stale.wait_for_event("generation", timeout=120)
     stopped = [stale.process, *(child for child in _family(stale.process.pid))]
-    for process in stopped:
-        process.send_signal(signal.SIGSTOP)
+    key = cluster._recorder.keys.node("first", "job")
+    with cluster.store.watch(key, cluster.store.range(key).revision + 1) as changes:
+        for process in stopped:
+            process.send_signal(signal.SIGSTOP)
+        assert any(change.kind == "delete" for change in changes)  # else the second one joins its run
     fresh = cluster.start("second", TRAIN, *LONG)
     fresh.wait_for_event("generation", timeout=120)
-    cluster.hurry()
     for process in stopped:
         process.send_signal(signal.SIGCONT)
     assert stale.wait(60) == 1
     assert "was started again" in stale.text()
+    cluster.hurry()
     assert fresh.wait(200) == 0
     assert len(fresh.of("generation")) == 1
     assert cluster.violations() == []

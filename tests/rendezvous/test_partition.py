@@ -18,9 +18,10 @@ from cutting_proxy import CuttingProxy
 
 pytestmark = [pytest.mark.etcd, pytest.mark.slow]
 
-# Prints what it sees and what happens to its lease; registers again when it has lost it.
+# Prints what it sees and what happens to its lease, in whole lines from two threads; registers again when
+# it has lost it.
 CLIENT = """
-import sys, threading
+import os, sys, threading
 from adaptdl_elastic.rendezvous.connect import StoreOptions, connect
 
 store = connect(sys.argv[1], api=sys.argv[2], options=StoreOptions(timeout=2.0))
@@ -30,12 +31,12 @@ store.put(prefix + "node", "first", lease)
 
 def keep():
     lease.lost.wait()
-    print("lost", flush=True)
+    os.write(1, b"lost\\n")
     store.put(prefix + "node", "second", store.lease(2))
 
 threading.Thread(target=keep, daemon=True).start()
 for change in store.watch(prefix + "plan", 1):
-    print(change.value, flush=True)
+    os.write(1, f"{change.value}\\n".encode())
 """
 
 
