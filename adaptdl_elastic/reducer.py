@@ -409,13 +409,8 @@ class Reducer:
             self._closing = True
         for peer in list(self._peers):
             self._send(peer, _GOODBYE, b"")
-        for sock in self._peers.values():
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)  # wakes the reader, which closes it
-        with self._lock:
-            waiting = [*self._futures.values(), *(call.future for call in self._calls.values())]
-        for future in waiting:
-            future._set(error=CollectiveError("the collectives have been torn down"))
+        self._hang_up()
+        self._fail_waiting(CollectiveError)
 
     def abort(self) -> None:
         """Disconnect without a goodbye, so that the others take this replica for lost and wait for nothing.
@@ -423,17 +418,22 @@ class Reducer:
         When it returns no message of theirs will be handed to anybody any more.
         """
         with self._lock:
-            closing, self._closing = self._closing, True
-        for sock in self._peers.values():
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            self._closing = True
+        self._hang_up()
         if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join()
-        if not closing:
-            with self._lock:
-                waiting = [*self._futures.values(), *(call.future for call in self._calls.values())]
-            for future in waiting:
-                future._set(error=PeerLostError("the collectives have been torn down"))
+        self._fail_waiting(PeerLostError)
+
+    def _hang_up(self) -> None:
+        for sock in self._peers.values():
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # wakes the reader, which closes it
+
+    def _fail_waiting(self, kind: type[CollectiveError]) -> None:
+        with self._lock:
+            waiting = [*self._futures.values(), *(call.future for call in self._calls.values())]
+        for future in waiting:
+            future._set(error=kind("the collectives have been torn down"))
 
 
 _ERRORS: dict[str, type[CollectiveError]] = {

@@ -174,7 +174,7 @@ class Rescaler:
         if self._session.rank != 0 or plan is None or not self._wanted(plan):
             return
         at, attempt = list(command["position"][:2]), command["attempt"]
-        heavy = {model._state.name for model in _models(self._session)}
+        heavy = {model._state.name for model in _recovery.models(self._session)}
         names = [name for name in self._session.states if name not in heavy]
         try:
             store = plan.meeting()
@@ -317,7 +317,7 @@ def possible(session: Session) -> tuple[bool, str]:
     backend = session.scratch.get("backend")
     if backend != "gloo":
         return False, f"the backend is {backend}: only gloo's groups are known to be re-made safely"
-    if not _models(session):
+    if not _recovery.models(session):
         return False, "no AdaptiveDataParallel has been made"
     if session.channel is not None and env.secret() is None:
         return False, "there is no ADAPTDL_SECRET"
@@ -353,11 +353,6 @@ def meeting(host: str, port: int, generation: int) -> Any:
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE)
     )
     return dist.PrefixStore(f"adaptdl/{generation}", store)
-
-
-def _models(session: Session) -> list[Any]:
-    found: list[Any] = session.scratch.get("models", [])
-    return found
 
 
 def become(session: Session, message: Message, generation: int, rank: int) -> None:
@@ -422,7 +417,7 @@ def _reducer(
 
 def finish(session: Session, position: Position, began: float, recovered: bool = False) -> None:
     """What everybody in a new generation does last."""
-    for model in _models(session):
+    for model in _recovery.models(session):
         model.reinit_process_group()
     assert session.reducer is not None
     epoch, loop, index = position  # a list, if it came through a message

@@ -115,7 +115,7 @@ class Recovery:
         if self.armed or self.why_not() is not None:
             return
         self._armed = session.generation
-        for model in self._models():
+        for model in models(self._session):
             model.absorb_failures()
         self.mark()
         session.send({"type": "resilient", "generation": session.generation})
@@ -137,28 +137,24 @@ class Recovery:
             return why
         if registry().unrepeatable:
             return "only AdaptiveDataLoader can hand out the samples of a step again"
-        for model in self._models():
+        for model in models(self._session):
             if model.find_unused_parameters:
                 return "find_unused_parameters=True needs a collective that can not be given up"
             if isinstance(model._optimizer, torch.optim.LBFGS):
                 return "LBFGS moves parameters in the middle of a step"
         return None
 
-    def _models(self) -> list[Any]:
-        found: list[Any] = self._session.scratch.get("models", [])
-        return found
-
     # -- before and after a window -----------------------------------------------------------------
 
     def begin_window(self, index: int) -> None:
         """The first batch of a training window is about to be handed out."""
         if self.armed and self._session.replicas > 1:
-            self._before = Before(self._session, self._models(), index, self._before)
+            self._before = Before(self._session, models(self._session), index, self._before)
 
     @property
     def failed(self) -> bool:
         """Whether the gradients of the window under way could not be synchronised."""
-        return any(model.failure is not None for model in self._models())
+        return any(model.failure is not None for model in models(self._session))
 
     @property
     def broken(self) -> bool:
@@ -189,7 +185,7 @@ class Recovery:
         try:
             self._end(place).result()
             if helper.training:
-                for model in self._models():
+                for model in models(self._session):
                     model.sync_buffers()
         except RuntimeError as error:
             if self._session.control.lost is None and not isinstance(error, PeerLostError):
@@ -227,7 +223,7 @@ class Recovery:
     def _notice(self, generation: int) -> None:
         """This step takes long: wait for no gradient any more, and tell the agent that we live."""
         if self._session.generation == generation and not self.waiting:
-            for model in self._models():
+            for model in models(self._session):
                 model.give_up("a replica is gone")
             self._session.send({"type": "broken", "generation": generation, "reason": "a replica is gone"})
 
@@ -306,7 +302,7 @@ class Recovery:
     def _hang_up(self, reason: str) -> None:
         session = self._session
         disconnect_torch(session)
-        if any(model.stuck for model in self._models()) or session.scratch.pop(_transfer.STUCK, False):
+        if any(model.stuck for model in models(self._session)) or session.scratch.pop(_transfer.STUCK, False):
             keep_torch()
         if session.reducer is not None:
             session.reducer.abort()
@@ -348,7 +344,7 @@ class Recovery:
         behind = [one.rank for one in everybody if one.torn or one.step < top]
         if behind:
             self._heal(mine, top, behind)
-        for model in self._models():
+        for model in models(self._session):
             statistics = session.reducer.broadcast(
                 model.gns.state_dict() if session.rank == 0 else None, tag="statistics"
             )
@@ -390,7 +386,7 @@ class Recovery:
     def _heal(self, mine: Standing, top: int, behind: list[int]) -> None:
         """Those behind get the models of those who are not."""
         session = self._session
-        names = {model._state.name for model in self._models()}
+        names = {model._state.name for model in models(self._session)}
         donors = [rank for rank in range(session.replicas) if rank not in behind]
         if session.rank not in behind:
             _transfer.give(session, behind, donors, names)
@@ -448,6 +444,12 @@ def _newest(everybody: list[Standing]) -> int:
     if not steps:
         raise Irreparable("no survivor has a whole model")
     return max(steps)
+
+
+def models(session: Session) -> list[Any]:
+    """Every AdaptiveDataParallel of the script, in the order of their construction."""
+    found: list[Any] = session.scratch.get("models", [])
+    return found
 
 
 def recovery(session: Session) -> Recovery:

@@ -127,10 +127,10 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                 return
             if self._stream:
                 stream: Any = self.dataset
-                yield from iterate_stream(stream, helper, super().__iter__, self._seed_workers)
-                while not helper.ended():
+                while True:
                     yield from iterate_stream(stream, helper, super().__iter__, self._seed_workers)
-                return
+                    if helper.ended():
+                        return
             helper.end_index = len(self.dataset)  # type: ignore[arg-type]
             self._elastic_batches.sampler.seed = initial_seed(helper, self._seed_generator)
             while True:

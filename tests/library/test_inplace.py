@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,8 @@ SIZE, BATCH = 2003, 8
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
-    jobs: list[FakeAgent] = []
-
-    def make(replicas: int, **given: Any) -> FakeAgent:
-        given = {"size": SIZE, "batch": BATCH, "pace": 0.03, **given}
-        job = FakeAgent(loop_script_path.PATH, tmp_path, LOOP=fake_agent.settings(**given), OUT=str(tmp_path))
-        jobs.append(job)
-        job.start(replicas)
-        job.wait_for("step", replicas)
-        return job
-
-    yield make
-    for job in jobs:
-        job.__exit__()
+    with fake_agent.starter(tmp_path, "step", size=SIZE, batch=BATCH, pace=0.03) as start:
+        yield start
 
 
 def check(folder: Path, replicas: int, epochs: int = 1, size: int = SIZE) -> None:
@@ -158,24 +148,29 @@ def test_stops_and_checkpoints_work_after_a_change(start: Any, tmp_path: Path) -
     check(tmp_path, 1)
 
 
+def trained(
+    tmp_path: Path, script: Path, name: str, schedule: tuple[int, ...], pace: float, **given: Any
+) -> list[Any]:
+    """What each replica has in the end, having been through these numbers of replicas."""
+    folder = tmp_path / name
+    folder.mkdir()
+    settings = fake_agent.settings(pace=pace, **given)
+    with FakeAgent(script, folder, LOOP=settings, OUT=str(folder)) as job:
+        job.start(schedule[0])
+        job.wait_for("step", schedule[0])
+        for replicas in schedule[1:]:
+            job.rescale(replicas)
+            job.wait_for("step")
+        job.finish()
+    return [torch.load(folder / f"result-{rank}") for rank in range(schedule[-1])]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_training_is_as_if_nothing_had_happened(tmp_path: Path, optimizer: str) -> None:
     """Equal global batches give equal steps, whoever computes them."""
 
-    def train(name: str, schedule: tuple[int, ...], pace: float) -> list[Any]:
-        folder = tmp_path / name
-        folder.mkdir()
-        given = fake_agent.settings(pace=pace, optimizer=optimizer)
-        with FakeAgent(loop_script_path.MODEL, folder, LOOP=given, OUT=str(folder)) as job:
-            job.start(schedule[0])
-            job.wait_for("step", schedule[0])
-            for replicas in schedule[1:]:
-                job.rescale(replicas)
-                job.wait_for("step")
-            job.finish()
-        return [torch.load(folder / f"result-{rank}") for rank in range(schedule[-1])]
-
+    train = partial(trained, tmp_path, loop_script_path.MODEL, optimizer=optimizer)
     (undisturbed,) = train("undisturbed", (1,), 0.0)
     for result in train("changed", (1, 4, 1, 2), 0.1):
         assert result["lr"] == undisturbed["lr"]
@@ -193,19 +188,7 @@ def test_training_is_as_if_nothing_had_happened(tmp_path: Path, optimizer: str) 
 def test_all_that_a_step_changes_goes_along(tmp_path: Path, kind: str) -> None:
     """Scheduler, loss scale, buffers, random states and a second model, through changes up and down."""
 
-    def train(name: str, schedule: tuple[int, ...], pace: float) -> list[Any]:
-        folder = tmp_path / name
-        folder.mkdir()
-        given = fake_agent.settings(pace=pace, kind=kind)
-        with FakeAgent(loop_script_path.RECOVERY, folder, LOOP=given, OUT=str(folder)) as job:
-            job.start(schedule[0])
-            job.wait_for("step", schedule[0])
-            for replicas in schedule[1:]:
-                job.rescale(replicas)
-                job.wait_for("step")
-            job.finish()
-        return [torch.load(folder / f"result-{rank}") for rank in range(schedule[-1])]
-
+    train = partial(trained, tmp_path, loop_script_path.RECOVERY, kind=kind)
     (undisturbed,) = train("undisturbed", (1,), 0.0)
     results = train("changed", (1, 3, 1, 2), 0.05)
     for result in results:

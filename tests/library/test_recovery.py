@@ -20,19 +20,8 @@ SIZE, BATCH = 2004, 12  # 1 to 4 replicas divide it: no uneven window, whose sam
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
-    jobs: list[FakeAgent] = []
-
-    def make(replicas: int, **given: Any) -> FakeAgent:
-        given = {"size": SIZE, "batch": BATCH, "pace": 0.01, **given}
-        job = FakeAgent(loop_script_path.PATH, tmp_path, LOOP=fake_agent.settings(**given), OUT=str(tmp_path))
-        jobs.append(job)
-        job.start(replicas)
-        job.wait_for("resilient", replicas)
-        return job
-
-    yield make
-    for job in jobs:
-        job.__exit__()
+    with fake_agent.starter(tmp_path, "resilient", size=SIZE, batch=BATCH, pace=0.01) as start:
+        yield start
 
 
 def applied(folder: Path, replicas: int, epochs: int = 1, size: int = SIZE) -> None:

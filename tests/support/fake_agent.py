@@ -10,10 +10,12 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import generations
+import loop_script_path
 import torch.distributed
 
 from adaptdl_elastic.channel import Channel
@@ -209,6 +211,21 @@ class FakeAgent:
 def _main(script: str, environment: dict[str, str], output: str, line: socket.socket) -> None:
     environment["ADAPTDL_AGENT_FD"] = str(line.detach())
     generations.main(script, environment, output)
+
+
+@contextlib.contextmanager
+def starter(folder: Path, word: str, **defaults: Any) -> Iterator[Callable[..., FakeAgent]]:
+    """A function that starts `loop_script` and waits until every replica has said `word`."""
+    with contextlib.ExitStack() as jobs:
+
+        def start(replicas: int, **given: Any) -> FakeAgent:
+            loop = settings(**{**defaults, **given})
+            job = jobs.enter_context(FakeAgent(loop_script_path.PATH, folder, LOOP=loop, OUT=str(folder)))
+            job.start(replicas)
+            job.wait_for(word, replicas)
+            return job
+
+        yield start
 
 
 def settings(**given: Any) -> str:
