@@ -91,7 +91,7 @@ class Control:
         self._round: int | None = None  # open: hold the training thread at its next boundary
         self._decision: tuple[Position, list[Command]] | None = None
         self.lost: str | None = None  # why nothing can be agreed with this generation any more
-        self._asked: list[Command] = []  # of us, and not done yet: rank 0 may die with our request
+        self._asked: list[Command] = []  # of us, and not done yet: rank 0 may die before it has done it
         self._events: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self._closed = False
         self._leader = Leader(self)
@@ -243,6 +243,10 @@ class Control:
                 if self._round == number:
                     self._decision = (tuple(body[0]), body[1])
                     self._condition.notify_all()
+        elif kind == "saved":
+            for command in body:
+                with contextlib.suppress(ValueError):
+                    self._asked.remove(command)  # in place: another thread may be adding one
         else:
             self._events.put((kind, sender, (number, body)))
 
@@ -321,7 +325,6 @@ class Control:
         self._execute([{**command, "position": position} for command in commands])
         if any(command["kind"] == "checkpoint" for command in commands):
             self._recovery.mark()
-        self._asked = [c for c in self._asked if not any(_covers(done, c) for done in commands)]
         if self.session.generation == generation:  # else there is another rank 0's leader to talk to
             self._tell(0, ("executed", number, None))
 
@@ -386,6 +389,7 @@ class Control:
         """Save a checkpoint, on every replica between the same steps, and tell the agent."""
         from adaptdl_elastic import checkpoint
 
+        asked = [{key: value for key, value in c.items() if key != "position"} for c in requests]
         numbers = [c["request"] for c in requests if c.get("request") is not None]
         session = self.session
 
@@ -400,6 +404,8 @@ class Control:
                 bytes=saved.bytes,
                 kind=saved.kind,
             )
+            for rank in range(session.replicas):
+                self._tell(rank, ("saved", 0, asked))
 
         with contextlib.suppress(checkpoint.CheckpointSaveError):  # it has said so
             checkpoint.save_all_states(

@@ -248,8 +248,12 @@ class AdaptiveDataLoaderHelper:
         self._announce_limits()
 
     def settle(self) -> int:
-        """Settle the batch size of this generation, whoever dies meanwhile; the atomic batch size."""
-        return recovery(_session.current()).guarded(self._sync_local_bsz, self)
+        """Settle the batch size of this generation; the atomic batch size.
+
+        Raises:
+            Again: a death was survived instead.
+        """
+        return recovery(_session.current()).once(self._sync_local_bsz, self)
 
     def _sync_local_bsz(self) -> int:
         """Settle the batch size of this generation, the same on every replica; the atomic batch size."""
@@ -326,7 +330,7 @@ class AdaptiveDataLoaderHelper:
             except GeneratorExit:  # the loop's body said `break`
                 ended = True
                 if not self._skipped:
-                    recovery(session).loop_left()
+                    recovery(session).loop_left(self)
                 raise
         finally:
             if state.looping:
@@ -422,12 +426,15 @@ class AdaptiveDataLoaderHelper:
 
         Rank 0's view, on every replica. Progress is counted in steps of the initial batch size; a pass
         of n samples is n / batch_size of them, and the last one is rounded.
+
+        Raises:
+            Again: a death was survived instead.
         """
         session, state = _session.current(), self._running()
         made = session.metrics.get_progress() - state.start_progress
         done = made + 0.5 >= self.end_index / self.batch_size
         safe = recovery(session)
-        return safe.guarded(lambda: bool(collective.broadcast(done, tag="end of epoch")), self)
+        return safe.once(lambda: bool(collective.broadcast(done, tag="end of epoch")), self)
 
     # -- telling -----------------------------------------------------------------------------------
 
@@ -520,12 +527,15 @@ def initial_seed(loader: AdaptiveDataLoaderHelper, generator: torch.Generator | 
     """The seed of a loader's order: the generator's or the user's `torch.manual_seed`, rank 0's for all.
 
     Once settled it is kept in checkpoints: a script that does not seed goes on in the order it began in.
+
+    Raises:
+        Again: a death was survived instead.
     """
     state = loops()
     known = state.seed(loader.number)
     if known is None:
         own = generator.initial_seed() if generator is not None else torch.initial_seed()
         mine, safe = own & (2**63 - 1), recovery(_session.current())
-        known = safe.guarded(lambda: int(collective.broadcast(mine, tag="seed")), loader)
+        known = safe.once(lambda: int(collective.broadcast(mine, tag="seed")), loader)
         state.seeds[loader.number] = known
     return known

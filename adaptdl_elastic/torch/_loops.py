@@ -8,6 +8,8 @@ way goes on at the sample it had reached. A data loop is known by its number wit
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from adaptdl_elastic import _session, checkpoint
@@ -116,9 +118,7 @@ class Loops(checkpoint.TensorState):
         from adaptdl_elastic.torch._recovery import recovery
 
         safe = recovery(self._session)
-        safe.mark()
-        if safe.broken:
-            safe.recover("a replica is gone")
+        safe.between_loops()
         safe.guarded(self.boundary)
 
     def leave(self, ended: bool) -> None:
@@ -136,6 +136,11 @@ class Loops(checkpoint.TensorState):
         """The seed of the `loader`-th loader, None until it is settled."""
         self.seeds.extend([-1] * (loader + 1 - len(self.seeds)))
         return None if self.seeds[loader] < 0 else self.seeds[loader]
+
+    def settle_seeds(self, known: Sequence[int]) -> None:
+        """Take the seeds that another replica has, and we have not."""
+        mine = [*self.seeds, *[-1] * (len(known) - len(self.seeds))]
+        self.seeds = [own if own >= 0 else other for own, other in zip_longest(mine, known, fillvalue=-1)]
 
 
 def loops() -> Loops:

@@ -26,7 +26,8 @@ The unit is the whole accumulation window. What an accumulator had not synchroni
 in a *training* loop is gone, and is said.
 
 A data loop ends on all replicas together: nobody is in the code behind it while another one still has a
-step of it, or its part of an evaluation, to do again.
+step of it, or its part of an evaluation, to do again. There, too, the accumulators are added up, so that
+nothing of a finished loop dies with a replica.
 
 What can not be put back restarts from the checkpoint, by ending the process with an error that says so.
 """
@@ -43,11 +44,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from adaptdl_elastic import env
-from adaptdl_elastic.reducer import PeerLostError
+from adaptdl_elastic.reducer import Future, PeerLostError
 from adaptdl_elastic.torch import _transfer
 from adaptdl_elastic.torch._loops import loops
 from adaptdl_elastic.torch._process_group import disconnect_torch, keep_torch
-from adaptdl_elastic.torch._undo import Before, Sums, put_sums, sums_of
+from adaptdl_elastic.torch._undo import Before, OwnSums, Sums, add_sums, both_sums, put_sums, sums_of
 
 if TYPE_CHECKING:
     from adaptdl_elastic._session import Session
@@ -62,6 +63,8 @@ _STEP = 0.3  # seconds that a step may take to notice a death by itself
 _ATTEMPTS = 10  # more deaths than that, one during the recovery from another, are a defect
 Place = tuple[int, int]
 """(epoch, number of the data loop within it)."""
+Where = tuple[int, int, bool]
+"""A place, and whether that loop is over. Orders replicas by how far they are in the script."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +82,15 @@ class Standing:
 
     rank: int
     step: int  # committed
-    place: Place
+    where: Where
     index: int  # samples of committed steps
     training: bool
     torn: bool  # its model is half another one's: a donor died while it was given
+    uneven: bool  # the replicas' buffers differ, though no loop trains
     synced: dict[str, int] = field(default_factory=dict)  # accumulator → how often it was synchronised
+    unsynced: bool = False  # an accumulator has sums that no other replica knows
     mark: int | None = None  # index of its Mark in this place
+    seeds: tuple[int, ...] = ()  # of the loaders' orders, -1 where none has arrived
 
 
 class Recovery:
@@ -98,6 +104,7 @@ class Recovery:
         self._failed = False  # the window under way, since `recover` began
         self._torn = False
         self._passed = False  # the others have the data loop behind them whose end this replica waits at
+        self._uneven = False  # a training loop was left by `break`: the replicas' buffers differ
         self.waiting = False  # for a plan without the dead
         self._plans: list[Message] = []
         self._told = threading.Condition()
@@ -177,34 +184,69 @@ class Recovery:
                     raise
                 self.recover(str(error), helper)
 
+    def once(self, call: Callable[[], T], helper: AdaptiveDataLoaderHelper) -> T:
+        """`call()`, a collective of a data loop.
+
+        Raises:
+            Again: a death was survived instead. What was agreed on arrived here or did not; the other
+                replicas may be one collective further, or have been, so all begin at the same one anew.
+        """
+        try:
+            return call()
+        except PeerLostError as error:
+            if not self.armed:
+                raise
+            self.recover(str(error), helper)
+        raise Again
+
     def loop_ended(self, helper: AdaptiveDataLoaderHelper) -> bool:
         """All replicas have come to the end of this loop; False: a part of it has to be done again."""
         if not self.armed or self._session.replicas == 1:
             return True
-        place = self._place()
         try:
-            self._end(place).result()
-            if helper.training:
-                for model in models(self._session):
-                    model.sync_buffers()
-        except RuntimeError as error:
-            if self._session.control.lost is None and not isinstance(error, PeerLostError):
-                raise
+            sums = self._end({name: own for name, (_, own, _) in sums_of(self._session).items()}).result()
+            self._uneven = self._uneven or helper.training
+            if sums is not None:  # all have come to the end
+                add_sums(self._session, sums)
+                self._even_buffers()
+        except PeerLostError as error:
             self.recover(str(error), helper, at_end=True)
             return self._passed
         return True
 
-    def loop_left(self) -> None:
+    def loop_left(self, helper: AdaptiveDataLoaderHelper) -> None:
         """This replica has left a loop by `break`: nobody is to wait for it at the loop's end."""
-        reducer = self._session.reducer
-        if self.armed and reducer is not None:
+        if self.armed and self._session.replicas > 1:
             if self.failed:
                 raise PeerLostError("a data loop was left by `break` in a step that failed")
-            self._end(self._place())
+            self._uneven = self._uneven or helper.training
+            self._end(None)
 
-    def _end(self, place: Place) -> Any:
+    def _end(self, sums: OwnSums | None) -> Future:
         assert self._session.reducer is not None
-        return self._session.reducer.allreduce_async(None, lambda a, b: None, f"end of data loop {place}")
+        tag = f"end of data loop {self._place()}"
+        return self._session.reducer.allreduce_async(sums, both_sums, tag)
+
+    def between_loops(self) -> None:
+        """All replicas are about to enter a data loop or an epoch."""
+        self.mark()
+        if self.broken:
+            self.recover("a replica is gone")
+        if self.armed:
+            self.guarded(self._even_buffers)
+
+    def _even_buffers(self) -> None:
+        """Rank 0's buffers for all, where training in parts has made them differ."""
+        if not self._uneven:
+            return
+        try:
+            for model in models(self._session):
+                model.sync_buffers()
+        except RuntimeError as error:
+            if self._session.control.lost is None:
+                raise
+            raise PeerLostError(str(error)) from error
+        self._uneven = False
 
     def _place(self) -> Place:
         state = loops()
@@ -350,24 +392,29 @@ class Recovery:
             )
             model.gns.load_state_dict(statistics)
             session.metrics.update_progress(model.gns.get_progress())
-        place = max(one.place for one in everybody)
-        here = [one for one in everybody if one.place == place]
+        for one in everybody:
+            loops().settle_seeds(one.seeds)
         self._same_sums(everybody)
+        where = max(one.where for one in everybody)
+        here = [one for one in everybody if one.where == where]
         if any(one.training for one in here):
-            sums = [name for name, (_, own, _) in sums_of(session).items() if own]
-            if sums and session.rank == 0:
-                log.warning("what the dead had added to %s since its last sum is lost", ", ".join(sums))
-        if mine.place == place:
-            self._stand(mine, here)
+            self._same_index(mine, where)
+        else:
+            self._uneven = any(one.uneven for one in everybody)
+            self._even_buffers()
+            if where[-1] and any(one.unsynced for one in here):
+                raise Irreparable("what the dead had added to accumulators outside of data loops is gone")
+        if mine.where == where:
+            self._stand(here)
         elif at_end:
             self._passed = True
-        else:
-            raise Irreparable(f"others are in data loop {place}, this one is in {mine.place}")
+        elif not mine.where[-1]:
+            raise Irreparable(f"others are at {where} (epoch, data loop), this one is in {mine.where}")
         session.reducer.barrier(tag="recovered")
 
     def _standing(self, helper: AdaptiveDataLoaderHelper | None) -> Standing:
         session, state = self._session, loops()
-        index = state.index
+        index, sums = state.index, sums_of(session)
         if self._failed:
             assert self._before is not None
             index = self._before.index
@@ -375,12 +422,15 @@ class Recovery:
         return Standing(
             rank=session.rank,
             step=session.step,
-            place=self._place(),
+            where=(*self._place(), not state.looping),
             index=index,
             training=helper is not None and helper.training,
             torn=self._torn,
-            synced={name: count for name, (_, _, count) in sums_of(session).items()},
+            uneven=self._uneven,
+            synced={name: count for name, (_, _, count) in sums.items()},
+            unsynced=any(own for _, own, _ in sums.values()),
             mark=mark,
+            seeds=tuple(state.seeds),
         )
 
     def _heal(self, mine: Standing, top: int, behind: list[int]) -> None:
@@ -417,22 +467,34 @@ class Recovery:
         behind: Sums = {n: (s[0], {}, s[2]) for n, s in found.items() if n not in own}
         put_sums(session, behind)
 
-    def _stand(self, mine: Standing, here: list[Standing]) -> None:
-        """Be where everybody in this data loop goes on."""
-        state = loops()
-        if any(one.training for one in here):
-            state.index = mine.index
-            indices = self._session.reducer.allreduce([mine.index], tag="index")  # type: ignore[union-attr]
-            if len(set(indices)) > 1:
-                raise Irreparable(f"the replicas stand at different samples: {sorted(set(indices))}")
+    def _same_index(self, mine: Standing, where: Where) -> None:
+        """Make sure that all who train go on from the same sample, now that those behind are healed."""
+        assert self._session.reducer is not None
+        indices = self._session.reducer.allreduce([(mine.where, mine.index)], tag="index")
+        found = {index for at, index in indices if tuple(at) == where}
+        if len(found) > 1:
+            raise Irreparable(f"the replicas stand at different samples: {sorted(found)}")
+        if mine.where == where:
+            loops().index = mine.index
+        sums = [name for name, (_, own, _) in sums_of(self._session).items() if own]
+        if sums and self._session.rank == 0:
+            log.warning("what the dead had added to %s since its last sum is lost", ", ".join(sums))
+
+    def _stand(self, here: list[Standing]) -> None:
+        """Begin the evaluation loop under way anew, unless nothing of it is lost."""
+        if any(one.training for one in here) or here[0].where[-1]:
             return
         marks = {one.mark for one in here}
         if all(one.index == one.mark for one in here):
             return  # nothing of this loop has been done since
         if len(marks) > 1 or None in marks or self._mark is None:
             raise Irreparable("an evaluation loop can not be begun again: its sums are gone with the dead")
-        state.index = self._mark.index
+        loops().index = self._mark.index
         put_sums(self._session, self._mark.sums)
+
+
+class Again(Exception):
+    """A death was survived: the data loop goes on where it looks for what to do next."""
 
 
 class Irreparable(RuntimeError):

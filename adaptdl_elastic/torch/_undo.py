@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Sums = dict[str, tuple[dict[Any, Any], dict[Any, Any], int]]
 """Accumulator's name → (sums over all replicas, this replica's since then, how often synchronised)."""
+OwnSums = dict[str, dict[Any, Any]]
+"""Accumulator's name → this replica's sums since it was last synchronised; then those of several."""
 
 
 class Before:
@@ -148,3 +150,20 @@ def put_sums(session: Session, sums: Sums) -> None:
         state: Any = session.states.get(name)
         if state is not None:
             state.results, state.updates, state.syncs = dict(results), dict(updates), syncs
+
+
+def both_sums(a: OwnSums | None, b: OwnSums | None) -> OwnSums | None:
+    """Of two replicas together; None: one of them keeps its own to itself."""
+    from adaptdl_elastic.torch.accumulator import merge
+
+    if a is None or b is None:
+        return None
+    return {name: merge(a.get(name, {}), b.get(name, {})) for name in (*a, *(n for n in b if n not in a))}
+
+
+def add_sums(session: Session, sums: OwnSums) -> None:
+    """Add what all replicas had of their own: the accumulators are synchronised."""
+    for name, total in sums.items():
+        state: Any = session.states.get(name)
+        if state is not None:  # a script may have one on some replicas only, and never read it
+            state.add_total(total)

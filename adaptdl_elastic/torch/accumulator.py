@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from adaptdl_elastic import _session, checkpoint, collective
+from adaptdl_elastic.torch._recovery import recovery
 
 __all__ = ["Accumulator"]
 
@@ -135,7 +136,7 @@ class Accumulator(MutableMapping[Any, Any]):
         self._blocks[epoch] += 1
         if number < len(shown):
             return copy.deepcopy(shown[number])
-        state.sync()
+        recovery(_session.current()).guarded(state.syncing())
         shown.append(copy.deepcopy(state.results))
         return state.results
 
@@ -230,9 +231,22 @@ class AccumulatorState(checkpoint.TensorState):
 
     def sync(self) -> None:
         """Sum over the replicas."""
-        total = collective.allreduce(self.updates, _merge, tag=self.name)
+        self.add_total(collective.allreduce(self.updates, merge, tag=self.name))
+
+    def syncing(self) -> Callable[[], None]:
+        """A `sync` that can be called again after a death: survivors give each other sums that have come."""
+        before = self.syncs
+
+        def sync() -> None:
+            if self.syncs == before:
+                self.sync()
+
+        return sync
+
+    def add_total(self, total: Sums) -> None:
+        """All replicas' updates, this one's included, have been added up to `total`."""
         self.updates, self.syncs = {}, self.syncs + 1
-        self.results = _merge(self.results, total)
+        self.results = merge(self.results, total)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -287,8 +301,8 @@ def _add_to(sums: Sums, key: Any, value: Any) -> None:
     sums[key] = sums[key] + value if key in sums else value
 
 
-def _merge(a: Sums, b: Sums) -> Sums:
-    """Key by key, in the order in which the keys were first seen."""
+def merge(a: Sums, b: Sums) -> Sums:
+    """The sums of both: key by key, in the order in which the keys were first seen."""
     merged = dict(a)
     for key, value in b.items():
         _add_to(merged, key, value)

@@ -33,6 +33,7 @@ from adaptdl_elastic.torch._data_helper import (
 from adaptdl_elastic.torch._data_iterable import iterate_stream, wrap_stream
 from adaptdl_elastic.torch._loops import loops
 from adaptdl_elastic.torch._partition import derive_seed
+from adaptdl_elastic.torch._recovery import Again
 from adaptdl_elastic.torch._sampler import ElasticBatchSampler, ElasticSampler
 
 __all__ = [
@@ -125,19 +126,26 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         with helper.context():
             if helper.skipdone():
                 return
-            if self._stream:
-                stream: Any = self.dataset
-                while True:
-                    yield from iterate_stream(stream, helper, super().__iter__, self._seed_workers)
-                    if helper.ended():
-                        return
-            helper.end_index = len(self.dataset)  # type: ignore[arg-type]
-            self._elastic_batches.sampler.seed = initial_seed(helper, self._seed_generator)
+            if not self._stream:
+                helper.end_index = len(self.dataset)  # type: ignore[arg-type]
             while True:
-                while not self._ended():
-                    yield from self._segment()
+                try:
+                    yield from self._pass()
+                except Again:
+                    continue
                 if helper.ended():
                     return
+
+    def _pass(self) -> Iterator[Any]:
+        """Hand out all that is left."""
+        seed = initial_seed(self._elastic, self._seed_generator)
+        if self._stream:
+            stream: Any = self.dataset
+            yield from iterate_stream(stream, self._elastic, super().__iter__, self._seed_workers)
+            return
+        self._elastic_batches.sampler.seed = seed
+        while not self._ended():
+            yield from self._segment()
 
     def _ended(self) -> bool:
         helper, size = self._elastic, self._elastic.end_index

@@ -197,10 +197,39 @@ def test_what_was_asked_of_the_dead_is_still_done(start: Any, tmp_path: Path) ->
     """Rank 0 has our request for a checkpoint, and dies."""
     job = start(3)
     job.running[2].channel.send({"type": "checkpoint", "request": 7})
-    job.recover(0)
-    job.wait_for("saved")
+    if not job.recover(0)["saved"]:
+        job.wait_for("saved")
     job.running[1].channel.send({"type": "stop", "reason": "test"})
     assert [each.join() for each in job.running] == [143, 143]
+
+
+@pytest.mark.parametrize(
+    "tag", ["seed", "adaptdl-accumulator", "end of data loop", "agreement", "batch size", "end of epoch"]
+)
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_last_word_of_the_dead_reaches_one_of_two(
+    start: Any, tmp_path: Path, tag: str, count: int
+) -> None:
+    """One survivor has the result of a collective, the other one has not."""
+    autoscale = 3 * BATCH if tag in ("batch size", "end of epoch") else 0
+    if (tag, count) == ("batch size", 2):
+        count = 1  # it is settled once a generation
+    job = start(3, size=84, epochs=3, evaluate=1, torn=[tag, count], autoscale=autoscale)
+    if tag == "agreement":
+        job.running[2].channel.send({"type": "checkpoint", "request": 7})
+        if count == 2:
+            job.wait_for("saved")
+            job.running[2].channel.send({"type": "checkpoint", "request": 8})
+    job.bury(0)
+    job.plan_recovery()
+    job.wait_for("switched", 2)
+    job.finish()
+    if autoscale:
+        weights = [torch.load(tmp_path / f"weights-{rank}") for rank in range(2)]
+        assert torch.equal(*weights)
+    else:
+        applied(tmp_path, 2, epochs=3, size=84)
+    evaluated(tmp_path, 3, 84)
 
 
 @pytest.mark.slow

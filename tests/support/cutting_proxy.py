@@ -5,6 +5,7 @@ with CuttingProxy("127.0.0.1:2379") as proxy:
     proxy.cut()          # connections are reset, new ones refused at once
     proxy.freeze()       # connections stay open, nothing gets through (a partition)
     proxy.swallow()      # requests arrive, answers are lost with their connection
+    proxy.lose(2)        # only the answer to the second HTTP request from now on that writes is lost so
     proxy.heal()
     proxy.bytes, proxy.connections
 """
@@ -37,6 +38,8 @@ class CuttingProxy:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._changes = threading.Condition(self._lock)
         self._closed = False
+        self._writes_left = 0  # until the one whose answer is lost
+        self._doomed: set[socket.socket] = set()  # servers whose next answer is lost
         self.bytes = 0
         self.connections = 0
         self._thread = threading.Thread(target=self._run, name="cutting-proxy", daemon=True)
@@ -59,6 +62,10 @@ class CuttingProxy:
     def swallow(self) -> None:
         """Deliver requests, and instead of the answer reset the connection."""
         self._set("swallow")
+
+    def lose(self, nth: int) -> None:
+        """Lose the answer to the `nth` write (PUT, POST or DELETE) from now on, with its connection."""
+        self._writes_left = nth
 
     def heal(self) -> None:
         """Let everything through again, also what was held back."""
@@ -144,7 +151,12 @@ class CuttingProxy:
         other, upstream = self._peer[sock]
         try:
             data = sock.recv(1 << 16)
-            if data and (upstream or self._applied != "swallow"):
+            if upstream and data.startswith((b"PUT ", b"POST ", b"DELETE ")):
+                self._writes_left -= 1
+                if self._writes_left == 0:
+                    self._doomed.add(other)
+            lost = self._applied == "swallow" or sock in self._doomed
+            if data and (upstream or not lost):
                 other.sendall(data)
                 self.bytes += len(data)
                 return
@@ -157,6 +169,7 @@ class CuttingProxy:
         self._pairs.discard((client, server))
         for sock in (client, server):
             self._peer.pop(sock, None)
+            self._doomed.discard(sock)
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(sock)
             _reset(sock)

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,16 @@ class FakeAgent:
                 found.append(sender)
         return found
 
+    def wait_for_all(self, counts: dict[str, int]) -> Counter[str]:
+        """Until so many messages of each kind have come, in any order; how many of every kind came."""
+        heard: Counter[str] = Counter()
+        while any(heard[kind] < count for kind, count in counts.items()):
+            try:
+                heard[self.messages.get(timeout=40.0)[1]["type"]] += 1
+            except queue.Empty:
+                raise AssertionError(f"only {dict(heard)} of {counts}:\n{self.outputs()}") from None
+        return heard
+
     def outputs(self) -> str:
         """What all have printed, with where those hang that have not ended."""
         for each in self.all:
@@ -195,11 +206,16 @@ class FakeAgent:
                 }
             )  # fmt: skip
 
-    def recover(self, *ranks: int) -> None:
-        """These die, and the others go on."""
+    def recover(self, *ranks: int) -> Counter[str]:
+        """These die, and the others go on; the kinds of messages that came meanwhile."""
         self.kill(*ranks)
         self.plan_recovery()
-        self.wait_for("switched", len(self.running))
+        return self.wait_for_all({"switched": len(self.running)})
+
+    def bury(self, rank: int) -> None:
+        """This one kills itself."""
+        assert self.running[rank].join(60) == -signal.SIGKILL, self.outputs()
+        del self.running[rank]
 
     def finish(self, timeout: float = 60.0) -> None:
         (self.folder / "hurry").touch()

@@ -40,11 +40,13 @@ class FakeImds:
         self.tokens: set[str] = set()
         self.requests: list[tuple[str, str, int]] = []
         self.hang = threading.Event()  # set: accept, and never answer
+        self.hanging = threading.Event()  # a request has come that is not answered
         self.release = threading.Event()
+        self.connections = 0  # counted in the order of their coming, whatever becomes of them
         self.broken = False  # answer 500 to everything
         self.failing: dict[str, int] = {}  # path → status that it is answered with
         self.looked = threading.Condition()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._server = _counting(self)(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
@@ -69,7 +71,7 @@ class FakeImds:
     def expire_tokens(self) -> None:
         self.tokens.clear()
 
-    def wait_for(self, path: str, count: int = 1, timeout: float = 10.0) -> None:
+    def wait_for(self, path: str, count: int = 1, timeout: float = 60.0) -> None:
         """Until `path` has been asked for `count` more times."""
         with self.looked:
             want = count + self._count(path)
@@ -83,7 +85,7 @@ class FakeImds:
         self.release.set()
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join(5)
+        self._thread.join()
 
     def answer(self, method: str, path: str, token: str, ttl: str) -> tuple[int, str]:
         if self.broken:
@@ -105,24 +107,34 @@ class FakeImds:
         return (404, "not found") if value is None else (200, value)
 
 
+def _counting(imds: FakeImds) -> type[ThreadingHTTPServer]:
+    class Server(ThreadingHTTPServer):
+        def verify_request(self, request: object, client_address: object) -> bool:
+            imds.connections += 1  # one thread accepts them all
+            return True
+
+    return Server
+
+
 def _handler(imds: FakeImds) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def _serve(self) -> None:
             if imds.hang.is_set():
-                imds.release.wait(30)
+                imds.hanging.set()
+                imds.release.wait()
                 return
             token = self.headers.get("X-aws-ec2-metadata-token", "")
             ttl = self.headers.get("X-aws-ec2-metadata-token-ttl-seconds", "")
             status, text = imds.answer(self.command, self.path, token, ttl)
             body = text.encode()
+            with imds.looked:  # before the answer: whoever has read that finds the request counted
+                imds.requests.append((self.command, self.path, status))
+                imds.looked.notify_all()
             with contextlib.suppress(ConnectionError):  # whoever asked may not wait for the answer
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
-            with imds.looked:
-                imds.requests.append((self.command, self.path, status))
-                imds.looked.notify_all()
 
         do_GET = do_PUT = do_POST = _serve
 

@@ -16,12 +16,14 @@ from torch.utils.data import Dataset
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, collective
+from adaptdl_elastic.reducer import Reducer
 from adaptdl_elastic.torch import _inplace, _transfer
 from adaptdl_elastic.torch.scaling_rules import LinearScale
 
 S = {
     "size": 61, "batch": 8, "epochs": 1, "shuffle": True, "workers": 0, "accumulate": 0, "evaluate": 0,
     "stop": None, "seed": 5, "drop_last": False, "stream": False, "persistent": False, "pace": 0.0,
+    "autoscale": 0, "torn": None,
     **json.loads(os.environ.get("LOOP", "{}")),
 }  # fmt: skip
 OUT = Path(os.environ["OUT"])
@@ -68,7 +70,26 @@ def interrupt(loop, epoch, count):
         time.sleep(0.001)
 
 
+def tear(tag, count):
+    """Die once the result of the `count`-th collective `tag` is sent to rank 1, and to nobody else."""
+    combine, spread, left = Reducer._combine, Reducer._spread, [count]
+
+    def combined(self, call):
+        left[0] -= tag in call.tag
+        return combine(self, call)
+
+    def spread_to_one(self, kind, sequence, payload):
+        if left[0] > 0:
+            return spread(self, kind, sequence, payload)
+        self._send(1, kind, sequence.to_bytes(8, "big") + payload)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Reducer._combine, Reducer._spread = combined, spread_to_one
+
+
 def main():
+    if S["torn"] and adl.rank() == 0:
+        tear(*S["torn"])
     if S["seed"] is not None:
         torch.manual_seed(S["seed"])
     adl.init_process_group("gloo")
@@ -83,6 +104,8 @@ def main():
         high = -(-S["batch"] // (S["accumulate"] + 1))
         loader.autoscale_batch_size(S["batch"], local_bsz_bounds=(1, high), gradient_accumulation=True)
         loader._elastic._max_batch_size = None  # accumulate, and stay at this batch size
+    if S["autoscale"]:
+        loader.autoscale_batch_size(S["autoscale"], local_bsz_bounds=(1, S["autoscale"]))
     evaluation = adl.AdaptiveDataLoader(Numbers(), batch_size=10)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -115,11 +138,15 @@ def main():
             if not (OUT / "hurry").exists():
                 time.sleep(S["pace"])  # what a step takes
         model.eval()
+        sums = adl.Accumulator()
         for count, batch in enumerate(evaluation if S["evaluate"] else (), 1):
             interrupt("evaluate", epoch, count)
             with torch.no_grad():
                 model(batch)
             record(epoch=epoch, loop="evaluate", samples=batch.tolist(), local=len(batch))
+            sums["seen"] += len(batch)
+        with sums.synchronized():
+            assert not S["evaluate"] or sums["seen"] == S["size"], sums["seen"]
     torch.save(model.module.w.detach(), OUT / f"weights-{adl.rank()}")
     record(loop="end", epoch=adl.finished_epochs())
 
