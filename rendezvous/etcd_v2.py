@@ -163,7 +163,11 @@ class EtcdV2Store(Store):
             except (etcd.EtcdCompareFailed, etcd.EtcdAlreadyExist, etcd.EtcdKeyNotFound):
                 node = self._read(key)
             if unheard and self._is_ours(node, value, held):
-                return node.revision if node else self.revision(key)
+                if node is None:
+                    return self.revision(key)
+                if held is not None:
+                    self._settle(node.key, node.value, held, node.revision, node.index)
+                return node.revision
             if node is None or node.revision != expected_revision:
                 return None
             condition = {"prevIndex": node.index}  # only refreshed since
@@ -286,22 +290,45 @@ class EtcdV2Store(Store):
         on_ambiguous: Callable[[], None] | None = None,
         **condition: Any,
     ) -> int:
-        def write(text: str, **condition: Any) -> int:
-            ttl = int(lease.ttl) if lease else None
-            result = self._run(
-                lambda client: client.write(_path(key), text, ttl=ttl, **condition), on_ambiguous
-            )
-            return int(result.modifiedIndex)
-
         if lease is None:
-            return write(close_value(value), **condition)
-        revision = write(close_value(value, lease.id), **condition)
-        try:
-            index = write(close_value(value, lease.id, revision), prevIndex=revision)
-        except (etcd.EtcdCompareFailed, etcd.EtcdKeyNotFound):
-            return revision  # somebody has changed it since: it is no longer of this lease
-        lease.attach(key, index)
+            return self._put_text(key, close_value(value), None, on_ambiguous, **condition)
+        revision = self._put_text(key, close_value(value, lease.id), lease, on_ambiguous, **condition)
+        self._settle(key, value, lease, revision, revision)
         return revision
+
+    def _settle(self, key: str, value: str, lease: EtcdV2Lease, revision: int, index: int) -> None:
+        """The second write of a leased key: spell its revision out; from then on the lease keeps it.
+
+        index: where it was last seen. Nothing happens when somebody else has changed it since.
+        """
+        while True:
+            try:
+                index = self._put_text(key, close_value(value, lease.id, revision), lease, prevIndex=index)
+                break
+            except (etcd.EtcdCompareFailed, etcd.EtcdKeyNotFound):
+                node = self._read(key)
+            if node is None or node.lease != lease.id or node.value != value:
+                return
+            index = node.index
+            if node.revision == revision:  # we have, and the answer was lost
+                break
+            if node.revision != node.index:  # spelled out by another thread that put the same
+                return
+            # else only refreshed since
+        lease.attach(key, index)
+
+    def _put_text(
+        self,
+        key: str,
+        text: str,
+        lease: EtcdV2Lease | None,
+        on_ambiguous: Callable[[], None] | None = None,
+        **condition: Any,
+    ) -> int:
+        """The index of one write."""
+        ttl = int(lease.ttl) if lease else None
+        result = self._run(lambda client: client.write(_path(key), text, ttl=ttl, **condition), on_ambiguous)
+        return int(result.modifiedIndex)
 
     def _remove(self, key: str, on_ambiguous: Callable[[], None] | None = None, **condition: Any) -> int:
         result = self._run(lambda client: client.delete(_path(key), **condition), on_ambiguous)

@@ -128,6 +128,25 @@ def test_a_swap_whose_answer_was_lost_is_not_done_twice(own_world):
         assert store.compare_and_swap(key, "me again", first) is None
 
 
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])  # v2 writes a leased key two or three times
+@pytest.mark.parametrize("how", ["swap", "put"])
+def test_a_leased_write_whose_answer_was_lost_is_of_the_lease(own_world, how, nth):
+    with CuttingProxy(own_world.real.endpoint) as proxy:
+        store, other = own_world.client(proxy.endpoint), own_world.client()
+        key = own_world.prefix + "leader"
+        lease = store.lease(60)
+        proxy.lose(nth)
+        if how == "swap":
+            revision = store.compare_and_swap(key, "me", 0, lease)
+        else:
+            revision = store.put(key, "me", lease)
+        assert revision == other.get(key).mod_revision
+        lease.renew(5.0)
+        assert other.get(key).mod_revision == revision
+        lease.revoke()
+        assert other.get(key) is None, "it outlived its owner"
+
+
 def test_a_hung_server_costs_no_more_than_the_time_out(own_world):
     store = own_world.client(timeout=0.5)
     own_world.real.pause()
