@@ -131,10 +131,8 @@ class PlanStore(Store):
 
     def __init__(self, store: Store, node: str | None = None) -> None:
         self.driver, self._node = store, node
-        self._names: dict[str, set[str]] = {}  # prefix of a job's parts → names under it that may be there
         self._whole: dict[int, Plan] = {}  # generation → the plan, where an excerpt is not enough
         self._heads: dict[str, Plan] = {}  # plan's key → the last head
-        self._lock = threading.Lock()
 
     def of_node(self, node: str) -> PlanStore:
         """The same store, with the plans that this node's agent has to know. Closing either closes both."""
@@ -225,30 +223,25 @@ class PlanStore(Store):
             name = f"{plan.generation}-{secrets.token_hex(4)}"
             head, parts = divide(plan, name)
             value = encode(head)
-            self._note(prefix, name)
             for number, part in enumerate(parts):
                 self.driver.put(f"{prefix}{name}/{number}", encode(part))
         done = self.driver.compare_and_swap(key, value, expected_revision, lease)
         if done is not None:
-            self._sweep(prefix, name)
+            self._sweep(prefix, name, done)
         return done
 
-    def _note(self, prefix: str, name: str) -> None:
-        with self._lock:
-            if prefix in self._names:
-                self._names[prefix].add(name)
+    def _sweep(self, prefix: str, but: str, done: int) -> None:
+        """Delete the parts of earlier plans, and those that somebody did not come to use.
 
-    def _sweep(self, prefix: str, but: str) -> None:
-        """Delete the parts of earlier plans, and those that somebody did not come to use."""
+        done: the revision of our head. Parts that were put before it and are not its own can not become a
+        plan any more: their head was replaced by ours, or its compare-and-swap will fail. What was put
+        later is a successor's, who may rule by now.
+        """
         try:
-            names = self._names.get(prefix)
-            if names is None:
-                keys = [item.key for item in self.driver.range(prefix).items]
-                names = {key.removeprefix(prefix).partition("/")[0] for key in keys}
-            for name in names - {but}:
+            items = self.driver.range(prefix).items
+            found = {i.key.removeprefix(prefix).partition("/")[0] for i in items if i.mod_revision < done}
+            for name in found - {but}:
                 self.driver.delete_prefix(f"{prefix}{name}/")
-            with self._lock:
-                self._names[prefix] = {but} - {""}
         except StoreError as error:
             logger.debug("parts of older plans stay for now: %s", error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -105,6 +106,34 @@ def test_readers_see_a_plan_and_the_parts_of_older_ones_go(raw: MemoryStore) -> 
     assert successor.compare_and_swap(KEY, encode(plan_of(3, 3)), third) is not None
     assert read(agent) == plan_of(3, 3)
     assert not raw.range(KEYS.parts("job")).items
+
+
+class Stopped(MemoryStore):
+    """A client that is stopped for a while once it has published a plan: `meanwhile` runs then."""
+
+    meanwhile: Callable[[], object] = staticmethod(lambda: None)
+
+    def compare_and_swap(self, key: str, *args: Any, **named: Any) -> int | None:
+        done = super().compare_and_swap(key, *args, **named)
+        self.meanwhile()
+        return done
+
+
+def test_an_old_leader_that_wakes_up_leaves_the_parts_of_its_successor_alone(raw: MemoryStore) -> None:
+    old = Stopped(_shared=raw._shared)
+    successor, agent = PlanStore(raw.client()), PlanStore(raw.client(), "n40")
+    plan = plan_of(100)
+
+    def succeed() -> None:
+        item = successor.get(KEY)
+        assert item is not None
+        assert successor.compare_and_swap(KEY, encode(replace(plan, fence=9)), item.mod_revision) is not None
+
+    old.meanwhile = succeed
+    assert PlanStore(old).compare_and_swap(KEY, encode(plan), 0) is not None
+    assert read(agent).ranks("n40") == plan.ranks("n40")
+    assert read(successor) == replace(plan, fence=9)
+    assert len(raw.range(KEYS.parts("job")).items) == 7, "those of the old leader's plan are gone"
 
 
 def test_a_job_that_is_forgotten_takes_its_parts_along(raw: MemoryStore) -> None:
