@@ -73,6 +73,7 @@ JOIN_VARIABLE = "ADAPTDL_JOIN"
 PATIENCE = 20.0
 """Seconds that those who have begun to switch wait for each other."""
 
+_LOOK = 0.005  # seconds from one look into the store to the next: what that may add to a change
 _TRANSFER = 60.0  # seconds that one tensor may take from one replica to another
 
 _NEWCOMER, _RESCALER = "newcomer", "rescaler"  # in the session's scratch
@@ -390,12 +391,12 @@ def form(session: Session, store: Any, attempt: int, cancelled: Callable[[], boo
 def _await(store: Any, key: str, cancelled: Callable[[], bool]) -> None:
     """Wait for a key of a store, for PATIENCE seconds."""
     deadline = time.monotonic() + PATIENCE
-    while True:
-        try:
-            return store.wait([key], timedelta(seconds=0.1))  # type: ignore[no-any-return]
-        except dist.DistStoreError:
-            if cancelled() or time.monotonic() > deadline:
-                raise
+    while not store.check([key]):  # `wait` would print a warning each time that it is to look up
+        if cancelled():
+            raise RuntimeError("there is another plan")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"nobody wrote {key} within {PATIENCE:.0f} s")
+        time.sleep(_LOOK)
 
 
 def _reducer(

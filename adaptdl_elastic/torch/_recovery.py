@@ -48,7 +48,16 @@ from adaptdl_elastic.reducer import Future, PeerLostError
 from adaptdl_elastic.torch import _transfer
 from adaptdl_elastic.torch._loops import loops
 from adaptdl_elastic.torch._process_group import disconnect_torch, keep_torch
-from adaptdl_elastic.torch._undo import Before, OwnSums, Sums, add_sums, both_sums, put_sums, sums_of
+from adaptdl_elastic.torch._undo import (
+    Before,
+    OwnSums,
+    Sums,
+    add_sums,
+    both_sums,
+    known_sums,
+    put_sums,
+    sums_of,
+)
 
 if TYPE_CHECKING:
     from adaptdl_elastic._session import Session
@@ -414,7 +423,7 @@ class Recovery:
 
     def _standing(self, helper: AdaptiveDataLoaderHelper | None) -> Standing:
         session, state = self._session, loops()
-        index, sums = state.index, sums_of(session)
+        index = state.index
         if self._failed:
             assert self._before is not None
             index = self._before.index
@@ -427,8 +436,8 @@ class Recovery:
             training=helper is not None and helper.training,
             torn=self._torn,
             uneven=self._uneven,
-            synced={name: count for name, (_, _, count) in sums.items()},
-            unsynced=any(own for _, own, _ in sums.values()),
+            synced={name: count for name, (_, _, count) in known_sums(session).items()},
+            unsynced=any(own for _, own, _ in sums_of(session).values()),
             mark=mark,
             seeds=tuple(state.seeds),
         )
@@ -462,7 +471,7 @@ class Recovery:
         uneven = {n for one in everybody for n, count in one.synced.items() if count < newest[n]}
         if not uneven:
             return
-        own = {n: s for n, s in sums_of(session).items() if n in uneven and s[2] == newest[n]}
+        own = {n: s for n, s in known_sums(session).items() if n in uneven and s[2] == newest[n]}
         found: Sums = session.reducer.allreduce(own, lambda a, b: {**b, **a}, tag="sums")
         behind: Sums = {n: (s[0], {}, s[2]) for n, s in found.items() if n not in own}
         put_sums(session, behind)

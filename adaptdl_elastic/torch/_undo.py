@@ -144,6 +144,18 @@ def sums_of(session: Session) -> Sums:
     }
 
 
+def known_sums(session: Session) -> Sums:
+    """As `sums_of`, and of the Accumulator that was synchronised last, even if its epoch is over.
+
+    Another replica may still want those: whoever leads dies while it tells us all.
+    """
+    from adaptdl_elastic.torch.accumulator import LATEST
+
+    latest: Any = session.scratch.get(LATEST)
+    last: Sums = {} if latest is None else {latest.name: (dict(latest.results), {}, latest.syncs)}
+    return {**last, **sums_of(session)}
+
+
 def put_sums(session: Session, sums: Sums) -> None:
     """Let accumulators hold these sums."""
     for name, (results, updates, syncs) in sums.items():

@@ -44,6 +44,7 @@ LINGER = 2
 
 _NDARRAY = "__ndarray__"  # marks a numpy array in a file that may hold tensors only
 _SCRATCH = "accumulators"
+LATEST = "latest accumulator"  # in the session's scratch: the one that was synchronised last
 
 
 class Accumulator(MutableMapping[Any, Any]):
@@ -247,6 +248,7 @@ class AccumulatorState(checkpoint.TensorState):
         """All replicas' updates, this one's included, have been added up to `total`."""
         self.updates, self.syncs = {}, self.syncs + 1
         self.results = merge(self.results, total)
+        _session.current().scratch[LATEST] = self
 
     def state_dict(self) -> dict[str, Any]:
         return {
