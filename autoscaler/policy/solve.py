@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from adaptdl_elastic.autoscaler.policy.eviction import make_room, value
 from adaptdl_elastic.autoscaler.policy.knapsack import Options, Table
 from adaptdl_elastic.autoscaler.policy.placement import Board, Want, place
 from adaptdl_elastic.autoscaler.policy.program import LARGE_PROGRAM, SMALL_PROGRAM, solve_exactly
@@ -37,15 +38,26 @@ def solve(tables: Tables, board: Board, capacity: int, seconds: float) -> Soluti
     for what does not fit at once.
     """
     targets = _program(tables, _worths(tables, tables.possible), capacity).choose(capacity)
+    placed, failed = _choose(tables, board, capacity, seconds, targets)
+    without = [row for row in sorted(failed) if tables.jobs[row].name not in placed]
+    return Solution(make_room(tables, board, placed, without) if without else placed, targets)
+
+
+def _choose(
+    tables: Tables, board: Board, capacity: int, seconds: float, targets: Sequence[int | None]
+) -> tuple[dict[str, dict[str, int]], set[int]]:
+    """Who is where, and the rows of jobs for which some size that was chosen found no room."""
     worths = _steps(tables, targets)
     plain = _worths(tables, tables.allowed)
     best = _standing(tables, board)
+    unplaced: set[int] = set()
     for attempt in range(_ROUNDS):
         trial = board.copy()
         chosen = _program(tables, worths, capacity).choose(capacity)
         failed = _place(tables, chosen, targets, trial)
         if not failed and attempt == 0:
-            return Solution(trial.placed, targets)
+            return trial.placed, unplaced
+        unplaced |= {row for row, _ in failed}
         worth = _realised(tables, trial)
         if worth > best[0] + 1e-9:
             best = worth, trial.placed
@@ -66,8 +78,8 @@ def solve(tables: Tables, board: Board, capacity: int, seconds: float) -> Soluti
             if name not in found.placed:
                 found.put(name, allocation)
         if _realised(tables, found) > best[0] + 1e-9:
-            return Solution(found.placed, targets)
-    return Solution(best[1], targets)
+            return found.placed, unplaced
+    return best[1], unplaced
 
 
 def _program(tables: Tables, worths: Array, capacity: int) -> Table:
@@ -168,14 +180,4 @@ def _gain(tables: Tables, chosen: Sequence[int | None], targets: Sequence[int | 
 
 def _realised(tables: Tables, board: Board) -> float:
     """The objective of what is on the board, moves paid for."""
-    total = 0.0
-    for row, job in enumerate(tables.jobs):
-        found = board.placed.get(job.name)
-        if not found:
-            continue
-        if tables.kept[row] >= 0 and found == board.current[job.name]:
-            total += float(tables.kept_value[row])
-        else:
-            column = tables.sizes.find(sum(found.values()), len(found) > 1)
-            total += float(tables.changed[row, column]) if column is not None else 0.0
-    return total
+    return sum(value(tables, row, board.placed.get(job.name), board) for row, job in enumerate(tables.jobs))

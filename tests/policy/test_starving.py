@@ -1,0 +1,149 @@
+"""Nobody starves: a job that has waited too long gets its replicas, however those of others lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from adaptdl_elastic.autoscaler.policy import Allocation, GoodputModel, JobInfo, NodeInfo, Settings, allocate
+from adaptdl_elastic.autoscaler.policy.types import NodeLimit
+from adaptdl_elastic.goodput import GradParams, PerfParams
+
+MODEL = GoodputModel(
+    PerfParams(0.1, 0.001, 0.1, 0.01, 0.05, 0.01, 2.0), GradParams(1.0, 10.0), 32, 1024, (8, 128)
+)
+NODES = [NodeInfo(f"n{i}", 4) for i in range(16)]
+
+
+def rigid(name: str, **changes: object) -> JobInfo:
+    """Exactly four replicas."""
+    base = JobInfo(name, 4, 4, model=MODEL, max_profiled_replicas=4, remaining=1e7)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def test_jobs_that_must_span_nodes_take_turns_with_one_that_finds_no_room_beside_them() -> None:
+    # eight jobs on two nodes each leave 32 of 64 slots, and nowhere four together
+    jobs = [rigid(f"wide{i}", min_nodes=2, max_nodes=2) for i in range(8)]
+    current: Mapping[str, Allocation] = allocate(jobs, NODES, {}, 0.0).allocations
+    assert all(current.values())
+    jobs.append(rigid("whole"))
+    waiting, longest, turns = dict.fromkeys(j.name for j in jobs), 0.0, 0
+    for step in range(100):
+        now = 60.0 * step
+        asked = [replace(j, waiting_since=waiting[j.name]) for j in jobs]
+        found = allocate(asked, NODES, current, now)
+        assert sum(not a for a in found.allocations.values()) <= 1
+        turns += bool(found.allocations["whole"])
+        current = found.allocations
+        for j in jobs:
+            since = waiting[j.name]
+            waiting[j.name] = None if current[j.name] else now if since is None else since  # type: ignore[assignment]
+            longest = max(longest, now - (waiting[j.name] or now))
+    assert turns > 20
+    assert longest <= 960.0
+
+
+def test_who_lies_on_two_nodes_and_need_not_moves_together_at_once() -> None:
+    # for itself none of them would: the pause is a tenth of the horizon, and one node is 9 % faster
+    jobs = [rigid(f"wide{i}", max_nodes=2, pause=1e4) for i in range(8)]
+    current = {f"wide{i}": {f"n{2 * i}": 2, f"n{2 * i + 1}": 2} for i in range(8)}
+    patient = Settings(horizon=1e5)
+    assert allocate(jobs, NODES, current, 60.0, patient).changed == ()
+    found = allocate([*jobs, rigid("whole", waiting_since=0.0)], NODES, current, 60.0, patient)
+    assert all(found.allocations.values())
+    assert len(found.changed) == 2  # the new one, and one that moves
+
+
+def test_a_job_with_few_nodes_of_its_own_gets_them() -> None:
+    jobs = [rigid(f"wide{i}", min_nodes=2) for i in range(8)]
+    current = allocate(jobs, NODES, {}, 0.0).allocations
+    mine = rigid("mine", limits={"n3": NodeLimit(1, 4), "n4": NodeLimit(1, 4)}, waiting_since=0.0)
+    found = allocate([*jobs, mine], NODES, current, 1000.0)
+    assert sum(found.allocations["mine"].values()) == 4
+
+
+def test_what_may_not_be_preempted_is_not_ended_for_anybody() -> None:
+    jobs = [rigid(f"wide{i}", min_nodes=2, max_nodes=2, preemptible=i == 5) for i in range(8)]
+    current = allocate(jobs, NODES, {}, 0.0).allocations
+    found = allocate([*jobs, rigid("whole", waiting_since=0.0)], NODES, current, 1000.0)
+    assert found.allocations["whole"]
+    assert [name for name, a in found.allocations.items() if not a] == ["wide5"]
+
+
+def test_a_large_cluster_full_of_such_jobs_is_decided_in_time() -> None:
+    nodes = [NodeInfo(f"n{i}", 8) for i in range(512)]
+    jobs = [rigid(f"wide{i}", min_nodes=2, max_nodes=2) for i in range(256)]
+    current = allocate(jobs, nodes, {}, 0.0).allocations
+    late = [
+        rigid(f"whole{i}", min_replicas=8, max_replicas=8, max_profiled_replicas=8, waiting_since=float(i))
+        for i in range(3)
+    ]
+    found = allocate([*jobs, *late], nodes, current, 1000.0)
+    assert all(found.allocations[j.name] for j in late)
+    assert sum(not a for a in found.allocations.values()) <= 3
+    assert found.seconds < 20  # of CPU: 0.5 s on a quiet machine
+
+
+@st.composite
+def crowded(draw: st.DrawFn) -> tuple[list[JobInfo], list[NodeInfo], JobInfo]:
+    irregular = st.lists(st.integers(1, 8), min_size=1, max_size=12)
+    slots = draw(st.one_of(irregular, st.integers(9, 16).map(lambda count: [4] * count)))
+    nodes = [NodeInfo(f"n{i}", count) for i, count in enumerate(slots)]
+    jobs = []
+    for i in range(draw(st.integers(1, 12))):
+        least, few = draw(st.integers(1, 6)), draw(st.integers(1, 3))
+        jobs.append(
+            JobInfo(
+                f"j{i}",
+                max(least, few),
+                max(least, few) + draw(st.sampled_from([0, 0, 3, 20])),
+                min_nodes=few,
+                max_nodes=few + draw(st.integers(0, 2)),
+                model=draw(st.sampled_from([MODEL, None])),
+                max_profiled_replicas=draw(st.integers(0, 16)),
+                pause=draw(st.sampled_from([0.1, 30.0])),
+            )
+        )
+    late = replace(jobs.pop(), name="late", waiting_since=0.0)
+    if draw(st.booleans()):
+        names = draw(st.sets(st.sampled_from([n.name for n in nodes]), min_size=1))
+        late = replace(late, limits={n: NodeLimit(draw(st.integers(1, 3)), 8) for n in sorted(names)})
+    return jobs, nodes, late
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(crowded())
+def test_whoever_could_run_alone_runs_when_it_has_waited_too_long(
+    problem: tuple[list[JobInfo], list[NodeInfo], JobInfo],
+) -> None:
+    jobs, nodes, late = problem
+    current: Mapping[str, Allocation] = {}
+    for now in (0.0, 60.0, 120.0):
+        current = allocate(jobs, nodes, current, now).allocations
+    alone = allocate([late], nodes, {}, 1000.0).allocations["late"]
+    found = allocate([*jobs, late], nodes, current, 1000.0)
+    assert bool(found.allocations["late"]) == bool(alone), (alone, found.pending)
+
+
+def test_a_longer_job_does_not_push_out_another_before_its_time() -> None:
+    jobs = [rigid(f"wide{i}", min_nodes=2, max_nodes=2) for i in range(8)]
+    current = allocate(jobs, NODES, {}, 0.0).allocations
+    found = allocate([*jobs, rigid("whole", remaining=1e9, waiting_since=0.0)], NODES, current, 800.0)
+    assert found.changed == ()
+    assert found.reasons["whole"].text.endswith("(waiting for 800 s)")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_decided_does_not_depend_on_the_order_of_the_jobs(seed: int) -> None:
+    import random
+
+    jobs = [rigid(f"wide{i}", min_nodes=2, max_nodes=2) for i in range(8)]
+    current = allocate(jobs, NODES, {}, 0.0).allocations
+    everybody = [*jobs, rigid("whole", waiting_since=0.0)]
+    straight = allocate(everybody, NODES, current, 1000.0).allocations
+    random.Random(seed).shuffle(everybody)
+    assert allocate(everybody, NODES, current, 1000.0).allocations == straight
