@@ -59,6 +59,7 @@ from adaptdl_elastic.reducer import Reducer
 from adaptdl_elastic.torch import _recovery, _transfer
 from adaptdl_elastic.torch._loops import loops
 from adaptdl_elastic.torch._process_group import connect_torch, listening_host, relax_torch
+from adaptdl_elastic.torch._store import ImpatientStore
 
 if TYPE_CHECKING:
     from adaptdl_elastic.channel import Message
@@ -73,7 +74,6 @@ JOIN_VARIABLE = "ADAPTDL_JOIN"
 PATIENCE = 20.0
 """Seconds that those who have begun to switch wait for each other."""
 
-_LOOK = 0.005  # seconds from one look into the store to the next: what that may add to a change
 _TRANSFER = 60.0  # seconds that one tensor may take from one replica to another
 
 _NEWCOMER, _RESCALER = "newcomer", "rescaler"  # in the session's scratch
@@ -189,7 +189,7 @@ class Rescaler:
         """Become generation g + 1, or leave."""
         session, generation, position = self._session, command["generation"], command["position"]
         assert session.reducer is not None
-        go = False
+        go, safe = False, _recovery.recovery(session)
         if session.rank == 0:
             known, at = self._plans.get(generation), command.get("at")
             go = known is not None and self._wanted(known) and at in (None, list(position[:2]))
@@ -200,7 +200,7 @@ class Rescaler:
         try:
             plan = self._plan(generation)
         except RuntimeError as error:
-            return _recovery.recovery(session).recover(str(error))
+            return safe.recover(str(error))
         message = plan.message
         began = time.monotonic()
         for _, state in sorted(session.states.items()):
@@ -213,12 +213,12 @@ class Rescaler:
         session.reducer.close()
         become(session, message, generation, new_rank)
         try:
-            form(session, plan.meeting(), command["attempt"], lambda: plan.called_off)
+            form(session, plan.meeting(), command["attempt"], lambda: plan.called_off or safe.newer())
             donors = [rank for rank in range(session.replicas) if rank not in plan.newcomers]
             _transfer.give(session, plan.newcomers, donors)
             finish(session, position, began)
         except (RuntimeError, OSError) as error:  # somebody died on the way
-            _recovery.recovery(session).recover(str(error))
+            safe.recover(str(error))
         plan.tried.set()
         self._plans = {g: p for g, p in self._plans.items() if g > generation}
         self._past = {}
@@ -380,23 +380,13 @@ def form(session: Session, store: Any, attempt: int, cancelled: Callable[[], boo
 
         reducer = _reducer(session, host, 0, secret, publish, cancelled)
     else:
-        _await(store, key, cancelled)
+        impatient = ImpatientStore(store, lambda: "there is another plan" if cancelled() else None)
+        impatient.wait([key], timedelta(seconds=PATIENCE))
         host, port, secret = json.loads(store.get(key))
         reducer = _reducer(session, host, port, secret, None, cancelled)
     session.reducer = reducer
     reducer.barrier(tag="formed")  # all live: torch's group will not wait in vain
     connect_torch(session, session.scratch["backend"], store, timedelta(seconds=_TRANSFER))
-
-
-def _await(store: Any, key: str, cancelled: Callable[[], bool]) -> None:
-    """Wait for a key of a store, for PATIENCE seconds."""
-    deadline = time.monotonic() + PATIENCE
-    while not store.check([key]):  # `wait` would print a warning each time that it is to look up
-        if cancelled():
-            raise RuntimeError("there is another plan")
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"nobody wrote {key} within {PATIENCE:.0f} s")
-        time.sleep(_LOOK)
 
 
 def _reducer(

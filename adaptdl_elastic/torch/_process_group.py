@@ -17,10 +17,11 @@ import torch.distributed
 from adaptdl_elastic import _session, checkpoint, collective, env
 from adaptdl_elastic._session import Identity, Session
 from adaptdl_elastic.reducer import Reducer
+from adaptdl_elastic.torch._store import ImpatientStore
 
 dist: Any = torch.distributed  # its stub does not export the stores
 _ADDRESS = "adaptdl/address"
-_SOCKETS = "sockets of torch's group"  # in the session's scratch
+_SOCKETS, _STORE = "sockets of torch's group", "store of torch's group"  # in the session's scratch
 
 
 def init_process_group(
@@ -105,11 +106,15 @@ def connect_torch(session: Session, backend: str, store: Any, timeout: timedelta
     another replica that waits in vain itself.
 
     Args:
-        timeout: Of everything until `relax_torch`; None: torch's. gloo's `recv` does not end when its
-            sender dies in the middle of a message.
+        timeout: Of everything until `relax_torch`; None: torch's, in the first generation of a process.
+            gloo's `recv` does not end when its sender dies in the middle of a message.
     """
     before, hook = _sockets(), sys.excepthook
     given = {} if timeout is None else {"timeout": timeout}
+    # Part of the keys in the store, and counted up by attempts that failed, which were more here than there.
+    torch.distributed.distributed_c10d._world.group_count = 0
+    if timeout is not None:  # the others were there a moment ago, and may be gone already
+        store = session.scratch[_STORE] = ImpatientStore(store, lambda: session.control.lost)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("torch", store),

@@ -287,7 +287,8 @@ class Recovery:
             self._plans.append(message)
             self._told.notify_all()
 
-    def _newer(self) -> bool:
+    def newer(self) -> bool:
+        """Whether there is a plan of a generation after the present one, without somebody who has died."""
         with self._told:
             return any(int(plan["generation"]) > self._session.generation for plan in self._plans)
 
@@ -369,7 +370,7 @@ class Recovery:
             raise SystemExit(0)
         _inplace.become(session, plan, generation, plan["rank"])
         store = _inplace.meeting(plan["master_addr"], int(plan["master_port"]), generation)
-        _inplace.form(session, store, 0, self._newer)
+        _inplace.form(session, store, 0, self.newer)
 
     def _finish(self, began: float) -> None:
         from adaptdl_elastic.torch import _inplace

@@ -232,6 +232,37 @@ def test_the_last_word_of_the_dead_reaches_one_of_two(
     evaluated(tmp_path, 3, 84)
 
 
+@pytest.mark.parametrize("tag", ["formed", "standing", "statistics", "index", "recovered", "switched"])
+def test_rank_0_dies_in_a_recovery_and_reaches_one_of_two(start: Any, tmp_path: Path, tag: str) -> None:
+    job = start(4, torn=[tag, 1])
+    job.kill(3)
+    job.plan_recovery()
+    job.bury(0)
+    job.plan_recovery()
+    job.wait_for("switched", 2)
+    job.finish()
+    applied(tmp_path, 2)
+
+
+@pytest.mark.parametrize(("tag", "count"), [("switch", 1), ("switch", 2), ("formed", 1), ("switched", 1)])
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_rank_0_dies_in_a_change_and_reaches_one(
+    start: Any, tmp_path: Path, tag: str, count: int, replicas: int
+) -> None:
+    """Of three replicas becoming two or four."""
+    job = start(3, torn=[tag, count])
+    job.plan(replicas)
+    job.bury(0)
+    job.generation += 1  # the plan's
+    for each in job.pending:  # newcomers have nothing that others need
+        each.process.kill()
+    if replicas == 2 and tag != "switch":  # all know that the last one leaves
+        assert job.running.pop().join() == 0
+    job.plan_recovery()
+    job.finish()
+    applied(tmp_path, len(job.running))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_random_schedules(start: Any, tmp_path: Path, seed: int) -> None:
