@@ -25,6 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from adaptdl_elastic.agent.launch import (
         STOPPING,
         LaunchError,
+        NoOutputError,
+        NoPortError,
         StreamOptionError,
         complain,
         ignore_signals,
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             signal.signal(number, lambda number, frame: sys.exit(130 if number == signal.SIGINT else 143))
     try:
         return launch(options, complain)
-    except (LaunchError, StreamOptionError, StoreOptionError) as error:
+    except (LaunchError, NoOutputError, NoPortError, StreamOptionError, StoreOptionError) as error:
         complain(f"error: {error}")
         return 2 if isinstance(error, (StreamOptionError, StoreOptionError)) else 1
     except KeyboardInterrupt:

@@ -56,6 +56,7 @@ from adaptdl_elastic.agent.states import (
     StoreAway,
     StoreBack,
     Tick,
+    Unfit,
     WriteBroken,
     WriteDraining,
     WriteEnded,
@@ -118,8 +119,11 @@ def _learn(state: State, event: Event, now: float) -> tuple[State, list[Action]]
             return _learn_plan(state, plan)
         case StatusSeen(status):
             return (replace(state, status=status) if status.run == state.me.run else state), []
-        case NodesSeen(agents):
-            return replace(state, agents=agents), []
+        case NodesSeen(agents, holder):
+            if agents.get(state.me.node, state.me.agent) == state.me.agent:
+                return replace(state, agents=agents), []
+            why = f"the node name {state.me.node!r} was taken by {holder} while this agent could not be heard"
+            return _exit_now(state, 1, f"{why}: it has our place now")
         case EndedSeen(generation, node, outcome):
             return replace(state, ended={**state.ended, (generation, node): outcome}), []
         case MasterSeen(master):
@@ -132,6 +136,8 @@ def _learn(state: State, event: Event, now: float) -> tuple[State, list[Action]]
             return state, [WriteDraining(reason, when)]
         case LeaveNow(reason):
             return _exit_now(state, STOPPED, reason)
+        case Unfit(reason):
+            return _exit_now(state, 1, reason)
         case StoreAway():
             return replace(state, away=now if state.away is None else state.away), []
         case StoreBack():

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,14 +35,23 @@ from adaptdl_elastic.agent.environ import replica_environment
 from adaptdl_elastic.agent.forkserver import Exited, ForkServer, Spawned
 from adaptdl_elastic.agent.interruption import Notice
 from adaptdl_elastic.agent.journal import Journal
-from adaptdl_elastic.agent.loop import Loop
+from adaptdl_elastic.agent.loop import Count, Loop, Signalled
 from adaptdl_elastic.agent.meeting import Joined, Meeting
 from adaptdl_elastic.agent.mirror import Mirror
 from adaptdl_elastic.agent.outcome import run_result
-from adaptdl_elastic.agent.output import Output
+from adaptdl_elastic.agent.output import NoOutputError, Output
 from adaptdl_elastic.agent.replica import ReplicaHandle
 from adaptdl_elastic.agent.setting import Setting
-from adaptdl_elastic.agent.storelink import Connection, KeyChanged, Keyspace, Registration, Watcher, Writer
+from adaptdl_elastic.agent.storelink import (
+    Connection,
+    KeyChanged,
+    Keyspace,
+    Registration,
+    Said,
+    Watcher,
+    Writer,
+)
+from adaptdl_elastic.rendezvous.addresses import NoPortError
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.plans import PlanStore
 from adaptdl_elastic.rendezvous.records import (
@@ -60,17 +69,6 @@ from adaptdl_elastic.rendezvous.records import (
 logger = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 10.0  # for the last writes to the store
-_DOUBLE_DELIVERY = 0.3  # seconds: `timeout` and its like signal a program, and then its whole process group
-
-
-@dataclass(frozen=True)
-class _Signal:
-    number: int
-
-
-@dataclass(frozen=True)
-class _Said:
-    text: str
 
 
 class AdaptiveAgent(SimpleElasticAgent):
@@ -110,10 +108,10 @@ class AdaptiveAgent(SimpleElasticAgent):
             setting.me.agent,
             setting.coordinator,
             output.directory / "coordinator.log",
-            lambda text: self._loop.post(_Said(text)),
+            lambda text: self._loop.post(Said(text)),
             lambda: self._writer.submit(self._claim),
         )
-        self._signals, self._signalled = 0, 0.0
+        self._signals = Count()
         self._checkpoint_asked = 0
         self._mourned: set[tuple[int, int]] = set()  # (generation, rank) of the dead whom others survive
         self._told: set[str] = set()  # reasons why the job keeps its size
@@ -133,16 +131,19 @@ class AdaptiveAgent(SimpleElasticAgent):
     # SimpleElasticAgent's methods ---------------------------------------------------------------
 
     def _invoke_run(self, role: str = "default") -> RunResult:
-        self._loop.on_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), _Signal)
+        self._loop.on_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
         self._loop.add(self._forks, self._fork_news)
         self._writer.start()
         for watcher in self._watchers:
             watcher.start()
         while not self.state.exiting:
-            for event in self._loop.wait(self._next_time()):
-                self._take(event)
-            if not self.state.exiting:
-                self._decide(d.Tick())
+            try:
+                for event in self._loop.wait(self._next_time()):
+                    self._take(event)
+                if not self.state.exiting:
+                    self._decide(d.Tick())
+            except (NoPortError, NoOutputError) as error:
+                self._decide(d.Unfit(str(error)))
             if (due := self._journal.due()) is not None and time.time() >= due:
                 self._journal.flush()
         return self._result()
@@ -204,16 +205,16 @@ class AdaptiveAgent(SimpleElasticAgent):
                 for heard in self._mirror.learn(event):
                     self._decide(heard)
                 self._look_around()
-            case _Signal(number):
+            case Signalled(number):
                 self._on_signal(signal.Signals(number))
             case Joined():
                 self._joined(event)
             case Notice():
                 self._on_notice(event)
-            case _Said(text):
+            case Said(text):
                 self._say(text)
-            case Connection(up, why):
-                self._say("the store is back" if up else f"the store is away, training goes on: {why}")
+            case Connection(up):
+                self._say(str(event))
                 self._decide(d.StoreBack() if up else d.StoreAway())
                 if up:
                     self._look_around()
@@ -226,15 +227,14 @@ class AdaptiveAgent(SimpleElasticAgent):
             self._act(action)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        now = time.monotonic()
-        if self._signals == 1 and now - self._signalled < _DOUBLE_DELIVERY:
-            return
-        self._signals, self._signalled = self._signals + 1, now
-        if self._signals > 1:
-            self._decide(d.LeaveNow(f"{number.name} twice"))
-            return
-        self._say(f"{number.name}: saving and stopping; once more stops at once")
-        self._leave(number.name, None)
+        match self._signals.up(time.monotonic()):
+            case 0:
+                pass
+            case 1:
+                self._say(f"{number.name}: saving and stopping; once more stops at once")
+                self._leave(number.name, None)
+            case _:
+                self._decide(d.LeaveNow(f"{number.name} twice"))
 
     def _leave(self, reason: str, deadline: float | None) -> None:
         if self.state.departure is None:

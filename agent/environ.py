@@ -1,18 +1,12 @@
-"""The environment of a replica (docs/architecture.md has the table), and ports to listen on."""
+"""The environment of a replica (docs/architecture.md has the table)."""
 
 from __future__ import annotations
 
-import random
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from adaptdl_elastic.rendezvous.records import MasterRecord, Plan
-
-
-class NoPortError(RuntimeError):
-    """Nothing is free to listen on."""
 
 
 @dataclass(frozen=True)
@@ -90,49 +84,6 @@ def replica_environment(
 def _nth_device(visible: str | None, local_rank: int) -> str:
     devices = [part.strip() for part in (visible or "").split(",") if part.strip()]
     return devices[local_rank] if local_rank < len(devices) else str(local_rank)
-
-
-def listen(host: str, ports: tuple[int, int] | None) -> socket.socket:
-    """A listening socket on one interface, within the range of ports if there is one."""
-    candidates = [0]
-    if ports is not None:
-        candidates = list(range(ports[0], ports[1] + 1))
-        random.shuffle(candidates)  # agents of several jobs on a node do not all try the same one first
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in candidates:
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((host, port))
-            sock.listen(2048)
-        except OSError as error:
-            sock.close()
-            problem = error
-            continue
-        return sock
-    where = f"{host}, ports {ports[0]} to {ports[1]}" if ports else host
-    raise NoPortError(f"can not listen on {where}: {problem.strerror}; see --port-range and --local-addr")
-
-
-def free_port(host: str, ports: tuple[int, int] | None) -> int:
-    """A port that somebody else will listen on in a moment."""
-    with listen(host, ports) as sock:
-        return int(sock.getsockname()[1])
-
-
-def address_towards(endpoint: str) -> str:
-    """The address by which this machine reaches an etcd: others reach us by it too."""
-    host, _, port = endpoint.split(",")[0].split("://")[-1].rstrip("/").rpartition(":")
-    host, port = (host, port) if host else (port, "2379")
-    try:
-        infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-        for family, kind, protocol, _, address in infos:
-            with socket.socket(family, kind, protocol) as sock:
-                sock.connect(address)  # sends nothing
-                return str(sock.getsockname()[0])
-    except (OSError, ValueError):
-        pass
-    return "127.0.0.1"
 
 
 def share_path(environ: Mapping[str, str], job: str, runtime: Path) -> str:

@@ -165,14 +165,13 @@ def register(store: Store, keys: Keys, record: NodeRecord, exact: bool) -> Regis
         registration = Registration(store, keys, replace(record, node=name))
         try:
             registration.register()
-        except NameTakenError:
+        except NameTakenError as error:
             tried += 1
             if not exact:
                 continue
             if time.monotonic() > deadline:
                 raise JoinError(
-                    f"--node-name={record.node} is taken by a live agent of job {record.job!r}: "
-                    f"choose another"
+                    f"--node-name={record.node} is taken by {error.by}, of job {record.job!r}: choose another"
                 ) from None
             # the lease of an agent that was killed a moment ago still runs
             _wait_for_removal(store, keys.node(record.node, record.job), deadline)

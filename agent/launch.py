@@ -22,16 +22,17 @@ import adaptdl_elastic
 from adaptdl_elastic.agent import interruption, joining
 from adaptdl_elastic.agent.child import Command
 from adaptdl_elastic.agent.display import Display
-from adaptdl_elastic.agent.environ import JobEnvironment, address_towards, share_path
+from adaptdl_elastic.agent.environ import JobEnvironment, share_path
 from adaptdl_elastic.agent.eventlog import EventLog
 from adaptdl_elastic.agent.forkserver import ForkServer
 from adaptdl_elastic.agent.options import MANY_REPLICAS, PROGRAM, OptionError, Options
-from adaptdl_elastic.agent.output import Output, StreamOptionError, Streams
+from adaptdl_elastic.agent.output import NoOutputError, Output, StreamOptionError, Streams
 from adaptdl_elastic.agent.setting import Setting
 from adaptdl_elastic.rendezvous import runtime_file
+from adaptdl_elastic.rendezvous.addresses import NoPortError, address_towards, listen
 from adaptdl_elastic.rendezvous.connect import connect
 from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.options import StoreOptions
+from adaptdl_elastic.rendezvous.options import StoreOptions, parse_endpoints
 from adaptdl_elastic.rendezvous.plans import PlanStore
 from adaptdl_elastic.rendezvous.records import JobSpec, NodeRecord, Rescale
 from adaptdl_elastic.rendezvous.server import GUARD, EtcdServer, EtcdServerError
@@ -163,7 +164,10 @@ def _open_event_log(options: Options) -> EventLog:
 
 
 def _join(options: Options, store: Store, keys: Keys, endpoint: str, say: Callable[[str], None]) -> _Found:
-    host = options.local_addr or ("127.0.0.1" if options.standalone else address_towards(endpoint))
+    host = options.local_addr or "127.0.0.1"
+    if not (options.local_addr or options.standalone):
+        host = address_towards(parse_endpoints(endpoint))
+    listen(host, options.port_range).close()  # a replica will have to: find out now
     identity = interruption.discover()
     try:
         if not (options.once and joining.has_ended(store, keys, options.job)):
@@ -361,6 +365,8 @@ def complain(text: str) -> None:
 __all__ = [
     "STOPPING",
     "LaunchError",
+    "NoOutputError",
+    "NoPortError",
     "OptionError",
     "StreamOptionError",
     "complain",

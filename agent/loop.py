@@ -9,8 +9,32 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
+
+_DOUBLE_DELIVERY = 0.3  # seconds: `timeout` and its like signal a program, and then its whole process group
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """A signal has come."""
+
+    number: int
+
+
+class Count:
+    """How often somebody has asked."""
+
+    def __init__(self) -> None:
+        self._times, self._last = 0, 0.0
+
+    def up(self, now: float) -> int:
+        """Which time this is; 0: the one before came twice. `now` is a monotonic clock."""
+        if self._times == 1 and now - self._last < _DOUBLE_DELIVERY:
+            return 0
+        self._times, self._last = self._times + 1, now
+        return self._times
 
 
 class HasFileno(Protocol):
@@ -47,11 +71,11 @@ class Loop:
         with suppress(KeyError, ValueError):
             self._selector.unregister(source)
 
-    def on_signals(self, numbers: Iterable[int], make: Callable[[int], object]) -> None:
-        """Post `make(number)` for these signals, until `close`."""
+    def on_signals(self, numbers: Iterable[int]) -> None:
+        """Post `Signalled` for these signals, until `close`."""
 
         def handle(number: int, frame: FrameType | None) -> None:
-            self.post(make(number))
+            self.post(Signalled(number))
 
         for number in numbers:
             self._handlers[number] = signal.signal(number, handle)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from adaptdl_elastic.agent.environ import free_port, listen
 from adaptdl_elastic.agent.states import StartReplicas
+from adaptdl_elastic.rendezvous.addresses import listen, reserve
 from adaptdl_elastic.rendezvous.records import MasterRecord
 
 _SECRET = "adaptdl/secret"
@@ -38,7 +39,7 @@ class Meeting:
 
     def __init__(self, host: str, ports: tuple[int, int] | None, post: Callable[[object], None]) -> None:
         self._host, self._ports, self._post = host, ports, post
-        self._stores: dict[int, TCPStore] = {}
+        self._stores: dict[int, tuple[TCPStore, socket.socket]] = {}
         self.secret = os.environ.get("ADAPTDL_SECRET") or None
 
     def open(self, generation: int) -> MasterRecord:
@@ -55,8 +56,9 @@ class Meeting:
         )
         self.secret = self.secret or secrets.token_hex(16)
         store.set(_SECRET, self.secret)
-        self._stores[generation] = store
-        return MasterRecord(generation, self._host, port, free_port(self._host, self._ports))
+        kept = reserve(self._host, self._ports)  # for rank 0, which will listen there when it has started
+        self._stores[generation] = store, kept
+        return MasterRecord(generation, self._host, port, int(kept.getsockname()[1]))
 
     def join(self, start: StartReplicas) -> None:
         """Post `Joined` once the secret is known: at once, or from a thread that asks rank 0's node."""
@@ -81,8 +83,10 @@ class Meeting:
 
     def forget(self, before: int) -> None:
         """Close the stores of older generations."""
-        self._stores = {g: store for g, store in self._stores.items() if g >= before}
+        for generation in [g for g in self._stores if g < before]:
+            _, kept = self._stores.pop(generation)
+            kept.close()
 
     def close(self) -> None:
         """Close them all."""
-        self._stores.clear()
+        self.forget(max(self._stores, default=0) + 1)

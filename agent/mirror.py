@@ -121,7 +121,9 @@ class Mirror:
                 yield d.EndedSeen(int(generation), node, record.outcome)
 
     def _nodes(self) -> d.NodesSeen:
-        return d.NodesSeen({node: record.agent for node, record in self.agents.items()})
+        own = self.agents.get(self._node)
+        holder = f"the agent at {own.host}, process {own.pid}" if own is not None else ""
+        return d.NodesSeen({node: record.agent for node, record in self.agents.items()}, holder)
 
 
 def _decode(kind: type[R], value: str | None, key: str) -> R | None:

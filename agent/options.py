@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import re
 import shutil
@@ -311,8 +312,12 @@ def _check_numbers(args: argparse.Namespace) -> None:
         "etcd_timeout",
     ):
         value = getattr(args, name)
-        if value is not None and not (value > 0 or (value == 0 and name in _OFF_AT_ZERO)):
-            raise OptionError(f"--{name.replace('_', '-')}={value:g} must be a positive number of seconds")
+        if value is None or (0 < value < math.inf) or (value == 0 and name in _OFF_AT_ZERO):
+            continue
+        off = "; 0 switches it off" if name in _OFF_AT_ZERO else ""
+        raise OptionError(
+            f"--{name.replace('_', '-')}={value:g} must be a finite, positive number of seconds{off}"
+        )
 
 
 def _ranks(text: str) -> frozenset[int] | None:

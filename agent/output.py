@@ -34,6 +34,16 @@ class StreamOptionError(ValueError):
     """--redirects or --tee can not be read."""
 
 
+class NoOutputError(RuntimeError):
+    """There is no place for what replicas write."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(
+            f"replicas' output can not be kept in {path}: {error.strerror}; "
+            f"give a directory that can be written to, with --log-dir"
+        )
+
+
 @dataclass(frozen=True)
 class Streams:
     """Which streams (1 stdout, 2 stderr, 3 both, 0 none) of which local rank; `default` for the rest."""
@@ -94,10 +104,13 @@ class Output:
         prefix: str | None = None,
     ) -> None:
         base = log_dir or Path(tempfile.gettempdir()) / f"adaptdl-logs-{os.getuid()}"
-        base.mkdir(mode=0o755 if log_dir else 0o700, parents=True, exist_ok=True)
-        if log_dir is None:
-            sweep("", base, keep=_KEPT_RUNS, older_than=_KEPT_FOR)
-        self._scratch = Scratch(f"{job}_", base)
+        try:
+            base.mkdir(mode=0o755 if log_dir else 0o700, parents=True, exist_ok=True)
+            if log_dir is None:
+                sweep("", base, keep=_KEPT_RUNS, older_than=_KEPT_FOR)
+            self._scratch = Scratch(f"{job}_", base)
+        except OSError as error:
+            raise NoOutputError(base, error) from None
         self.directory = self._scratch.path
         self.keep = log_dir is not None  # or when something went wrong
         self._redirects, self._tee, self._shown = redirects, tee, shown
@@ -106,12 +119,16 @@ class Output:
         self._pump: Pump | None = None
 
     def open(self, generation: int, local_rank: int, rank: int) -> Destination:
-        """The streams of one replica."""
+        """The streams of one replica. NoOutputError when there is no place for them."""
         directory = self.directory / f"attempt_{generation}" / str(local_rank)
-        directory.mkdir(parents=True, exist_ok=True)
         made = Destination(directory)
-        made.stdout = self._open_one(directory, OUT, local_rank, rank)
-        made.stderr = self._open_one(directory, ERR, local_rank, rank)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            made.stdout = self._open_one(directory, OUT, local_rank, rank)
+            made.stderr = self._open_one(directory, ERR, local_rank, rank)
+        except OSError as error:
+            made.close()
+            raise NoOutputError(directory, error) from None
         return made
 
     def _open_one(self, directory: Path, stream: int, local_rank: int, rank: int) -> int | None:

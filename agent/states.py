@@ -156,10 +156,18 @@ class StatusSeen:
 
 
 @dataclass(frozen=True)
+class Unfit:
+    """This node can not run a replica, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class NodesSeen:
     """Who is registered for this job now: node → agent."""
 
     agents: Mapping[str, str]
+    holder: str = ""  # who has this node's name, for a person
 
 
 @dataclass(frozen=True)
@@ -292,6 +300,7 @@ Event = (
     | PlanSeen
     | StatusSeen
     | NodesSeen
+    | Unfit
     | EndedSeen
     | MasterSeen
     | ReplicaStarted

@@ -2,7 +2,9 @@
 
 The agent's own thread never waits for the store. Watches run in threads and post what changed; writes
 go through one thread, in order, and are repeated until the store takes them. While the store is away
-training goes on, and nothing here gives up: a registration that was lost meanwhile is made again.
+training goes on, and nothing here gives up: a registration that was lost meanwhile is made again, unless
+another agent has taken the name. A store that refuses us is asked again, too: somebody may put that right
+while training goes on. Only what it would refuse for ever is given up, and said.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.records import NodeRecord, encode
+from adaptdl_elastic.rendezvous.records import MalformedRecordError, NodeRecord, decode, encode
 from adaptdl_elastic.rendezvous.store import (
     CompactedError,
     Lease,
@@ -22,6 +24,7 @@ from adaptdl_elastic.rendezvous.store import (
     Store,
     StoreAuthError,
     StoreError,
+    StoreRefusedError,
     Watch,
 )
 
@@ -51,14 +54,32 @@ class KeyChanged:
 
 @dataclass(frozen=True)
 class Connection:
-    """The store can, or can not, be reached."""
+    """The store can, or can not, be reached, or it refuses us."""
 
     up: bool
     why: str = ""
+    refused: bool = False
+
+    def __str__(self) -> str:
+        """For the person at the terminal."""
+        if self.up:
+            return "the store is back"
+        return f"the store {'refuses us' if self.refused else 'is away'}, training goes on: {self.why}"
+
+
+@dataclass(frozen=True)
+class Said:
+    """A line for the person at the terminal."""
+
+    text: str
 
 
 class NameTakenError(Exception):
-    """A live agent has registered this node for this job."""
+    """A live agent has registered this node for this job: `by`, as far as is known."""
+
+    def __init__(self, node: str, by: str = "another agent") -> None:
+        super().__init__(f"the node name {node!r} is taken by {by}")
+        self.by = by
 
 
 class Watcher(threading.Thread):
@@ -113,7 +134,7 @@ class Writer(threading.Thread):
         self._latest: dict[str, Callable[[], None]] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._up = True
+        self._said = Connection(True)
 
     def submit(self, work: Callable[[], None]) -> None:
         """Do this after everything that was submitted before."""
@@ -143,10 +164,15 @@ class Writer(threading.Thread):
         while True:
             try:
                 work()
+            except StoreRefusedError as error:
+                logger.warning("a write to the store was given up: %s", error)
+                self._post(Said(f"something can not be written to the store and is left out: {error}"))
+                return
+            except NameTakenError as error:
+                logger.warning("%s", error)  # the watch of the nodes tells the agent
+                return
             except StoreError as error:
-                if isinstance(error, StoreAuthError):
-                    logger.error("the store refuses us: %s", error)
-                self._note(False, str(error))
+                self._note(Connection(False, str(error), isinstance(error, StoreAuthError)))
                 if self._closing.wait(delay):
                     return
                 delay = min(2 * delay, _LAST_RETRY)
@@ -154,13 +180,13 @@ class Writer(threading.Thread):
                 logger.exception("a write to the store was given up")
                 return
             else:
-                self._note(True)
+                self._note(Connection(True))
                 return
 
-    def _note(self, up: bool, why: str = "") -> None:
-        if up != self._up:
-            self._up = up
-            self._post(Connection(up, why))
+    def _note(self, now: Connection) -> None:
+        if (now.up, now.refused) != (self._said.up, self._said.refused):
+            self._said = now
+            self._post(now)
 
     def close(self, timeout: float) -> None:
         """Finish what was submitted, within `timeout` seconds."""
@@ -188,9 +214,11 @@ class Registration:
     def register(self) -> None:
         """Take the name; NameTakenError when a live agent has it."""
         lease = self._store.lease(self._ttl)
-        if self._store.compare_and_swap(self.key, encode(self.record), 0, lease) is None:
+        try:
+            self._write(lease)
+        except BaseException:
             lease.revoke()
-            raise NameTakenError(self.record.node)
+            raise
         self._lease = lease
         self._keeper.start()
 
@@ -198,7 +226,27 @@ class Registration:
         """Change fields of the record. StoreError when the store does not take it: try again."""
         with self._lock:
             self.record = replace(self.record, **fields)  # type: ignore[arg-type]
-        self._store.put(self.key, encode(self.record), self._held())
+        self._write(self._held())
+
+    def _write(self, lease: Lease) -> None:
+        """Put the record where nobody's is, or an earlier one of ours; NameTakenError when another's is."""
+        while True:
+            found = self._store.get(self.key)
+            if found is not None and (other := self._other(found.value)) is not None:
+                raise NameTakenError(self.record.node, f"the agent at {other.host}, process {other.pid}")
+            with self._lock:
+                text = encode(self.record)
+            revision = found.mod_revision if found is not None else 0
+            if self._store.compare_and_swap(self.key, text, revision, lease) is not None:
+                return
+
+    def _other(self, text: str) -> NodeRecord | None:
+        """Another agent's record; None: ours, or what nobody can read."""
+        try:
+            record = decode(NodeRecord, text, self.key)
+        except MalformedRecordError:
+            return None
+        return record if record.agent != self.record.agent else None
 
     def claim(self, key: str, value: str) -> bool:
         """Create a key that vanishes with this agent, if it does not exist."""
@@ -218,16 +266,21 @@ class Registration:
                 continue
             if self._closing.is_set():
                 return
-            try:
-                fresh = self._store.lease(self._ttl)
-                with self._lock:
-                    text = encode(self.record)
-                self._store.put(self.key, text, fresh)
-                self._lease = fresh
-                logger.info("registered again as node %s", self.record.node)
-            except StoreError as error:
-                logger.debug("registration: %s", error)
-                self._closing.wait(_LAST_RETRY)
+            self._come_back()
+
+    def _come_back(self) -> None:
+        fresh: Lease | None = None
+        try:
+            fresh = self._store.lease(self._ttl)
+            self._write(fresh)
+        except (StoreError, NameTakenError) as error:
+            logger.debug("registration: %s", error)
+            if fresh is not None:
+                fresh.abandon()
+            self._closing.wait(_LAST_RETRY)
+        else:
+            self._lease = fresh
+            logger.info("registered again as node %s", self.record.node)
 
     def close(self) -> None:
         """Vanish from the store."""

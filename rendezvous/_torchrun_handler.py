@@ -14,7 +14,6 @@ import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, cast
-from urllib.parse import urlsplit
 
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import (
@@ -29,6 +28,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from adaptdl_elastic.rendezvous import membership as m
 from adaptdl_elastic.rendezvous._roster import Roster
+from adaptdl_elastic.rendezvous.addresses import NoPortError, address_towards, listen
 from adaptdl_elastic.rendezvous.connect import Api, StoreOptions, connect
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.options import parse_endpoints
@@ -37,6 +37,7 @@ from adaptdl_elastic.rendezvous.store import Store, StoreError
 
 logger = logging.getLogger(__name__)
 
+_MAY_BE_ZERO = ("last_call", "grace")
 _CHECK_IN = 0.5  # seconds between two looks at the view while the others connect
 
 
@@ -68,20 +69,30 @@ class Options:
                 known = ", ".join(cls.__dataclass_fields__)
                 raise ValueError(f"--rdzv-conf has no option {name!r} with this backend; there are {known}")
             default = cls.__dataclass_fields__[name].default
-            try:
-                values[name] = float(given) if isinstance(default, float) else str(given)
-            except ValueError:
-                raise ValueError(f"--rdzv-conf {name}={given!r} is not a number of seconds") from None
+            values[name] = _seconds(name, given) if isinstance(default, float) else str(given)
         return cls(**values)
 
-    def ports(self) -> list[int]:
-        """Ports to try, in order."""
+    def ports(self) -> tuple[int, int] | None:
+        """The first and the last port that may be listened on; None: any."""
         if not self.port_range:
-            return [0]
+            return None
         first, dash, last = self.port_range.partition("-")
-        if not (first.isdecimal() and (not dash or last.isdecimal())):
-            raise ValueError(f"--rdzv-conf port_range={self.port_range!r} is not of the form FIRST-LAST")
-        return list(range(int(first), int(last or first) + 1))
+        known = first.isdecimal() and (not dash or last.isdecimal())
+        if not known or not 1024 <= int(first) <= int(last or first) <= 65535:
+            raise ValueError(
+                f"--rdzv-conf port_range={self.port_range} is not FIRST-LAST between 1024 and 65535"
+            )
+        return int(first), int(last or first)
+
+
+def _seconds(name: str, given: object) -> float:
+    try:
+        value = float(str(given))
+    except ValueError:
+        value = math.nan
+    if 0 < value < math.inf or (value == 0 and name in _MAY_BE_ZERO):
+        return value
+    raise ValueError(f"--rdzv-conf {name}={given} is not a finite, positive number of seconds")
 
 
 class AdaptdlEtcdHandler(RendezvousHandler):
@@ -169,8 +180,8 @@ class AdaptdlEtcdHandler(RendezvousHandler):
             return self._roster
         api = cast(Api, self._options.api)
         self._store = connect(self._endpoint, api=api, options=self._store_options)
-        url = parse_endpoints(self._endpoint, self._store_options.secure)[0]
-        self._host = self._host or local_address(url)
+        urls = parse_endpoints(self._endpoint, self._store_options.secure)
+        self._host = self._host or address_towards(urls)
         member = m.Member(self._id, self._host)
         self._roster = Roster(
             self._store, self._keys, self._run_id, member, self._settings, self._options.lease
@@ -249,23 +260,22 @@ class AdaptdlEtcdHandler(RendezvousHandler):
 
     def _serve(self, number: int) -> tuple[MasterRecord, TCPStore]:
         host = str(self._host)
-        problem: Exception | None = None
-        for port in self._options.ports():
-            try:
-                tcp = TCPStore(
-                    host,
-                    port,
-                    is_master=True,
-                    wait_for_workers=False,
-                    timeout=timedelta(seconds=self._options.read_timeout),
-                )
-                return MasterRecord(number, host, tcp.port), tcp
-            except (DistError, OSError) as error:
-                problem = error
-        raise RendezvousConnectionError(
-            f"no port of {self._options.port_range or 'this host'} can be listened on at {host!r} "
-            f"(--local-addr, --rdzv-conf port_range=FIRST-LAST): {problem}"
+        # torch's own listens on every interface
+        try:
+            sock = listen(host, self._options.ports())
+        except NoPortError as error:
+            hint = "with this backend --rdzv-conf port_range=FIRST-LAST"
+            raise RendezvousConnectionError(f"{error} ({hint})") from None
+        port = int(sock.getsockname()[1])
+        tcp = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=self._options.read_timeout),
+            master_listen_fd=sock.detach(),
         )
+        return MasterRecord(number, host, port), tcp
 
     def _close_run(self, ok: bool) -> bool:
         if self._roster is None:
@@ -286,17 +296,3 @@ class AdaptdlEtcdHandler(RendezvousHandler):
             roster.leave()
         if store is not None:
             store.close()
-
-
-def local_address(url: str) -> str:
-    """The address of this host on the way to the store: other nodes reach it there."""
-    parts = urlsplit(url)
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            parts.hostname, parts.port, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # UDP: nothing is sent
-            return str(probe.getsockname()[0])
-    except OSError:
-        return socket.getfqdn()

@@ -39,7 +39,7 @@ from adaptdl_elastic.rendezvous.store import (
     Snapshot,
     Store,
     StoreAuthError,
-    StoreError,
+    StoreRefusedError,
     StoreUnavailableError,
     Watch,
 )
@@ -385,7 +385,9 @@ def translate(request: Callable[[], T]) -> T:
             "ADAPTDL_ETCD_USER and its password (docs/security.md)"
         ) from None
     except (etcd.EtcdNotFile, etcd.EtcdNotDir) as error:
-        raise StoreError(f"with etcd's v2 API a key can not be the directory of another: {error}") from None
+        raise StoreRefusedError(
+            f"with etcd's v2 API a key can not be the directory of another: {error}"
+        ) from None
     except etcd.EtcdConnectionFailed as error:
         raise TryAgainError.from_error(error.cause or error) from None
     except etcd.EtcdLeaderElectionInProgress as error:
@@ -394,7 +396,7 @@ def translate(request: Callable[[], T]) -> T:
         status = (error.payload or {}).get("status")
         if status is None or status >= 500:  # not JSON, or a server in trouble
             raise TryAgainError(str(error)) from None
-        raise StoreError(f"etcd: {error} (HTTP status {status})") from None
+        raise StoreRefusedError(f"etcd: {error} (HTTP status {status})") from None
 
 
 class EtcdV2Lease(KeptLease):

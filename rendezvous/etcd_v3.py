@@ -27,6 +27,7 @@ from adaptdl_elastic.rendezvous.store import (
     Store,
     StoreAuthError,
     StoreError,
+    StoreRefusedError,
     StoreUnavailableError,
     Watch,
 )
@@ -38,6 +39,7 @@ _CLOSED = "this store has been closed"
 _LONGEST_PAUSE = 1.0  # seconds between two attempts of a watch to come back
 # gRPC status codes (google.golang.org/grpc/codes)
 _RESOURCE_EXHAUSTED, _OUT_OF_RANGE, _UNAVAILABLE, _UNAUTHENTICATED = 8, 11, 14, 16
+_PASSING = (408, 429)  # of HTTP's 4xx: what may be answered otherwise later
 
 
 def _b64(text: str) -> str:
@@ -104,13 +106,14 @@ def _store_error(error: HttpStatusError) -> StoreError:
         return StoreAuthError(f"etcd refused the login ({said}): check ADAPTDL_ETCD_USER and its password")
     if "user name is empty" in said or "user name not found" in said:
         return StoreAuthError(_NO_USER)
-    if "too large" in said:
-        return StoreError("etcd refused a value as too large: it takes up to 1.5 MB")
+    if "too large" in said or "larger than max" in said:
+        return StoreRefusedError("etcd refused a value as too large: it takes up to 1.5 MB")
     if "space exceeded" in said:
         return StoreError(
             "etcd is full: compact and defragment it, or raise --quota-backend-bytes, then disarm the alarm"
         )
-    return StoreError(f"etcd: {said} (HTTP status {error.status})")
+    kind = StoreRefusedError if 400 <= error.status < 500 and error.status not in _PASSING else StoreError
+    return kind(f"etcd: {said} (HTTP status {error.status})")
 
 
 class EtcdV3Store(Store):

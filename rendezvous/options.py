@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import ssl
@@ -37,8 +38,11 @@ class StoreOptions:
     password: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.timeout > 0:
-            raise StoreOptionError(f"the store's time-out must be positive seconds, not {self.timeout}")
+        if not 0 < self.timeout < math.inf:
+            raise StoreOptionError(
+                f"the store's time-out must be a finite, positive number of seconds, not {self.timeout:g}: "
+                f"--etcd-timeout, ADAPTDL_ETCD_TIMEOUT"
+            )
         if (self.cert is None) != (self.key is None):
             raise StoreOptionError("a client certificate needs its key and the other way round: give both")
         if (self.user is None) != (self.password is None):

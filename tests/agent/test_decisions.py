@@ -213,6 +213,20 @@ def test_a_second_signal_does_not_wait() -> None:
     assert agent.later(1) == []
 
 
+def test_an_agent_whose_name_was_taken_goes() -> None:
+    agent = Agent().running()
+    assert agent(d.NodesSeen({"there": "agent-there"})) == [], "a lease that ran out is taken anew"
+    kill, leave = agent(d.NodesSeen({"here": "agent-2"}, "the agent at 10.0.0.2, process 7"))
+    assert isinstance(kill, d.Kill)
+    assert isinstance(leave, d.Exit)
+    assert leave.code == 1
+    assert "'here' was taken by the agent at 10.0.0.2, process 7" in leave.reason
+
+
+def test_a_node_that_can_not_run_a_replica_says_why_and_goes() -> None:
+    assert Agent()(d.Unfit("no port is free")) == [d.Exit(1, "no port is free")]
+
+
 def test_an_agent_of_an_older_run_goes() -> None:
     agent = Agent().running()
     assert agent(d.SpecSeen("run")) == []

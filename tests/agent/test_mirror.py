@@ -44,6 +44,11 @@ def test_what_vanished_while_nobody_watched_is_told(mirror: Mirror) -> None:
     assert list(mirror.learn(KeyChanged(KEYS.nodes, node("b")[0], None))) == [d.NodesSeen({})]
 
 
+def test_who_has_this_nodes_name_is_told(mirror: Mirror) -> None:
+    (seen,) = mirror.learn(KeyChanged(KEYS.nodes, *node("here")))
+    assert seen == d.NodesSeen({"here": "agent-here"}, "the agent at 127.0.0.1, process 0")
+
+
 def test_records_of_the_job_become_events(mirror: Mirror) -> None:
     prefix = KEYS.job("job")
     master = MasterRecord(3, "10.0.0.1", 5, 6)

@@ -17,7 +17,12 @@ from adaptdl_elastic.rendezvous.etcd_v2 import EtcdV2Store
 from adaptdl_elastic.rendezvous.etcd_v3 import EtcdV3Store
 from adaptdl_elastic.rendezvous.options import StoreOptionError, parse_endpoints
 from adaptdl_elastic.rendezvous.server import EtcdServer, free_ports
-from adaptdl_elastic.rendezvous.store import CompactedError, StoreError, StoreUnavailableError
+from adaptdl_elastic.rendezvous.store import (
+    CompactedError,
+    StoreError,
+    StoreRefusedError,
+    StoreUnavailableError,
+)
 
 pytestmark = pytest.mark.etcd
 
@@ -145,6 +150,18 @@ def test_a_leased_write_whose_answer_was_lost_is_of_the_lease(own_world, how, nt
         assert other.get(key).mod_revision == revision
         lease.revoke()
         assert other.get(key) is None, "it outlived its owner"
+
+
+@pytest.mark.parametrize(
+    ("own_world", "size"),
+    [("v3-3.5", 1_800_000), ("v3-3.5", 4_000_000), ("v3-3.4", 1_800_000), ("v2-3.5", 40_000_000)],
+    indirect=["own_world"],
+)
+def test_a_value_that_is_too_large_is_refused_for_good(own_world, size):
+    store = own_world.client()
+    with pytest.raises(StoreRefusedError, match="too large"):
+        store.put(own_world.prefix + "a", "x" * size)
+    assert store.put(own_world.prefix + "a", "x" * 1_000_000)
 
 
 def test_a_hung_server_costs_no_more_than_the_time_out(own_world):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import psutil
 import pytest
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousParameters,
     RendezvousTimeoutError,
 )
@@ -137,6 +140,48 @@ def test_a_round_with_a_ghost_does_not_come_together(group: Group):
         group.store.expire()
         time.sleep(0.02)
     assert group.ranks(entering) == [(0, 1)]
+
+
+def test_the_rounds_store_listens_on_the_nodes_address_only(group: Group):
+    handler = group.handler((1, 1))
+    (info,) = [future.result(30) for future in group.enter(handler)]
+    mine = psutil.Process().net_connections("inet")
+    found = {c.laddr.ip for c in mine if c.status == psutil.CONN_LISTEN and c.laddr.port == master_port(info)}
+    assert found == {"127.0.0.1"}
+
+
+def test_a_range_of_ports_is_kept_to_and_named_when_it_is_full(group: Group):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        handler = group.handler((1, 1), port_range=str(port))
+        with pytest.raises(RendezvousConnectionError, match=f"{port}.*port_range=FIRST-LAST"):
+            group.enter(handler)[0].result(30)
+        handler._leave()
+    (info,) = [future.result(30) for future in group.enter(group.handler((1, 1), port_range=str(port)))]
+    assert master_port(info) == port
+
+
+def master_port(info: RendezvousInfo) -> int:
+    return int(info.bootstrap_store_info.master_port)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("lease", value) for value in ("inf", "nan", "-1", "0", "soon")),
+        *(
+            ("timeout", "inf"),
+            ("grace", "-0.5"),
+            ("port_range", "9-3"),
+            ("port_range", "x"),
+            ("color", "red"),
+        ),
+    ],
+)
+def test_options_that_can_not_be_used_are_named(group: Group, name: str, value: str):
+    with pytest.raises(ValueError, match=name) as caught:
+        group.handler(**{name: value})
+    assert "--rdzv-conf" in str(caught.value)
 
 
 def test_too_few_nodes_in_time(group: Group):

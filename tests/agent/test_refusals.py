@@ -1,0 +1,68 @@
+"""What a person has got wrong costs one line that says what to write instead."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster import JOB, Cluster
+from elastic_run import environment
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TRAIN, PLAIN = str(SCRIPTS / "train.py"), str(SCRIPTS / "plain.py")
+LONG = ("60", "0.1")  # epochs, seconds per step
+pytestmark = [pytest.mark.etcd, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--standalone", "--log-dir=/dev/null"], ["/dev/null: File exists", "with --log-dir"]),
+        (["--standalone", "--log-dir=/proc/x"], ["/proc/x", "with --log-dir"]),
+        (["--standalone", "--local-addr=192.0.2.1"], ["192.0.2.1: Cannot assign", "--local-addr"]),
+        (["--standalone", "--local-addr=a..b"], ["a..b", "--local-addr"]),
+        (["--rescale-timeout=inf"], ["--rescale-timeout=inf", "finite, positive number of seconds"]),
+        (["--checkpoint-interval=-1"], ["--checkpoint-interval=-1", "0 switches it off"]),
+    ],
+)
+def test_in_one_line(arguments: list[str], words: list[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "adaptdl_elastic.agent", *arguments, PLAIN],
+        cwd=tmp_path,
+        env=environment(XDG_RUNTIME_DIR=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode in (1, 2)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("adaptdl-run: error: ")
+    for word in words:
+        assert word in line
+
+
+@pytest.mark.slow
+def test_who_comes_back_to_find_its_name_taken_leaves(cluster: Cluster) -> None:
+    stale = cluster.start("first", TRAIN, *LONG)
+    stale.wait_for_event("generation")
+    other = cluster.start("second", TRAIN, *LONG)
+    cluster.scale(2, stale)
+    family = [stale.process, *psutil.Process(stale.process.pid).children(recursive=True)]
+    key = cluster._recorder.keys.node("first", JOB)
+    with cluster.store.watch(key, cluster.store.range(key).revision + 1) as changes:
+        for process in family:
+            process.send_signal(signal.SIGSTOP)
+        assert any(change.kind == "delete" for change in changes)
+    fresh = cluster.start("first", TRAIN, *LONG)
+    seen = len(other.events)
+    other.wait_for_event("generation", replicas=2, placements={"second": 1, "first": 1}, after=seen)
+    for process in family:
+        process.send_signal(signal.SIGCONT)
+    assert stale.wait() == 1
+    assert f"'first' was taken by the agent at 127.0.0.1, process {fresh.process.pid}" in stale.text()
+    cluster.finish(other, fresh)
+    cluster.check(epochs=60, replicas=2)

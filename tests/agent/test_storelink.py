@@ -1,0 +1,149 @@
+"""What an agent writes, and the name that it holds: against a store in memory."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from adaptdl_elastic.agent.storelink import Connection, NameTakenError, Registration, Said, Writer
+from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.memory import MemoryStore
+from adaptdl_elastic.rendezvous.records import NodeRecord, decode, encode
+from adaptdl_elastic.rendezvous.store import (
+    StoreAuthError,
+    StoreError,
+    StoreRefusedError,
+    StoreUnavailableError,
+)
+
+KEYS = Keys("test")
+NODE = NodeRecord("here", "job", "run-1", "agent-1", "127.0.0.1", 1, version="1.0", pid=11)
+OTHER = replace(NODE, agent="agent-2", host="10.0.0.2", pid=22)
+SOON = 20.0  # seconds, for what is only waited for when a test fails
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def registration(store: MemoryStore) -> Iterator[Registration]:
+    made = Registration(store, KEYS, NODE)
+    made.register()
+    yield made
+    made.close()
+
+
+def holder(store: MemoryStore) -> NodeRecord:
+    found = store.get(KEYS.node("here", "job"))
+    assert found is not None
+    return decode(NodeRecord, found.value)
+
+
+def test_who_comes_back_leaves_a_name_alone_that_another_has_taken(
+    store: MemoryStore, registration: Registration
+) -> None:
+    theirs = store.client()
+    lease, lapsed = theirs.lease(60), registration._lease
+    assert lapsed is not None
+    with lapsed._shared.changed:  # type: ignore[attr-defined]
+        lapsed.revoke()  # as the store does after a pause that was too long
+        theirs.put(registration.key, encode(OTHER), lease)
+    registration._come_back()
+    assert registration._lease is lapsed
+    assert holder(store) == OTHER
+    with pytest.raises(StoreError, match="lapsed"):
+        registration.update(draining=True)
+    registration._lease = store.lease(60)  # as if the store's word had not come yet
+    with pytest.raises(NameTakenError, match=r"'here' is taken by the agent at 10\.0\.0\.2, process 22"):
+        registration.update(draining=True)
+    assert holder(store) == OTHER
+
+
+def test_a_name_that_is_free_again_is_taken_back(store: MemoryStore, registration: Registration) -> None:
+    theirs = Registration(store.client(), KEYS, OTHER)
+    lapsed = registration._lease
+    assert lapsed is not None
+    with lapsed._shared.changed:  # type: ignore[attr-defined]
+        lapsed.revoke()
+        theirs.register()
+    with store.watch(registration.key, store.range(registration.key).revision + 1) as watch:
+        theirs.close()
+        assert [change.kind for _, change in zip(range(2), watch, strict=False)] == ["delete", "put"]
+    assert holder(store).agent == "agent-1"
+
+
+def test_a_record_of_ones_own_and_garbage_are_written_over(
+    store: MemoryStore, registration: Registration
+) -> None:
+    registration.update(draining=True)
+    assert holder(store).draining
+    store.put(registration.key, "garbage")
+    registration.update(at_risk=True)
+    assert holder(store) == replace(NODE, draining=True, at_risk=True)
+
+
+class Heard:
+    """What a writer posts."""
+
+    def __init__(self) -> None:
+        self.queue: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.writer = Writer(self.queue.put)
+        self.writer.start()
+
+    def next(self) -> object:
+        return self.queue.get(timeout=SOON)
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    made = Heard()
+    yield made
+    made.writer.close(SOON)
+
+
+def failing(*errors: StoreError) -> tuple[Callable[[], None], threading.Event]:
+    left, done = list(errors), threading.Event()
+
+    def work() -> None:
+        if left:
+            raise left.pop(0)
+        done.set()
+
+    return work, done
+
+
+def test_what_the_store_will_never_take_is_given_up_and_said(heard: Heard) -> None:
+    work, done = failing(*[StoreRefusedError("a value is too large")] * 2)
+    after, later = failing()
+    heard.writer.submit(work)
+    heard.writer.submit(after)
+    said = heard.next()
+    assert isinstance(said, Said)
+    assert "too large" in said.text
+    assert later.wait(SOON)
+    assert not done.is_set()
+
+
+def test_a_store_that_is_away_or_refuses_us_is_asked_again_and_each_is_said_once(heard: Heard) -> None:
+    away, refused = StoreUnavailableError("no answer"), StoreAuthError("wrong password")
+    work, done = failing(away, away, refused, refused)
+    heard.writer.submit(work)
+    assert done.wait(SOON)
+    told = [heard.next() for _ in range(3)]
+    assert told == [
+        Connection(False, "no answer"),
+        Connection(False, "wrong password", refused=True),
+        Connection(True),
+    ]
+    assert [str(one) for one in told] == [
+        "the store is away, training goes on: no answer",
+        "the store refuses us, training goes on: wrong password",
+        "the store is back",
+    ]
+    assert heard.queue.empty()
