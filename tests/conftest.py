@@ -5,6 +5,15 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes is the machine's affair. The same examples everywhere: what fails, fails again;
+# `--hypothesis-profile=explore` looks for others.
+settings.register_profile(
+    "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("explore", settings.get_profile("suite"), derandomize=False)
+settings.load_profile("suite")
 
 # torch's and our variables of a surrounding run would decide what the tests see
 _FOREIGN = ("ADAPTDL_", "TORCHELASTIC_", "AWS_")

@@ -13,26 +13,26 @@ import pytest
 from cluster import Cluster
 from cutting_proxy import CuttingProxy
 
-from adaptdl_elastic.rendezvous.records import JobStatus, decode
+from adaptdl_elastic.rendezvous.records import JobRequest, JobStatus, NodeRecord, decode, encode
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN, PLAIN = str(SCRIPTS / "train.py"), str(SCRIPTS / "plain.py")
 WRONG_CLOCK = Path(__file__).parents[1] / "support" / "wrong_clock.c"
-LONG = ("60", "0.2")  # epochs, seconds per step
-pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(300)]
+LONG = ("60", "0.1")  # epochs, seconds per step
+pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_rank_0s_node_and_another_are_killed_at_once(cluster: Cluster) -> None:
     names = ("first", "second", "third")
     first, second, third = (cluster.start(name, TRAIN, *LONG) for name in names)
-    first.wait_for_event("generation", timeout=120)
+    first.wait_for_event("generation")
     grown = cluster.scale(3, third)
     assert grown["placements"] == dict.fromkeys(names, 1)
     third.wait_for_event("started", generation=grown["generation"])
     seen = len(third.events)
     first.process.kill()
     second.process.kill()
-    third.wait_for_event("generation", after=seen, replicas=1, timeout=120)
+    third.wait_for_event("generation", after=seen, replicas=1)
     cluster.finish(third)
     last = third.of("generation")[-1]
     assert (last["replicas"], last["cause"]) == (1, "node_lost")
@@ -43,14 +43,14 @@ def test_rank_0s_node_and_another_are_killed_at_once(cluster: Cluster) -> None:
 def test_a_node_comes_back_under_its_name(cluster: Cluster) -> None:
     first = cluster.start("first", TRAIN, *LONG)
     second = cluster.start("second", TRAIN, *LONG)
-    first.wait_for_event("generation", timeout=120)
+    first.wait_for_event("generation")
     cluster.scale(2, first)
     seen = len(first.events)
     second.process.kill()
     again = cluster.start("second", TRAIN, *LONG)
     # alone at first, or at once with the new one
-    first.wait_for_event("generation", cause="node_lost", after=seen, timeout=60)
-    again.wait_for_event("generation", replicas=2, placements={"first": 1, "second": 1}, timeout=120)
+    first.wait_for_event("generation", cause="node_lost", after=seen)
+    again.wait_for_event("generation", replicas=2, placements={"first": 1, "second": 1})
     cluster.finish(first, again)
     cluster.check(epochs=60, replicas=2)
 
@@ -58,13 +58,13 @@ def test_a_node_comes_back_under_its_name(cluster: Cluster) -> None:
 def test_a_pause_of_etcd_evicts_nobody(cluster: Cluster) -> None:
     first = cluster.start("first", TRAIN, *LONG)
     second = cluster.start("second", TRAIN, *LONG)
-    first.wait_for_event("generation", timeout=120)
+    first.wait_for_event("generation")
     cluster.scale(2, first)
     began = len(first.of("generation"))
-    epoch = first.wait_for_event("epoch")["epoch"]
     cluster.etcd.pause()
+    seen = len(first.events)
     threading.Event().wait(10)  # twice the lease
-    first.wait_for_event("epoch", epoch=epoch + 3)
+    first.wait_for_event("epoch", after=seen)
     cluster.etcd.resume()
     cluster.finish(first, second)
     assert len(first.of("generation")) == began
@@ -74,22 +74,22 @@ def test_a_pause_of_etcd_evicts_nobody(cluster: Cluster) -> None:
 def test_a_node_that_is_cut_off_is_planned_without_and_used_again(cluster: Cluster) -> None:
     with CuttingProxy(cluster.etcd.endpoint) as proxy:
         first = cluster.start("first", TRAIN, *LONG)
-        first.wait_for_event("generation", timeout=120)
+        first.wait_for_event("generation")
         second = cluster.start("second", TRAIN, *LONG, endpoint=proxy.endpoint)
         cluster.scale(2, first)
         seen = len(first.events)
         proxy.freeze()
-        alone = first.wait_for_event("generation", replicas=1, after=seen, timeout=60)
+        alone = first.wait_for_event("generation", replicas=1, after=seen)
         assert (alone["cause"], alone["placements"]) == ("node_lost", {"first": 1})
         proxy.heal()
-        first.wait_for_event("generation", replicas=2, after=seen, timeout=60)
+        first.wait_for_event("generation", replicas=2, after=seen)
         cluster.finish(first, second)
     cluster.check(epochs=60, replicas=2)
 
 
 def test_an_agent_of_an_earlier_run_is_harmless(cluster: Cluster) -> None:
     stale = cluster.start("first", TRAIN, *LONG)
-    stale.wait_for_event("generation", timeout=120)
+    stale.wait_for_event("generation")
     stopped = [stale.process, *(child for child in _family(stale.process.pid))]
     key = cluster._recorder.keys.node("first", "job")
     with cluster.store.watch(key, cluster.store.range(key).revision + 1) as changes:
@@ -97,13 +97,13 @@ def test_an_agent_of_an_earlier_run_is_harmless(cluster: Cluster) -> None:
             process.send_signal(signal.SIGSTOP)
         assert any(change.kind == "delete" for change in changes)  # else the second one joins its run
     fresh = cluster.start("second", TRAIN, *LONG)
-    fresh.wait_for_event("generation", timeout=120)
+    fresh.wait_for_event("generation")
     for process in stopped:
         process.send_signal(signal.SIGCONT)
-    assert stale.wait(60) == 1
+    assert stale.wait() == 1
     assert "was started again" in stale.text()
     cluster.hurry()
-    assert fresh.wait(200) == 0
+    assert fresh.wait() == 0
     assert len(fresh.of("generation")) == 1
     assert cluster.violations() == []
 
@@ -135,7 +135,7 @@ def test_garbage_under_our_prefix_is_ignored(cluster: Cluster) -> None:
     litter()
     first = cluster.start("first", TRAIN, *LONG)
     second = cluster.start("second", TRAIN, *LONG)
-    first.wait_for_event("generation", timeout=120)
+    first.wait_for_event("generation")
     litter()
     cluster.store.put(f"{job}plan", "garbage")
     cluster.scale(2, first)
@@ -151,7 +151,7 @@ def test_clocks_that_differ_by_minutes_decide_nothing(cluster: Cluster, wrong: s
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, WRONG_CLOCK, "-ldl"], check=True)
     skew = {"LD_PRELOAD": str(library), "WRONG_CLOCK": "420"}
     first = cluster.start("first", TRAIN, *LONG, env=skew if wrong == "first" else None)
-    began = first.wait_for_event("generation", timeout=120)
+    began = first.wait_for_event("generation")
     second = cluster.start("second", TRAIN, *LONG, env=skew if wrong == "second" else None)
     cluster.scale(2, first)
     theirs = second.wait_for_event("started")
@@ -161,7 +161,7 @@ def test_clocks_that_differ_by_minutes_decide_nothing(cluster: Cluster, wrong: s
     told = cluster.store.get(cluster._recorder.keys.job("job", "status"))
     assert told is not None
     pauses = decode(JobStatus, told.value).pauses
-    assert all(0 <= pause < 60 for pause in pauses), pauses
+    assert all(0 <= pause < 300 for pause in pauses), pauses
     cluster.check(epochs=60, replicas=2)
 
 
@@ -175,26 +175,25 @@ def test_clusters_that_share_an_etcd_do_not_meet(cluster: Cluster) -> None:
 
 def test_a_node_that_does_not_get_ready_in_time_is_planned_without(cluster: Cluster) -> None:
     first = cluster.start("first", "--rescale-timeout=2", "--rescale=restart", TRAIN, *LONG)
-    first.wait_for_event("generation", timeout=120)
+    first.wait_for_event("generation")
     second = cluster.start("second", "--rescale-timeout=2", "--rescale=restart", TRAIN, *LONG)
-    until_registered(cluster, "second")
-    cluster.ask("scale", "job", "--replicas", "2")
+    run = registration(cluster, "second").run
     second.process.send_signal(signal.SIGSTOP)
     stopped = time.monotonic()
     seen = len(first.events)
-    alone = first.wait_for_event("generation", replicas=1, after=seen, timeout=60)
+    # as `adaptdl scale` writes it, while the lease of the stopped agent still runs
+    request = JobRequest(replicas=2, run=run)
+    cluster.store.put(cluster._recorder.keys.job("job", "request"), encode(request))
+    alone = first.wait_for_event("generation", replicas=1, after=seen)
     assert "first" in alone["placements"]
-    assert time.monotonic() - stopped < 30
+    assert time.monotonic() - stopped < 55, "60 s would be the default"
     second.process.send_signal(signal.SIGCONT)
     cluster.finish(first, second)
     assert cluster.violations() == []
 
 
-def until_registered(cluster: Cluster, node: str) -> None:
-    keys = cluster._recorder.keys
-    prefix = keys.node(node, "job")
-    snapshot = cluster.store.range(prefix)
-    if snapshot.items:
-        return
-    with cluster.store.watch(prefix, snapshot.revision + 1) as watch:
-        next(iter(watch))
+def registration(cluster: Cluster, node: str) -> NodeRecord:
+    """Once it is there."""
+    key = cluster._recorder.keys.node(node, "job")
+    with cluster.store.watch(key, 1) as watch:
+        return decode(NodeRecord, next(iter(watch)).value or "")

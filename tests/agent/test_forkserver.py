@@ -30,11 +30,13 @@ class Runner:
 
     def __init__(self, server: ForkServer, directory: Path) -> None:
         self.server, self.directory, self.number = server, directory, int(time.monotonic() * 1000)
+        self.ended: dict[int, int] = {}  # exit codes by number
 
     def news(self, timeout: float = 60) -> list[Spawned | Exited]:
         assert select.select([self.server], [], [], timeout)[0], "the fork server is silent"
         news = self.server.receive()
         assert news is not None
+        self.ended.update({item.id: item.exit_code for item in news if isinstance(item, Exited)})
         return news
 
     def start(
@@ -50,10 +52,9 @@ class Runner:
         return spawned[0].pid
 
     def wait(self) -> int:
-        while True:
-            for item in self.news():
-                if isinstance(item, Exited) and item.id == self.number:
-                    return item.exit_code
+        while self.number not in self.ended:
+            self.news()
+        return self.ended[self.number]
 
     def run(self, text: str, *arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
         script = self.directory / "script.py"
@@ -100,9 +101,9 @@ except ZeroDivisionError as e:
     "exit message": "import sys; sys.exit('no way')",
     "exit without a code": "import sys; sys.exit()",
     "atexit and a thread": """
-import atexit, threading, time, sys
+import atexit, threading, sys
 atexit.register(print, "at exit")
-threading.Thread(target=lambda: (time.sleep(0.05), print("thread"))).start()
+threading.Thread(target=lambda: (threading.main_thread().join(), print("thread"))).start()
 sys.stdout.write("no newline")
 """,
     "excepthook": """
@@ -202,7 +203,7 @@ def test_a_signal_reaches_the_whole_group(runner: Runner, tmp_path: Path) -> Non
     assert os.getpgid(grandchild.pid) == pid != os.getpgid(0)
     runner.server.signal(runner.number, signal.SIGKILL)
     assert runner.wait() == -signal.SIGKILL
-    psutil.wait_procs([grandchild], timeout=10)
+    psutil.wait_procs([grandchild], timeout=60)
     assert not grandchild.is_running()
 
 
@@ -213,10 +214,9 @@ def test_a_signal_right_behind_the_start_is_not_lost(runner: Runner, tmp_path: P
     for number in numbers:
         runner.server.spawn(number, command)
         runner.server.signal(number, signal.SIGTERM)
-    ended: dict[int, int] = {}
-    while len(ended) < len(numbers):
-        ended.update({item.id: item.exit_code for item in runner.news(20) if isinstance(item, Exited)})
-    assert ended == dict.fromkeys(numbers, -signal.SIGTERM)
+    while not set(numbers) <= set(runner.ended):
+        runner.news()
+    assert runner.ended == dict.fromkeys(numbers, -signal.SIGTERM)
 
 
 def test_what_a_replica_leaves_behind_is_killed(runner: Runner, tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_replicas_end_with_the_agent_and_with_the_server(tmp_path: Path, how: st
         server.process.kill()
         assert server.receive() is None
     server.close()
-    psutil.wait_procs([replica], timeout=10)
+    psutil.wait_procs([replica], timeout=60)
     assert not replica.is_running()
     assert server.process.poll() is not None
 

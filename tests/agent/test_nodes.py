@@ -9,21 +9,21 @@ from cluster import JOB, Cluster
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN, PLAIN = str(SCRIPTS / "train.py"), str(SCRIPTS / "plain.py")
-LONG = ("60", "0.2")  # epochs, seconds per step
-pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(300)]
+LONG = ("60", "0.1")  # epochs, seconds per step
+pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_a_node_comes_late_and_is_drained_and_the_other_goes_on(cluster: Cluster) -> None:
     first = cluster.start("first", TRAIN, *LONG)
-    first.wait_for_event("generation", generation=0, timeout=120)
+    first.wait_for_event("generation", generation=0)
     second = cluster.start("second", TRAIN, *LONG)
     grown = cluster.scale(2, first)
     assert grown["transition"] == "inplace"
-    assert 0 < grown["pause_s"] < 10
+    assert 0 < grown["pause_s"] < 60
     assert grown["placements"] == {"first": 1, "second": 1}
     seen = len(first.events)
     cluster.ask("drain", "second")
-    shrunk = first.wait_for_event("generation", replicas=1, after=seen, timeout=120)
+    shrunk = first.wait_for_event("generation", replicas=1, after=seen)
     assert shrunk["cause"] == "drain"
     assert second.wait() == 0
     cluster.finish(first)
@@ -33,32 +33,32 @@ def test_a_node_comes_late_and_is_drained_and_the_other_goes_on(cluster: Cluster
 
 def test_a_node_leaves_and_comes_back_and_another_follows(cluster: Cluster) -> None:
     first = cluster.start("first", TRAIN, *LONG)
-    first.wait_for_event("generation", timeout=120)
+    first.wait_for_event("generation")
     second = cluster.start("second", TRAIN, *LONG)
     cluster.scale(2, second)
     for size in (1, 2):
         seen = len(first.events)
         cluster.ask("scale", JOB, "--replicas", str(size))
-        first.wait_for_event("generation", replicas=size, after=seen, timeout=120)
+        first.wait_for_event("generation", replicas=size, after=seen)
     third = cluster.start("third", TRAIN, *LONG)
     grown = cluster.scale(3, second)
     # what each agent says of a change is of this change, also one whose replicas have joined others
     assert grown["time"] > third.wait_for_event("started")["time"]
     assert [e["generation"] for e in second.of("started")] == [1, 3, 4]
     for event in (e for run in (first, second, third) for e in run.of("generation")[1:]):
-        assert event["pause_s"] is None or 0 < event["pause_s"] < 30, event
+        assert event["pause_s"] is None or 0 < event["pause_s"] < 60, event
     cluster.finish(first, second, third)
     cluster.check(epochs=60, replicas=3)
 
 
 def test_an_agent_is_killed_and_the_other_goes_on(cluster: Cluster) -> None:
     first = cluster.start("first", TRAIN, *LONG)
-    first.wait_for_event("generation", generation=0, timeout=120)
+    first.wait_for_event("generation", generation=0)
     second = cluster.start("second", TRAIN, *LONG)
     cluster.scale(2, first)
     seen = len(first.events)
     second.process.kill()
-    alone = first.wait_for_event("generation", after=seen, timeout=120)
+    alone = first.wait_for_event("generation", after=seen)
     assert (alone["replicas"], alone["cause"]) == (1, "node_lost")
     cluster.finish(first)
     cluster.check(epochs=60, replicas=1)

@@ -13,7 +13,7 @@ from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.records import Plan, decode
 
 TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
-LONG = ("60", "0.2")  # epochs, seconds per step
+LONG = ("60", "0.1")  # epochs, seconds per step
 PLANNED, TRAINING = (
     5.0,
     60.0,
@@ -22,7 +22,7 @@ PLANNED, TRAINING = (
 
 @pytest.mark.etcd
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("victim", ["first", "second"])
 def test_a_notice_is_a_plan_within_seconds_and_nothing_is_lost(cluster: Cluster, victim: str) -> None:
     """`first` has rank 0: a checkpoint and a restart. Without `second` it goes on in place."""
@@ -40,14 +40,14 @@ def test_a_notice_is_a_plan_within_seconds_and_nothing_is_lost(cluster: Cluster,
             )
             for name in services
         }
-        runs["first"].wait_for_event("generation", timeout=120)
+        runs["first"].wait_for_event("generation")
         grown = cluster.scale(2, runs["first"])
         assert grown["placements"] == {"first": 1, "second": 1}
         (survivor,) = set(runs) - {victim}
         seen = len(runs[survivor].events)
         notice = time.time()
         services[victim].spot(120)
-        after = runs[survivor].wait_for_event("generation", after=seen, cause="drain", timeout=120)
+        after = runs[survivor].wait_for_event("generation", after=seen, cause="drain")
         item = cluster.store.get(Keys("default").job(JOB, "plan"))
         assert item is not None
         plan = decode(Plan, item.value, item.key)
@@ -55,7 +55,7 @@ def test_a_notice_is_a_plan_within_seconds_and_nothing_is_lost(cluster: Cluster,
         assert plan.generation == after["generation"]
         assert plan.created - notice <= PLANNED
         assert after["time"] - notice <= TRAINING
-        assert runs[victim].wait(60) == 0, "it leaves by itself, before its end"
+        assert runs[victim].wait() == 0, "it leaves by itself, before its end"
         (drain,) = runs[victim].of("drain")
         assert "spot interruption: terminate" in drain["reason"]
         cluster.finish(runs[survivor])

@@ -12,7 +12,8 @@ from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.records import NodeRecord, decode
 
 TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
-pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(300)]
+LONG = ("60", "0.1")  # epochs, seconds per step
+pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def wait_for_node(cluster: Cluster, node: str, like: str) -> None:
@@ -31,12 +32,12 @@ def wait_for_node(cluster: Cluster, node: str, like: str) -> None:
 
 
 def test_the_only_node_hands_over_to_another_and_leaves(cluster: Cluster) -> None:
-    first = cluster.start("first", TRAIN, "20", "0.1")
-    first.wait_for_event("checkpoint", timeout=120)
-    second = cluster.start("second", TRAIN, "20", "0.1")
+    first = cluster.start("first", TRAIN, *LONG)
+    first.wait_for_event("checkpoint")
+    second = cluster.start("second", TRAIN, *LONG)
     wait_for_node(cluster, "second", like="first")
     first.process.send_signal(signal.SIGTERM)
-    moved = second.wait_for_event("generation", placements={"second": 1}, timeout=100)
+    moved = second.wait_for_event("generation", placements={"second": 1})
     assert (moved["cause"], moved["transition"]) == ("drain", "inplace")
     assert first.wait() == 0
     # written when it had a first step there, or at its end
@@ -44,4 +45,4 @@ def test_the_only_node_hands_over_to_another_and_leaves(cluster: Cluster) -> Non
         ("inplace", {"first": 1, "second": 1})
     ]
     cluster.finish(second)
-    cluster.check(epochs=20, replicas=1)
+    cluster.check(epochs=60, replicas=1)

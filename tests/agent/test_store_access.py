@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import certificates
+import psutil
 import pytest
 import requests
 from elastic_run import ElasticRun, marked
@@ -19,7 +22,7 @@ from adaptdl_elastic.rendezvous.store import StoreAuthError
 
 TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
 PASSWORD = "correct-horse-battery"
-pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +48,10 @@ def test_tls_and_a_client_certificate_by_options(pems: certificates.Certificates
 
 
 def test_the_private_etcd_of_a_standalone_job_is_its_owners(tmp_path: Path) -> None:
-    train = [TRAIN, "200", "0.05"]
+    train = [TRAIN, "60", "0.1"]
     foreign = {"ADAPTDL_ETCD_CA": "/nowhere/ca.pem", "ADAPTDL_ETCD_USER": "somebody"}
     with ElasticRun(["--standalone", "--rdzv-id=job", *train], tmp_path, foreign) as run:
-        run.wait_for_event("epoch", timeout=120)
+        run.wait_for_event("epoch")
         (note,) = runtime_file.read_all(tmp_path / f"adaptdl-{os.getuid()}")
         with pytest.raises(StoreAuthError):
             connect(note.endpoint, options=StoreOptions())
@@ -62,6 +65,12 @@ def call(etcd: EtcdServer, path: str, **body: object) -> None:
     with requests.Session() as session:
         session.trust_env = False
         session.post(f"http://{etcd.endpoint}/v3/{path}", json=body, timeout=10).raise_for_status()
+
+
+def command_lines(run: ElasticRun) -> Iterator[list[str]]:
+    for process in marked(run.mark):
+        with suppress(psutil.NoSuchProcess):
+            yield process.cmdline()
 
 
 def text64(text: str) -> str:
@@ -88,20 +97,21 @@ def test_a_user_whose_password_is_nowhere_to_be_read(tmp_path: Path) -> None:
         guard(etcd)
         arguments = [
             *(f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=job", "--log-dir=logs", "--redirects=3"),
-            *("--checkpoint-path=saved", TRAIN, "3", "0.05"),
+            *("--checkpoint-path=saved", TRAIN, "60", "0.1"),
         ]
         with ElasticRun(arguments, tmp_path) as run:
             assert run.wait() == 1
             assert "ADAPTDL_ETCD_USER" in run.text()
         with ElasticRun(arguments, tmp_path, user) as run:
-            run.wait_for_event("epoch", epoch=0, timeout=120)
-            commands = [" ".join(process.cmdline()) for process in marked(run.mark)]
+            run.wait_for_event("epoch", epoch=0)
+            commands = [" ".join(command) for command in command_lines(run)]
             assert any("coordinator" in command for command in commands)
             assert not any(PASSWORD in command for command in commands)
             with connect(etcd.endpoint, options=StoreOptions(user="adaptdl", password=PASSWORD)) as store:
                 items = store.range(Keys().root).items
             assert items
             secrets = {item.key for item in items if PASSWORD in item.value}
+            (tmp_path / "hurry").touch()
             assert run.wait() == 0
             written = [path for path in tmp_path.rglob("*") if path.is_file() and path != file]
             secrets |= {str(path) for path in written if PASSWORD.encode() in path.read_bytes()}

@@ -13,7 +13,7 @@ from elastic_run import ElasticRun
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "survive.py")
 
-pytestmark = [pytest.mark.slow, pytest.mark.etcd, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.etcd, pytest.mark.timeout(600)]
 
 
 def pids(run: ElasticRun, generation: int) -> dict[int, int]:
@@ -25,7 +25,7 @@ def pids(run: ElasticRun, generation: int) -> dict[int, int]:
 def finish(run: ElasticRun) -> dict[int, int]:
     """Let the job come to its end; {rank: pid} of who came there, with equal parameters."""
     (run.directory / "hurry").touch()
-    assert run.wait(200) == 0, run.text()
+    assert run.wait() == 0, run.text()
     said = re.findall(r"weights (\S+) of rank (\d+) in (\d+)", run.text())
     assert len({weights for weights, _, _ in said}) == 1
     return {int(rank): int(pid) for _, rank, pid in said}
@@ -33,9 +33,9 @@ def finish(run: ElasticRun) -> dict[int, int]:
 
 def start(run: ElasticRun, replicas: int) -> dict[int, int]:
     """{rank: pid} once so many train."""
-    run.wait_for_event("metrics", timeout=100)
+    run.wait_for_event("metrics")
     assert run.adaptdl("scale", "survive", "--replicas", str(replicas)).returncode == 0
-    grown = run.wait_for_event("generation", replicas=replicas, timeout=100)
+    grown = run.wait_for_event("generation", replicas=replicas)
     seen = len(run.events)
     run.wait_for_event("metrics", after=seen)
     return pids(run, grown["generation"])
@@ -43,7 +43,7 @@ def start(run: ElasticRun, replicas: int) -> dict[int, int]:
 
 def job(replicas: int, *more: str) -> list[str]:
     arguments = ["--standalone", f"--nproc-per-node=1:{replicas}", "--rdzv-id=survive", "--no-autoscale"]
-    return [*arguments, *more, SCRIPT, "16", "0.05"]
+    return [*arguments, *more, SCRIPT, "30", "0.05"]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_the_death_of_all_is_a_failure_that_counts(tmp_path: Path) -> None:
         seen = len(run.events)
         for pid in before.values():
             os.kill(pid, signal.SIGKILL)
-        again = run.wait_for_event("generation", after=seen, cause="failure", timeout=100)
+        again = run.wait_for_event("generation", after=seen, cause="failure")
         assert again["transition"] == "abort"
         [failure] = run.of("failure")
         assert (failure["exit_code"], failure["restarts_used"], failure["max_restarts"]) == (-9, 1, 1)
@@ -117,7 +117,7 @@ def test_a_death_while_a_newcomer_warms_up(tmp_path: Path) -> None:
 
 
 def test_a_stopped_replica_is_dropped_and_the_others_go_on(tmp_path: Path) -> None:
-    with ElasticRun(job(2, "--max-restarts=0", "--hang-timeout=4"), tmp_path) as run:
+    with ElasticRun(job(2, "--max-restarts=0", "--hang-timeout=10"), tmp_path) as run:
         before = start(run, 2)
         seen = len(run.events)
         os.kill(before[1], signal.SIGSTOP)
@@ -125,6 +125,6 @@ def test_a_stopped_replica_is_dropped_and_the_others_go_on(tmp_path: Path) -> No
         assert list(pids(run, again["generation"]).values()) == [before[0]]
         [lost] = run.of("replica_lost")
         assert lost["rank"] == 1
-        assert "does not answer for 4 s" in lost["message"]
+        assert "does not answer for 10 s" in lost["message"]
         finish(run)
         assert run.of("failure") == []

@@ -12,7 +12,7 @@ from adaptdl_elastic.rendezvous.server import EtcdServer
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
-pytestmark = [pytest.mark.slow, pytest.mark.etcd, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.etcd, pytest.mark.timeout(600)]
 
 
 def test_a_job_waits_for_the_slots_of_another_and_takes_them_over(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_a_job_waits_for_the_slots_of_another_and_takes_them_over(tmp_path: Path
             assert "other jobs have 2" in waiting["reason"]
             (tmp_path / "first" / "end").touch()
             assert first.wait() == 0
-            second.wait_for_event("generation", replicas=2, timeout=60)
+            second.wait_for_event("generation", replicas=2)
             (tmp_path / "second" / "end").touch()
             assert second.wait() == 0
 

@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 200.0  # seconds that a slow and busy machine may need for anything
 MARK = "ADAPTDL_TEST_MARK"  # inherited by every process a run starts, so that orphans can be found
 
 Event = dict[str, Any]
@@ -42,6 +44,14 @@ def marked(mark: str) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
+
+
+def _name(process: psutil.Process) -> str:
+    """For messages; nothing when it has just ended."""
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())}"
+    except psutil.Error:
+        return ""
 
 
 class ElasticRun:
@@ -79,22 +89,25 @@ class ElasticRun:
                     self.events.append(json.loads(line))
                     self._changed.notify_all()
 
-    def wait_for(self, wanted: Callable[[Event], bool], timeout: float = 60, after: int = 0) -> Event:
+    def wait_for(self, wanted: Callable[[Event], bool], timeout: float = PATIENCE, after: int = 0) -> Event:
         """The first event from index `after` on that is `wanted`; fails with the output when none comes."""
         deadline = time.monotonic() + timeout
-        with self._changed:
-            while True:
+        while True:
+            ended = self.process.poll() is not None
+            if ended:
+                self._finish_reading()
+            with self._changed:
                 for event in self.events[after:]:
                     if wanted(event):
                         return event
                 left = deadline - time.monotonic()
                 assert left > 0, f"no such event in {timeout} s; events {self.events}\n{self.text()}"
-                assert self.process.poll() is None or self._changed.wait(1.0), (
+                assert not ended, (
                     f"ended with {self.process.returncode} before such an event: {self.events}\n{self.text()}"
                 )
-                self._changed.wait(min(left, 1.0))
+                self._changed.wait(min(left, 0.5))
 
-    def wait_for_event(self, name: str, timeout: float = 60, after: int = 0, **fields: object) -> Event:
+    def wait_for_event(self, name: str, timeout: float = PATIENCE, after: int = 0, **fields: object) -> Event:
         """The first `name` event with these field values."""
         return self.wait_for(
             lambda e: e["event"] == name and all(e.get(k) == v for k, v in fields.items()), timeout, after
@@ -105,7 +118,7 @@ class ElasticRun:
         with self._changed:
             return [event for event in self.events if event["event"] == name]
 
-    def wait(self, timeout: float = 120) -> int:
+    def wait(self, timeout: float = PATIENCE) -> int:
         """The exit code."""
         try:
             code = self.process.wait(timeout)
@@ -117,7 +130,7 @@ class ElasticRun:
     def _finish_reading(self) -> None:
         if self._reader.is_alive():
             os.write(self._descriptor, b"\n")  # what was written before it has been read by then
-            self._reader.join(10)
+            self._reader.join(PATIENCE)
 
     def text(self) -> str:
         """What it printed so far."""
@@ -142,7 +155,7 @@ class ElasticRun:
             env=environment(XDG_RUNTIME_DIR=str(self.directory)),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE,
             check=False,
         )
 
@@ -150,10 +163,10 @@ class ElasticRun:
         """Ctrl-C."""
         self.process.send_signal(signal.SIGINT)
 
-    def orphans(self, timeout: float = 10) -> list[str]:
+    def orphans(self, timeout: float = 60) -> list[str]:
         """What is still alive although the run has ended, after a moment to die."""
         _, alive = psutil.wait_procs(marked(self.mark), timeout=timeout)
-        return [f"{p.pid} {' '.join(p.cmdline())}" for p in alive]
+        return [name for name in map(_name, alive) if name]
 
     def __enter__(self) -> ElasticRun:
         return self
@@ -166,7 +179,8 @@ class ElasticRun:
             self.process.wait()
         left = self.orphans()
         for process in marked(self.mark):
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         self._finish_reading()
         os.close(self._descriptor)
         self.output.close()

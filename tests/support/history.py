@@ -50,7 +50,7 @@ class Recorder:
                 self._changes.append(change)
                 self._seen.notify_all()
 
-    def changes(self, timeout: float = 20.0) -> list[Change]:
+    def changes(self, timeout: float = 100.0) -> list[Change]:
         """Everything so far."""
         revision = self._store.put(f"{self.keys.root}history", "")
         with self._seen:
@@ -62,7 +62,7 @@ class Recorder:
     def close(self) -> None:
         """End the thread."""
         self._watch.close()
-        self._thread.join(10)
+        self._thread.join()
 
 
 @dataclass

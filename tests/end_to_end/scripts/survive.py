@@ -1,7 +1,8 @@
 """A training script that counts the samples of every epoch: `survive.py EPOCHS SECONDS_PER_STEP`.
 
-A file `hurry` in the working directory makes it go as fast as it can. Newcomers to a running job wait for
-somebody to write to the FIFO SLOW_NEWCOMERS, unless there is a file `quick`.
+A file `hurry` in the working directory makes it go as fast as it can; without one its steps take longer and
+longer from the fifth epoch on, so that a job of 30 epochs outlasts whatever is done to it. Newcomers to a
+running job wait for somebody to write to the FIFO SLOW_NEWCOMERS, unless there is a file `quick`.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ def main() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-9)
     model = adl.AdaptiveDataParallel(net, optimizer)
     counted = adl.Accumulator()
-    for _ in adl.remaining_epochs_until(epochs):
+    for epoch in adl.remaining_epochs_until(epochs):
         for indices in loader:
             optimizer.zero_grad()
             model(indices.float().unsqueeze(1) / SIZE).mean().backward()
             optimizer.step()
             counted["samples"] += len(indices)
             counted["sum"] += int(indices.sum())
-            time.sleep(0 if Path("hurry").exists() else pause)
+            time.sleep(0 if Path("hurry").exists() else pause * max(1.0, epoch / 5))
         with counted.synchronized():
             adl.report(samples=counted["samples"], sum=counted["sum"], replicas=adl.world_size())
     print(f"weights {net[0].weight.sum().item():.9f} of rank {adl.rank()} in {os.getpid()}", flush=True)
