@@ -13,6 +13,7 @@ One per session, on every replica; only rank 0's writes. Three rules:
 
 from __future__ import annotations
 
+import io
 import logging
 import queue
 import shutil
@@ -60,17 +61,55 @@ class _Job:
     generation: int
     replicas: int
     writes: Mapping[str, tuple[Write, int | None]]  # by state; with the epoch after which it expires
+    carried: Mapping[str, _Unclaimed]  # what nobody had asked for by then
     on_done: Callable[[Saved], None]
     begun: float
     done: threading.Event = field(default_factory=threading.Event)
     result: Saved | None = None
 
 
-@dataclass
 class _Unclaimed:
-    file: BinaryIO
-    expires: int | None
-    crc32: tuple[int, ...]
+    """A saved state that nobody has asked for yet. The file is open until its last holder lets go of it.
+
+    Holders are the manager, until the state is claimed or expires, and every save that carries it over.
+    """
+
+    def __init__(self, file: BinaryIO, expires: int | None, crc32: tuple[int, ...]) -> None:
+        self.expires, self.crc32 = expires, crc32
+        self._file = file
+        self._holders = 1
+        self._counting, self._reading = threading.Lock(), threading.Lock()
+
+    def hold(self) -> None:
+        """One holder more."""
+        with self._counting:
+            self._holders += 1
+
+    def let_go(self) -> None:
+        """One holder less."""
+        with self._counting:
+            self._holders -= 1
+            last = not self._holders
+        if last:
+            self._file.close()
+
+    def copy_to(self, file: Any) -> None:
+        """Write all of it to `file`."""
+        with self._reading:
+            self._file.seek(0)
+            shutil.copyfileobj(self._file, file, 1 << 20)
+            self._file.seek(0)
+
+    def take(self) -> BinaryIO:
+        """The content, for the caller to close, from a holder that lets go of it."""
+        with self._counting:
+            if self._holders == 1:
+                return self._file
+        copy = io.BytesIO()  # a save still reads the file
+        self.copy_to(copy)
+        self.let_go()
+        copy.seek(0)
+        return copy
 
 
 class CheckpointManager:
@@ -203,7 +242,7 @@ class CheckpointManager:
                 files[name] = _Unclaimed(storage.open(checkpoint_id, entry), entry.expires, entry.crc32)
         except BaseException:
             for opened in files.values():
-                opened.file.close()
+                opened.let_go()
             raise
         self._manifest, self._unclaimed = manifest, files
         self._history = (*manifest.history, checkpoint_id)[-HISTORY:]
@@ -230,7 +269,7 @@ class CheckpointManager:
         self.open()
         with self._lock:
             found = self._unclaimed.pop(name, None)
-        return found.file if found else None
+        return found.take() if found else None
 
     def expire(self, epoch: int) -> None:
         """Forget unclaimed states that belong to `epoch` or an earlier one."""
@@ -241,7 +280,7 @@ class CheckpointManager:
     def _drop_expired(self) -> None:
         gone = [n for n, u in self._unclaimed.items() if u.expires is not None and u.expires <= self.ended]
         for name in gone:
-            self._unclaimed.pop(name).file.close()
+            self._unclaimed.pop(name).let_go()
 
     def unclaimed(self) -> list[str]:
         """States in the checkpoint that no part of the script has asked for so far."""
@@ -276,7 +315,12 @@ class CheckpointManager:
         replicas: int = 1,
     ) -> _Job:
         """Queue a save behind those that are being written; returns at once."""
-        job = _Job(kind, step, generation, replicas, writes, on_done, self._clock())
+        with self._lock:  # now: by the time it is written the script may have claimed some of them
+            self._drop_expired()
+            carried = {name: u for name, u in self._unclaimed.items() if name not in writes}
+            for unclaimed in carried.values():
+                unclaimed.hold()
+        job = _Job(kind, step, generation, replicas, writes, carried, on_done, self._clock())
         self._pending = [other for other in self._pending if not other.done.is_set()] + [job]
         if self._thread is None:
             # a daemon: a disk that hangs must not keep the process from ending; `flush` is the orderly way
@@ -298,7 +342,7 @@ class CheckpointManager:
         self._queue.put(None)
         with self._lock:
             for unclaimed in self._unclaimed.values():
-                unclaimed.file.close()
+                unclaimed.let_go()
             self._unclaimed.clear()
 
     def _run(self) -> None:
@@ -309,6 +353,8 @@ class CheckpointManager:
             except Exception:  # the thread outlives whatever a callback raises
                 logger.exception("after saving checkpoint (%s)", job.kind)
             finally:
+                for unclaimed in job.carried.values():
+                    unclaimed.let_go()
                 job.done.set()
 
     def _write(self, job: _Job) -> Saved:
@@ -362,18 +408,15 @@ class CheckpointManager:
                 self._history = (*storage.manifest(ids[-1]).history, ids[-1])[-HISTORY:]
 
     def _carry_over(self, writing: _storage.Writing, job: _Job) -> None:
-        with self._lock:
-            self._drop_expired()
-            left = {name: u for name, u in self._unclaimed.items() if name not in job.writes}
-            for name, unclaimed in left.items():
-                with writing.state(name, unclaimed.expires) as file:
-                    unclaimed.file.seek(0)
-                    shutil.copyfileobj(unclaimed.file, file, 1 << 20)
-                unclaimed.file.seek(0)
-                if writing.entries[name].crc32 != unclaimed.crc32:  # never give rot new checksums
-                    del writing.entries[name]
-                    self._unclaimed.pop(name).file.close()
-                    logger.error("state %r has rotted since it was opened: left out of checkpoints", name)
+        for name, unclaimed in job.carried.items():
+            with writing.state(name, unclaimed.expires) as file:
+                unclaimed.copy_to(file)
+            if writing.entries[name].crc32 != unclaimed.crc32:  # never give rot new checksums
+                del writing.entries[name]
+                with self._lock:
+                    if self._unclaimed.get(name) is unclaimed:
+                        self._unclaimed.pop(name).let_go()
+                logger.error("state %r has rotted since it was opened: left out of checkpoints", name)
 
     def _prune(self, storage: Storage) -> None:
         ids = storage.ids()

@@ -368,6 +368,27 @@ def test_what_no_part_of_the_script_has_asked_for_yet_is_carried_over(
     assert Number("late").value == 2
 
 
+def test_a_save_holds_what_was_not_claimed_when_it_was_asked_for(script: Script, tmp_path: Path) -> None:
+    """Not what is left by the time it is written: the script goes on, and claims states and ends epochs."""
+    Number("early", 1)
+    for name, expires in (("claimed", None), ("ended", 0)):
+        Number(name, 2).expires = expires
+    checkpoint.save_all_states()
+    script.restart()
+    slow = Slow("early")
+    checkpoint.save_all_states(kind="periodic", background=True)
+    assert slow.writing.wait(10)
+    claimed = Number("claimed")
+    assert claimed.value == 2
+    claimed.value = 3
+    checkpoint.end_epoch(0)
+    slow.go.set()
+    assert checkpoint.flush(10)
+    assert set(newest_states(tmp_path)) == {"early", "claimed", "ended"}
+    checkpoint.save_all_states()
+    assert set(newest_states(tmp_path)) == {"early", "claimed"}
+
+
 def test_rot_is_not_carried_over_under_new_checksums(
     script: Script, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
