@@ -215,6 +215,8 @@ class Plan:
     restarts: int = 0  # how much of the restart budget is used, this generation included
     failed_step: int = 0  # step of the newest checkpoint when a restart was last counted
     predicted_goodput: float | None = None  # examples/s that the model promised for this allocation
+    late: tuple[tuple[str, str], ...] = ()  # node, agent: did not start this run's replicas in time
+    clumsy: bool = False  # a change in place could not be made in this run
     extent: Extent | None = None  # an excerpt: placements and leaving name only some of the nodes
 
     @property
@@ -365,6 +367,7 @@ class JobStatus:
     pauses: tuple[float, ...] = ()  # seconds, of the last planned changes, newest last
     started: float | None = None  # when its first generation began
     ended: float | None = None
+    waited: float = 0.0  # seconds without replicas so far, as the leaders have counted them
 
 
 @dataclass(frozen=True, config=_CONFIG)

@@ -31,7 +31,15 @@ from adaptdl_elastic.autoscaler.coordinator.job import Change, Condition, Phase
 from adaptdl_elastic.autoscaler.coordinator.policy import Policy, ask
 from adaptdl_elastic.autoscaler.coordinator.rounds import Answer, Round
 from adaptdl_elastic.autoscaler.coordinator.slots import in_plan, rooms
-from adaptdl_elastic.autoscaler.coordinator.status import ITS_TURN, counted, describe, differs, why_pending
+from adaptdl_elastic.autoscaler.coordinator.status import (
+    ITS_TURN,
+    WAITED_STEP,
+    counted,
+    describe,
+    differs,
+    waited,
+    why_pending,
+)
 from adaptdl_elastic.autoscaler.coordinator.types import (
     CompareAndSwap,
     Decided,
@@ -122,8 +130,9 @@ class _Deciding:
     # -- 3. the policy
 
     def _remember_waiting(self) -> None:
+        """Since when jobs have had no replicas; a leader before us may have counted, too."""
         waiting = {
-            name: self.draft.memory.waiting.get(name, self.view.now)
+            name: self.draft.memory.waiting.get(name, self.view.now - waited(self.view.jobs[name]))
             for name, condition in self.conditions.items()
             if condition.phase is Phase.EMPTY
         }
@@ -248,7 +257,10 @@ class _Deciding:
         if known is not None and not waits_for and known[0] is job and known[1] == condition:
             self.described[job.job] = known
             return  # nothing that it would be made from has changed
-        status = describe(self.view, job, condition, self.settings, waits_for)
+        since = self.draft.memory.waiting.get(job.job)
+        if since is not None:
+            self.draft.wake(since + (1 + (self.view.now - since) // WAITED_STEP) * WAITED_STEP)
+        status = describe(self.view, job, condition, self.settings, waits_for, since)
         old = job.status
         garbage = job.unreadable.get("status")
         if status is None or (garbage is None and not differs(status, old.record if old else None)):

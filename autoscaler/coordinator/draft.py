@@ -52,8 +52,10 @@ class Draft:
         self.wake_at = view.now + settings.interval
         self.ledger = Ledger(view)
         self.notes: dict[str, Notes] = {name: Notes() for name in view.jobs}
-        self.late = dict(memory.late)
-        self.clumsy = memory.clumsy
+        self.late = {**_handed_down(view), **memory.late}
+        self.clumsy = memory.clumsy | {
+            plan.run for job in view.jobs.values() if (plan := jobs.this_run(job)) and plan.clumsy
+        }
 
     def wake(self, at: float) -> None:
         """Look again at that time at the latest."""
@@ -91,6 +93,10 @@ class Draft:
     def with_late(self) -> Memory:
         """The memory with those nodes that have turned out to be late in this round, too."""
         return replace(self.memory, late=MappingProxyType(self.late))
+
+    def _late_nodes(self, job: JobView) -> tuple[tuple[str, str], ...]:
+        late = jobs.late_nodes(self.with_late(), self.view, job, self.settings)
+        return tuple((node, self.late[job.job, node][0]) for node in sorted(late))
 
     def replan(
         self,
@@ -153,6 +159,8 @@ class Draft:
             restarts=max(0, restarts),
             failed_step=before.failed_step if change.failed_step is None else change.failed_step,
             predicted_goodput=change.predicted_goodput,
+            late=self._late_nodes(job),
+            clumsy=job.spec.record.run in self.clumsy,
         )
         self.actions.append(CompareAndSwap(self.keys.job(job.job, "plan"), plan, job.plan.revision))
         self.actions.append(Say("plan", left_behind.plan_event(plan)))
@@ -188,3 +196,13 @@ class Draft:
         if target is not None and allocation and dict(target.allocation) != dict(allocation):
             left = {other: kept for other, kept in self.memory.targets.items() if other != name}
             self.memory = replace(self.memory, targets=MappingProxyType(left))
+
+
+def _handed_down(view: View) -> dict[tuple[str, str], tuple[str, float]]:
+    """Nodes that were late under a leader before us: from now on, on our own clock."""
+    return {
+        (job.job, node): (agent, view.now)
+        for job in view.jobs.values()
+        if (plan := jobs.this_run(job)) is not None
+        for node, agent in plan.late
+    }

@@ -14,6 +14,8 @@ from adaptdl_elastic.autoscaler.state import JobView, View
 from adaptdl_elastic.rendezvous.records import Cause, JobSpec, JobState, JobStatus, Plan
 
 MAX_PAUSES = 5
+WAITED_STEP = 60.0
+"""Seconds of waiting after which the status is written again: as much of it can be lost with a leader."""
 _PLANNED = (Cause.POLICY, Cause.MANUAL, Cause.JOIN, Cause.DRAIN)
 
 
@@ -33,9 +35,17 @@ def exhausted(view: View, job: JobView, condition: Condition, settings: Settings
 
 
 def describe(
-    view: View, job: JobView, condition: Condition, settings: Settings, waits_for: str = ""
+    view: View,
+    job: JobView,
+    condition: Condition,
+    settings: Settings,
+    waits_for: str = "",
+    waits_since: float | None = None,
 ) -> JobStatus | None:
-    """The status that a job should show now; None where there is nothing to say."""
+    """The status that a job should show now; None where there is nothing to say.
+
+    `waits_since`: when it was left without replicas, on the view's clock.
+    """
     if job.spec is None or condition.phase is Phase.OVER:
         return None
     spec = job.spec.record
@@ -43,7 +53,8 @@ def describe(
     plan = condition.plan
     base = old or JobStatus(job=spec.job, run=spec.run, state=JobState.PENDING)
     state, reason, exit_code = _state(view, job, condition, settings, waits_for)
-    status = replace(base, state=state, reason=reason, exit_code=exit_code)
+    steps = 0.0 if waits_since is None else (view.now - waits_since) // WAITED_STEP
+    status = replace(base, state=state, reason=reason, exit_code=exit_code, waited=steps * WAITED_STEP)
     if plan is not None:
         status = _of_plan(job, plan, status, base)
         if exhausted(view, job, condition, settings):
@@ -53,6 +64,14 @@ def describe(
     if state.ended:
         status = replace(status, ended=view.wall)
     return replace(status, updated=view.wall)
+
+
+def waited(job: JobView) -> float:
+    """Seconds that the present run is known to have been without replicas."""
+    status = job.status.record if job.status else None
+    if status is None or job.spec is None or status.run != job.spec.record.run:
+        return 0.0
+    return max(0.0, status.waited) if status.state is JobState.PENDING else 0.0
 
 
 def differs(status: JobStatus, old: JobStatus | None) -> bool:

@@ -56,7 +56,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a leader knows beyond the store. Losing it costs a round of the policy and nothing else."""
+    """What a leader knows beyond the store, or has read there. Losing it costs a round of the policy."""
 
     round_at: float = float("-inf")  # when the policy was last asked
     asked: Any = None  # the last question: a round is due when there is another

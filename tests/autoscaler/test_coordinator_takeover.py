@@ -8,11 +8,16 @@ from coordinator_pump import Pump, elastic, start
 
 from adaptdl_elastic.autoscaler.coordinator.core import decide
 from adaptdl_elastic.autoscaler.coordinator.types import CompareAndSwap, Memory, Settings
+from adaptdl_elastic.autoscaler.policy import allocate
 from adaptdl_elastic.autoscaler.state import Seen
 from adaptdl_elastic.rendezvous.records import (
+    EndedRecord,
+    Failure,
     JobRequest,
     JobState,
+    Outcome,
     Plan,
+    Transition,
     encode,
 )
 
@@ -65,6 +70,78 @@ def test_the_restart_budget_survives_a_takeover(pump: Pump) -> None:
     pump.agents[1].fail()
     pump.settle().later(5)
     assert pump.status("a").state is JobState.FAILED
+
+
+def test_who_waits_goes_on_waiting_under_the_next_leader(pump: Pump) -> None:
+    """A job that waits comes before the others when its time is over, whoever leads by then."""
+    pump.policy = allocate
+    for name in ("first", "second"):
+        pump.job(name, min_replicas=4, max_replicas=4)
+        pump.node("n0", name, 4, reports=False)
+        pump.settle()
+    assert (pump.placed("first"), pump.plan("second").placements) == ({"n0": 4}, ())
+    for _ in range(8):
+        pump.later(110).take_over().settle()
+    assert pump.placed("first") == {"n0": 4}
+    waited = pump.clock() - pump.memory.waiting["second"]
+    assert 8 * 110 - 8 * 60 <= waited <= 8 * 110  # what had not been written yet is lost
+    pump.later(900 - waited + pump.settings.interval)
+    assert (pump.placed("second"), pump.plan("first").placements) == ({"n0": 4}, ())
+    pump.later(61).take_over().settle()
+    assert pump.clock() - pump.memory.waiting["first"] >= 60
+    assert pump.status("second").waited == 0
+
+
+def test_a_rerun_does_not_inherit_how_long_the_run_before_waited(pump: Pump) -> None:
+    pump.job("a", min_replicas=2, max_replicas=2)
+    pump.node("n0", "a")
+    pump.settle().later(300)
+    assert pump.status("a").waited >= 240
+    pump.job("a", run="a-2", min_replicas=2, max_replicas=2)
+    pump.agents[0].register()
+    pump.settle().take_over().settle()
+    assert pump.memory.waiting["a"] == pump.clock()
+
+
+def test_a_node_that_did_not_start_in_time_is_not_tried_by_the_next_leader(pump: Pump) -> None:
+    pump.job("a", max_replicas=2, autoscale=False)
+    agent = pump.node("n0", "a", 2)
+    late = pump.node("n1", "a", 2, holds_start=True)
+    pump.settle()
+    pump.ask("a", replicas=3)
+    pump.settle()
+    pump.job("a", max_replicas=3, autoscale=False)
+    pump.settle()
+    assert set(pump.placed("a")) == {"n0", "n1"}
+    pump.later(21)
+    assert set(pump.placed("a")) == {"n0"}
+    assert pump.plan("a").late == (("n1", late.agent),)
+    pump.take_over().settle().later(300)
+    assert set(pump.placed("a")) == {"n0"}
+    assert agent.running == pump.plan("a").generation
+    late.holds_start = False
+    pump.later(pump.settings.late_pardon + pump.settings.interval)
+    assert set(pump.placed("a")) == {"n0", "n1"}
+    assert pump.plan("a").late == ()
+
+
+def test_a_job_that_could_not_be_changed_in_place_is_not_by_the_next_leader(pump: Pump) -> None:
+    pump.job("a", autoscale=False)
+    agent = pump.node("n0", "a", 3)
+    pump.settle()
+    agent.report(pump.plan("a"), inplace=True)
+    agent.inplace = True
+    pump.ask("a", replicas=2)
+    pump.decide()
+    generation = pump.plan("a").generation
+    assert pump.plan("a").transition is Transition.INPLACE
+    failed = EndedRecord("n0", generation, Outcome.FAILED, 76, Failure(1, 76, "a newcomer ended"))
+    pump.store.put(pump.keys.generation("a", generation, "ended", "n0"), encode(failed))
+    pump.decide()
+    assert pump.plan("a").clumsy
+    pump.take_over().settle()
+    assert (pump.placed("a"), pump.plan("a").transition) == ({"n0": 2}, Transition.RESTART)
+    assert pump.plan("a").clumsy
 
 
 def test_a_rerun_starts_anew_and_generations_go_on_growing(pump: Pump) -> None:
