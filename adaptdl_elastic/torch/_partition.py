@@ -81,14 +81,16 @@ def share(chunk: int, replicas: int, rank: int) -> int:
     return max(0, -(-(chunk - rank) // replicas))
 
 
-def count_chunks(start: int, total: int, replicas: int, local: int, drop_last: bool = False) -> int:
-    """How many chunks there are from `start` to the end of a pass, without accumulation."""
-    left = max(total - start, 0)
+def count_chunks(
+    start: int, total: int, replicas: int, local: int, accumulation: int = 0, drop_last: bool = False
+) -> int:
+    """How many chunks there are from `start` to the end of a pass."""
+    each = accumulation + 1
+    full = replicas * local * each
     if drop_last:
-        return left // (replicas * local)
-    return sum(map(len, windows(_skip(start, total, replicas * local), total, replicas, local))) + (
-        (_skip(start, total, replicas * local) - start) // (replicas * local)
-    )
+        return max(total - start, 0) // full * each
+    last = _skip(start, total, full)
+    return (last - start) // full * each + sum(map(len, windows(last, total, replicas, local, accumulation)))
 
 
 def _skip(start: int, total: int, full: int) -> int:

@@ -119,4 +119,5 @@ class ElasticBatchSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         """Batches of a whole pass at the present size."""
         size = len(self.sampler.dataset)
-        return _partition.count_chunks(0, size, self.sampler.num_replicas, self.local, self.drop_last)
+        replicas = self.sampler.num_replicas
+        return _partition.count_chunks(0, size, replicas, self.local, self.accumulation, self.drop_last)

@@ -142,6 +142,14 @@ def test_an_empty_data_set_and_one_smaller_than_a_dropped_batch() -> None:
         assert list(adl.AdaptiveDataLoader(numbers(3), batch_size=4, drop_last=True)) == []
 
 
+def test_a_data_set_smaller_than_a_dropped_window_of_several_batches() -> None:
+    loader = adl.AdaptiveDataLoader(numbers(50), batch_size=64, drop_last=True)
+    loader.autoscale_batch_size(128, (8, 16), gradient_accumulation=True)
+    for _ in adl.remaining_epochs_until(2):
+        assert list(loader) == []
+    assert len(loader) == 0
+
+
 def test_break_ends_a_data_loop_for_its_epoch() -> None:
     loader = adl.AdaptiveDataLoader(numbers(), batch_size=2)
     for _ in adl.remaining_epochs_until(2):

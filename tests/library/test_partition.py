@@ -84,12 +84,12 @@ def test_full_windows_until_the_last_two(size: int, replicas: int, local: int, a
     assert all(sum(window) == full for window in found[:-2])
 
 
-@given(st.integers(0, 300), SIZES, REPLICAS, LOCALS, st.booleans())
+@given(st.integers(0, 300), SIZES, REPLICAS, LOCALS, ACCUMULATIONS, st.booleans())
 def test_the_number_of_batches_is_known_in_advance(
-    start: int, size: int, replicas: int, local: int, drop_last: bool
+    start: int, size: int, replicas: int, local: int, accum: int, drop_last: bool
 ) -> None:
-    found = windows(start, size, replicas, local, drop_last=drop_last)
-    assert count_chunks(start, size, replicas, local, drop_last) == sum(map(len, found))
+    found = windows(start, size, replicas, local, accum, drop_last)
+    assert count_chunks(start, size, replicas, local, accum, drop_last) == sum(map(len, found))
 
 
 @given(st.integers(1, 10**6), REPLICAS)
