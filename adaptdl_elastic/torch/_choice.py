@@ -154,11 +154,20 @@ class Chooser:
         reach = max(int(GROWTH * tried), math.ceil(limits.init / self.replicas), low)
         in_use = self.replicas * now.atomic_bsz * (now.accumulation_steps + 1)
         largest = min(limits.maximum, math.ceil(GROWTH * max(in_use, self.reached, limits.init)))
-        goodput, atomic, accum = model.optimize(
-            self.nodes,
-            self.replicas,
-            max_batch_size=max(limits.init, largest),
-            atomic_bsz_range=(low, min(high, reach)),
-            accumulation=limits.accumulation,
-        )
+        ways = [limits.accumulation]
+        if limits.accumulation and self.replicas == 1:
+            # AdaptDL's single replica must accumulate to grow, for the sake of its estimator. Ours splits
+            # the batch (`_noise`), so that what fits into one pass need not come in two.
+            ways.append(False)
+        found = [
+            model.optimize(
+                self.nodes,
+                self.replicas,
+                max_batch_size=max(limits.init, largest),
+                atomic_bsz_range=(low, min(high, reach)),
+                accumulation=way,
+            )
+            for way in ways
+        ]
+        goodput, atomic, accum = max(found, key=lambda answer: float(answer[0]))
         return BatchSize(int(atomic), int(accum), float(goodput)) if goodput > 0 else None

@@ -160,6 +160,16 @@ def test_one_replica_without_accumulation_adapts_its_batch_size(script: Script) 
     assert found.atomic_bsz == pytest.approx(best, rel=0.2)
 
 
+def test_one_replica_that_may_accumulate_need_not(script: Script) -> None:
+    """Else scripts as AdaptDL's examples, which all allow it, would stay at the initial size on one replica."""
+    machine = Machine(lambda atomic: 0.01 + 0.00001 * atomic)
+    limits(machine, gradient_accumulation=True)
+    noisy_gradients(machine.metrics)
+    allowed = adapt(machine)
+    limits(machine)
+    assert (allowed.atomic_bsz, allowed.accumulation_steps) == (adapt(machine).atomic_bsz, 0)
+
+
 def test_a_batch_size_that_does_not_pay_is_left_alone(script: Script) -> None:
     machine = Machine(lambda atomic: 0.001 * atomic)  # twice the samples, twice the time
     limits(machine)
