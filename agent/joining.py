@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import threading
 import time
 from collections.abc import Callable
@@ -59,6 +60,8 @@ def join_job(
         status = _status(store, keys, fresh.job)
         ended = status is not None and status.run == spec.run and status.state.ended
         if once if ended else any(agent.run == spec.run for agent in agents):
+            if not ended:
+                _check_command(spec, fresh)
             return spec
         if store.compare_and_swap(key, encode(fresh), found.mod_revision) is not None:
             _start_anew(store, keys, spec, status if ended else None, say)
@@ -131,6 +134,22 @@ def live_agents(store: Store, keys: Keys, job: str) -> list[NodeRecord]:
             except MalformedRecordError:
                 continue
     return records
+
+
+def _check_command(spec: JobSpec, fresh: JobSpec) -> None:
+    """Replicas of two programs would wait for each other for ever, or worse."""
+    if not spec.curve_key or spec.curve_key == fresh.curve_key:
+        return
+    theirs, ours = shlex.join(spec.command), shlex.join(fresh.command)
+    if theirs == ours:
+        raise JoinError(
+            f"job {spec.job!r} runs another version of `{ours}` than this node has: copy the same script to "
+            f"all nodes, or give another --rdzv-id"
+        )
+    raise JoinError(
+        f"job {spec.job!r} runs `{theirs}`, and this node was to run `{ours}`: give all nodes the same "
+        f"script and arguments (what differs between them in environment variables), or another --rdzv-id"
+    )
 
 
 def _check_versions(agents: list[NodeRecord], version: str) -> None:

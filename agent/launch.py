@@ -235,10 +235,13 @@ def job_spec(options: Options) -> JobSpec:
 
 
 def _digest(options: Options) -> str:
-    """Jobs that run the same script with the same arguments share their profiles."""
-    text = json.dumps(options.command).encode()
-    if options.mode == "script" and Path(options.script).is_file():
-        text += Path(options.script).read_bytes()
+    """The same for the same script with the same arguments, wherever it lies: jobs that have it in common
+    share their profiles, agents that do not have it are not of one job."""
+    script = Path(options.script)
+    name = options.script if options.mode == "module" else script.name
+    text = json.dumps([options.mode, name, *options.script_args]).encode()
+    if options.mode == "script" and script.is_file():
+        text += script.read_bytes()
     return hashlib.sha256(text).hexdigest()[:16]
 
 
@@ -351,8 +354,8 @@ def ignore_signals() -> None:
 
 
 def start_fork_server() -> ForkServer:
-    """A fork server with this process's environment."""
-    environment = dict(os.environ)
+    """A fork server with this process's environment, but for how to get into the store: no replica has to."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("ADAPTDL_ETCD_")}
     environment.setdefault("OMP_NUM_THREADS", "1")  # no pool of threads before the fork
     return ForkServer.start(environment)
 

@@ -1,8 +1,9 @@
 """Where the replicas of a generation meet: a TCPStore that the agent of rank 0 keeps.
 
-The key that the library's collectives authenticate with travels in it, never in etcd. It is
-`ADAPTDL_SECRET` where the environment says it, else made by the first agent of rank 0; it stays the
-same for the run, because replicas that go over to another generation in place keep theirs.
+The key that the library's collectives authenticate with is never in etcd. It is `ADAPTDL_SECRET` where
+the agents' environment says it, and then it does not leave the nodes. Else it is made by the first agent of
+rank 0 and travels in that TCPStore, which torch opens to whoever can connect. It stays the same for the
+run, because replicas that go over to another generation in place keep theirs.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Meeting:
         self._host, self._ports, self._post = host, ports, post
         self._stores: dict[int, tuple[TCPStore, socket.socket]] = {}
         self.secret = os.environ.get("ADAPTDL_SECRET") or None
+        self._given = self.secret is not None
 
     def open(self, generation: int) -> MasterRecord:
         """Keep the store of a generation; NoPortError when nothing is free to listen on."""
@@ -55,7 +57,7 @@ class Meeting:
             master_listen_fd=sock.detach(),
         )
         self.secret = self.secret or secrets.token_hex(16)
-        store.set(_SECRET, self.secret)
+        store.set(_SECRET, "" if self._given else self.secret)
         kept = reserve(self._host, self._ports)  # for rank 0, which will listen there when it has started
         self._stores[generation] = store, kept
         return MasterRecord(generation, self._host, port, int(kept.getsockname()[1]))
@@ -73,13 +75,15 @@ class Meeting:
             store = TCPStore(
                 master.host, master.port, is_master=False, timeout=timedelta(seconds=_JOIN_SECONDS)
             )
-            self.secret = store.get(_SECRET).decode()
+            secret = store.get(_SECRET).decode()
         except RuntimeError as error:  # torch's DistError and its kin
             why = str(error).splitlines()[0]
             where = f"{master.host}:{master.port}"
             self._post(Joined(start, None, f"can not reach rank 0's node at {where}: {why}"))
         else:
-            self._post(Joined(start, self.secret))
+            self.secret = secret or None
+            given = f"rank 0's node ({master.host}) has an ADAPTDL_SECRET: set the same on this node"
+            self._post(Joined(start, self.secret, "" if secret else given))
 
     def forget(self, before: int) -> None:
         """Close the stores of older generations."""

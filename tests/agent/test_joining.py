@@ -104,6 +104,30 @@ def test_agents_of_different_versions_refuse_each_other(store: MemoryStore) -> N
         join(store, "run-2", version="2.0")
 
 
+@pytest.mark.parametrize(
+    ("command", "key", "words"),
+    [
+        (("train.py", "--lr", "2"), "b", ["`train.py --lr 1`", "`train.py --lr 2`", "environment variables"]),
+        (("train.py", "--lr", "1"), "b", ["another version of `train.py --lr 1`", "same script"]),
+    ],
+)
+def test_agents_of_different_commands_refuse_each_other(
+    store: MemoryStore, command: tuple[str, ...], key: str, words: list[str]
+) -> None:
+    first = replace(spec("run-1"), command=("train.py", "--lr", "1"), curve_key="a")
+    registration = joining.register(store, KEYS, NODE, exact=True)
+    joining.join_job(store, KEYS, first, "1.0", print)
+    second = replace(first, run="run-2", command=command, curve_key=key)
+    with pytest.raises(joining.JoinError) as caught:
+        joining.join_job(store, KEYS, second, "1.0", print)
+    for word in (*words, "--rdzv-id"):
+        assert word in str(caught.value)
+    elsewhere = replace(first, run="run-2", command=("/elsewhere/train.py", "--lr", "1"))
+    assert joining.join_job(store, KEYS, elsewhere, "1.0", print).run == "run-1"
+    registration.close()
+    assert joining.join_job(store, KEYS, second, "1.0", print).run == "run-2", "nobody runs the other"
+
+
 def test_garbage_where_the_specification_should_be_is_named(store: MemoryStore) -> None:
     store.put(KEYS.job("job", "spec"), "garbage")
     with pytest.raises(joining.JoinError, match="--cluster"):

@@ -12,6 +12,8 @@ import pytest
 from cluster import JOB, Cluster
 from elastic_run import environment
 
+import adaptdl_elastic
+
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN, PLAIN = str(SCRIPTS / "train.py"), str(SCRIPTS / "plain.py")
 LONG = ("60", "0.1")  # epochs, seconds per step
@@ -43,6 +45,26 @@ def test_in_one_line(arguments: list[str], words: list[str], tmp_path: Path) -> 
     assert line.startswith("adaptdl-run: error: ")
     for word in words:
         assert word in line
+
+
+@pytest.mark.slow
+def test_another_command_or_version_does_not_join(cluster: Cluster, tmp_path: Path) -> None:
+    first = cluster.start("first", TRAIN, *LONG)
+    first.wait_for_event("generation")
+    other = cluster.start("second", TRAIN, "60", "0.2")
+    assert other.wait() == 1
+    (line,) = other.text().splitlines()
+    assert f"runs `{TRAIN} 60 0.1`, and this node was to run `{TRAIN} 60 0.2`" in line
+    patched = tmp_path / "later" / "sitecustomize.py"
+    patched.parent.mkdir()
+    patched.write_text("import adaptdl_elastic; adaptdl_elastic.__version__ = '99.0'\n")
+    later = cluster.start("third", TRAIN, *LONG, env={"PYTHONPATH": str(patched.parent)})
+    assert later.wait() == 1
+    (line,) = later.text().splitlines()
+    assert f"node first runs adaptdl-elastic {adaptdl_elastic.__version__}, this one 99.0" in line
+    cluster.finish(first)
+    assert [event["replicas"] for event in first.of("generation")] == [1]
+    cluster.check(epochs=60, replicas=1)
 
 
 @pytest.mark.slow
