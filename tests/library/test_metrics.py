@@ -161,7 +161,7 @@ def test_one_replica_without_accumulation_adapts_its_batch_size(script: Script) 
 
 
 def test_one_replica_that_may_accumulate_need_not(script: Script) -> None:
-    """Else scripts as AdaptDL's examples, which all allow it, would stay at the initial size on one replica."""
+    """Else AdaptDL's examples, which all allow it, would stay at the initial size on one replica."""
     machine = Machine(lambda atomic: 0.01 + 0.00001 * atomic)
     limits(machine, gradient_accumulation=True)
     noisy_gradients(machine.metrics)
