@@ -10,13 +10,13 @@ Region, profile and role come from where boto3 users expect them; retries are bo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import boto3
-import botocore.exceptions
 from botocore.config import Config
 
 from adaptdl_elastic.autoscaler.providers import ec2_read as read
@@ -31,7 +31,7 @@ from adaptdl_elastic.autoscaler.providers.base import (
     UnknownInstanceError,
     UnknownPoolError,
 )
-from adaptdl_elastic.autoscaler.providers.ec2_errors import explain, explained
+from adaptdl_elastic.autoscaler.providers.ec2_errors import FAILURES, NotWaitingError, explain, explained
 from adaptdl_elastic.autoscaler.providers.notices import NoticeQueue
 from adaptdl_elastic.autoscaler.providers.prices import latest_spot_prices
 
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 RULED_TAG = "adaptdl-elastic:before"
 _PER_CALL = 50  # instances per SetInstanceProtection
 _HOOK = "autoscaling:EC2_INSTANCE_TERMINATING"
+_AGAIN = 60.0  # seconds before a release is said again: until then Describe may not have heard of it
+_RETRY = 30.0  # before prices are read again that could not be read
 
 
 def connect(service: str, region: str | None = None, profile: str | None = None) -> Any:
@@ -67,7 +69,7 @@ class Ec2Provider(Provider):
     """
 
     name = "ec2"
-    price_seconds = 300.0  # that spot prices are good for
+    price_seconds = 300.0  # that spot prices, launch templates and hooks are good for
 
     def __init__(
         self,
@@ -97,16 +99,20 @@ class Ec2Provider(Provider):
         self._spot: Mapping[tuple[str, str], float] = {}
         self._spot_until = float("-inf")
         self._clock = clock
-        self._kinds: dict[str, tuple[object, read.Kind]] = {}
+        self._price_trouble = ""
+        self._met: set[str] = set()  # groups that have been there
+        self._kinds: dict[str, tuple[object, float, read.Kind]] = {}  # what it was made of, good until
         self._ours: dict[str, str] = {}  # instance → group, every one ever seen
-        self._hooks: dict[str, tuple[str, ...]] = {}
+        self._released: dict[str, float] = {}  # instance → not to be released again before
+        self._hooks: dict[str, tuple[float, tuple[str, ...]]] = {}  # good until
         self._last: Capacity = Capacity()
+        self._queue_trouble: ProviderError | None = None
 
     # -- reading
 
     def capacity(self) -> Capacity:
         """The groups and their instances."""
-        groups = self._describe()
+        groups, missing = self._describe()
         kinds = {name: self._kind(group) for name, group in groups.items()}
         self._learn_slots([t for kind in kinds.values() for t in kind.types])
         details = self._details([i["InstanceId"] for g in groups.values() for i in g.get("Instances", [])])
@@ -114,13 +120,20 @@ class Ec2Provider(Provider):
         prices = self._prices([t for kind in kinds.values() for t in kind.types])
         pools: list[Pool] = []
         instances: list[Instance] = []
-        warnings: list[str] = []
+        warnings = [*missing, *([self._price_trouble] if self._price_trouble else [])]
+        warnings += [str(self._queue_trouble)] if self._queue_trouble is not None else []
         for name, group in groups.items():
             members = read.instances_of(group, kinds[name], details, prices, self._slots)
             trouble, warning = self._trouble(name)
             warnings += [warning] if warning else []
             pools.append(read.pool_of(group, kinds[name], members, prices, self._slots, trouble))
             instances += members
+            if pools[-1].preemptible and prices.unknown(kinds[name].types, pools[-1].zones):
+                where = ", ".join(pools[-1].zones)
+                warnings.append(
+                    f"{name}: EC2 tells no spot price of {', '.join(kinds[name].types)} in {where}: "
+                    "on-demand's price is taken for it"
+                )
         self._ours |= {i.id: i.pool for i in instances}
         self._last = Capacity(tuple(pools), tuple(instances), tuple(warnings))
         return self._last
@@ -129,34 +142,49 @@ class Ec2Provider(Provider):
         """Notices about our instances from the queue; none where there is no queue."""
         if self._queue is None:
             return ()
-        with explained("sqs:ReceiveMessage"):
-            told = self._queue.read()
+        told, self._queue_trouble = self._queue.read()
+        if self._queue_trouble is not None and not told:
+            raise self._queue_trouble
         return tuple(signal for signal in told if signal.instance in self._ours)
 
-    def _describe(self) -> dict[str, read.Answer]:
+    def _describe(self) -> tuple[dict[str, read.Answer], list[str]]:
+        """Our groups by name, and what is to be said of those that are no more.
+
+        One that never was there is a mistake; the last one to go leaves nothing to rule: UnknownPoolError.
+        """
         with explained("autoscaling:DescribeAutoScalingGroups", ", ".join(self._groups)):
             pages = self._autoscaling.get_paginator("describe_auto_scaling_groups").paginate(
                 AutoScalingGroupNames=list(self._groups)
             )
             found = {g["AutoScalingGroupName"]: g for page in pages for g in page["AutoScalingGroups"]}
+        region = self._autoscaling.meta.region_name
+        there: dict[str, read.Answer] = {}
+        missing: list[str] = []
         for name in self._groups:
-            if name not in found:
-                region = self._autoscaling.meta.region_name
+            if name in found and not str(found[name].get("Status", "")).startswith("Delete"):
+                read.check_group(found[name])
+                there[name] = found[name]
+            elif name in self._met:
+                missing.append(f"auto-scaling group {name!r} has been deleted: going on without it")
+            elif name in found:
+                raise UnknownPoolError(f"auto-scaling group {name!r} is being deleted")
+            else:
                 raise UnknownPoolError(
                     f"no auto-scaling group {name!r} in {region}: check its name, --region and --profile"
                 )
-            if str(found[name].get("Status", "")).startswith("Delete"):
-                raise UnknownPoolError(f"auto-scaling group {name!r} is being deleted")
-            read.check_group(found[name])
-        return {name: found[name] for name in self._groups}
+        if not there:
+            raise UnknownPoolError(f"no auto-scaling group is left: {', '.join(self._groups)} deleted")
+        self._met |= set(there)
+        return there, missing
 
     def _kind(self, group: read.Answer) -> read.Kind:
-        """What the group launches; its template is read again only when the group's pointer to it changes."""
+        """What the group launches; read again when its pointer changes, and now and then: $Latest moves."""
         name, template = str(group["AutoScalingGroupName"]), read.template_of(group)
         if template is None:
             raise ProviderError(f"{name}: has a launch configuration; give the group a launch template")
         key = (repr(template), repr(group.get("MixedInstancesPolicy")))
-        if self._kinds.get(name, (None,))[0] != key:
+        known = self._kinds.get(name)
+        if known is None or known[0] != key or self._clock() >= known[1]:
             which = (
                 {"LaunchTemplateId": template["LaunchTemplateId"]}
                 if "LaunchTemplateId" in template
@@ -169,8 +197,9 @@ class Ec2Provider(Provider):
             versions = answer["LaunchTemplateVersions"]
             if not versions:
                 raise ProviderError(f"{name}: its launch template has no version {template.get('Version')}")
-            self._kinds[name] = (key, read.kind_of(group, versions[0]["LaunchTemplateData"]))
-        return self._kinds[name][1]
+            kind = read.kind_of(group, versions[0]["LaunchTemplateData"])
+            self._kinds[name] = (key, self._clock() + self.price_seconds, kind)
+        return self._kinds[name][2]
 
     def _learn_slots(self, types: Sequence[str]) -> None:
         unknown = sorted(set(types) - set(self._slots))
@@ -198,10 +227,19 @@ class Ec2Provider(Provider):
         return found
 
     def _prices(self, types: Sequence[str]) -> read.Prices:
+        """Those of a moment ago where they can not be read now; what can never be read is an error."""
         if self._clock() >= self._spot_until:
             self._wanted_types = sorted(set(types))
-            self._spot = self._spot_prices()
-            self._spot_until = self._clock() + self.price_seconds
+            try:
+                self._spot = self._spot_prices()
+            except ProviderError as error:
+                if self._spot_until == float("-inf"):
+                    raise
+                self._price_trouble = f"{error}; spot prices are those of some minutes ago"
+                self._spot_until = self._clock() + _RETRY
+            else:
+                self._price_trouble = ""
+                self._spot_until = self._clock() + self.price_seconds
         return read.Prices(self._on_demand, self._spot)
 
     def _history(self) -> Mapping[tuple[str, str], float]:
@@ -217,7 +255,7 @@ class Ec2Provider(Provider):
         """Why its last launch failed; where that can not be read, a warning (it is not worth failing for)."""
         try:
             answer = self._autoscaling.describe_scaling_activities(AutoScalingGroupName=group, MaxRecords=20)
-        except botocore.exceptions.ClientError as error:
+        except FAILURES as error:
             return ("", 0.0), str(explain(error, "autoscaling:DescribeScalingActivities", group))
         return read.trouble_of(answer.get("Activities", [])), ""
 
@@ -254,10 +292,13 @@ class Ec2Provider(Provider):
             InstanceState.LEAVING,
         ):
             return
+        if self._clock() < self._released.get(instance, 0.0):
+            return  # said, and not yet to be seen: twice would lower the desired capacity twice
         with explained("autoscaling:TerminateInstanceInAutoScalingGroup", instance):
             self._autoscaling.terminate_instance_in_auto_scaling_group(
                 InstanceId=instance, ShouldDecrementDesiredCapacity=not replace
             )
+        self._released[instance] = self._clock() + _AGAIN
 
     def protect(self, instances: Collection[str], protected: bool) -> None:
         """SetInstanceProtection on those that do not have it so already."""
@@ -275,30 +316,34 @@ class Ec2Provider(Provider):
                     )
 
     def hold(self, instance: str) -> None:
-        """A heartbeat on every termination hook that the instance may be waiting in."""
-        group = self._group_of(instance)
-        for hook in self._termination_hooks(group):
-            with explained("autoscaling:RecordLifecycleActionHeartbeat", f"{group}/{hook}"):
-                self._autoscaling.record_lifecycle_action_heartbeat(
-                    AutoScalingGroupName=group, LifecycleHookName=hook, InstanceId=instance
-                )
+        """A heartbeat on the termination hook that the instance waits in."""
+        self._in_hooks(instance, "RecordLifecycleActionHeartbeat")
 
     def let_go(self, instance: str) -> None:
-        """Complete the termination hooks: the instance is it is terminated now, not at their time-out."""
+        """Complete the termination hook: the instance is terminated now, not at the hook's time-out."""
+        self._in_hooks(instance, "CompleteLifecycleAction", LifecycleActionResult="CONTINUE")
+
+    def _in_hooks(self, instance: str, action: str, **more: str) -> None:
+        """Of several hooks it waits in one, and none of them is an error where it has left it already."""
         group = self._group_of(instance)
+        call = {
+            "RecordLifecycleActionHeartbeat": self._autoscaling.record_lifecycle_action_heartbeat,
+            "CompleteLifecycleAction": self._autoscaling.complete_lifecycle_action,
+        }[action]
         for hook in self._termination_hooks(group):
-            with explained("autoscaling:CompleteLifecycleAction", f"{group}/{hook}"):
-                self._autoscaling.complete_lifecycle_action(
-                    AutoScalingGroupName=group,
-                    LifecycleHookName=hook,
-                    InstanceId=instance,
-                    LifecycleActionResult="CONTINUE",
-                )
+            with (
+                contextlib.suppress(NotWaitingError),
+                explained(f"autoscaling:{action}", f"{group}/{hook}"),
+            ):
+                call(AutoScalingGroupName=group, LifecycleHookName=hook, InstanceId=instance, **more)
 
     def _describe_one(self, pool: str) -> read.Answer:
         if pool not in self._groups:
             raise UnknownPoolError(f"{pool!r} is not one of: {', '.join(self._groups)}")
-        return self._describe()[pool]
+        there, _ = self._describe()
+        if pool not in there:
+            raise UnknownPoolError(f"auto-scaling group {pool!r} has been deleted")
+        return there[pool]
 
     def _group_of(self, instance: str) -> str:
         if instance not in self._ours:
@@ -308,24 +353,22 @@ class Ec2Provider(Provider):
         return self._ours[instance]
 
     def _termination_hooks(self, group: str) -> tuple[str, ...]:
-        if group not in self._hooks:
+        if self._clock() >= self._hooks.get(group, (0.0,))[0]:
             with explained("autoscaling:DescribeLifecycleHooks", group):
                 answer = self._autoscaling.describe_lifecycle_hooks(AutoScalingGroupName=group)
             hooks = answer.get("LifecycleHooks", [])
-            self._hooks[group] = tuple(
-                h["LifecycleHookName"] for h in hooks if h.get("LifecycleTransition") == _HOOK
-            )
-        return self._hooks[group]
+            names = tuple(h["LifecycleHookName"] for h in hooks if h.get("LifecycleTransition") == _HOOK)
+            self._hooks[group] = (self._clock() + self.price_seconds, names)
+        return self._hooks[group][1]
 
     # -- ruling
 
     def take_over(self) -> None:
         """Suspend AZRebalance, protect newcomers; note in a tag what was so before."""
-        for name, group in self._describe().items():
+        for name, group in self._describe()[0].items():
             tags = {tag["Key"]: tag["Value"] for tag in group.get("Tags", [])}
-            if (
-                RULED_TAG not in tags
-            ):  # else somebody who ruled before us could not hand back: his note counts
+            # else somebody who ruled before us could not hand back: his note counts
+            if RULED_TAG not in tags:
                 self._tag(name, _before(group))
             if not _suspended(group):
                 with explained("autoscaling:SuspendProcesses", name):
@@ -340,23 +383,31 @@ class Ec2Provider(Provider):
 
     def hand_back(self) -> None:
         """Put back what `take_over` changed. Protection of nodes at work stays."""
-        for name, group in self._describe().items():
-            tags = {tag["Key"]: tag["Value"] for tag in group.get("Tags", [])}
-            before = tags.get(RULED_TAG)
+        failed: list[ProviderError] = []
+        for name, group in self._describe()[0].items():
+            before = {tag["Key"]: tag["Value"] for tag in group.get("Tags", [])}.get(RULED_TAG)
             if before is None:
                 continue
-            if "rebalance" in before.split("+"):
-                with explained("autoscaling:ResumeProcesses", name):
-                    self._autoscaling.resume_processes(
-                        AutoScalingGroupName=name, ScalingProcesses=["AZRebalance"]
-                    )
-            if "unprotected" in before.split("+"):
-                with explained("autoscaling:UpdateAutoScalingGroup", name):
-                    self._autoscaling.update_auto_scaling_group(
-                        AutoScalingGroupName=name, NewInstancesProtectedFromScaleIn=False
-                    )
-            with explained("autoscaling:DeleteTags", name):
-                self._autoscaling.delete_tags(Tags=[_tag(name, before)])
+            try:
+                self._hand_back_one(name, before)
+            except ProviderError as error:  # the other groups are handed back all the same
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def _hand_back_one(self, name: str, before: str) -> None:
+        if "rebalance" in before.split("+"):
+            with explained("autoscaling:ResumeProcesses", name):
+                self._autoscaling.resume_processes(
+                    AutoScalingGroupName=name, ScalingProcesses=["AZRebalance"]
+                )
+        if "unprotected" in before.split("+"):
+            with explained("autoscaling:UpdateAutoScalingGroup", name):
+                self._autoscaling.update_auto_scaling_group(
+                    AutoScalingGroupName=name, NewInstancesProtectedFromScaleIn=False
+                )
+        with explained("autoscaling:DeleteTags", name):
+            self._autoscaling.delete_tags(Tags=[_tag(name, before)])
 
     def _tag(self, group: str, value: str) -> None:
         with explained("autoscaling:CreateOrUpdateTags", group):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import botocore.exceptions as boto
+from botocore.parsers import ResponseParserError
 
 from adaptdl_elastic.autoscaler.providers.base import (
     NoPermissionError,
@@ -13,6 +14,11 @@ from adaptdl_elastic.autoscaler.providers.base import (
     TryLaterError,
     UnknownInstanceError,
 )
+
+
+class NotWaitingError(ProviderError):
+    """The instance does not wait in that hook (any more)."""
+
 
 _DENIED = frozenset(
     {"AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "Client.UnauthorizedOperation"}
@@ -45,6 +51,10 @@ _LATER = frozenset(
 )
 
 
+FAILURES = (boto.ClientError, boto.BotoCoreError, ResponseParserError)
+"""Everything that a call through botocore fails with."""
+
+
 def explain(error: Exception, action: str, what: str = "") -> ProviderError:
     """The error that says what `action` (as IAM names it) on `what` failed of, and what to do."""
     where = f" on {what}" if what else ""
@@ -61,6 +71,10 @@ def explain(error: Exception, action: str, what: str = "") -> ProviderError:
             )
         if code in _LATER:
             return TryLaterError(f"{action}{where}: {code}: {message}")
+        if code.endswith("NonExistentQueue") or code.endswith("QueueDoesNotExist"):
+            return ProviderError(f"{action}{where}: there is no such queue: check --queue-url and --region")
+        if code == "ValidationError" and "No active Lifecycle Action" in message:
+            return NotWaitingError(f"{action}{where}: {message}")
         if code == "ValidationError" and "not found" in message and "nstance" in message:
             return UnknownInstanceError(f"{what} is not an instance of the group: {message}")
         return ProviderError(f"{action}{where}: {code}: {message}")
@@ -70,6 +84,8 @@ def explain(error: Exception, action: str, what: str = "") -> ProviderError:
         return ProviderError("no AWS region: set AWS_REGION (or AWS_DEFAULT_REGION), or give --region")
     if isinstance(error, boto.ProfileNotFound):
         return ProviderError(f"{error}: check AWS_PROFILE or --profile")
+    if isinstance(error, ResponseParserError):
+        return TryLaterError(f"{action}{where}: not an answer of AWS: {str(error).splitlines()[0]}")
     if isinstance(error, (boto.ConnectionError, boto.HTTPClientError)):
         return TryLaterError(f"{action}{where}: AWS can not be reached: {error}")
     return ProviderError(f"{action}{where}: {error}")
@@ -80,5 +96,5 @@ def explained(action: str, what: str = "") -> Iterator[None]:
     """Turn botocore's errors inside into ours."""
     try:
         yield
-    except (boto.ClientError, boto.BotoCoreError) as error:
+    except FAILURES as error:
         raise explain(error, action, what) from error

@@ -50,15 +50,25 @@ class Prices:
     spot: Mapping[tuple[str, str], float]
 
     def of(self, instance_type: str, zone: str, preemptible: bool) -> float:
-        """The price of one instance; a spot price that is not known is taken for on-demand's."""
+        """The price of one instance.
+
+        A spot price that is not known is taken for on-demand's, and where that is not known either for the
+        dearest spot price of the type in another zone.
+        """
         if preemptible and (instance_type, zone) in self.spot:
             return self.spot[instance_type, zone]
-        try:
+        if instance_type in self.on_demand:
             return self.on_demand[instance_type]
-        except KeyError:
-            raise ProviderError(
-                f"no price is known for {instance_type}: give --price {instance_type}=PRICE or --prices FILE"
-            ) from None
+        elsewhere = [price for (kind, _), price in self.spot.items() if kind == instance_type]
+        if preemptible and elsewhere:
+            return max(elsewhere)
+        raise ProviderError(
+            f"no price is known for {instance_type}: give --price {instance_type}=PRICE or --prices FILE"
+        )
+
+    def unknown(self, types: Iterable[str], zones: Iterable[str]) -> bool:
+        """Whether no spot price is known of any of these."""
+        return not any((kind, zone) in self.spot for kind in types for zone in zones)
 
     def cheapest(self, types: Iterable[str], zones: Iterable[str], preemptible: bool) -> tuple[float, str]:
         """The lowest price among the types (and, for spot, zones), and its type."""

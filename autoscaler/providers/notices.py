@@ -11,7 +11,8 @@ import logging
 from datetime import datetime
 from typing import Any
 
-from adaptdl_elastic.autoscaler.providers.base import Signal, SignalKind
+from adaptdl_elastic.autoscaler.providers.base import ProviderError, Signal, SignalKind
+from adaptdl_elastic.autoscaler.providers.ec2_errors import FAILURES, explain
 
 logger = logging.getLogger(__name__)
 
@@ -23,17 +24,20 @@ _MAX_BATCHES = 20  # per look: the rest waits for the next
 def parse_event(body: str) -> Signal | None:
     """The signal in one EventBridge event; None for an event that says nothing about an instance's end.
 
-    Raises ValueError for what is no event at all.
+    A notice whose time can not be read is believed, without a deadline. Raises ValueError for what is no
+    event at all.
     """
-    event = json.loads(body)
+    try:
+        event = json.loads(body)
+    except RecursionError:
+        raise ValueError("nested beyond reason") from None
     if not isinstance(event, dict) or not isinstance(event.get("detail"), dict):
         raise ValueError("not an EventBridge event")
     detail: dict[str, Any] = event["detail"]
     kind = event.get("detail-type")
     if kind == "EC2 Spot Instance Interruption Warning":
-        when = datetime.fromisoformat(str(event["time"]).replace("Z", "+00:00")).timestamp()
         reason = f"spot interruption: {detail.get('instance-action', 'terminate')}"
-        return Signal(SignalKind.INTERRUPTION, str(detail["instance-id"]), reason, when + SPOT_NOTICE_SECONDS)
+        return Signal(SignalKind.INTERRUPTION, str(detail["instance-id"]), reason, _end(event.get("time")))
     if kind == "EC2 Instance Rebalance Recommendation":
         return Signal(SignalKind.REBALANCE, str(detail["instance-id"]), "rebalance recommendation")
     if kind == "EC2 Instance-terminate Lifecycle Action":
@@ -46,6 +50,14 @@ def parse_event(body: str) -> Signal | None:
     return None
 
 
+def _end(told: object) -> float | None:
+    """When the instance goes that was told of at this time."""
+    try:
+        return datetime.fromisoformat(str(told).replace("Z", "+00:00")).timestamp() + SPOT_NOTICE_SECONDS
+    except (ValueError, OverflowError):
+        return None
+
+
 class NoticeQueue:
     """Reads one SQS queue that belongs to this autoscaler alone (what is read is deleted)."""
 
@@ -53,20 +65,29 @@ class NoticeQueue:
         self._sqs = sqs
         self._url = url
 
-    def read(self, wait_seconds: int = 0) -> tuple[Signal, ...]:
-        """Every signal that is there. Botocore's errors go through to the caller."""
+    def read(self) -> tuple[tuple[Signal, ...], ProviderError | None]:
+        """Every signal that is there, and what kept us from reading on.
+
+        What was received counts whatever fails after it: once deleted, a message is told by nobody else.
+        """
         signals: list[Signal] = []
-        for _ in range(_MAX_BATCHES):
-            answer = self._sqs.receive_message(
-                QueueUrl=self._url, MaxNumberOfMessages=_BATCH, WaitTimeSeconds=wait_seconds
-            )
-            messages = answer.get("Messages", [])
-            if not messages:
-                break
-            signals += [signal for m in messages if (signal := self._parse(m["Body"])) is not None]
-            entries = [{"Id": str(i), "ReceiptHandle": m["ReceiptHandle"]} for i, m in enumerate(messages)]
-            self._sqs.delete_message_batch(QueueUrl=self._url, Entries=entries)
-        return tuple(signals)
+        action = "sqs:ReceiveMessage"
+        try:
+            for _ in range(_MAX_BATCHES):
+                action = "sqs:ReceiveMessage"
+                answer = self._sqs.receive_message(QueueUrl=self._url, MaxNumberOfMessages=_BATCH)
+                messages = answer.get("Messages", [])
+                if not messages:
+                    break
+                signals += [signal for m in messages if (signal := self._parse(m["Body"])) is not None]
+                entries = [
+                    {"Id": str(i), "ReceiptHandle": m["ReceiptHandle"]} for i, m in enumerate(messages)
+                ]
+                action = "sqs:DeleteMessage"
+                self._sqs.delete_message_batch(QueueUrl=self._url, Entries=entries)
+        except FAILURES as error:
+            return tuple(signals), explain(error, action, self._url)
+        return tuple(signals), None
 
     def _parse(self, body: str) -> Signal | None:
         try:
