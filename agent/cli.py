@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         LaunchError,
         NoOutputError,
         NoPortError,
+        RuntimeFileError,
         StreamOptionError,
         complain,
         ignore_signals,
@@ -42,9 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             signal.signal(number, lambda number, frame: sys.exit(130 if number == signal.SIGINT else 143))
     try:
         return launch(options, complain)
-    except (LaunchError, NoOutputError, NoPortError, StreamOptionError, StoreOptionError) as error:
+    except (StreamOptionError, StoreOptionError) as error:
         complain(f"error: {error}")
-        return 2 if isinstance(error, (StreamOptionError, StoreOptionError)) else 1
+        return 2
+    except (LaunchError, NoOutputError, NoPortError, RuntimeFileError) as error:
+        complain(f"error: {error}")
+        return 1
     except KeyboardInterrupt:
         return 130
     finally:

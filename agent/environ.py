@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adaptdl_elastic.rendezvous.records import MasterRecord, Plan
+from adaptdl_elastic.rendezvous.runtime_file import RuntimeFileError, private_directory
+from adaptdl_elastic.rendezvous.scratch import Shared, sweep
+
+_SHARE, _KEPT_FOR = "share-", 86400.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,29 @@ def _nth_device(visible: str | None, local_rank: int) -> str:
     return devices[local_rank] if local_rank < len(devices) else str(local_rank)
 
 
-def share_path(environ: Mapping[str, str], job: str, runtime: Path) -> str:
-    """A directory for what replicas of this node share between generations."""
-    runtime.mkdir(mode=0o700, parents=True, exist_ok=True)  # parents=True below would let everybody in
-    path = Path(environ.get("ADAPTDL_SHARE_PATH") or runtime / f"{job}-share")
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return str(path)
+class SharePath:
+    """A directory for what replicas of this node share between generations, `ADAPTDL_SHARE_PATH`.
+
+    Ours if nobody gave one: it goes when its job is done, else when no agent has used it for a day.
+    RuntimeFileError when there can not be one.
+    """
+
+    def __init__(self, environ: Mapping[str, str], job: str, runtime: Path | None = None) -> None:
+        given = environ.get("ADAPTDL_SHARE_PATH")
+        self._ours: Shared | None = None
+        if given:
+            self.path = Path(given)
+            try:
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise RuntimeFileError(f"ADAPTDL_SHARE_PATH={given}: {error.strerror}") from None
+            return
+        runtime = private_directory(runtime)
+        sweep(_SHARE, runtime, older_than=_KEPT_FOR)
+        self._ours = Shared(runtime / f"{_SHARE}{job}")
+        self.path = self._ours.path
+
+    def close(self, done: bool = False) -> None:
+        """Let go of it. `done`: nobody will go on with this job."""
+        if self._ours is not None:
+            self._ours.close(keep=not done)

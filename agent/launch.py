@@ -22,7 +22,7 @@ import adaptdl_elastic
 from adaptdl_elastic.agent import interruption, joining
 from adaptdl_elastic.agent.child import Command
 from adaptdl_elastic.agent.display import Display
-from adaptdl_elastic.agent.environ import JobEnvironment, share_path
+from adaptdl_elastic.agent.environ import JobEnvironment, SharePath
 from adaptdl_elastic.agent.eventlog import EventLog
 from adaptdl_elastic.agent.forkserver import ForkServer
 from adaptdl_elastic.agent.options import MANY_REPLICAS, PROGRAM, OptionError, Options
@@ -35,6 +35,7 @@ from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.options import StoreOptions, parse_endpoints
 from adaptdl_elastic.rendezvous.plans import PlanStore
 from adaptdl_elastic.rendezvous.records import JobSpec, NodeRecord, Rescale
+from adaptdl_elastic.rendezvous.runtime_file import RuntimeFileError
 from adaptdl_elastic.rendezvous.server import GUARD, EtcdServer, EtcdServerError
 from adaptdl_elastic.rendezvous.store import Store, StoreError
 
@@ -58,6 +59,8 @@ def launch(options: Options, say: Callable[[str], None]) -> int:
         check_checkpoint_path(options.checkpoint_path)
         events = _open_event_log(options)
         stack.callback(events.close)
+        share = SharePath(os.environ, options.job)
+        stack.callback(share.close)
         if options.standalone:
             _check_alone(options.job)
         fork_server = start_fork_server()  # warms up while the rest of us starts
@@ -85,7 +88,7 @@ def launch(options: Options, say: Callable[[str], None]) -> int:
         # busy machine for longer than a lease.
         importlib.import_module("adaptdl_elastic.agent.elastic")
         found = _join(options, store, keys, endpoint, display.say)
-        return _run(options, found, endpoint, store, keys, fork_server, output, events, display)
+        return _run(options, found, endpoint, store, keys, fork_server, output, events, display, share)
 
 
 def _check_alone(job: str) -> None:
@@ -255,6 +258,7 @@ def _run(
     output: Output,
     events: EventLog,
     display: Any,
+    share: SharePath,
 ) -> int:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
@@ -284,7 +288,7 @@ def _run(
             checkpoint_path=options.checkpoint_path,
             checkpoint_timeout=options.checkpoint_timeout,
             checkpoint_interval=options.checkpoint_interval,
-            share_path=share_path(os.environ, options.job, runtime_file.runtime_directory()),
+            share_path=str(share.path),
             max_restarts=options.max_restarts,
             threads=options.threads,
             rescale=options.rescale,
@@ -324,6 +328,7 @@ def _run(
         if watcher is not None:
             watcher.stop()
         found.registration.close()
+        share.close(agent.job_done)
     output.keep = output.keep or agent.exit_code not in (0, STOPPED)
     if agent.job_done:
         joining.note_finished(options.checkpoint_path, found.spec.run)
@@ -371,6 +376,7 @@ __all__ = [
     "NoOutputError",
     "NoPortError",
     "OptionError",
+    "RuntimeFileError",
     "StreamOptionError",
     "complain",
     "ignore_signals",

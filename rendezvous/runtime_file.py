@@ -50,11 +50,26 @@ def runtime_directory(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"adaptdl-{os.getuid()}"
 
 
-def write(record: RuntimeFile, directory: Path | None = None) -> Path:
-    """Write the note of one job, over an older one; the path."""
+def private_directory(directory: Path | None = None) -> Path:
+    """The runtime directory, made if need be; RuntimeFileError when it can not be used or trusted."""
     directory = directory or runtime_directory()
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_private(directory)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(directory)
+    except OSError as error:
+        raise RuntimeFileError(
+            f"{directory} can not be used ({error.strerror}): set XDG_RUNTIME_DIR to a directory of your own"
+        ) from None
+    return directory
+
+
+def write(record: RuntimeFile, directory: Path | None = None) -> Path:
+    """Write the note of one job, over an older one; the path. Notes of processes that are gone go."""
+    directory = private_directory(directory)
+    for other in directory.glob("*.json"):
+        found = _read(other)
+        if found is not None and not found.alive:
+            other.unlink(missing_ok=True)
     path = directory / f"{check_name('job', record.job)}.json"
     number, name = tempfile.mkstemp(dir=directory, prefix=".")  # mode 0600
     with os.fdopen(number, "w") as file:

@@ -38,14 +38,38 @@ class Scratch:
         self._unlock()
 
 
-def _lock(path: Path) -> int | None:
+class Shared:
+    """A directory of this path, mode 0700, that is swept away when nobody works with it any more."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        while True:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = _lock(path, fcntl.LOCK_SH)
+            if self._lock is not None and path.is_dir():
+                return
+            self.close()  # somebody is sweeping it away
+
+    def close(self, keep: bool = True) -> None:
+        """Let go of it; unless it is to be kept, the last one removes it."""
+        number, self._lock = self._lock, None
+        if number is None:
+            return
+        if not keep:
+            with suppress(OSError):  # others work with it
+                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(self.path, ignore_errors=True)
+        os.close(number)
+
+
+def _lock(path: Path, how: int = fcntl.LOCK_EX) -> int | None:
     """A descriptor that holds the directory's lock; None when somebody else does, or it is gone."""
     try:
         number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(number, how | fcntl.LOCK_NB)
     except OSError:
         os.close(number)
         return None

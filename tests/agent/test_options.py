@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptdl_elastic.agent import options, torchrun_options
-from adaptdl_elastic.agent.environ import share_path
+from adaptdl_elastic.agent.environ import SharePath
 from adaptdl_elastic.agent.output import StreamOptionError, Streams
 
 
@@ -146,5 +147,22 @@ def test_streams_are_torchruns() -> None:
 
 def test_what_replicas_share_is_nobody_elses(tmp_path: Path) -> None:
     runtime = tmp_path / "adaptdl-0"
-    path = Path(share_path({}, "job", runtime))
-    assert [found.stat().st_mode & 0o777 for found in (runtime, path)] == [0o700, 0o700]
+    share = SharePath({}, "job", runtime)
+    assert [found.stat().st_mode & 0o777 for found in (runtime, share.path)] == [0o700, 0o700]
+    share.close(done=False)
+
+
+def test_what_replicas_shared_goes_with_the_job_or_after_a_day_without_an_agent(tmp_path: Path) -> None:
+    used, left = SharePath({}, "used", tmp_path), SharePath({}, "left", tmp_path)
+    left.close(done=False)  # as when its agent is killed
+    second = SharePath({}, "used", tmp_path)
+    for share in (used, left):
+        os.utime(share.path, (0, 0))
+    second.close(done=True)
+    SharePath({}, "another", tmp_path).close(done=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["share-used"], "its first agent still runs"
+    used.close(done=True)
+    assert list(tmp_path.iterdir()) == []
+    given = SharePath({"ADAPTDL_SHARE_PATH": str(tmp_path / "given")}, "job", tmp_path)
+    given.close(done=True)
+    assert given.path.is_dir()

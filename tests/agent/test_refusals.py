@@ -47,6 +47,24 @@ def test_in_one_line(arguments: list[str], words: list[str], tmp_path: Path) -> 
         assert word in line
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"), [("XDG_RUNTIME_DIR", "/dev/null"), ("ADAPTDL_SHARE_PATH", "/dev/null/x")]
+)
+def test_directories_that_are_none(variable: str, value: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "adaptdl_elastic.agent", "--standalone", PLAIN],
+        cwd=tmp_path,
+        env=environment(**{"XDG_RUNTIME_DIR": str(tmp_path), variable: value}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert variable in line
+    assert value in line
+
+
 @pytest.mark.slow
 def test_another_command_or_version_does_not_join(cluster: Cluster, tmp_path: Path) -> None:
     first = cluster.start("first", TRAIN, *LONG)

@@ -50,7 +50,7 @@ class Run:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder)},  # torch's own logs
             )
         self.agents.append(agent)
         return agent
