@@ -22,7 +22,6 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from adaptdl_elastic.autoscaler.providers.base import (
-    NoPermissionError,
     Provider,
     ProviderError,
     Signal,
@@ -30,7 +29,7 @@ from adaptdl_elastic.autoscaler.providers.base import (
     UnknownPoolError,
 )
 from adaptdl_elastic.autoscaler.scaling import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling_memory import refused
+from adaptdl_elastic.autoscaler.scaling_memory import refused, shifted
 from adaptdl_elastic.autoscaler.scaling_observe import all_ended, observe
 from adaptdl_elastic.autoscaler.scaling_step import step
 from adaptdl_elastic.autoscaler.scaling_types import (
@@ -53,6 +52,7 @@ from adaptdl_elastic.rendezvous.store import Lease, Store, StoreError
 logger = logging.getLogger(__name__)
 
 _LEASE = 15.0  # seconds
+_LEAP = 5.0  # seconds by which the clocks may disagree between two looks, before the time was set
 _MEMORY: TypeAdapter[Memory] = TypeAdapter(Memory)
 
 Say = Callable[[str, Mapping[str, Any]], None]
@@ -80,6 +80,7 @@ class Autoscaler:
         options: how to run.
         say: called with every event; what people read.
         clock: seconds since the epoch.
+        steady: seconds that nobody sets: patience is not to depend on somebody's setting the time.
     """
 
     def __init__(
@@ -91,10 +92,13 @@ class Autoscaler:
         options: LoopOptions | None = None,
         say: Say = lambda event, fields: None,
         clock: Callable[[], float] = time.time,
+        steady: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._keys, self._provider = store, keys, provider
         self._settings, self._options = settings, options or LoopOptions()
-        self._say, self._clock = say, clock
+        self._say, self._clock, self._steady = say, clock, steady
+        self._offset: float | None = None  # between the two clocks, at the last look
+        self._ruling = False  # has taken over, and not handed back
         self._memory = Memory()
         self._end = threading.Event()
         self._drained: set[str] = set()  # nodes whose drain request is ours
@@ -116,10 +120,8 @@ class Autoscaler:
         Raises ProviderError and StoreError for what is wrong from the beginning; later the same is
         said, and tried again.
         """
-        self._rule()
-        if not self._options.dry_run:
-            self._provider.take_over()
-        self._memory = self._recall()
+        if self._options.dry_run:
+            self._memory = self._recall()
         try:
             done = self._tick(first=True)
             while not done and not self._end.wait(self._options.interval):
@@ -132,6 +134,7 @@ class Autoscaler:
 
     def tick(self) -> bool:
         """Look, decide, act and say once; whether all is done."""
+        self._mind_the_clock()
         view, seen = self._observe()
         decision = step(seen, self._memory, self._settings)
         self._memory = decision.memory
@@ -142,25 +145,42 @@ class Autoscaler:
             self._tidy(seen)
             self._publish(seen, decision, failed)
         self._warn((*decision.warnings, *failed))
-        over = all_ended(view, self._options.expected) and not seen.capacity.instances
+        least = max(self._settings.min_nodes, sum(pool.minimum for pool in seen.capacity.pools))
+        over = all_ended(view, self._options.expected) and len(seen.capacity.instances) <= least
         return self._options.dry_run or (self._options.until_done and over)
 
     def _tick(self, first: bool) -> bool:
         try:
-            self._check_lease()
+            self._ensure_rule()
             return self.tick()
-        except (UnknownPoolError, NoPermissionError):
-            raise  # nothing that waiting could mend
+        except UnknownPoolError:
+            raise  # there is nothing to rule
         except (ProviderError, StoreError) as error:
             if first:
                 raise
             self._warn((str(error),))
-            return False
+        except Exception as error:
+            if first:
+                raise
+            logger.exception("a defect of the autoscaler; it looks again")
+            self._warn((f"a defect, tried again: {type(error).__name__}: {error}",))
+        return False
+
+    def _mind_the_clock(self) -> None:
+        """Move what is remembered with a clock that was set."""
+        offset = self._clock() - self._steady()
+        by = 0.0 if self._offset is None else offset - self._offset
+        self._offset = offset
+        if abs(by) > _LEAP:
+            self._memory = shifted(self._memory, by)
+            self._event("warning", {"message": f"the clock was set by {by:+.0f} s"})
 
     def _observe(self) -> tuple[View, Observation]:
         now = self._clock()
         view = view_of(self._keys, self._store.range(self._keys.root), time.monotonic(), now)
         capacity = self._provider.capacity()
+        if self._options.dry_run:  # what is read is gone, and another one may rule
+            return view, observe(view, capacity, (), self._options.expected)
         try:
             signals: tuple[Signal, ...] = self._provider.signals()
         except ProviderError as error:  # the second path of a notice; the first one does without
@@ -172,8 +192,10 @@ class Autoscaler:
     def _act(self, actions: Sequence[Action]) -> list[str]:
         """Carry out what was decided; what failed, in words. It will be decided again."""
         self._tell(actions, "")
-        failed = []
+        failed: list[str] = []
         for action in actions:
+            if not self._certain():
+                return [*failed, "what was decided is left: it is not certain that this autoscaler rules"]
             try:
                 self._carry_out(action)
             except ProviderError as error:
@@ -217,9 +239,17 @@ class Autoscaler:
         self._drained.add(drain.node)
 
     def _tidy(self, seen: Observation) -> None:
-        """Delete our drain requests for nodes that are gone: a newcomer may get the same name."""
-        there = {use.node for instance, use in seen.nodes.items() if seen.capacity.instance(instance)}
-        for node in self._drained - there:
+        """Delete our drain requests for nodes that are gone, or are to stay after all.
+
+        A newcomer may get the same name.
+        """
+        known = self._memory.known
+        leaving = {
+            use.node
+            for instance, use in seen.nodes.items()
+            if seen.capacity.instance(instance) and instance in known and known[instance].leaving
+        }
+        for node in self._drained - leaving:
             self._store.delete(self._keys.drain(node))
             self._drained.discard(node)
 
@@ -291,15 +321,44 @@ class Autoscaler:
         except (records.MalformedRecordError, ValidationError) as error:
             logger.warning("what the last autoscaler knew can not be read, and is forgotten: %s", error)
             return Memory()
+        self._drained |= self._requested(memory)
         pools = {name: replace(pool, failures=0, closed="") for name, pool in memory.pools.items()}
         return replace(memory, pools=pools)
 
+    def _requested(self, memory: Memory) -> set[str]:
+        """Nodes for which the last autoscaler has asked to drain them: those requests are ours now."""
+        found = set()
+        for item in self._store.range(self._keys.drains).items:
+            try:
+                request = records.decode(records.DrainRequest, item.value, item.key)
+            except records.MalformedRecordError:
+                continue
+            if request.instance is not None and request.instance in memory.known:
+                found.add(request.node)
+        return found
+
     # -- ruling
 
-    def _rule(self) -> None:
-        """Become the only one; StoreError when another one rules."""
+    def _ensure_rule(self) -> None:
+        """Be the only one, and have taken over, or raise StoreError: whoever ruled meanwhile knows more."""
         if self._options.dry_run:
             return
+        if self._lease is None or self._lease.lost.is_set():
+            self._ruling = False
+            self._campaign()
+        if not self._ruling:
+            self._provider.take_over()
+            self._ruling = True
+            self._memory = self._recall()
+        if not self._certain():
+            raise StoreError("it is not certain that this autoscaler still rules: nothing is done")
+
+    def _certain(self) -> bool:
+        """Whether nobody else can be ruling."""
+        return self._lease is None or self._lease.remaining() > 0
+
+    def _campaign(self) -> None:
+        """Become the only one; StoreError when that was given up."""
         key = self._keys.autoscaler_leader
         self._lease = self._store.lease(_LEASE)
         me = records.LeaderRecord(f"{socket.gethostname()}-{os.getpid()}", socket.gethostname(), os.getpid())
@@ -313,13 +372,12 @@ class Autoscaler:
             if self._end.wait(_LEASE / 3):
                 raise StoreError("stopped while another autoscaler ruled")
 
-    def _check_lease(self) -> None:
-        if self._lease is not None and self._lease.lost.is_set():
-            self._rule()
-
     def _hand_back(self) -> None:
-        """Leave things as they should be without us. What fails is said; there is nobody to try again."""
-        if not self._options.dry_run:
+        """Leave things as they should be without us. What fails is said; there is nobody to try again.
+
+        Not where another one may have taken over: it rules now.
+        """
+        if self._ruling and self._lease is not None and not self._lease.lost.is_set():
             try:
                 self._provider.hand_back()
             except ProviderError as error:

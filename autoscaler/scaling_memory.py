@@ -8,11 +8,41 @@ from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState, P
 from adaptdl_elastic.autoscaler.scaling import HOUR, ScalingSettings
 from adaptdl_elastic.autoscaler.scaling_types import Known, Memory, NodeUse, Observation, PoolMemory
 
+_REMOVED = "its group removes it"
 PRIOR_HOURS = 24.0  # of a spot node without an interruption, that a new pool is believed to have behind it
+
+
+def shifted(memory: Memory, seconds: float) -> Memory:
+    """The same by a clock that was set by so much. What the cloud has dated (deadlines, failures) stays."""
+
+    def moved(at: float | None) -> float | None:
+        return None if at is None else at + seconds
+
+    known = {
+        name: replace(
+            entry,
+            first_seen=entry.first_seen + seconds,
+            registered=moved(entry.registered),
+            leaving_since=entry.leaving_since + seconds,
+            held=entry.held + seconds,
+        )
+        for name, entry in memory.known.items()
+    }
+    return replace(
+        memory,
+        known=known,
+        pools={name: replace(pool, until=pool.until + seconds) for name, pool in memory.pools.items()},
+        updated=moved(memory.updated),
+        changed=memory.changed + seconds,
+        low_since=moved(memory.low_since),
+        broke_until=memory.broke_until + seconds,
+    )
 
 
 def remember(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memory:
     """What is known after this look."""
+    if memory.updated is not None and seen.now < memory.updated:  # remembered by a clock ahead of ours
+        memory = shifted(memory, seen.now - memory.updated)
     memory = account(memory, seen)
     memory = _meet(memory, seen)
     memory = _miss(memory, seen, settings)
@@ -83,7 +113,9 @@ def _meet(memory: Memory, seen: Observation) -> Memory:
                 replace=True,
             )
         if instance.state is InstanceState.LEAVING and not entry.leaving:
-            entry = replace(entry, leaving="its group removes it", leaving_since=seen.now, replace=True)
+            entry = replace(entry, leaving=_REMOVED, leaving_since=seen.now, replace=True)
+        elif entry.leaving == _REMOVED and instance.state is InstanceState.RUNNING:
+            entry = replace(entry, leaving="", replace=False)  # as from Standby: it was not removed after all
         known[instance.id] = replace(
             entry, hourly_price=instance.hourly_price, preemptible=instance.preemptible
         )

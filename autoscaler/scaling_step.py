@@ -259,7 +259,7 @@ def _shrink(market: _Market, slots: int, goal: Target) -> tuple[Memory, dict[str
         known[instance.id] = replace(
             entry,
             leaving=entry.leaving or goal.reason,
-            leaving_since=entry.leaving_since or seen.now,
+            leaving_since=entry.leaving_since if entry.leaving else seen.now,
             replace=False,
         )
         spare[instance.pool] -= 1

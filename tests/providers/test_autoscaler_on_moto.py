@@ -31,7 +31,9 @@ class World:
             clients={"autoscaling": self.thin},
             spot_prices=lambda: {("g5.xlarge", "eu-central-1a"): 0.3},
         )
-        self.ruler = Autoscaler(store, KEYS, self.provider, ScalingSettings(), clock=lambda: self.now)
+        self.ruler = Autoscaler(
+            store, KEYS, self.provider, ScalingSettings(), clock=lambda: self.now, steady=lambda: self.now
+        )
         self.broken = False
         self.ever: set[str] = set()
         self.generation = 0

@@ -1,0 +1,297 @@
+"""Who rules, what a successor knows, and what must not end the autoscaler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from scaling_cluster import KEYS, POOL, Cluster
+from scaling_world import World, waiting
+
+from adaptdl_elastic.autoscaler.providers.base import (
+    InstanceState,
+    NoPermissionError,
+    Pool,
+    ProviderError,
+    UnknownPoolError,
+)
+from adaptdl_elastic.autoscaler.providers.fake import FakeProvider
+from adaptdl_elastic.autoscaler.scaling_loop import LoopOptions
+from adaptdl_elastic.autoscaler.scaling_memory import shifted
+from adaptdl_elastic.autoscaler.scaling_types import Known, Memory, PoolMemory, Release
+from adaptdl_elastic.rendezvous import records
+from adaptdl_elastic.rendezvous.memory import MemoryStore
+
+OTHER = records.encode(records.LeaderRecord("other", "box", 42))
+
+
+@pytest.fixture
+def store() -> Iterator[MemoryStore]:
+    with MemoryStore() as memory:
+        yield memory
+
+
+class Recording(FakeProvider):
+    """Says who takes over and hands back, in `calls`."""
+
+    def take_over(self) -> None:
+        self.calls.append(("take_over", ""))
+
+    def hand_back(self) -> None:
+        self.calls.append(("hand_back", ""))
+
+    @property
+    def rule(self) -> list[str]:
+        return [name for name, _ in self.calls if name in ("take_over", "hand_back")]
+
+
+def ruling(store: MemoryStore) -> Cluster:
+    """An autoscaler that rules."""
+    cluster = Cluster(store, provider=Recording({"workers": POOL}, lambda: 0.0, boot_seconds=0))
+    assert not cluster.ruler._tick(first=True)
+    return cluster
+
+
+def lose_lease(cluster: Cluster) -> None:
+    lease = cluster.ruler._lease
+    assert lease is not None
+    lease.revoke()
+    lease.lost.set()
+
+
+# -- what must not end it
+
+
+@pytest.mark.parametrize(
+    "error", [NoPermissionError("ExpiredToken"), ProviderError("throttled"), ZeroDivisionError("defect")]
+)
+def test_what_goes_wrong_later_is_said_and_tried_again(store: MemoryStore, error: Any) -> None:
+    cluster = ruling(store)
+    cluster.submit()
+    cluster.provider.errors["capacity"] = [error]
+    assert not cluster.ruler._tick(first=False)
+    assert str(error) in cluster.events("warning")[-1]["message"]
+    cluster.now += 60
+    assert not cluster.ruler._tick(first=False)
+    assert len(cluster.instances) == 1
+
+
+@pytest.mark.parametrize(
+    "error", [NoPermissionError("denied"), ProviderError("no price"), UnknownPoolError("no group")]
+)
+def test_what_is_wrong_from_the_beginning_ends_it(store: MemoryStore, error: ProviderError) -> None:
+    cluster = Cluster(store)
+    cluster.provider.errors["capacity"] = [error]
+    with pytest.raises(type(error)):
+        cluster.ruler.run()
+
+
+def test_when_there_is_nothing_left_to_rule_it_ends(store: MemoryStore) -> None:
+    cluster = ruling(store)
+    cluster.provider.errors["capacity"] = [UnknownPoolError("no auto-scaling group is left")]
+    with pytest.raises(UnknownPoolError):
+        cluster.ruler._tick(first=False)
+
+
+def test_a_dry_run_reads_no_queue(store: MemoryStore) -> None:
+    """What is read from it is gone, and another autoscaler waits for it."""
+    cluster = Cluster(store, options=LoopOptions(dry_run=True))
+    cluster.submit()
+    cluster.provider.interrupt("workers-1")
+    assert cluster.ruler.run() == 0
+    assert len(cluster.provider.signals()) == 1
+
+
+# -- one at a time
+
+
+def test_who_has_lost_the_rule_hands_nothing_back(store: MemoryStore) -> None:
+    cluster = ruling(store)
+    lose_lease(cluster)
+    store.put(KEYS.autoscaler_leader, OTHER)
+    cluster.ruler.stop()
+    assert not cluster.ruler._tick(first=False)
+    cluster.ruler._hand_back()
+    assert cluster.provider.rule == ["take_over"]
+
+
+def test_who_rules_again_takes_over_again_and_knows_what_the_other_one_did(store: MemoryStore) -> None:
+    cluster = ruling(store)
+    lose_lease(cluster)
+    other = Cluster(store, provider=cluster.provider)
+    other.now += 100.0
+    other.submit()
+    for _ in range(2):
+        other.tick()
+    assert len(other.ruler._memory.known) == 1
+    cluster.now = other.now
+    assert not cluster.ruler._tick(first=False)
+    assert cluster.provider.rule == ["take_over", "take_over"]
+    assert cluster.ruler._memory.known.keys() == other.ruler._memory.known.keys()
+    cluster.ruler._hand_back()
+    assert cluster.provider.rule[-1] == "hand_back"
+
+
+def test_nothing_is_done_while_another_one_may_rule(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a SIGSTOP that outlasted the lease: nobody has told us yet that it is lost."""
+    cluster = ruling(store)
+    cluster.submit()
+    lease = cluster.ruler._lease
+    assert lease is not None
+    monkeypatch.setattr(lease, "remaining", lambda: 0.0)
+    assert not cluster.ruler._tick(first=False)
+    assert cluster.instances == []
+    assert "not certain" in cluster.events("warning")[-1]["message"]
+
+
+def test_who_is_stopped_in_the_middle_of_a_look_leaves_the_rest(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = ruling(store)
+    cluster.submit()
+    lease = cluster.ruler._lease
+    assert lease is not None
+    left = iter([15.0, 0.0])
+    monkeypatch.setattr(lease, "remaining", lambda: next(left))
+    cluster.ruler._tick(first=False)
+    assert cluster.instances == []
+    assert "not certain" in cluster.status().warnings[-1]
+
+
+def test_a_takeover_that_failed_is_made_good(store: MemoryStore) -> None:
+    cluster = ruling(store)
+    lose_lease(cluster)
+    take_over: Callable[[], None] = cluster.provider.take_over
+    fails = [ProviderError("throttled")]
+
+    def once() -> None:
+        if fails:
+            raise fails.pop()
+        take_over()
+
+    cluster.provider.take_over = once
+    cluster.ruler._tick(first=False)
+    assert cluster.provider.rule == ["take_over"]
+    cluster.ruler._tick(first=False)
+    assert cluster.provider.rule == ["take_over", "take_over"]
+
+
+def test_a_successor_deletes_the_drain_requests_of_the_dead(store: MemoryStore) -> None:
+    first = Cluster(store)
+    first.submit()
+    first.tick()
+    (victim,) = first.instances
+    node = first.register(victim)
+    first.plan(node)
+    first.provider.interrupt(victim, 120)
+    first.tick(1)
+    theirs = KEYS.drain("by-hand")
+    store.put(theirs, records.encode(records.DrainRequest("by-hand", "a person's", created=0.0)))
+    assert store.get(KEYS.drain(node)) is not None
+    first.provider.vanish(victim)  # and with it the agent, and the autoscaler
+    store.delete(KEYS.node(node, "train"))
+    second = Cluster(store, provider=first.provider)
+    second.now = first.now
+    second.ruler._memory = second.ruler._recall()
+    second.tick()
+    assert store.get(KEYS.drain(node)) is None
+    assert store.get(theirs) is not None
+
+
+def test_it_ends_with_the_least_nodes_that_its_pools_have(store: MemoryStore) -> None:
+    pool = Pool("workers", desired=1, minimum=1, maximum=4, hourly_price=1.0)
+    provider = FakeProvider({"workers": pool}, lambda: 0.0, boot_seconds=0)
+    cluster = Cluster(store, provider=provider, options=LoopOptions(until_done=True))
+    cluster.submit(nodes=3)
+    cluster.tick()
+    cluster.tick(60)
+    assert len(cluster.instances) == 3
+    cluster.finish()
+    assert not cluster.tick()
+    assert any(cluster.tick() for _ in range(30))
+    assert len(cluster.instances) == 1
+
+
+# -- a clock that is set
+
+
+def test_a_clock_that_is_set_back_stops_nothing(store: MemoryStore) -> None:
+    cluster = ruling(store)
+    cluster.submit(nodes=1)
+    cluster.tick()
+    cluster.wrong = -3600.0
+    cluster.submit(nodes=3)
+    cluster.tick(30)
+    assert len(cluster.instances) == 3
+    assert "the clock was set by -3600 s" in cluster.events("warning")[-1]["message"]
+
+
+def test_a_clock_that_leaps_makes_no_duds_and_no_bill(store: MemoryStore) -> None:
+    cluster = ruling(store)
+    cluster.submit(nodes=2)
+    cluster.tick()
+    before = cluster.instances
+    cluster.wrong = 86400.0
+    cluster.tick(36)
+    assert cluster.instances == before
+    assert cluster.events("release") == []
+    assert cluster.status().cost_so_far == pytest.approx(2 * 36 / 3600)
+
+
+def test_a_successor_whose_clock_is_behind_waits_no_longer() -> None:
+    world = World(Pool("demand", desired=0, maximum=10, hourly_price=1.0))
+    world.jobs = (waiting(replicas=1),)
+    world.run(120)
+    world.now -= 3600
+    world.jobs = (waiting(replicas=3),)
+    world.run(60)
+    assert world.desired == {"demand": 3}
+
+
+def test_everything_that_we_have_dated_moves_with_the_clock() -> None:
+    known = {"i": Known("p", False, 10.0, registered=20.0, leaving_since=30.0, deadline=40.0, held=50.0)}
+    pools = {"p": PoolMemory(until=60.0, trouble_seen=70.0)}
+    memory = Memory(known, pools, updated=80.0, changed=90.0, low_since=95.0, broke_until=99.0)
+    later = shifted(memory, 1000.0)
+    assert shifted(later, -1000.0) == memory
+    assert later.known["i"] == replace(
+        known["i"], first_seen=1010.0, registered=1020.0, leaving_since=1030.0, held=1050.0
+    )
+    assert later.pools["p"] == replace(pools["p"], until=1060.0)
+    assert (later.updated, later.changed, later.low_since, later.broke_until) == (1080, 1090, 1095, 1099)
+    assert shifted(Memory(), 5.0).updated is None
+
+
+# -- out of service, and back
+
+
+def test_an_instance_that_comes_back_from_standby_stays(store: MemoryStore) -> None:
+    cluster = ruling(store)
+    cluster.submit()
+    cluster.tick()
+    (instance,) = cluster.instances
+    node = cluster.register(instance)
+    cluster.plan(node)
+    cluster.tick()
+
+    def state(value: InstanceState) -> None:
+        found = cluster.provider._instances[instance]
+        cluster.provider._instances[instance] = replace(found, state=value)
+        pool = cluster.provider._pools["workers"]
+        cluster.provider._pools["workers"] = replace(pool, desired=int(value is InstanceState.RUNNING))
+
+    state(InstanceState.LEAVING)  # a person puts it on Standby, with one less desired
+    cluster.provider._advance()
+    cluster.tick(1)
+    assert store.get(KEYS.drain(node)) is not None
+    state(InstanceState.RUNNING)
+    for _ in range(3):
+        cluster.tick()
+    assert store.get(KEYS.drain(node)) is None
+    assert instance in cluster.instances
+    assert not [event for event in cluster.events("release") if event["instance"] == instance]
+    assert Release not in {type(action) for action in cluster.ruler._acted}
