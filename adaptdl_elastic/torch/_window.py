@@ -18,6 +18,8 @@ then have nothing to spoil.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -140,16 +142,48 @@ def watch(
     the module: `edges` are where it will go on, `gradients` what arrived (None: not part of the loss).
     Returns None when there is no tensor to watch.
     """
-    leaves, structure = pytree.tree_flatten(output)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if not places:
+    tensors = _tensors(output)
+    if not tensors:
         return None
-    tensors = [leaves[i] for i in places]
     edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in tensors]
 
     def arrived(gradients: Gradients) -> None:
         callback(edges, gradients)
 
-    for place, watched in zip(places, _apply(arrived, weight, *tensors), strict=True):
-        leaves[place] = watched
+    return _replaced(output, iter(_apply(arrived, weight, *tensors)))
+
+
+def _parts(leaf: Any) -> dict[Any, Any]:
+    """What a leaf of torch's pytree holds that is a dataclass, or a dict of its own kind."""
+    if isinstance(leaf, dict):
+        return dict(leaf)
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        return {field.name: getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)}
+    return {}
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """Those in `output` that need a gradient."""
+    found = []
+    for leaf in pytree.tree_leaves(output):
+        if not isinstance(leaf, torch.Tensor):
+            found += [tensor for part in _parts(leaf).values() for tensor in _tensors(part)]
+        elif leaf.requires_grad:
+            found.append(leaf)
+    return found
+
+
+def _replaced(output: Any, others: Iterator[torch.Tensor]) -> Any:
+    """`output` with others in place of `_tensors(output)`, in their order."""
+    leaves, structure = pytree.tree_flatten(output)
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            leaves[place] = next(others) if leaf.requires_grad else leaf
+        elif _tensors(list(_parts(leaf).values())):
+            leaves[place] = copy.copy(leaf)
+            for name, part in _parts(leaf).items():
+                if isinstance(leaf, dict):
+                    leaves[place][name] = _replaced(part, others)
+                else:
+                    object.__setattr__(leaves[place], name, _replaced(part, others))  # it may be frozen
     return pytree.tree_unflatten(leaves, structure)
