@@ -29,11 +29,15 @@ class _Models:
         self.stepped = False
 
 
-def attach(scaler: Any, adp: AdaptiveDataParallel, optimizer: torch.optim.Optimizer) -> None:
-    """Make `scaler` respect the windows of `adp`. Once per scaler and model; models can share one."""
+def check(scaler: Any) -> None:
+    """TypeError when it is no GradScaler, nor like one."""
     for name in ("step", "unscale_", "update", "state_dict", "load_state_dict", "get_scale"):
         if not callable(getattr(scaler, name, None)):
             raise TypeError(f"mp_scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+
+
+def attach(scaler: Any, adp: AdaptiveDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Make `scaler` respect the windows of `adp`. Once per scaler and model; models can share one."""
     models: _Models | None = getattr(scaler, _ATTRIBUTE, None)
     if models is None:
         models = _Models()

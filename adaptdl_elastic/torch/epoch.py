@@ -17,6 +17,7 @@ epoch is over when its body has ended (by `continue`, too). `break` leaves the e
 
 from __future__ import annotations
 
+import numbers
 import sys
 from collections.abc import Iterator
 
@@ -40,9 +41,10 @@ def remaining_epochs_until(epoch: int) -> Iterator[int]:
         ValueError: `epoch` is negative or not an integer.
         RuntimeError: another epoch loop is still under way.
     """
-    if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+    integral: type = numbers.Integral  # NumPy's integers, too
+    if isinstance(epoch, bool) or not isinstance(epoch, integral) or epoch < 0:
         raise ValueError(f"remaining_epochs_until({epoch!r}): give the number of epochs, 0 or more")
-    return _run(epoch)
+    return _run(int(epoch))
 
 
 def _run(until: int) -> Iterator[int]:

@@ -27,6 +27,8 @@ __all__ = ["AdaptiveDataParallel"]
 
 logger = logging.getLogger(__name__)
 
+_OWNER = "_adaptdl_elastic"  # attribute of an optimizer: whose it is
+
 
 class AdaptiveDataParallel(DistributedDataParallel):
     """DistributedDataParallel that measures gradient noise and scales the learning rate.
@@ -60,7 +62,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         name: str = "adaptdl-dataparallel",
         **ddp_kwargs: Any,
     ) -> None:
-        _check_arguments(model, optimizer, lr_scheduler, scaling_rule, ddp_kwargs)
+        _check_arguments(model, optimizer, lr_scheduler, mp_scaler, scaling_rule, ddp_kwargs)
         super().__init__(model, **ddp_kwargs)
         self._ddp_kwargs = ddp_kwargs
         self._user_no_sync = False
@@ -76,10 +78,11 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._batch = Batch()
         self._initial_batch_size: int | None = None
         self._attach_hook()
+        self._state = _ParallelState(self, name)  # refuses a second one of a name, before anything is patched
         self.scaling_rule.initialize(self, optimizer, patch_optimizer=True)
+        setattr(optimizer, _OWNER, name)
         if mp_scaler is not None:
             _amp.attach(mp_scaler, self, optimizer)
-        self._state = _ParallelState(self, name)
         checkpoint.load_state(self._state)
         _session.current().scratch.setdefault("models", []).append(self)
 
@@ -179,10 +182,12 @@ class AdaptiveDataParallel(DistributedDataParallel):
         return self.scaling_rule.scale_lr(self.scale)
 
     def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:
-        """Write gradient statistics, gain, progress and learning-rate factors.
+        """Write gradient statistics, gain, progress and learning-rate factors. On rank 0 only.
 
         writer: a torch.utils.tensorboard.SummaryWriter. tag_prefix: put before the tags, with a slash.
         """
+        if _session.current().rank != 0:
+            return
         prefix = tag_prefix if not tag_prefix or tag_prefix.endswith("/") else tag_prefix + "/"
         scalars = {
             "Gradient_Norm_Sqr": self.gns.sqr_avg(),
@@ -288,8 +293,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         watched = watch(output, batch.weight, arrived)
         if watched is None and (batch.micro_batches > 1 or batch.weight != 1.0):
             raise RuntimeError(
-                "the model's output holds no tensor that needs a gradient, in a tensor, tuple, list or "
-                "dict: accumulation and uneven batches need one"
+                "the model's output holds no tensor that needs a gradient, in a tensor, tuple, list, dict or "
+                "dataclass: accumulation and uneven batches need one"
             )
         return output if watched is None else watched
 
@@ -419,7 +424,12 @@ _DDP_KEYWORDS = frozenset(inspect.signature(DistributedDataParallel.__init__).pa
 
 
 def _check_arguments(
-    model: Any, optimizer: Any, lr_scheduler: Any, scaling_rule: Any, ddp_kwargs: dict[str, Any]
+    model: Any,
+    optimizer: Any,
+    lr_scheduler: Any,
+    mp_scaler: Any,
+    scaling_rule: Any,
+    ddp_kwargs: dict[str, Any],
 ) -> None:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -427,8 +437,19 @@ def _check_arguments(
         raise TypeError("pass the model itself: AdaptiveDataParallel is its DistributedDataParallel")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if lr_scheduler is not None and not hasattr(lr_scheduler, "state_dict"):
-        raise TypeError(f"lr_scheduler must have a state_dict, got {type(lr_scheduler).__name__}")
+    owner = getattr(optimizer, _OWNER, None)
+    if owner is not None:
+        raise ValueError(
+            f"the optimizer is that of the AdaptiveDataParallel named {owner!r} already: make one for each, "
+            f"or put both models into one torch.nn.Module"
+        )
+    if lr_scheduler is not None:
+        if isinstance(lr_scheduler, type) or not callable(getattr(lr_scheduler, "state_dict", None)):
+            raise TypeError(f"lr_scheduler must be an object with a state_dict, got {lr_scheduler!r}")
+        if getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
+            raise ValueError("lr_scheduler is that of another optimizer: pass the one made for this one")
+    if mp_scaler is not None:
+        _amp.check(mp_scaler)
     if scaling_rule is not None and not isinstance(scaling_rule, ScalingRuleBase):
         raise TypeError(
             f"scaling_rule must be an instance of a ScalingRuleBase, such as AdaScale(), got {scaling_rule!r}"

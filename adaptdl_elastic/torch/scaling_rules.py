@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import numbers
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -163,7 +164,7 @@ class AdamScale(AdaScale):
 
     def __init__(self, power: float = 0.5) -> None:
         super().__init__()
-        if not 0.0 < power <= 1.0:
+        if not (_finite(power) and 0.0 < power <= 1.0):
             raise ValueError(f"power must be above 0 and at most 1, got {power!r}")
         self.power = power
 
@@ -200,9 +201,9 @@ class LEGWScale(ScalingRuleBase):
 
     def __init__(self, base_warmup_epochs: float, data_size: int) -> None:
         super().__init__()
-        if base_warmup_epochs < 0:
+        if not (_finite(base_warmup_epochs) and base_warmup_epochs >= 0):
             raise ValueError(f"base_warmup_epochs must be 0 or more, got {base_warmup_epochs!r}")
-        if data_size <= 0:
+        if not (_finite(data_size) and data_size > 0):
             raise ValueError(f"data_size is the number of samples in an epoch, got {data_size!r}")
         self._warmup_epochs = base_warmup_epochs
         self._data_size = data_size
@@ -215,6 +216,10 @@ class LEGWScale(ScalingRuleBase):
         warmup = scale * self._warmup_epochs
         epochs = (self.adp.gns.batches_seen + scale) * initial / self._data_size
         return math.sqrt(scale) * (min(1.0, epochs / warmup) if warmup else 1.0)
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 _DERIVED_FOR_SGD = (torch.optim.SGD,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.data import TensorDataset
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, checkpoint, collective, reducer, sched_hints, utils
 from adaptdl_elastic.torch.data import AdaptiveDataLoaderMixin
+from adaptdl_elastic.torch.scaling_rules import AdamScale, LEGWScale
 
 DATA = TensorDataset(torch.zeros(10, 2))
 
@@ -43,6 +45,10 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a rank outside": (lambda: reducer.Reducer(2, 1), ValueError, "rank 2 of 1"),
     "hints that are none": (lambda: sched_hints.post_sched_hints(ANY or 5), TypeError, "dictionary.*got 5"),
     "decorating no function": (lambda: utils.print_exc(ANY or 5), TypeError, "got 5"),
+    "a power that is no number": (lambda: AdamScale(ANY or "x"), ValueError, "power.*got 'x'"),
+    "warm-up of nan epochs": (lambda: LEGWScale(math.nan, 9), ValueError, "base_warmup_epochs.*got nan"),
+    "warm-up of no number": (lambda: LEGWScale(ANY or "1", 9), ValueError, "base_warmup_epochs.*got '1'"),
+    "a data size of none": (lambda: LEGWScale(1, ANY), ValueError, "data_size.*got None"),
     "reporting an object": (lambda: adl.report(x=object()), TypeError, "got object"),
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fresh import Script
@@ -64,6 +65,11 @@ def test_a_new_epoch_loop_only_after_the_last_has_ended() -> None:
 def test_the_number_of_epochs_is_checked_at_once(bad: Any) -> None:
     with pytest.raises(ValueError, match="0 or more"):
         adl.remaining_epochs_until(bad)
+
+
+def test_the_number_of_epochs_may_be_numpys() -> None:
+    count: Any = np.int64(2)
+    assert list(adl.remaining_epochs_until(count)) == [0, 1]
 
 
 def test_a_data_loop_belongs_into_an_epoch_loop() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic._session import Identity
 from adaptdl_elastic.torch import scaling_rules
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
@@ -357,6 +361,53 @@ def test_a_model_that_returns_its_loss_is_measured_by_successive_gradients(
     assert caplog.text.count("successive steps") == 1, "said once"
 
 
+@dataclass(frozen=True)
+class Answer:
+    """An output that torch's pytree does not know."""
+
+    scores: torch.Tensor
+    others: Any = None
+
+
+class Answers(OrderedDict[str, Any]):
+    """Another one, as some libraries return."""
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda x: Answer(x, {"n": 3}),
+        lambda x: Answers(scores=x, n=3),
+        lambda x: (Answers(a=[Answer(x)]), None),
+    ],
+)
+def test_outputs_of_every_kind_that_ddp_knows_accumulate(wrap: Callable[[torch.Tensor], Any]) -> None:
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return wrap(super().forward(x))
+
+    def scores(output: Any) -> torch.Tensor:
+        while not isinstance(output, torch.Tensor):
+            output = output.scores if isinstance(output, Answer) else next(iter(as_list(output)))
+        return output
+
+    def as_list(output: Any) -> list[Any]:
+        return list(output.values()) if isinstance(output, dict) else list(output)
+
+    model = Model(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    adp, inputs = AdaptiveDataParallel(model, optimizer), torch.randn(8, 6)
+    expected = torch.autograd.grad(scores(model(inputs)).square().mean(), list(model.parameters()))
+    with FakeLoader([[4], [4]], 8, 4) as loader:
+        for loader.chunk in range(2):
+            output = adp(inputs[4 * loader.chunk :][:4])
+            assert type(output) is type(wrap(inputs))
+            scores(output).square().mean().backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
 @pytest.mark.usefixtures("alone")
 def test_a_model_without_tensor_outputs_can_not_accumulate() -> None:
     class Box:
@@ -467,10 +518,13 @@ def test_wrong_arguments_are_named() -> None:
     model, other = cases.linear(), cases.linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     foreign = torch.optim.SGD(other.parameters(), lr=0.1)
+    other_scheduler = torch.optim.lr_scheduler.StepLR(foreign, 1)
     wrong: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
         (TypeError, "model must be", ("model", optimizer), {}),
         (TypeError, "optimizer must be", (model, "sgd"), {}),
-        (TypeError, "lr_scheduler", (model, optimizer, 0.1), {}),
+        (TypeError, "lr_scheduler.*got 0.1", (model, optimizer, 0.1), {}),
+        (TypeError, "lr_scheduler.*StepLR", (model, optimizer, torch.optim.lr_scheduler.StepLR), {}),
+        (ValueError, "another optimizer", (model, optimizer, other_scheduler), {}),
         (TypeError, "mp_scaler", (model, optimizer), {"mp_scaler": 3}),
         (TypeError, "scaling_rule", (model, optimizer), {"scaling_rule": scaling_rules.AdaScale}),
         (TypeError, "unknown argument 'colour'", (model, optimizer), {"colour": 1}),
@@ -480,6 +534,17 @@ def test_wrong_arguments_are_named() -> None:
     for kind, message, arguments, options in wrong:
         with pytest.raises(kind, match=message):
             AdaptiveDataParallel(*arguments, **options)
+    AdaptiveDataParallel(model, optimizer)  # as after a mistake in a notebook
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_optimizer_is_not_scaled_by_two_rules() -> None:
+    """It would step at the learning rate times both factors."""
+    first, second = cases.linear(), cases.linear()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    AdaptiveDataParallel(first, optimizer, name="first")
+    with pytest.raises(ValueError, match="'first' already: make one for each"):
+        AdaptiveDataParallel(second, optimizer, name="second")
 
 
 def test_no_process_group_is_said() -> None:
@@ -489,7 +554,7 @@ def test_no_process_group_is_said() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_tensorboard_tags() -> None:
+def test_tensorboard_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     class Writer:
         def __init__(self) -> None:
             self.seen: dict[str, float] = {}
@@ -505,6 +570,8 @@ def test_tensorboard_tags() -> None:
     assert writer.seen["train/Gain"] == 1.0
     assert writer.seen["train/Learning_Rate_Factor/0"] == 1.0
     assert {"train/Gradient_Norm_Sqr", "train/Gradient_Variance", "train/Progress"} < writer.seen.keys()
+    monkeypatch.setattr(_session.current(), "identity", Identity(rank=1, replicas=2))
+    adp.to_tensorboard(None, 7)  # as the loader's: others than rank 0 need no writer
 
 
 @pytest.mark.usefixtures("alone")
