@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 VERSION = 1
@@ -38,53 +38,77 @@ SCHED_HINTS = MappingProxyType(
 """AdaptDL's names of what a job reports."""
 
 
+# What lies beyond is a defect of whoever wrote it, and nothing that could be calculated with.
+_Count = Annotated[int, Field(ge=0, le=10**9)]
+_Positive = Annotated[int, Field(ge=1, le=10**9)]
+_Seconds = Annotated[float, Field(ge=0, le=1e9)]
+_Amount = Annotated[float, Field(ge=0, le=1e30)]  # rates, samples, squared norms
+_Gamma = Annotated[float, Field(ge=1, le=1e3)]
+_Theta = tuple[_Seconds, _Seconds, _Seconds, _Seconds, _Seconds, _Seconds, _Gamma]
+_SHORTEST = 1e-12  # seconds that all terms of a step together take at least
+
+
 @dataclass(frozen=True, config=_CONFIG)
 class ProfileEntry:
     """Mean step times at one configuration, in seconds."""
 
-    nodes: int
-    replicas: int
-    atomic_bsz: int
-    accum_step_time: float  # a forward and backward pass without synchronisation; 0: not measured
-    optim_step_time: float  # a forward and backward pass with gradient synchronisation and step
-    accum_count: int = 0  # how many of each were measured
-    optim_count: int = 0
+    nodes: _Positive
+    replicas: _Positive
+    atomic_bsz: _Positive
+    accum_step_time: _Seconds  # a forward and backward pass without synchronisation; 0: not measured
+    optim_step_time: _Seconds  # a forward and backward pass with gradient synchronisation and step
+    accum_count: _Count = 0  # how many of each were measured
+    optim_count: _Count = 0
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class JobHints:
-    """A job's report. Sizes are in samples, times in seconds, rates in samples per second."""
+    """A job's report. Sizes are in samples, times in seconds, rates in samples per second.
+
+    Raises pydantic's ValidationError for what can not be, whoever makes one; `decode` says it in a line.
+    """
 
     job: str
     generation: int
-    nodes: int
-    replicas: int
-    init_batch_size: int
-    batch_size: int  # in use now, global
-    atomic_bsz: int
-    accumulation_steps: int = 0
-    max_batch_size: int | None = None  # None: autoscale_batch_size was never called
-    local_bsz_bounds: tuple[int, int] | None = None
+    nodes: _Positive
+    replicas: _Positive
+    init_batch_size: _Count
+    batch_size: _Count  # in use now, global
+    atomic_bsz: _Count
+    accumulation_steps: _Count = 0
+    max_batch_size: _Positive | None = None  # None: autoscale_batch_size was never called
+    local_bsz_bounds: tuple[_Positive, _Positive] | None = None
     gradient_accumulation: bool = False
-    max_profiled_replicas: int = 1
-    grad_params: tuple[float, float] | None = None  # |G|² and tr Σ at init_batch_size
-    perf_params: tuple[float, float, float, float, float, float, float] | None = None  # PERF_PARAMS' order
-    profile: tuple[ProfileEntry, ...] = ()
-    gain: float = 1.0
-    lr_factor: float = 1.0
-    throughput: float | None = None  # measured
-    goodput: float | None = None  # measured: throughput × efficiency
-    predicted_goodput: float | None = None  # by the model, for this configuration
-    efficiency: float | None = None
-    epoch: int = 0
-    epochs: int | None = None  # remaining_epochs_until's argument
-    progress: float | None = None  # fraction of the whole job that is done, where epochs are declared
-    samples_done: float | None = None  # in samples at init_batch_size, since the job's start
-    remaining_samples: float | None = None  # the same, to the declared end
-    step: int = 0
+    max_profiled_replicas: _Count = 1
+    grad_params: tuple[_Amount, _Amount] | None = None  # |G|² and tr Σ at init_batch_size
+    perf_params: _Theta | None = None  # in the order of PERF_PARAMS
+    profile: Annotated[tuple[ProfileEntry, ...], Field(max_length=10_000)] = ()
+    gain: _Amount = 1.0
+    lr_factor: _Amount = 1.0
+    throughput: _Amount | None = None  # measured
+    goodput: _Amount | None = None  # measured: throughput × efficiency
+    predicted_goodput: _Amount | None = None  # by the model, for this configuration
+    efficiency: _Amount | None = None
+    epoch: _Count = 0
+    epochs: _Count | None = None  # remaining_epochs_until's argument
+    progress: _Amount | None = None  # fraction of the whole job that is done, where epochs are declared
+    samples_done: _Amount | None = None  # in samples at init_batch_size, since the job's start
+    remaining_samples: _Amount | None = None  # the same, to the declared end
+    step: _Count = 0
     inplace: bool = False  # whether this script and backend could rescale in place
     inplace_reason: str = ""  # why not
     time: float = 0.0
+
+    def __post_init__(self) -> None:
+        low, high = self.local_bsz_bounds or (1, 1)
+        if low > high:
+            raise ValueError(f"local_bsz_bounds: {low} is more than {high}")
+        if self.max_batch_size is not None and self.max_batch_size < self.init_batch_size:
+            raise ValueError(
+                f"max_batch_size: {self.max_batch_size} is less than init_batch_size {self.init_batch_size}"
+            )
+        if self.perf_params is not None and sum(self.perf_params[:6]) < _SHORTEST:
+            raise ValueError("perf_params: steps that take no time at all")
 
 
 _ADAPTER: TypeAdapter[JobHints] = TypeAdapter(JobHints)
@@ -105,6 +129,8 @@ def decode(text: str | bytes) -> JobHints:
         return _ADAPTER.validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
+        if first["type"] == "value_error":
+            raise MalformedHintsError(first["msg"].removeprefix("Value error, ")) from None
         where = ".".join(str(part) for part in first["loc"]) or "hints"
         raise MalformedHintsError(f"{where}: {first['msg']}") from None
 

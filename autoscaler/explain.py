@@ -13,7 +13,8 @@ import numpy as np
 
 from adaptdl_elastic.autoscaler.coordinator import job as jobs
 from adaptdl_elastic.autoscaler.coordinator.job import Phase
-from adaptdl_elastic.autoscaler.coordinator.policy import Policy, ask, expected_pause, model, own_hints
+from adaptdl_elastic.autoscaler.coordinator.policy import Policy, ask, expected_pause
+from adaptdl_elastic.autoscaler.coordinator.reports import model, own_hints
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan, nearest, rooms
 from adaptdl_elastic.autoscaler.coordinator.status import counted, typical_pause, why_pending
 from adaptdl_elastic.autoscaler.coordinator.types import Allocation, Memory, Settings

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from adaptdl_elastic.autoscaler.coordinator.job import requested_replicas
-from adaptdl_elastic.autoscaler.coordinator.policy import model, own_hints, policy_inputs
+from adaptdl_elastic.autoscaler.coordinator.policy import policy_inputs
+from adaptdl_elastic.autoscaler.coordinator.reports import model, own_hints
 from adaptdl_elastic.autoscaler.coordinator.slots import used
 from adaptdl_elastic.autoscaler.policy.types import JobInfo
 from adaptdl_elastic.autoscaler.providers.base import Capacity, Signal

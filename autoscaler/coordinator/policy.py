@@ -5,20 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from adaptdl_elastic.autoscaler.coordinator import job as jobs
 from adaptdl_elastic.autoscaler.coordinator.job import Condition, Phase
+from adaptdl_elastic.autoscaler.coordinator.reports import (
+    Curve,
+    attained,
+    curves,
+    informed,
+    model,
+    own_hints,
+)
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, Room, everything, in_plan, nearest, rooms
 from adaptdl_elastic.autoscaler.coordinator.status import impossible, typical_pause
 from adaptdl_elastic.autoscaler.coordinator.types import Allocation, Memory, Settings, Target
-from adaptdl_elastic.autoscaler.policy.learning import Corrections, correct
-from adaptdl_elastic.autoscaler.policy.types import Decision, GoodputModel, JobInfo, NodeInfo, NodeLimit
+from adaptdl_elastic.autoscaler.policy.types import Decision, JobInfo, NodeInfo, NodeLimit
 from adaptdl_elastic.autoscaler.state import JobView, View
-from adaptdl_elastic.goodput import GradParams, PerfParams
-from adaptdl_elastic.rendezvous.records import Cause, JobSpec, JobState, Rescale
-from adaptdl_elastic.sched_hints import JobHints, ProfileEntry
+from adaptdl_elastic.rendezvous.records import Cause, JobSpec, Rescale
 
 Policy = Callable[
     [Sequence[JobInfo], Sequence[NodeInfo], Mapping[str, Allocation], float, Any],
@@ -26,7 +30,6 @@ Policy = Callable[
 ]
 """`adaptdl_elastic.autoscaler.policy.allocate`, or one that stands in for it."""
 
-_MOST, _LARGE = 10**9, 1e30  # counts and seconds; goodput and squared norms: beyond that it is nonsense
 _ACTIVE = (Phase.EMPTY, Phase.CHANGING, Phase.STEADY, Phase.BROKEN)
 
 
@@ -60,7 +63,7 @@ def ask(
     settings: Settings,
 ) -> Question:
     """Put the state of the cluster into the policy's terms."""
-    curves = _curves(view)
+    known = curves(view)
     infos: list[JobInfo] = []
     current: dict[str, Allocation] = {}
     causes: dict[str, tuple[Cause, str]] = {}
@@ -76,7 +79,7 @@ def ask(
         places = rooms(view, job, None, late)
         if not places:
             continue
-        info, why = _job(view, job, condition, places, memory, settings, curves)
+        info, why = _job(view, job, condition, places, memory, settings, known)
         infos.append(info)
         current[name] = in_plan(condition.plan)
         if why is not None:
@@ -133,14 +136,14 @@ def _job(
     places: Mapping[str, Room],
     memory: Memory,
     settings: Settings,
-    curves: Mapping[str, _Curve],
+    known: Mapping[str, Curve],
 ) -> tuple[JobInfo, tuple[Cause, str] | None]:
     assert job.spec is not None
     assert job.plan is not None
     spec, now = job.spec.record, in_plan(condition.plan)
     size = sum(now.values())
-    curve = curves.get(spec.curve_key)
-    hints = _informed(own_hints(job), curve)
+    curve = known.get(spec.curve_key)
+    hints = informed(job.job, own_hints(job), curve)
     fixed, places = _fixed_size(view, job, condition, places, settings)
     unsettled = condition.phase in (Phase.CHANGING, Phase.BROKEN)
     if unsettled:
@@ -161,7 +164,7 @@ def _job(
         avoid_preemptible_nodes=spec.avoid_preemptible_nodes,
         weight=spec.weight,
         remaining=None if hints is None else hints.remaining_samples,
-        attained=_attained(hints),
+        attained=attained(hints),
         kind_totals=() if curve is None else curve.totals,
         pause=expected_pause(job, settings),
         submitted=job.spec.seen,
@@ -218,115 +221,6 @@ def expected_pause(job: JobView, settings: Settings) -> float | None:
     if measured is None and hints is not None and hints.inplace and job.spec is not None:
         return None if job.spec.record.rescale is Rescale.RESTART else settings.inplace_pause
     return measured
-
-
-def own_hints(job: JobView) -> JobHints | None:
-    """The last good report of the job's present run."""
-    if job.hints is None or job.plan is None or job.spec is None:
-        return None
-    if job.plan.record.run != job.spec.record.run or job.hints.record.generation < job.plan.record.first:
-        return None
-    return job.hints.record if sensible(job.hints.record) else None
-
-
-def sensible(hints: JobHints) -> bool:
-    """Whether a report's numbers can be calculated with: its schema says of what type they are only."""
-    low, high = hints.local_bsz_bounds or (1, _MOST)
-    counts = [hints.init_batch_size, hints.max_batch_size or 1, hints.max_profiled_replicas, low, high]
-    times = []
-    for entry in hints.profile:
-        counts += [entry.nodes, entry.replicas, entry.atomic_bsz]
-        times += [entry.optim_step_time, entry.accum_step_time]
-    theta = hints.perf_params
-    return (
-        all(0 <= count <= _MOST for count in counts)
-        and all(0 <= seconds <= _MOST for seconds in times)
-        and 1 <= low <= high
-        and (hints.max_batch_size is None or hints.max_batch_size >= hints.init_batch_size)
-        and (theta is None or (all(0 <= x <= _MOST for x in theta) and sum(theta[:6]) > 0 and theta[6] >= 1))
-        and all(0 <= x <= _LARGE for x in hints.grad_params or ())
-        and (hints.goodput is None or 0 <= hints.goodput <= _LARGE)
-    )
-
-
-def model(hints: JobHints) -> GoodputModel | None:
-    """A report's goodput model; None while it has none, or one that makes no sense."""
-    if hints.perf_params is None or hints.grad_params is None:
-        return None
-    square, variance = hints.grad_params
-    if square < 0 or variance < 0 or min(hints.perf_params[:6]) < 0 or hints.init_batch_size < 1:
-        return None
-    try:
-        return GoodputModel(
-            perf_params=PerfParams(*hints.perf_params),
-            grad_params=GradParams(square, variance),
-            init_batch_size=hints.init_batch_size,
-            max_batch_size=hints.max_batch_size,
-            local_bsz_bounds=hints.local_bsz_bounds,
-            accumulation=hints.gradient_accumulation,
-            corrections=_corrections(hints.perf_params, hints.profile),
-        )
-    except (ValueError, ArithmeticError):
-        return None
-
-
-@lru_cache(maxsize=8192)
-def _corrections(theta: tuple[float, ...], profile: tuple[ProfileEntry, ...]) -> Corrections | None:
-    """What the measured step times say that θ does not; remembered, for it is asked at every decision."""
-    times = {
-        (entry.nodes, entry.replicas, entry.atomic_bsz): entry.optim_step_time
-        for entry in profile
-        if entry.optim_step_time > 0 and entry.nodes > 0 and entry.replicas > 0 and entry.atomic_bsz > 0
-    }
-    return correct(PerfParams(*theta), times) if times else None
-
-
-@dataclass(frozen=True)
-class _Curve:
-    """What jobs of one script have found out together."""
-
-    profile: tuple[ProfileEntry, ...]
-    widest: JobHints  # the report of whichever has been on the most replicas
-    totals: tuple[float, ...] = ()  # samples that those which are done came to
-
-
-def _curves(view: View) -> dict[str, _Curve]:
-    """By `curve_key`: jobs of one script with the same arguments share what they know, ended ones too."""
-    entries: dict[str, dict[tuple[int, int, int], ProfileEntry]] = {}
-    widest: dict[str, JobHints] = {}
-    totals: dict[str, tuple[float, ...]] = {}
-    for job in view.jobs.values():
-        key = job.spec.record.curve_key if job.spec else ""
-        hints = own_hints(job)
-        if not key or hints is None or hints.perf_params is None:
-            continue
-        pool = entries.setdefault(key, {})
-        for entry in hints.profile:
-            at = entry.nodes, entry.replicas, entry.atomic_bsz
-            if at not in pool or pool[at].optim_count < entry.optim_count:
-                pool[at] = entry
-        if jobs.has_ended(job) and job.status and job.status.record.state is JobState.DONE:
-            totals[key] = (*totals.get(key, ()), _attained(hints) + (hints.remaining_samples or 0.0))
-        if key not in widest or widest[key].max_profiled_replicas < hints.max_profiled_replicas:
-            widest[key] = hints
-    return {
-        key: _Curve(tuple(entries[key].values()), hints, totals.get(key, ())) for key, hints in widest.items()
-    }
-
-
-def _informed(hints: JobHints | None, curve: _Curve | None) -> JobHints | None:
-    """A job's own report, enriched by what others like it have measured; theirs where it has none yet."""
-    if curve is None:
-        return hints
-    if hints is None or hints.perf_params is None or hints.grad_params is None:
-        unknown: dict[str, Any] = {"samples_done": None, "remaining_samples": None, "progress": None}
-        return replace(curve.widest, profile=curve.profile, **unknown)
-    reached = max(hints.max_profiled_replicas, curve.widest.max_profiled_replicas)
-    return replace(hints, profile=curve.profile, max_profiled_replicas=reached)
-
-
-def _attained(hints: JobHints | None) -> float:
-    return 0.0 if hints is None or hints.samples_done is None else hints.samples_done
 
 
 def _fingerprint(job: JobView, condition: Condition, info: JobInfo, places: Mapping[str, Room]) -> Any:
