@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +13,7 @@ from history import Recorder, violations
 
 from adaptdl_elastic.rendezvous.connect import connect
 from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.records import NodeRecord, decode
 from adaptdl_elastic.rendezvous.server import EtcdServer
 from adaptdl_elastic.rendezvous.store import Store
 
@@ -58,6 +61,22 @@ class Cluster:
         self.ask("scale", JOB, "--replicas", str(replicas))
         return seen_by.wait_for_event("generation", replicas=replicas)
 
+    def wait_for_node(self, node: str, like: str) -> str:
+        """Until its agent has joined the run that the agent of the node `like` is of; that run."""
+        keys = Keys()
+        known = self.store.range(keys.nodes)
+        runs = {item.key: decode(NodeRecord, item.value).run for item in known.items}
+        wanted = runs[keys.node(like, JOB)]
+        if runs.get(keys.node(node, JOB)) != wanted:
+            with self.store.watch(keys.nodes, known.revision + 1) as changes:
+                assert any(
+                    change.key == keys.node(node, JOB)
+                    and change.value is not None
+                    and decode(NodeRecord, change.value).run == wanted
+                    for change in changes
+                )
+        return wanted
+
     def hurry(self) -> None:
         """What the test is about has been seen: the job may come to its end."""
         (self.directory / "hurry").touch()
@@ -69,8 +88,17 @@ class Cluster:
             assert run.wait() == 0, run.text()
 
     def samples(self) -> dict[int, int]:
-        """Samples of each finished epoch, whichever node had rank 0."""
-        return {e["epoch"]: e["samples"] for run in self.agents.values() for e in run.of("epoch")}
+        """Samples of each finished epoch, whichever node had rank 0.
+
+        An agent that is killed takes along what its replica has said of an epoch that has just ended: then
+        the others' replicas are asked.
+        """
+        runs = self.agents.values()
+        told: dict[int, int] = {e["epoch"]: e["samples"] for run in runs for e in run.of("epoch")}
+        if all(run.process.returncode != -signal.SIGKILL for run in runs):
+            return told
+        said = re.findall(r"^epoch (\d+) had (\d+)$", "\n".join(run.text() for run in runs), re.MULTILINE)
+        return {**{int(epoch): int(samples) for epoch, samples in said}, **told}
 
     def weights(self) -> list[str]:
         """Where each replica arrived that came to the end of the script."""

@@ -1,4 +1,5 @@
-"""A small elastic job: `train.py EPOCHS SECONDS_PER_STEP`; each replica ends by saying where it arrived.
+"""A small elastic job: `train.py EPOCHS SECONDS_PER_STEP`; each replica says how many samples an
+epoch had, and where it arrived at the end.
 
 A file `hurry` in the working directory makes it go as fast as it can; without one its steps take longer and
 longer from the fifth epoch on, so that a job of 60 epochs outlasts whatever is done to it.
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import adaptdl_elastic.torch as adl
+from adaptdl_elastic.torch._loops import loops
 
 epochs, pause = int(sys.argv[1]), float(sys.argv[2])
 adl.init_process_group("gloo")
@@ -29,4 +31,5 @@ for epoch in adl.remaining_epochs_until(epochs):
         (model(x) - y).square().mean().backward()
         optimizer.step()
         time.sleep(0 if Path("hurry").exists() else pause * max(1.0, epoch / 5))
+    print(f"epoch {epoch} had {loops().samples}", flush=True)
 print(f"weights {model.module.weight.sum().item():.6f} of rank {adl.rank()}", flush=True)
