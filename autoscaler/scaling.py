@@ -121,7 +121,7 @@ def wants(
             rates,
             slot_price,
             value,
-            _deadline(settings, job.name),
+            deadline_of(settings, job.name),
             now,
             settings,
             before.get(job.name),
@@ -131,12 +131,18 @@ def wants(
     return tuple(chosen.get(job.name) or Want(job.name, fixed[job.name]) for job in jobs)
 
 
+def least_nodes(jobs: Sequence[JobInfo]) -> int:
+    """Nodes without which some of the jobs could not run: two jobs of several nodes each share none."""
+    return sum(job.min_nodes for job in jobs if job.min_nodes > 1)
+
+
 def _fixed(job: JobInfo, most_slots: int) -> int:
     """A job that says its size, or says nothing yet and so gets its least."""
     return min(max(job.requested_replicas or 0, job.min_replicas, job.min_nodes), max(most_slots, 1))
 
 
-def _deadline(settings: ScalingSettings, job: str) -> float | None:
+def deadline_of(settings: ScalingSettings, job: str) -> float | None:
+    """When a job is to have ended, in seconds since the epoch."""
     return settings.deadlines.get(job, settings.deadlines.get("*"))
 
 
@@ -199,43 +205,68 @@ class Target:
     """How many slots there should be, and why."""
 
     slots: float  # worth their price
-    nodes: int  # of the usual size, after band and bounds
+    nodes: int  # that there should be, after band and bounds
     utilisation: float
     reason: str
+    keep: float = math.inf  # slots below which nothing goes of its own accord
+    floor: int = 0  # nodes, the same
+    most: int = 1_000_000  # nodes above which something goes whatever is kept
 
 
 def target(
     wanted: float,
     slots: int,
-    have: int,
+    there: Sequence[int],
     settings: ScalingSettings,
     *,
     since_change: float,
     low_for: float,
+    fixed: tuple[int, int] = (0, 0),
+    least: int = 0,
 ) -> Target:
     """How many nodes there should be.
 
     Args:
         wanted: slots that are worth their price.
-        slots: of a node.
-        have: nodes that there are, or that were asked for.
+        slots: of the node that would be bought next.
+        there: slots of each node that there is, or that was asked for, in the order in which they would go.
         settings: the band, the waits and the bounds.
         since_change: seconds since more was asked for or something was let go.
         low_for: seconds for which utilisation has been below the band.
+        fixed: (nodes, slots) of those that can not go.
+        least: nodes below which a job could not run at all, however few slots it needs.
     """
-    exact = wanted / slots
-    need = min(max(math.ceil(exact - 1e-9), settings.min_nodes), settings.max_nodes)
-    used = exact / have if have else (math.inf if exact else settings.high)
-    text = f"{wanted:g} slots are worth their price, {have * slots} are there"
-    if need > have and (used > settings.high or have < settings.min_nodes):
+    have, have_slots = len(there) + fixed[0], sum(there) + fixed[1]
+    floor = min(max(settings.min_nodes, least), settings.max_nodes)
+    missing = math.ceil((wanted - have_slots) / slots - 1e-9)
+    need = min(max(have + max(missing, 0), floor), settings.max_nodes)
+    used = wanted / have_slots if have_slots else (math.inf if wanted else settings.high)
+    text = f"{wanted:g} slots are worth their price, {have_slots} are there"
+    if need > have and (used > settings.high or have < floor):
+        text += f", {floor} nodes are the least" if have < floor else ""
         if since_change < settings.grow_after and have:
             return Target(wanted, have, used, f"{text}: more in {settings.grow_after - since_change:.0f} s")
         return Target(wanted, need, used, f"{text}: {have} -> {need} nodes")
-    if need < have and (used < settings.low or have > settings.max_nodes):
+    left = have - len(going(there, wanted, floor, settings.max_nodes, fixed))
+    if left < have and (used < settings.low or have > settings.max_nodes):
         if low_for < settings.shrink_after and have <= settings.max_nodes:
             return Target(wanted, have, used, f"{text}: fewer if it stays so {settings.shrink_after:.0f} s")
-        return Target(wanted, need, used, f"{text}: {have} -> {need} nodes")
+        reason = f"{text}: {have} -> {left} nodes"
+        return Target(wanted, left, used, reason, wanted, floor, settings.max_nodes)
     return Target(wanted, have, used, f"{text}: kept")
+
+
+def going(
+    there: Sequence[int], keep: float, floor: int, most: int, fixed: tuple[int, int] = (0, 0)
+) -> list[int]:
+    """Places in `there` of the nodes that go: those that can be spared, and what is beyond `most`."""
+    nodes, slots = len(there) + fixed[0], sum(there) + fixed[1]
+    gone = []
+    for place, size in enumerate(there):
+        if nodes > most or (nodes > floor and slots - size >= keep - 1e-9):
+            gone.append(place)
+            nodes, slots = nodes - 1, slots - size
+    return gone
 
 
 @dataclass(frozen=True)

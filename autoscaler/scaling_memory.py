@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState, Pool, Signal, SignalKind
@@ -9,7 +10,8 @@ from adaptdl_elastic.autoscaler.scaling import HOUR, ScalingSettings
 from adaptdl_elastic.autoscaler.scaling_types import Known, Memory, NodeUse, Observation, PoolMemory
 
 _REMOVED = "its group removes it"
-PRIOR_HOURS = 24.0  # of a spot node without an interruption, that a new pool is believed to have behind it
+FORGET_HOURS = 24.0  # after which an interruption counts 1/e
+PRIOR_HOURS = 6.0  # of a spot node without an interruption, that a new pool is believed to have behind it
 
 
 def shifted(memory: Memory, seconds: float) -> Memory:
@@ -56,7 +58,16 @@ def remember(memory: Memory, seen: Observation, settings: ScalingSettings) -> Me
 def account(memory: Memory, seen: Observation) -> Memory:
     """Add what the time since the last look has cost, by pool and by job."""
     elapsed = max(0.0, seen.now - memory.updated) / HOUR if memory.updated is not None else 0.0
-    pools, jobs, total = dict(memory.pools), dict(memory.job_costs), memory.cost
+    fading = math.exp(-elapsed / FORGET_HOURS)
+    pools = {
+        name: replace(
+            pool,
+            recent_hours=pool.recent_hours * fading,
+            recent_interruptions=pool.recent_interruptions * fading,
+        )
+        for name, pool in memory.pools.items()
+    }
+    jobs, total = dict(memory.job_costs), memory.cost
     for instance in seen.capacity.instances:
         cost = instance.hourly_price * elapsed
         pool = pools.get(instance.pool, PoolMemory())
@@ -65,6 +76,7 @@ def account(memory: Memory, seen: Observation) -> Memory:
             hours=pool.hours + elapsed,
             cost=pool.cost + cost,
             spot_hours=pool.spot_hours + (elapsed if instance.preemptible else 0.0),
+            recent_hours=pool.recent_hours + (elapsed if instance.preemptible else 0.0),
         )
         total += cost
         for job, share in shares(seen.nodes.get(instance.id)).items():
@@ -81,8 +93,11 @@ def shares(node: NodeUse | None) -> dict[str, float]:
 
 
 def interruptions_per_hour(pool: PoolMemory) -> float:
-    """Of one spot node: what was seen, and a day without before it."""
-    return pool.interruptions / (pool.spot_hours + PRIOR_HOURS)
+    """Of one spot node: what was seen of late, and some hours without before it.
+
+    So one interruption says little, and a pool that was too wild is tried again in time.
+    """
+    return pool.recent_interruptions / (pool.recent_hours + PRIOR_HOURS)
 
 
 def _meet(memory: Memory, seen: Observation) -> Memory:
@@ -132,7 +147,11 @@ def _miss(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memor
         pool = pools.get(entry.pool, PoolMemory())
         interrupted = entry.preemptible and entry.registered is not None
         if interrupted and (not entry.leaving or entry.deadline is not None):
-            pools[entry.pool] = replace(pool, interruptions=pool.interruptions + 1)
+            pools[entry.pool] = replace(
+                pool,
+                interruptions=pool.interruptions + 1,
+                recent_interruptions=pool.recent_interruptions + 1,
+            )
         elif not interrupted and not entry.worked and not entry.leaving:
             pools[entry.pool] = _one_more_failure(pool, settings, "vanish before they do any work")
     return replace(memory, known=known, pools=pools)
@@ -211,9 +230,11 @@ def _trouble(memory: Memory, pool: Pool, seen: Observation, settings: ScalingSet
     """A pool that could not give what was asked for is not asked again for a while, each time longer."""
     entry = memory.pools.get(pool.name, PoolMemory())
     there = sum(i.pool == pool.name and i.state is not InstanceState.LEAVING for i in seen.capacity.instances)
-    fresh = pool.trouble and pool.trouble_since != entry.trouble_seen and pool.desired > there
-    if not fresh:
+    if not pool.trouble or pool.trouble_since == entry.trouble_seen:
         return memory
+    if pool.desired <= there:  # of long ago: nothing is missing
+        entry = replace(entry, trouble_seen=pool.trouble_since)
+        return replace(memory, pools={**memory.pools, pool.name: entry})
     entry = replace(entry, trouble_seen=pool.trouble_since)
     memory = replace(memory, pools={**memory.pools, pool.name: entry})
     return refused(memory, pool.name, pool.trouble, seen.now, settings)

@@ -31,7 +31,13 @@ def observe(
             if capacity.instance(seen.record.instance or "") is None and not view.draining(seen.record):
                 slots[node] = max(slots.get(node, 0), seen.record.slots)
     return Observation(
-        view.wall, capacity, nodes, (*asked, *waiting, *coming), tuple(signals), sum(slots.values())
+        view.wall,
+        capacity,
+        nodes,
+        (*asked, *waiting, *coming),
+        tuple(signals),
+        sum(slots.values()),
+        len(slots),
     )
 
 
@@ -55,6 +61,7 @@ def node_uses(view: View) -> dict[str, NodeUse]:
                 draining=view.draining(record) or (before is not None and before.draining),
                 deadline=min((d for d in deadlines if d is not None), default=None),
                 at_risk=record.at_risk or (before is not None and before.at_risk),
+                slots=record.slots,
                 first=node in first,
             )
     return found

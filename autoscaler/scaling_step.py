@@ -8,11 +8,23 @@ a pool with nothing to give is asked less and less often, growing and shrinking 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState, Pool
-from adaptdl_elastic.autoscaler.scaling import Offer, ScalingSettings, Target, Want, buy, target, wants
+from adaptdl_elastic.autoscaler.scaling import (
+    Offer,
+    ScalingSettings,
+    Target,
+    Want,
+    buy,
+    deadline_of,
+    going,
+    least_nodes,
+    target,
+    wants,
+)
 from adaptdl_elastic.autoscaler.scaling_memory import interruptions_per_hour, remember, shares
 from adaptdl_elastic.autoscaler.scaling_types import (
     Action,
@@ -35,6 +47,7 @@ _SETTLE = 2.0  # seconds between a drain request and the release of an idle node
 def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
     """Decide."""
     memory = remember(memory, seen, settings)
+    memory = _forsake(_Market(seen, memory, settings))
     market = _Market(seen, memory, settings)
     wanted = market.wants()
     goal = market.target(wanted)
@@ -47,7 +60,8 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
     actions = [*requests, *leaving, *_protect(seen, memory)]
     low = goal.utilisation < settings.low
     low_since = (seen.now if memory.low_since is None else memory.low_since) if low else None
-    notes = [*seen.capacity.warnings, *warnings, *overdue, *_late(wanted, seen)]
+    late = _late(wanted, seen, settings)
+    notes = [*seen.capacity.warnings, *warnings, *overdue, *late, *_misjudged(seen)]
     return Step(
         replace(memory, low_since=low_since, wanted={want.job: want.replicas for want in wanted}),
         tuple(actions),
@@ -83,27 +97,82 @@ class _Market:
         entries = (self.memory.known[i.id] for i in self.staying(pool))
         return sum(bool(entry.leaving) and not entry.replace for entry in entries)
 
+    def shut(self, pool: Pool) -> bool:
+        """Whether nothing more is to come of it: it has none to give, gives duds, or takes them back."""
+        entry = self.pool(pool.name)
+        return bool(entry.closed) or entry.until > self.seen.now or self.too_wild(pool)
+
     def asked(self, pool: Pool) -> int:
-        """How many the pool is to have; no more than there are where it has nothing to give."""
-        stuck = self.pool(pool.name).closed or self.pool(pool.name).until > self.seen.now
-        return max(pool.minimum, min(pool.desired, len(self.staying(pool)))) if stuck else pool.desired
+        """How many the pool is to have; no more than there are where it is shut."""
+        if not self.shut(pool):
+            return pool.desired
+        return max(pool.minimum, min(pool.desired, len(self.staying(pool))))
+
+    def coming(self, pool: Pool) -> int:
+        """How many were asked for and are not there."""
+        return max(0, self.asked(pool) - len(self.staying(pool)))
+
+    def extra(self, pool: Pool) -> int:
+        """How many are there beyond what was asked for, those aside that stand in for one at risk.
+
+        Somebody has lowered the group's capacity, and what is protected has stayed.
+        """
+        return max(0, len(self.staying(pool)) - self.asked(pool) - self._early(pool))
+
+    def _early(self, pool: Pool) -> int:
+        """Replacements that CapacityRebalance has brought before the one at risk goes."""
+        if not pool.replaces_at_risk:
+            return 0
+        risky = sum(self.memory.known[i.id].at_risk for i in self.staying(pool))
+        return max(0, min(risky, len(self.staying(pool)) - self.asked(pool)))
 
     def supply(self, pool: Pool) -> int:
-        return self.asked(pool) - self.giving_back(pool)
+        """Nodes that there are, or that were asked for, less those that go."""
+        there = len(self.staying(pool)) - self._early(pool)
+        return there + self.coming(pool) - self.giving_back(pool)
+
+    def candidates(self) -> list[tuple[Pool, Instance | None]]:
+        """What could go, in the order in which it would: what has not come (None), then the least missed.
+
+        Of each pool at most so many as are above its minimum.
+        """
+        pools = {pool.name: pool for pool in self.seen.capacity.pools}
+        spare = {name: max(0, self.supply(pool) - pool.minimum) for name, pool in pools.items()}
+        found: list[tuple[Pool, Instance | None]] = []
+        for pool in sorted(pools.values(), key=lambda p: -p.hourly_price / p.slots):
+            found += [(pool, None)] * min(self.coming(pool), spare[pool.name])
+            spare[pool.name] -= min(self.coming(pool), spare[pool.name])
+        there = [i for p in pools.values() for i in self.staying(p) if not self._goes(i)]
+        for instance in sorted(there, key=lambda i: _worth(i, self.memory.known[i.id], self.seen)):
+            if spare[instance.pool] > 0:
+                spare[instance.pool] -= 1
+                found.append((pools[instance.pool], instance))
+        return found
+
+    def sizes(self) -> tuple[list[int], tuple[int, int]]:
+        """Slots of the candidates, and (nodes, slots) of those that can not go."""
+        sizes = [pool.slots if i is None else i.slots for pool, i in self.candidates()]
+        nodes, slots = 0, 0
+        for pool in self.seen.capacity.pools:
+            kept = sorted(i.slots for i in self.staying(pool) if not self._goes(i))
+            kept = kept[self._early(pool) :]
+            nodes += len(kept) + self.coming(pool)
+            slots += sum(kept) + self.coming(pool) * pool.slots
+        return sizes, (max(0, nodes - len(sizes)), max(0, slots - sum(sizes)))
 
     def offers(self) -> list[Offer]:
         """What can be bought now."""
         found = []
         for pool in self.seen.capacity.pools:
-            entry = self.pool(pool.name)
-            if entry.closed or entry.until > self.seen.now or self._too_wild(pool):
+            if self.shut(pool):
                 continue
-            available = pool.maximum - max(self.asked(pool), pool.desired)
+            available = pool.maximum - max(pool.desired, len(self.staying(pool)))
             if available > 0:
                 found.append(self._offer(pool, available))
         return found
 
-    def _too_wild(self, pool: Pool) -> bool:
+    def too_wild(self, pool: Pool) -> bool:
+        """Whether its nodes are interrupted too often."""
         rate = interruptions_per_hour(self.pool(pool.name))
         return pool.preemptible and rate > self.settings.max_interruptions
 
@@ -128,25 +197,28 @@ class _Market:
     def wants(self) -> tuple[Want, ...]:
         slots, price = self.usual()
         most = sum(pool.maximum * pool.slots for pool in self.seen.capacity.pools)
-        most = min(most, self.settings.max_nodes * slots) + self.seen.other_slots
+        largest = max((pool.slots for pool in self.seen.capacity.pools), default=1)
+        most = min(most, self.settings.max_nodes * largest) + self.seen.other_slots
         return wants(self.seen.jobs, slots, price, self.settings, self.seen.now, most, self.memory.wanted)
 
     def have(self) -> int:
-        """Nodes of the usual size."""
-        slots, _ = self.usual()
-        return round(sum(self.supply(pool) * pool.slots for pool in self.seen.capacity.pools) / slots)
+        """Nodes that there are, or that were asked for, less those that go."""
+        return sum(self.supply(pool) for pool in self.seen.capacity.pools)
 
     def target(self, wanted: Sequence[Want]) -> Target:
         slots, _ = self.usual()
         total = max(0, sum(want.replicas for want in wanted) - self.seen.other_slots)
         low = self.memory.low_since
+        sizes, fixed = self.sizes()
         return target(
             total,
             slots,
-            self.have(),
+            sizes,
             self.settings,
             since_change=self.seen.now - self.memory.changed,
             low_for=0.0 if low is None else self.seen.now - low,
+            fixed=fixed,
+            least=max(0, least_nodes(self.seen.jobs) - self.seen.other_nodes),
         )
 
     def afford(self, goal: Target) -> Target:
@@ -169,20 +241,38 @@ class _Market:
         text = (
             f"{there:.2f} per hour are more than --max-hourly-cost {budget:g}: {self.have()} -> {nodes} nodes"
         )
-        return replace(goal, nodes=nodes, reason=text)
+        return replace(goal, nodes=nodes, reason=text, keep=math.inf, most=nodes)
 
     def hourly(self) -> float:
         """Of everything that is there or asked for and stays."""
         total = 0.0
         for pool in self.seen.capacity.pools:
             staying = [i for i in self.staying(pool) if not self._goes(i)]
-            coming = max(0, self.asked(pool) - len(self.staying(pool)))
-            total += sum(i.hourly_price for i in staying) + coming * pool.hourly_price
+            total += sum(i.hourly_price for i in staying) + self.coming(pool) * pool.hourly_price
         return total
 
     def _goes(self, instance: Instance) -> bool:
         entry = self.memory.known[instance.id]
         return bool(entry.leaving) and not entry.replace
+
+
+def _forsake(market: _Market) -> Memory:
+    """Where a pool is shut, its group replaces nobody: what goes is made good elsewhere.
+
+    What a group has ordered by itself to replace an interrupted node is let go, if the pool is too wild.
+    """
+    known = dict(market.memory.known)
+    for pool in market.seen.capacity.pools:
+        spare = len(market.staying(pool)) - market.giving_back(pool) - pool.minimum
+        for instance in market.staying(pool) if market.shut(pool) else ():
+            entry = known[instance.id]
+            fresh = instance.state is InstanceState.PENDING and market.too_wild(pool)
+            if spare > 0 and not market._goes(instance) and (entry.leaving or fresh):
+                spare -= 1
+                why = entry.leaving or "nodes of its pool are interrupted too often"
+                since = entry.leaving_since if entry.leaving else market.seen.now
+                known[instance.id] = replace(entry, leaving=why, leaving_since=since, replace=False)
+    return replace(market.memory, known=known)
 
 
 def _resize(market: _Market, goal: Target) -> tuple[Memory, list[Action], list[str]]:
@@ -197,16 +287,23 @@ def _resize(market: _Market, goal: Target) -> tuple[Memory, list[Action], list[s
         elif entry.until > seen.now:
             wait = entry.until - seen.now
             warnings.append(f"{pool.name}: {entry.trouble}; asked again in {wait:.0f} s")
+        elif market.too_wild(pool):
+            rate = interruptions_per_hour(entry)
+            warnings.append(
+                f"{pool.name}: {rate:.1f} interruptions per node and hour, left alone for a while"
+            )
         if market.asked(pool) < pool.desired:
             requests[pool.name] = Request(pool.name, market.asked(pool), "takes back what it can not give")
-    slots, _ = market.usual()
+        elif market.extra(pool):
+            there = min(pool.maximum, pool.desired + market.extra(pool))
+            requests[pool.name] = Request(pool.name, there, "somebody has asked for fewer than are at work")
     missing = goal.nodes - market.have()
     if missing > 0:
-        memory, grown, said = _grow(market, missing * slots, goal)
+        memory, grown, said = _grow(market, missing * market.usual()[0], goal)
         requests |= grown
         warnings += said
     elif missing < 0:
-        memory, shrunk = _shrink(market, -missing * slots, goal)
+        memory, shrunk = _shrink(market, goal)
         requests |= shrunk
     return memory, list(requests.values()), warnings
 
@@ -219,52 +316,65 @@ def _grow(market: _Market, slots: int, goal: Target) -> tuple[Memory, dict[str, 
     offers = market.offers()
     bought = {} if broke else buy(offers, slots, nodes, budget)
     requests = {
-        name: Request(name, pools[name].desired + count, goal.reason) for name, count in bought.items()
+        name: Request(name, pools[name].desired + market.extra(pools[name]) + count, goal.reason)
+        for name, count in bought.items()
     }
     got = sum(pools[name].slots * count for name, count in bought.items())
     warnings = []
     if got < slots:
-        afford = {} if broke else buy(offers, slots, nodes, float("inf"))
-        why = (
-            f"--max-hourly-cost {settings.max_hourly_cost:g} was exceeded a moment ago"
-            if broke
-            else f"--max-hourly-cost {settings.max_hourly_cost:g} is reached"
-            if sum(afford.values()) > sum(bought.values())
-            else f"--max-nodes {settings.max_nodes} is reached"
-            if nodes <= sum(bought.values())
-            else "no pool has any to give"
-        )
+        why = _why_not(settings, offers, slots, nodes, bought, broke)
         warnings.append(f"{slots - got} slots are wanted that can not be had: {why}")
     memory = market.memory if not bought else replace(market.memory, changed=market.seen.now)
     return memory, requests, warnings
 
 
-def _shrink(market: _Market, slots: int, goal: Target) -> tuple[Memory, dict[str, Request]]:
+def _why_not(
+    settings: ScalingSettings,
+    offers: list[Offer],
+    slots: int,
+    nodes: int,
+    bought: dict[str, int],
+    broke: bool,
+) -> str:
+    """Why no more could be bought."""
+    limit = f"--max-hourly-cost {settings.max_hourly_cost:g}"
+    if broke:
+        return f"{limit} was exceeded a moment ago"
+    if sum(buy(offers, slots, nodes, math.inf).values()) > sum(bought.values()):
+        cheapest = min(offer.hourly_price for offer in offers)
+        if cheapest > settings.max_hourly_cost:
+            return f"{limit} is less than one node costs ({cheapest:g})"
+        return f"{limit} is reached"
+    if nodes <= sum(bought.values()):
+        return f"--max-nodes {settings.max_nodes} is reached"
+    return "no pool has any to give"
+
+
+def _shrink(market: _Market, goal: Target) -> tuple[Memory, dict[str, Request]]:
     """First what has not come, then the instances that are missed least."""
     seen, known = market.seen, dict(market.memory.known)
-    spare = {pool.name: market.supply(pool) - pool.minimum for pool in seen.capacity.pools}
-    requests: dict[str, Request] = {}
-    for pool in sorted(seen.capacity.pools, key=lambda p: -p.hourly_price / p.slots):
-        coming = pool.desired - len(market.staying(pool))
-        drop = max(0, min(coming, spare[pool.name], slots // pool.slots))
-        if drop:
-            requests[pool.name] = Request(pool.name, pool.desired - drop, goal.reason)
-            spare[pool.name] -= drop
-            slots -= drop * pool.slots
-    candidates = [i for pool in seen.capacity.pools for i in market.staying(pool)]
-    for instance in sorted(candidates, key=lambda i: _worth(i, known[i.id], seen)):
-        entry = known[instance.id]
-        if instance.slots > slots or spare[instance.pool] <= 0 or (entry.leaving and not entry.replace):
+    candidates = market.candidates()
+    sizes, fixed = market.sizes()
+    fewer: dict[str, int] = {}
+    gone = [candidates[place] for place in going(sizes, goal.keep, goal.floor, goal.most, fixed)]
+    for pool, instance in gone:
+        if instance is None:
+            fewer[pool.name] = fewer.get(pool.name, 0) + 1
             continue
+        entry = known[instance.id]
         known[instance.id] = replace(
             entry,
             leaving=entry.leaving or goal.reason,
             leaving_since=entry.leaving_since if entry.leaving else seen.now,
             replace=False,
         )
-        spare[instance.pool] -= 1
-        slots -= instance.slots
-    return replace(market.memory, known=known, changed=seen.now), requests
+    requests = {
+        pool.name: Request(pool.name, market.asked(pool) - fewer[pool.name], goal.reason)
+        for pool in seen.capacity.pools
+        if pool.name in fewer
+    }
+    changed = seen.now if gone else market.memory.changed
+    return replace(market.memory, known=known, changed=changed), requests
 
 
 def _worth(instance: Instance, entry: Known, seen: Observation) -> tuple[object, ...]:
@@ -328,12 +438,29 @@ def _protect(seen: Observation, memory: Memory) -> list[Action]:
     return [Protect(bare)] if bare else []
 
 
-def _late(wanted: Sequence[Want], seen: Observation) -> list[str]:
-    return [
-        f"{want.job}: can not meet its deadline: {want.replicas} replicas need {want.seconds_left:.0f} s more"
-        for want in wanted
-        if want.late and want.seconds_left is not None
-    ]
+def _late(wanted: Sequence[Want], seen: Observation, settings: ScalingSettings) -> list[str]:
+    found = []
+    for want in wanted:
+        if want.late and want.seconds_left is not None:
+            end = deadline_of(settings, want.job) or 0.0
+            over = f"was {seen.now - end:.0f} s ago" if end < seen.now else "can not be met"
+            need = f"{want.replicas} replicas, the fastest, need {want.seconds_left:.0f} s more"
+            found.append(f"{want.job}: its deadline {over}: {need}")
+    return found
+
+
+def _misjudged(seen: Observation) -> list[str]:
+    """Nodes with other room than their instance is believed to have: too many or too few would be bought."""
+    found = []
+    for instance in seen.capacity.instances:
+        node = seen.nodes.get(instance.id)
+        if node is not None and node.slots not in (0, instance.slots):
+            kind = instance.instance_type or "this kind"
+            found.append(
+                f"{instance.pool}: {kind} is taken to have {instance.slots} slots, but its agents offer "
+                f"{node.slots} (--nproc-per-node): give --slots {node.slots}"
+            )
+    return found
 
 
 def _forecasts(seen: Observation, wanted: Sequence[Want]) -> dict[str, tuple[float, float | None]]:

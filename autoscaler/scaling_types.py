@@ -18,6 +18,7 @@ class NodeUse:
     draining: bool = False
     deadline: float | None = None
     at_risk: bool = False
+    slots: int = 0  # by its agent's word; 0: not known
     first: bool = False  # has rank 0 of a job, which can not leave without a restart
 
     @property
@@ -36,6 +37,7 @@ class Observation:
     jobs: tuple[JobInfo, ...]
     signals: tuple[Signal, ...] = ()
     other_slots: int = 0  # of nodes that are none of the provider's
+    other_nodes: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class PoolMemory:
     until: float = 0.0  # not asked before
     interruptions: int = 0
     spot_hours: float = 0.0
+    recent_interruptions: float = 0.0  # these two are forgotten in time
+    recent_hours: float = 0.0
     instances: int = 0
     hours: float = 0.0
     cost: float = 0.0

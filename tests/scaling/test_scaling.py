@@ -82,7 +82,7 @@ def test_targets_keep_to_the_bounds_and_never_overshoot(
     wanted: float, have: int, since: float, low_for: float
 ) -> None:
     settings = ScalingSettings(min_nodes=2, max_nodes=50)
-    goal = target(wanted, 4, have, settings, since_change=since, low_for=low_for)
+    goal = target(wanted, 4, [4] * have, settings, since_change=since, low_for=low_for)
     need = min(max(math.ceil(wanted / 4 - 1e-9), 2), 50)
     assert goal.nodes in (have, need)
 
@@ -90,17 +90,17 @@ def test_targets_keep_to_the_bounds_and_never_overshoot(
 def test_inside_the_band_nothing_moves() -> None:
     settings = ScalingSettings(low=0.8, high=1.0)
     for wanted in (32.1, 36.0, 40.0):
-        goal = target(wanted, 4, 10, settings, since_change=1e9, low_for=1e9)
+        goal = target(wanted, 4, [4] * 10, settings, since_change=1e9, low_for=1e9)
         assert goal.nodes == 10, goal
-    assert target(31.0, 4, 10, settings, since_change=1e9, low_for=1e9).nodes == 8
-    assert target(40.1, 4, 10, settings, since_change=1e9, low_for=0).nodes == 11
+    assert target(31.0, 4, [4] * 10, settings, since_change=1e9, low_for=1e9).nodes == 8
+    assert target(40.1, 4, [4] * 10, settings, since_change=1e9, low_for=0).nodes == 11
 
 
 def test_from_zero_and_to_zero() -> None:
     settings = ScalingSettings()
-    assert target(1, 4, 0, settings, since_change=0.0, low_for=0.0).nodes == 1
-    assert target(0, 4, 3, settings, since_change=1e9, low_for=10.0).nodes == 3
-    assert target(0, 4, 3, settings, since_change=1e9, low_for=120.0).nodes == 0
+    assert target(1, 4, [4] * 0, settings, since_change=0.0, low_for=0.0).nodes == 1
+    assert target(0, 4, [4] * 3, settings, since_change=1e9, low_for=10.0).nodes == 3
+    assert target(0, 4, [4] * 3, settings, since_change=1e9, low_for=120.0).nodes == 0
 
 
 offers = st.lists(

@@ -140,22 +140,6 @@ def test_a_notice_about_a_node_that_is_not_worth_replacing() -> None:
     assert world.provider.launched == 2
 
 
-def test_too_many_interruptions_turn_to_on_demand() -> None:
-    world = World(DEMAND, SPOT, settings=ScalingSettings(max_interruptions=0.2))
-    world.jobs = (waiting(replicas=1),)
-    for _ in range(12):
-        world.until(lambda: bool(world.running))
-        if world.desired["demand"]:
-            break
-        world.provider.interrupt(world.running[0], 0)
-        world.tick()
-        for name in world.running:
-            world.provider.vanish(name)
-        world.provider.request("spot", 0)
-        world.tick()
-    world.until(lambda: world.desired == {"demand": 1, "spot": 0})
-
-
 def test_one_more_for_a_while_is_not_fought() -> None:
     pool = Pool("spot", desired=0, maximum=10, hourly_price=0.3, preemptible=True, replaces_at_risk=True)
     world = World(pool)

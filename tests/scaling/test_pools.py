@@ -1,0 +1,271 @@
+"""Pools of unlike nodes, pools that people change, and pools that take back what they gave."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scaling_world import World, job, waiting
+
+from adaptdl_elastic.autoscaler.policy.types import JobInfo
+from adaptdl_elastic.autoscaler.providers.base import Capacity, Instance, InstanceState, Pool
+from adaptdl_elastic.autoscaler.scaling import ScalingSettings, going, target
+from adaptdl_elastic.autoscaler.scaling_step import step
+from adaptdl_elastic.autoscaler.scaling_types import Memory, NodeUse, Observation, Release, Request
+
+DEMAND = Pool("demand", desired=0, maximum=10, hourly_price=1.0)
+SPOT = Pool("spot", desired=0, maximum=10, hourly_price=0.3, preemptible=True)
+SMALL = Pool("small", desired=0, maximum=16, slots=1, hourly_price=1.0)
+LARGE = Pool("large", desired=0, maximum=16, slots=4, hourly_price=3.6)
+
+
+# -- unlike nodes
+
+
+def test_a_price_that_falls_throws_no_nodes_away() -> None:
+    world = World(SMALL, LARGE, settings=ScalingSettings(max_nodes=4))
+    world.jobs = (waiting(replicas=16),)
+    world.run(300)
+    assert world.desired == {"small": 0, "large": 4}
+    for price in (0.5, 1.0, 0.5):
+        world.provider.reprice("small", price)
+        world.run(600)
+        assert world.desired == {"small": 0, "large": 4}
+    assert world.provider.launched == 4
+
+
+def test_of_unlike_nodes_only_those_go_that_are_not_needed() -> None:
+    world = World(SMALL, LARGE)
+    world.jobs = (waiting(replicas=8),)
+    world.run(300)
+    assert world.desired == {"small": 0, "large": 2}
+    world.provider.reprice("small", 0.5)
+    world.jobs = (waiting(replicas=9),)
+    world.run(300)
+    assert world.desired == {"small": 1, "large": 2}
+    for wanted, left in (
+        (8, {"small": 1, "large": 2}),
+        (7, {"small": 0, "large": 2}),
+        (5, {"small": 0, "large": 2}),
+    ):
+        world.jobs = (waiting(replicas=wanted),)
+        world.run(600)
+        assert world.desired == {"small": small, "large": 2}
+    world.jobs = (waiting(replicas=4),)
+    world.run(600)
+    assert world.desired == {"small": 0, "large": 1}
+    assert world.provider.launched == 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 20), st.sampled_from(["small", "large"]), st.sampled_from([0.3, 1.0, 4.0])),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(1, 6),
+)
+def test_unlike_nodes_keep_to_the_bounds_and_come_to_rest(
+    story: list[tuple[int, str, float]], most: int
+) -> None:
+    world = World(SMALL, LARGE, settings=ScalingSettings(max_nodes=most))
+    for replicas, pool, price in story:
+        world.jobs = (waiting(replicas=replicas),) if replicas else ()
+        world.provider.reprice(pool, price)
+        for _ in range(20):
+            world.tick(30)
+            assert sum(world.desired.values()) <= most
+        before = world.desired, world.provider.launched
+        world.run(600, every=30)
+        assert (world.desired, world.provider.launched) == before
+        slots = world.desired["small"] + 4 * world.desired["large"]
+        assert slots >= replicas or sum(world.desired.values()) == most
+
+
+@given(
+    st.floats(0, 400),
+    st.lists(st.sampled_from([1, 2, 4, 8]), max_size=30),
+    st.integers(0, 10),
+    st.integers(10, 40),
+)
+def test_what_goes_can_be_spared_or_is_too_much(keep: float, there: list[int], floor: int, most: int) -> None:
+    gone = going(there, keep, floor, most)
+    left = len(there) - len(gone)
+    assert left <= most
+    assert left >= min(floor, len(there))
+    slots = sum(there) - sum(there[place] for place in gone)
+    if len(there) <= most:
+        assert slots >= min(keep - 1e-6, sum(there))
+    if left > floor:
+        assert all(slots - there[place] < keep for place in set(range(len(there))) - set(gone))
+
+
+def test_what_can_not_go_is_counted() -> None:
+    assert going([4, 4], 6, 0, 10, fixed=(1, 2)) == [0]
+    goal = target(6, 4, [4, 4], ScalingSettings(), since_change=1e9, low_for=1e9, fixed=(1, 2))
+    assert goal.nodes == 2
+    assert target(10, 4, [4, 4], ScalingSettings(), since_change=1e9, low_for=1e9, fixed=(1, 2)).nodes == 3
+
+
+# -- jobs of several nodes
+
+
+@pytest.mark.parametrize("modelled", [False, True])
+def test_a_job_gets_as_many_nodes_as_it_needs_however_few_slots(modelled: bool) -> None:
+    world = World(LARGE)
+    more = {"min_replicas": 2, "min_nodes": 2}
+    world.jobs = (job(max_profiled_replicas=1, **more) if modelled else JobInfo("t", max_replicas=8, **more),)
+    world.run(300)
+    assert world.desired == {"large": 2}
+    world.run(600)
+    assert world.desired == {"large": 2}
+
+
+def test_two_jobs_of_several_nodes_share_none() -> None:
+    world = World(LARGE)
+    world.jobs = tuple(JobInfo(name, max_replicas=8, min_replicas=2, min_nodes=2) for name in "ab")
+    world.run(300)
+    assert world.desired == {"large": 4}
+
+
+def test_nodes_of_others_count_for_it() -> None:
+    two = JobInfo("t", max_replicas=8, min_replicas=2, min_nodes=2)
+    seen = Observation(0.0, Capacity((LARGE,)), {}, (two,), other_slots=4, other_nodes=1)
+    assert [a.desired for a in step(seen, Memory(), ScalingSettings()).actions if isinstance(a, Request)] == [
+        1
+    ]
+
+
+# -- changed by people
+
+
+def test_nodes_beyond_what_somebody_asked_for_are_counted_and_go_when_they_are_not_needed() -> None:
+    """Their protection keeps the group from removing them when its desired capacity is lowered by hand."""
+    world = World(DEMAND)
+    world.jobs = (waiting(replicas=4),)
+    world.run(120)
+
+    def lower(to: int) -> None:
+        world.provider._pools["demand"] = replace(world.provider._pools["demand"], desired=to)
+
+    lower(2)
+    world.run(30)
+    assert world.desired == {"demand": 4}
+    world.jobs = (waiting(replicas=3),)
+    lower(3)
+    world.run(600)
+    assert world.desired == {"demand": 3}
+    assert len(world.running) == 3
+    assert world.provider.launched == 4
+
+
+def test_more_than_is_worth_it_is_taken_back() -> None:
+    world = World(DEMAND)
+    world.jobs = (waiting(replicas=1),)
+    world.run(120)
+    world.provider.request("demand", 5)  # by a person
+    world.run(600)
+    assert world.desired == {"demand": 1}
+
+
+# -- pools that take back
+
+
+def test_a_pool_that_interrupts_too_often_is_left_and_tried_again_in_time() -> None:
+    """The group would replace by itself for ever what it takes back."""
+    world = World(DEMAND, SPOT)
+    world.jobs = (waiting(replicas=1),)
+    world.run(120)
+    assert world.desired == {"demand": 0, "spot": 1}
+    interruptions = 0
+    while not world.desired["demand"]:
+        for name in world.running:
+            world.provider.vanish(name)
+        interruptions += 1
+        assert interruptions < 12
+        world.run(600)
+    assert interruptions > 2
+    assert world.desired == {"demand": 1, "spot": 0}
+    assert any("interruptions per node and hour" in text for text in world.tick().warnings)
+    launched = world.provider.launched
+    world.run(1800)
+    assert world.provider.launched == launched
+    world.run(2 * 86400, every=600)
+    world.jobs = ()
+    world.run(600)
+    world.jobs = (waiting(replicas=1),)
+    world.run(120)
+    assert world.desired == {"demand": 0, "spot": 1}
+
+
+def test_a_few_interruptions_are_no_reason() -> None:
+    world = World(DEMAND, SPOT)
+    world.jobs = (waiting(replicas=8),)
+    for _ in range(24):  # one node of eight every hour
+        world.run(3600, every=60)
+        world.provider.vanish(world.running[0])
+    world.run(300)
+    assert world.desired == {"demand": 0, "spot": 8}
+
+
+def test_where_a_pool_is_shut_a_notice_is_made_good_elsewhere_at_once() -> None:
+    world = World(DEMAND, SPOT)
+    world.jobs = (waiting(replicas=2),)
+    world.until(lambda: len(world.running) == 2)
+    world.provider.outage["spot"] = "no Spot capacity available"
+    world.jobs = (waiting(replicas=3),)
+    world.run(60)
+    assert world.desired == {"demand": 1, "spot": 2}
+    victim = next(name for name in world.running if name.startswith("spot"))
+    world.stuck = {victim}
+    world.provider.interrupt(victim, 120)
+    world.run(30)
+    assert world.desired["demand"] == 2
+    assert victim in world.running
+    world.stuck = set()
+    world.run(120)
+    assert world.desired == {"demand": 2, "spot": 1}
+    assert [a for a in world.of(Release) if isinstance(a, Release) and a.replace] == []
+
+
+def test_a_launch_that_failed_long_ago_is_no_reason_not_to_ask() -> None:
+    old = replace(DEMAND, trouble="InsufficientInstanceCapacity", trouble_since=5.0)
+    jobs, settings_ = (waiting(replicas=2),), ScalingSettings()
+    first = step(Observation(1000.0, Capacity((old,)), {}, jobs), Memory(), settings_)
+    assert [a.desired for a in first.actions if isinstance(a, Request)] == [2]
+    asked = replace(old, desired=2)
+    second = step(Observation(1005.0, Capacity((asked,)), {}, jobs), first.memory, settings_)
+    assert second.actions == ()
+    assert second.warnings == ()
+    failed = replace(asked, trouble_since=1006.0)
+    third = step(Observation(1010.0, Capacity((failed,)), {}, jobs), second.memory, settings_)
+    assert [a.desired for a in third.actions if isinstance(a, Request)] == [0]
+    assert any("InsufficientInstanceCapacity" in text for text in third.warnings)
+
+
+# -- said
+
+
+def test_agents_with_other_room_than_their_instances_are_said() -> None:
+    instance = Instance("i-1", "demand", InstanceState.RUNNING, slots=1, instance_type="c5.4xlarge")
+    pool = replace(DEMAND, desired=1)
+    for slots, said in ((4, True), (1, False), (0, False)):
+        nodes = {"i-1": NodeUse("n", {"t": 1}, slots=slots)}
+        seen = Observation(0.0, Capacity((pool,), (instance,)), nodes, (waiting(replicas=1),))
+        warnings = step(seen, Memory(), ScalingSettings()).warnings
+        assert any("c5.4xlarge" in text and "--slots 4" in text for text in warnings) is said
+
+
+def test_a_budget_below_one_nodes_price_is_said() -> None:
+    world = World(DEMAND, settings=ScalingSettings(max_hourly_cost=0.5))
+    world.jobs = (waiting(replicas=1),)
+    assert any("0.5 is less than one node costs (1)" in text for text in world.tick().warnings)
+
+
+def test_a_deadline_that_is_over_is_said() -> None:
+    world = World(DEMAND, settings=ScalingSettings(deadlines={"*": 500.0}))
+    world.jobs = (job(),)
+    assert any("train: its deadline was 510 s ago" in text for text in world.tick().warnings)
