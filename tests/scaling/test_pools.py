@@ -45,11 +45,7 @@ def test_of_unlike_nodes_only_those_go_that_are_not_needed() -> None:
     world.jobs = (waiting(replicas=9),)
     world.run(300)
     assert world.desired == {"small": 1, "large": 2}
-    for wanted, left in (
-        (8, {"small": 1, "large": 2}),
-        (7, {"small": 0, "large": 2}),
-        (5, {"small": 0, "large": 2}),
-    ):
+    for wanted, small in ((8, 1), (7, 0), (5, 0)):
         world.jobs = (waiting(replicas=wanted),)
         world.run(600)
         assert world.desired == {"small": small, "large": 2}
