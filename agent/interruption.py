@@ -40,6 +40,7 @@ TOKEN_SECONDS = 21600  # the most that IMDSv2 grants
 SPOT_NOTICE_SECONDS = 120.0  # what AWS promises; used where the notice's time can not be read
 _FIRMWARE = ("sys_vendor", "board_vendor", "bios_vendor", "chassis_vendor")
 _MAX_ANSWER = 1 << 16
+_WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds between the attempts to learn who we are
 
 
 @dataclass(frozen=True)
@@ -139,12 +140,16 @@ class MetadataClient:
 
 
 def discover(
-    environ: Mapping[str, str] = os.environ, timeout: float = 1.0, firmware: Path = Path("/sys/class/dmi/id")
+    environ: Mapping[str, str] = os.environ,
+    timeout: float = 1.0,
+    firmware: Path = Path("/sys/class/dmi/id"),
+    wait: Callable[[float], None] = time.sleep,
 ) -> Identity | None:
     """Who this machine is: from `ADAPTDL_INSTANCE_ID` and its like, else from EC2; None anywhere else.
 
-    Takes a file read where it is no EC2 instance, and at most a few times `timeout` seconds where the
-    metadata service hangs.
+    Takes a file read where it is no EC2 instance. A metadata service that does not answer, as while the
+    instance boots, is asked five times in 7.5 s: a node without its name is never told of its end, and the
+    autoscaler would take its instance for one that never became a node.
     """
     endpoint = environ.get(ENDPOINT_VARIABLE)
     named = environ.get("ADAPTDL_INSTANCE_ID")
@@ -160,7 +165,21 @@ def discover(
         return None
     if not endpoint and not on_ec2(firmware):
         return None
-    return _ask(endpoint or DEFAULT_ENDPOINT, timeout)
+    client = MetadataClient(endpoint or DEFAULT_ENDPOINT, timeout)
+    for pause in (*_WAITS, None):
+        try:
+            return _ask(client, endpoint or DEFAULT_ENDPOINT)
+        except MetadataError as error:
+            if pause is not None:
+                wait(pause)
+                continue
+            logger.warning(
+                "this is an EC2 instance, but its metadata service does not answer (%s): this node is not "
+                "told of interruptions, and an autoscaler takes its instance for one without an agent; in a "
+                "container set the instance's HttpPutResponseHopLimit to 2, or ADAPTDL_INSTANCE_ID",
+                error,
+            )
+    return None
 
 
 def on_ec2(firmware: Path = Path("/sys/class/dmi/id")) -> bool:
@@ -174,26 +193,17 @@ def on_ec2(firmware: Path = Path("/sys/class/dmi/id")) -> bool:
     return False
 
 
-def _ask(endpoint: str, timeout: float) -> Identity | None:
-    client = MetadataClient(endpoint, timeout)
-    try:
-        instance = client.get("meta-data/instance-id")
-        if not instance:
-            return None
-        return Identity(
-            instance=instance.strip(),
-            instance_type=client.get("meta-data/instance-type"),
-            zone=client.get("meta-data/placement/availability-zone"),
-            preemptible=(client.get("meta-data/instance-life-cycle") or "").strip() == "spot",
-            endpoint=endpoint,
-        )
-    except MetadataError as error:
-        logger.warning(
-            "this is an EC2 instance, but its metadata service does not answer (%s): interruptions will be "
-            "seen only through a queue; in a container set the instance's HttpPutResponseHopLimit to 2",
-            error,
-        )
+def _ask(client: MetadataClient, endpoint: str) -> Identity | None:
+    instance = client.get("meta-data/instance-id")
+    if not instance:
         return None
+    return Identity(
+        instance=instance.strip(),
+        instance_type=client.get("meta-data/instance-type"),
+        zone=client.get("meta-data/placement/availability-zone"),
+        preemptible=(client.get("meta-data/instance-life-cycle") or "").strip() == "spot",
+        endpoint=endpoint,
+    )
 
 
 def parse_instance_action(body: str, now: float) -> Notice:
@@ -204,7 +214,7 @@ def parse_instance_action(body: str, now: float) -> Notice:
     try:
         content = json.loads(body)
         action, when = str(content["action"]), _epoch(str(content["time"]))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return Notice(NoticeKind.SPOT, "spot interruption (unreadable notice)", now + SPOT_NOTICE_SECONDS)
     return Notice(NoticeKind.SPOT, f"spot interruption: {action}", when)
 

@@ -97,17 +97,53 @@ def test_named_by_the_environment_without_a_service() -> None:
     assert watch(None, lambda _: None) is None
 
 
-def test_a_hanging_service_is_given_up_quickly(imds: FakeImds, caplog: pytest.LogCaptureFixture) -> None:
-    imds.hang.set()
-    assert discover({ENDPOINT_VARIABLE: imds.endpoint}, timeout=0.2) is None  # it hangs until it is closed
-    assert "HttpPutResponseHopLimit" in caplog.text
+def test_a_hanging_service_is_given_up(imds: FakeImds, caplog: pytest.LogCaptureFixture) -> None:
+    imds.hang.set()  # until it is closed
+    waits: list[float] = []
+    assert discover({ENDPOINT_VARIABLE: imds.endpoint}, timeout=0.2, wait=waits.append) is None
+    assert "HttpPutResponseHopLimit to 2, or ADAPTDL_INSTANCE_ID" in caplog.text
+    assert caplog.text.count("does not answer") == 1
+    assert sum(waits) < 10
 
 
 def test_an_absent_service_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        assert discover({ENDPOINT_VARIABLE: f"http://127.0.0.1:{closed.getsockname()[1]}"}, 0.5) is None
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        assert discover({ENDPOINT_VARIABLE: endpoint}, 0.5, wait=lambda _: None) is None
     assert "does not answer" in caplog.text
+
+
+def test_a_service_that_is_not_up_yet_is_waited_for(imds: FakeImds, caplog: pytest.LogCaptureFixture) -> None:
+    """Without its instance a node is never told of its end, and the autoscaler takes it for a dud."""
+    imds.broken = True
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        imds.broken = len(waits) < 3
+
+    found = discover({ENDPOINT_VARIABLE: imds.endpoint}, PATIENT, wait=wait)
+    assert found is not None
+    assert found.instance == imds.values["instance-id"]
+    assert len(waits) == 3
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("path", ["instance-type", "instance-life-cycle"])
+def test_half_an_answer_is_asked_again(imds: FakeImds, path: str) -> None:
+    imds.failing[path] = 503
+    found = discover({ENDPOINT_VARIABLE: imds.endpoint}, PATIENT, wait=lambda _: imds.failing.clear())
+    assert found == Identity(
+        imds.values["instance-id"], "g5.xlarge", "eu-central-1a", True, endpoint=imds.endpoint
+    )
+
+
+def test_a_body_beyond_reason_is_a_notice_all_the_same(imds: FakeImds) -> None:
+    told: Notices = queue.Queue()
+    imds.values["spot/instance-action"] = "[" * 60_000
+    Watcher(MetadataClient(imds.endpoint, PATIENT), told.put).look_once()
+    assert told.get_nowait().kind is NoticeKind.SPOT
 
 
 @pytest.mark.parametrize("address", ["https://169.254.169.254", "169.254.169.254", ""])
