@@ -2,7 +2,11 @@
 
 Every right is tried, not read: reading calls are made; changing ones are made so that they change
 nothing (EC2 Auto Scaling has no dry run): a request for the capacity that a group already has, a tag
-that is taken away again.
+that is taken away again, and where there is no such thing, a call that is refused for its contents,
+because AWS looks at the right first: processes, instances, hooks and receipts that do not exist.
+
+One right can not be tried: TerminateInstanceInAutoScalingGroup names no group, so that for an instance
+that does not exist AWS can not tell whether a policy that is limited to some groups covers it.
 """
 
 from __future__ import annotations
@@ -11,12 +15,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from botocore.exceptions import ClientError
+
 from adaptdl_elastic.autoscaler.providers import ec2_read as read
 from adaptdl_elastic.autoscaler.providers.base import ProviderError
 from adaptdl_elastic.autoscaler.providers.ec2 import connect
 from adaptdl_elastic.autoscaler.providers.ec2_errors import explained
 
 _TAG = "adaptdl-elastic:doctor"
+_NOBODY = "i-00000000000000000"
+_NOTHING = "adaptdl-doctor"  # a process, a hook and a receipt that do not exist
+_CONTENTS = frozenset(
+    {
+        "ValidationError",
+        "InvalidParameterValue",
+        "InvalidInstanceID",
+        "ReceiptHandleIsInvalid",
+        "ResourceContention",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +66,7 @@ def check_aws(
         checks += _group(clients, name)
     checks.append(_try("spot prices", "ec2:DescribeSpotPriceHistory", lambda: _spot_prices(clients["ec2"])))
     if queue_url:
-        checks.append(_queue(clients["sqs"], queue_url))
+        checks += _queue(clients["sqs"], queue_url)
     else:
         checks.append(
             Check(
@@ -96,6 +113,7 @@ def _group(clients: dict[str, Any], name: str) -> list[Check]:
                 NewInstancesProtectedFromScaleIn=bool(group.get("NewInstancesProtectedFromScaleIn", False)),
             ),
         ),
+        *_refused(autoscaling, name),
         (
             "autoscaling:DescribeScalingActivities",
             lambda: autoscaling.describe_scaling_activities(AutoScalingGroupName=name, MaxRecords=1),
@@ -108,7 +126,68 @@ def _group(clients: dict[str, Any], name: str) -> list[Check]:
         ("ec2:DescribeInstances", lambda: ec2.describe_instances(MaxResults=5)),
         ("ec2:DescribeInstanceTypes", lambda: ec2.describe_instance_types(InstanceTypes=["t3.micro"])),
     ]
-    return checks + [_try(name, action, attempt) for action, attempt in attempts]
+    return [
+        *checks,
+        *(_try(name, action, attempt) for action, attempt in attempts),
+        _termination(clients, name),
+    ]
+
+
+def _refused(autoscaling: Any, name: str) -> list[tuple[str, Callable[[], Any]]]:
+    """Calls that can not succeed, and fail for another reason than the right where that is there."""
+    hook = {"AutoScalingGroupName": name, "LifecycleHookName": _NOTHING, "InstanceId": _NOBODY}
+    process = {"AutoScalingGroupName": name, "ScalingProcesses": [_NOTHING]}
+    return [
+        ("autoscaling:SuspendProcesses", _expect(lambda: autoscaling.suspend_processes(**process))),
+        ("autoscaling:ResumeProcesses", _expect(lambda: autoscaling.resume_processes(**process))),
+        (
+            "autoscaling:SetInstanceProtection",
+            _expect(
+                lambda: autoscaling.set_instance_protection(
+                    AutoScalingGroupName=name, InstanceIds=[_NOBODY], ProtectedFromScaleIn=True
+                )
+            ),
+        ),
+        (
+            "autoscaling:RecordLifecycleActionHeartbeat",
+            _expect(lambda: autoscaling.record_lifecycle_action_heartbeat(**hook)),
+        ),
+        (
+            "autoscaling:CompleteLifecycleAction",
+            _expect(lambda: autoscaling.complete_lifecycle_action(**hook, LifecycleActionResult="CONTINUE")),
+        ),
+    ]
+
+
+def _expect(attempt: Callable[[], Any]) -> Callable[[], Any]:
+    """The attempt, for which a refusal of its contents is a success."""
+
+    def call() -> None:
+        try:
+            attempt()
+        except ClientError as error:
+            if str(error.response.get("Error", {}).get("Code", "")) not in _CONTENTS:
+                raise
+
+    return call
+
+
+def _termination(clients: dict[str, Any], name: str) -> Check:
+    action = "autoscaling:TerminateInstanceInAutoScalingGroup"
+    found = _try(
+        name,
+        action,
+        _expect(
+            lambda: clients["autoscaling"].terminate_instance_in_auto_scaling_group(
+                InstanceId=_NOBODY, ShouldDecrementDesiredCapacity=False
+            )
+        ),
+    )
+    if found.ok or "no permission" not in found.detail:
+        return found
+    return Check(
+        found.name, True, f"could not be tried without an instance: see to it that {action} is allowed"
+    )
 
 
 def _set_up(group: read.Answer) -> Check:
@@ -152,10 +231,17 @@ def _try(name: str, action: str, attempt: Callable[[], Any]) -> Check:
     return Check(f"{name}: {action}", True, "allowed")
 
 
-def _queue(sqs: Any, url: str) -> Check:
+def _queue(sqs: Any, url: str) -> list[Check]:
     try:
         with explained("sqs:GetQueueAttributes", url):
             answer = sqs.get_queue_attributes(QueueUrl=url, AttributeNames=["ApproximateNumberOfMessages"])
     except ProviderError as error:
-        return Check("notice queue", False, str(error))
-    return Check("notice queue", True, f"{answer['Attributes']['ApproximateNumberOfMessages']} messages wait")
+        return [Check("notice queue", False, str(error))]
+    waiting = answer["Attributes"]["ApproximateNumberOfMessages"]
+    nothing = {"QueueUrl": url, "ReceiptHandle": _NOTHING}
+    return [
+        Check("notice queue", True, f"{waiting} messages wait"),
+        # what is received is visible again at once, for whom it is meant
+        _try(url, "sqs:ReceiveMessage", lambda: sqs.receive_message(QueueUrl=url, VisibilityTimeout=0)),
+        _try(url, "sqs:DeleteMessage", _expect(lambda: sqs.delete_message(**nothing))),
+    ]

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore import xform_name
 from moto_process import Moto, make_group
-from thin_aws import AutoScaling
+from thin_aws import AutoScaling, client_error
 
 from adaptdl_elastic.autoscaler.providers.ec2 import connect
 from adaptdl_elastic.autoscaler.providers.ec2_doctor import Check, check_aws
@@ -14,29 +18,77 @@ def failing(checks: list[Check]) -> list[str]:
     return [f"{check.name}: {check.detail}" for check in checks if not check.ok]
 
 
+def thin_clients(moto: Moto) -> tuple[AutoScaling, Callable[..., Any]]:
+    thin = AutoScaling(moto.client("autoscaling"))
+    return thin, lambda service, *where: thin if service == "autoscaling" else connect(service, *where)
+
+
 def test_all_is_well_and_nothing_is_changed(moto: Moto) -> None:
     make_group(moto, "workers", desired=1)
-    url = moto.client("sqs").create_queue(QueueName="notices")["QueueUrl"]
+    sqs = moto.client("sqs")
+    url = sqs.create_queue(QueueName="notices")["QueueUrl"]
+    sqs.send_message(QueueUrl=url, MessageBody="for the autoscaler")
     client = moto.client("autoscaling")
     before = client.describe_auto_scaling_groups()["AutoScalingGroups"]
-    checks = check_aws(["workers"], queue_url=url)
+    _, to = thin_clients(moto)
+    checks = check_aws(["workers"], queue_url=url, connect_to=to)
     assert failing(checks) == []
     assert any("0 to 4 nodes, 1 wanted" in check.detail for check in checks)
     assert client.describe_auto_scaling_groups()["AutoScalingGroups"] == before
+    assert len(sqs.receive_message(QueueUrl=url)["Messages"]) == 1
+
+
+ACTIONS = [
+    *("SetDesiredCapacity", "CreateOrUpdateTags", "DeleteTags", "UpdateAutoScalingGroup"),
+    *("DescribeScalingActivities", "DescribeLifecycleHooks", "SuspendProcesses", "ResumeProcesses"),
+    *("SetInstanceProtection", "RecordLifecycleActionHeartbeat", "CompleteLifecycleAction"),
+]
 
 
 def test_each_missing_right_is_named(moto: Moto) -> None:
     make_group(moto, "workers")
-    thin = AutoScaling(moto.client("autoscaling"))
-    thin.denied = {"set_desired_capacity", "create_or_update_tags", "describe_lifecycle_hooks"}
-
-    def to(service: str, region: str | None, profile: str | None) -> Any:
-        return thin if service == "autoscaling" else connect(service, region, profile)
-
+    thin, to = thin_clients(moto)
+    thin.denied = {xform_name(action) for action in ACTIONS}
     found = failing(check_aws(["workers"], connect_to=to))
-    assert len(found) == 3
-    for action in ("SetDesiredCapacity", "CreateOrUpdateTags", "DescribeLifecycleHooks"):
+    assert len(found) == len(ACTIONS)
+    for action in ACTIONS:
         assert any(f"no permission for autoscaling:{action} on workers" in text for text in found)
+
+
+def test_the_right_that_can_not_be_tried_is_said(moto: Moto) -> None:
+    make_group(moto, "workers")
+    thin, to = thin_clients(moto)
+    thin.denied = {"terminate_instance_in_auto_scaling_group"}
+    checks = check_aws(["workers"], connect_to=to)
+    assert failing(checks) == []
+    assert any("see to it that autoscaling:TerminateInstanceInAutoScalingGroup" in c.detail for c in checks)
+
+
+@pytest.mark.parametrize("action", ["ReceiveMessage", "DeleteMessage"])
+def test_rights_on_the_queue(moto: Moto, action: str) -> None:
+    sqs = moto.client("sqs")
+    url = sqs.create_queue(QueueName="notices")["QueueUrl"]
+
+    def refuse(**arguments: object) -> None:
+        raise client_error("AccessDenied", "no")
+
+    class Denied:
+        def __getattr__(self, name: str) -> Any:
+            return refuse if name == xform_name(action) else getattr(sqs, name)
+
+    def to(service: str, *where: str | None) -> Any:
+        return Denied() if service == "sqs" else connect(service, *where)
+
+    (found,) = failing(check_aws([], queue_url=url, connect_to=to))
+    assert f"no permission for sqs:{action}" in found
+
+
+def test_the_policy_in_the_docs_is_all_that_is_tried() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "ec2.md").read_text()
+    policy = json.loads(text.split("```json")[1].split("```")[0])
+    allowed = {action for statement in policy["Statement"] for action in statement["Action"]}
+    assert {f"autoscaling:{action}" for action in ACTIONS} <= allowed
+    assert "autoscaling:TerminateInstanceInAutoScalingGroup" in allowed
 
 
 def test_what_is_wrong_with_the_groups_is_named(moto: Moto) -> None:

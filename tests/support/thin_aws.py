@@ -1,8 +1,9 @@
 """What moto does not do, or does wrong, in as few lines as will do: hooks that wait, limits, failures.
 
-`AutoScaling` wraps a client of moto's. It holds terminated instances in Terminating:Wait while their
-group has a termination hook, takes heartbeats and completions, enforces Min and Max, refuses what the
-credentials do not allow, and tells of launches that failed for want of capacity.
+`AutoScaling` wraps a client of moto's. It knows which processes and instances there are, holds
+terminated instances in Terminating:Wait while their group has a termination hook, takes heartbeats and
+completions, enforces Min and Max, refuses what the credentials do not allow, and tells of launches that
+failed for want of capacity.
 """
 
 from __future__ import annotations
@@ -15,6 +16,12 @@ from botocore.exceptions import ClientError
 
 def client_error(code: str, message: str, operation: str = "Operation") -> ClientError:
     return ClientError({"Error": {"Code": code, "Message": message}}, operation)
+
+
+PROCESSES = {
+    *("Launch", "Terminate", "AddToLoadBalancer", "AlarmNotification", "AZRebalance", "HealthCheck"),
+    *("InstanceRefresh", "ReplaceUnhealthy", "ScheduledActions"),
+}
 
 
 class AutoScaling:
@@ -95,6 +102,26 @@ class AutoScaling:
         assert arguments["LifecycleActionResult"] in ("CONTINUE", "ABANDON")
         del self.waiting[arguments["InstanceId"]]
         return {}
+
+    def suspend_processes(self, **arguments: Any) -> Any:
+        return self._processes("suspend_processes", arguments)
+
+    def resume_processes(self, **arguments: Any) -> Any:
+        return self._processes("resume_processes", arguments)
+
+    def _processes(self, operation: str, arguments: dict[str, Any]) -> Any:
+        self._check(operation)
+        if set(arguments["ScalingProcesses"]) - PROCESSES:
+            raise client_error("ValidationError", f"no such process: {arguments['ScalingProcesses']}")
+        return getattr(self._client, operation)(**arguments)
+
+    def set_instance_protection(self, **arguments: Any) -> Any:
+        self._check("set_instance_protection")
+        group = self._group(arguments["AutoScalingGroupName"])
+        there = {entry["InstanceId"] for entry in group["Instances"]}
+        if set(arguments["InstanceIds"]) - there:
+            raise client_error("ValidationError", "The instance is not part of the Auto Scaling group")
+        return self._client.set_instance_protection(**arguments)
 
     def describe_scaling_activities(self, **arguments: Any) -> Any:
         self._check("describe_scaling_activities")
