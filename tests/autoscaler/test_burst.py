@@ -82,7 +82,7 @@ def test_a_person_is_served_in_the_middle_of_a_burst_of_plans(stack: ExitStack) 
     stack.callback(agent.stop)
     thread = threading.Thread(target=coordinator.run, daemon=True)
     thread.start()
-    stack.callback(thread.join, 20)
+    stack.callback(thread.join, 60)
     stack.callback(coordinator.stop)
     with shared.watch(keys.root) as watch:
         for _ in watch:
@@ -94,5 +94,5 @@ def test_a_person_is_served_in_the_middle_of_a_burst_of_plans(stack: ExitStack) 
         submit(shared, keys, spec_of(job))
         record = NodeRecord(node, job, f"{job}-1", f"{node}-{job}", "127.0.0.1", 1)
         shared.put(keys.node(node, job), records.encode(record))
-    assert all_written.wait(60)
+    assert all_written.wait(200)
     assert order.index("a") < CROWD, order

@@ -124,7 +124,7 @@ def test_it_is_served_where_it_is_asked_to_be(pump: Pump) -> None:
     metrics = serve("127.0.0.1", 0)
     try:
         observe(pump, metrics)
-        with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=100) as answer:
             assert b"adaptdl_job_replicas" in answer.read()
     finally:
         metrics.close()

@@ -215,7 +215,7 @@ def test_trouble_with_the_disk_is_told_and_leaves_the_checkpoint_before(
     with monkeypatch.context() as patch:
         patch.setattr(_storage, "_write_all", full)
         checkpoint.save_all_states(kind="periodic", background=True)
-        assert checkpoint.flush(10)
+        assert checkpoint.flush(60)
         with pytest.raises(CheckpointSaveError, match="No space left on device"):
             checkpoint.save_all_states(kind="stop")
     assert "No space left on device" in caplog.text
@@ -299,18 +299,18 @@ class Slow(Number):
 
     def write_snapshot(self, snapshot: Any, fileobj: Any) -> None:
         self.writing.set()
-        assert self.go.wait(30)
+        assert self.go.wait(100)
         super().write_snapshot(snapshot, fileobj)
 
 
 def test_a_background_save_holds_the_state_as_it_was(script: Script) -> None:
     slow, done = Slow("n", 1), []
     checkpoint.save_all_states(kind="periodic", background=True, done=done.append)
-    assert slow.writing.wait(10)
+    assert slow.writing.wait(60)
     assert done == []
     slow.value = 2  # training goes on
     slow.go.set()
-    assert checkpoint.flush(10)
+    assert checkpoint.flush(60)
     assert len(done) == 1
     script.restart()
     assert Number("n").value == 1
@@ -319,7 +319,7 @@ def test_a_background_save_holds_the_state_as_it_was(script: Script) -> None:
 def test_a_periodic_save_is_left_out_while_one_is_written_and_a_stop_comes_after_it(script: Script) -> None:
     slow, done = Slow("n", 1), []
     checkpoint.save_all_states(kind="periodic", background=True, done=done.append)
-    assert slow.writing.wait(10)
+    assert slow.writing.wait(60)
     slow.value = 2
     checkpoint.save_all_states(kind="periodic", background=True, done=done.append)
     checkpoint.save_all_states(kind="request", background=True, done=done.append)
@@ -377,13 +377,13 @@ def test_a_save_holds_what_was_not_claimed_when_it_was_asked_for(script: Script,
     script.restart()
     slow = Slow("early")
     checkpoint.save_all_states(kind="periodic", background=True)
-    assert slow.writing.wait(10)
+    assert slow.writing.wait(60)
     claimed = Number("claimed")
     assert claimed.value == 2
     claimed.value = 3
     checkpoint.end_epoch(0)
     slow.go.set()
-    assert checkpoint.flush(10)
+    assert checkpoint.flush(60)
     assert set(newest_states(tmp_path)) == {"early", "claimed", "ended"}
     checkpoint.save_all_states()
     assert set(newest_states(tmp_path)) == {"early", "claimed"}

@@ -103,7 +103,6 @@ def test_unknown_arguments_and_accumulation_are_refused(script: Script) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_two_replicas_then_one_read_every_token_once(tmp_path: Path) -> None:
     size, batch_size, bptt_len = 1003, 6, 5
     environment = {"ADAPTDL_CHECKPOINT_PATH": str(tmp_path), "ADAPTDL_CHECKPOINT_INTERVAL": "0"}

@@ -400,7 +400,7 @@ def test_the_training_loop_never_waits_for_a_fit(script: Script, monkeypatch: py
 
     def endless(*args: Any) -> Any:
         fitting.set()
-        assert go.wait(30)
+        assert go.wait(100)
         return fit(*args)
 
     monkeypatch.setattr(_metrics, "fit_perf_params", endless)
@@ -443,7 +443,7 @@ def test_an_error_in_the_background_is_logged_and_does_not_end_it(
     metrics = Metrics()
     metrics.profile_step_start(1)
     metrics.profile_step_commit()
-    assert twice.wait(30)
+    assert twice.wait(100)
     metrics.close()
     assert "of the test" in caplog.text
 

@@ -190,7 +190,7 @@ def test_killed_at_any_point_a_whole_checkpoint_is_left(script: Script, bucket: 
     write(storage, {"a": b"first", "b": b"first"})
     codes = []
     for point in range(7):
-        run = subprocess.run([sys.executable, "-c", KILLED, storage.path, str(point)], timeout=60)
+        run = subprocess.run([sys.executable, "-c", KILLED, storage.path, str(point)], timeout=200)
         codes.append(run.returncode)
         newest = storage.ids()[-1]
         states = storage.manifest(newest).states

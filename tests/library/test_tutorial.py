@@ -31,7 +31,7 @@ def idx_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_adaptdls_tutorial_runs_with_only_its_imports_changed(
     idx_images: Path, tmp_path: Path, replicas: int

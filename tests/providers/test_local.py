@@ -42,12 +42,19 @@ signal.pause()
 """
 
 
-def wait(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait(condition: Callable[[], bool], seconds: float = 100.0) -> None:
     """Until a change made by another process can be seen; there is nothing to be told by."""
     end, pause = time.monotonic() + seconds, threading.Event()
     while not condition():
         assert time.monotonic() < end
         pause.wait(0.01)
+
+
+def gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.fixture
@@ -134,9 +141,9 @@ def test_what_an_agent_leaves_behind_goes_with_it(make: Callable[..., LocalProvi
     (first,) = local.capacity().instances
     log = tmp_path / f"{first.id}.log"
     wait(lambda: log.read_text().endswith("\n"))
-    pid = int(log.read_text())
+    child = psutil.Process(int(log.read_text()))
     local.terminate(first.id)
-    wait(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    wait(lambda: gone(child))
 
 
 def test_agents_do_not_outlive_a_killed_owner(tmp_path: Path) -> None:
@@ -159,7 +166,7 @@ sys.stdin.read()
     process.wait()
     process.stdin.close()
     process.stdout.close()
-    wait(lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE)
+    wait(lambda: gone(agent))
 
 
 def test_bad_requests(make: Callable[..., LocalProvider], tmp_path: Path) -> None:

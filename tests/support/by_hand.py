@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,20 +23,13 @@ class Ended(NamedTuple):
     output: str
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
-
-
 def run_replicas(
     arguments: Sequence[str],
     replicas: int,
     environment: Mapping[str, str] | None = None,
     *,
     generation: int = 0,
-    timeout: float = 100.0,
+    timeout: float = 200.0,
 ) -> list[Ended]:
     """Run `python *arguments` as that many replicas; how each ended, by rank. Leaves none behind."""
     common = {

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ports import free_port
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "adaptdl_elastic.torch.parallel"])
-
-_NEXT_PORT = iter(range(21000 + os.getpid() * 7 % 9000, 40000))
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,8 @@ class Replica:
     output: str
 
 
-def free_port() -> int:
-    import socket
-
-    for port in _NEXT_PORT:
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise AssertionError("no free port")
-
-
 def run(
-    script: Path, replicas: int, folder: Path, timeout: float = 60.0, **environment: str
+    script: Path, replicas: int, folder: Path, timeout: float = 200.0, **environment: str
 ) -> list[Replica]:
     """Run `script` in so many replicas without a launcher, wait for all of them, and leave none behind."""
     port, processes = str(free_port()), []
@@ -66,7 +57,7 @@ def run(
                 assert process.pid is not None
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                process.join(5)
+                process.join()
 
 
 def main(script: str, environment: dict[str, str], output: str) -> None:

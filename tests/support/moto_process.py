@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import boto3
+from ports import free_port
 
 REGION = "eu-central-1"
 IMAGE = "ami-03cf127a"  # one that moto knows from the start
@@ -44,14 +44,12 @@ class Moto:
     def reset(self) -> None:
         """Forget everything."""
         request = urllib.request.Request(f"{self.endpoint}/moto-api/reset", method="POST")
-        urllib.request.urlopen(request, timeout=10).close()
+        urllib.request.urlopen(request, timeout=100).close()
 
 
 @contextlib.contextmanager
 def running_moto() -> Iterator[Moto]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
@@ -61,7 +59,7 @@ def running_moto() -> Iterator[Moto]:
         )
         try:
             moto = Moto(f"http://127.0.0.1:{port}")
-            _wait(process, moto, 60)
+            _wait(process, moto, 200)
             yield moto
         finally:
             process.kill()  # it holds nothing that is to be kept
@@ -78,7 +76,7 @@ def _wait(process: subprocess.Popen[bytes], moto: Moto, seconds: float) -> None:
         if process.poll() is not None:
             raise RuntimeError(f"moto's server exited with {process.returncode}")
         try:
-            urllib.request.urlopen(f"{moto.endpoint}/moto-api/", timeout=2).close()
+            urllib.request.urlopen(f"{moto.endpoint}/moto-api/", timeout=20).close()
         except OSError:
             try:  # the kernel tells when somebody listens; there is nothing to be notified of
                 process.wait(0.1)

@@ -18,7 +18,7 @@ _CONTEXT.set_forkserver_preload(
 
 
 def run(
-    function: Callable[..., Any], replicas: int, *args: Any, timeout: float = 90.0, dies: int | None = None
+    function: Callable[..., Any], replicas: int, *args: Any, timeout: float = 250.0, dies: int | None = None
 ) -> list[Any]:
     """`function(*args)` in that many processes of one gloo group; what each returned, by rank.
 
@@ -54,7 +54,7 @@ def run(
             return results
         finally:
             for process in processes:
-                process.join(5)
+                process.join(60)
                 if process.is_alive():
                     process.kill()
                     process.join()
@@ -79,7 +79,7 @@ def _main(
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=replicas,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=200),
         )
         result = function(*args)
         dist.barrier()

@@ -17,7 +17,7 @@ SEEDS = 5
 LEARNING_RATES = pytest.mark.parametrize("lr", [0.0, 0.01, 0.1])
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @LEARNING_RATES
@@ -27,11 +27,11 @@ def test_one_replica_splits_its_batch_by_signs(lr: float) -> None:
         assert relative == pytest.approx(1.0, abs=0.15), name
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.slow
 @LEARNING_RATES
 def test_replicas_are_the_parts_of_a_batch(lr: float) -> None:
-    for found in replicas.run(regression.train_seeds, 2, lr, SEEDS, timeout=280):
+    for found in replicas.run(regression.train_seeds, 2, lr, SEEDS, timeout=560):
         for name, relative in found.items():
             assert relative == pytest.approx(1.0, abs=0.05), name
 
