@@ -22,13 +22,19 @@ def _deadline(text: str, now: float) -> tuple[str, float]:
     """`JOB=2h30m`, `2h` (every job) or an ISO time, to (job, seconds since the epoch)."""
     from datetime import datetime
 
+    bad = CommandError(f"--deadline {text!r}: say [JOB=]2h30m, or [JOB=]2026-11-22T06:00:00+00:00")
     job, equals, when = text.rpartition("=")
+    if equals and not job:
+        raise bad
     job = job if equals else "*"
     units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
     total, number = 0.0, ""
     for character in when:
         if character in units and number:
-            total, number = total + float(number) * units[character], ""
+            try:
+                total, number = total + float(number) * units[character], ""
+            except ValueError:
+                raise bad from None
         elif character.isdigit() or character == ".":
             number += character
         else:
@@ -39,9 +45,7 @@ def _deadline(text: str, now: float) -> tuple[str, float]:
     try:
         return job, datetime.fromisoformat(when.replace("Z", "+00:00")).timestamp()
     except ValueError:
-        raise CommandError(
-            f"--deadline {text!r}: say [JOB=]2h30m, or [JOB=]2026-11-22T06:00:00+00:00"
-        ) from None
+        raise bad from None
 
 
 def _band(text: str) -> tuple[float, float]:
@@ -134,7 +138,11 @@ def _band(text: str) -> tuple[float, float]:
     show_default=True,
     help="Seconds between looks.",
 )
-@click.option("--until-done", is_flag=True, help="End when all jobs have ended and all nodes are given back.")
+@click.option(
+    "--until-done",
+    is_flag=True,
+    help="End when all jobs have ended and all nodes but the least are given back.",
+)
 @click.option("--dry-run", is_flag=True, help="Print what would be done once, and do nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Events as JSON, one per line.")
 def autoscale(
@@ -164,12 +172,16 @@ def autoscale(
     from adaptdl_elastic.autoscaler.providers.base import ProviderError
     from adaptdl_elastic.autoscaler.scaling import ScalingSettings
     from adaptdl_elastic.autoscaler.scaling_loop import Autoscaler, LoopOptions
-    from adaptdl_elastic.rendezvous.keys import Keys
+    from adaptdl_elastic.rendezvous.keys import Keys, check_name
 
     if bool(groups) == bool(local):
         raise CommandError("say either --asg NAME (an auto-scaling group) or --local COMMAND")
+    if not math.isfinite(interval):
+        raise CommandError(f"--interval {interval:g}: needs a number of seconds")
     low, high = _band(utilisation)
     try:
+        for job in expected:
+            check_name("job", job)
         settings = ScalingSettings(
             hour_value=hour_value,
             low=low,
@@ -224,6 +236,12 @@ def _local(command: str, max_nodes: int | None, *, slots: int | None, local_pric
     from adaptdl_elastic.autoscaler.providers.base import Pool
     from adaptdl_elastic.autoscaler.providers.local import LocalProvider
 
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise CommandError(f"--local {command!r}: {error}") from None
+    if not (0 <= local_price < math.inf):
+        raise CommandError(f"--local-price {local_price:g}: needs a price per hour, e.g. 1.0")
     pool = Pool(
         "local",
         desired=0,
@@ -231,7 +249,7 @@ def _local(command: str, max_nodes: int | None, *, slots: int | None, local_pric
         slots=slots or 1,
         hourly_price=local_price,
     )
-    return LocalProvider(shlex.split(command), [pool], Path(".adaptdl") / "local")
+    return LocalProvider(words, [pool], Path(".adaptdl") / "local")
 
 
 def _printer(as_json: bool) -> Any:

@@ -60,14 +60,25 @@ class ScalingSettings:
     exploration: float = 2.0  # a job is not sized beyond so many times what it was profiled on
 
     def __post_init__(self) -> None:
-        if not 0 < self.low <= self.high:
-            raise ValueError(f"utilisation band {self.low}:{self.high}: needs 0 < low <= high")
+        if not 0 < self.low <= self.high < math.inf:
+            raise ValueError(
+                f"utilisation band {self.low}:{self.high}: needs 0 < low <= high, and no infinity"
+            )
         if not 0 <= self.min_nodes <= self.max_nodes:
             raise ValueError(
                 f"--min-nodes {self.min_nodes} and --max-nodes {self.max_nodes}: needs 0 <= min <= max"
             )
-        if self.max_hourly_cost <= 0:
+        if not self.max_hourly_cost > 0:  # nan, too
             raise ValueError(f"--max-hourly-cost {self.max_hourly_cost:g}: needs a positive amount per hour")
+        for option, value in (
+            ("--hour-value", 0.0 if self.hour_value is None else self.hour_value),
+            ("--shrink-after", self.shrink_after),
+            ("--max-interruptions", self.max_interruptions),
+        ):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{option} {value:g}: needs a number from 0 on")
+        if not 0 < self.boot_timeout < math.inf:
+            raise ValueError(f"--boot-timeout {self.boot_timeout:g}: needs more than 0 seconds")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def parse_prices(text: str, source: str = "price table") -> dict[str, float]:
             raise ProviderError(f"{source}: line {error.lineno}: {error.msg}") from None
     else:
         rows = (row for row in csv.reader(io.StringIO(text)) if row and not row[0].startswith("#"))
-        entries = [(row[0].strip(), row[1].strip() if len(row) == 2 else None) for row in rows]
+        entries = [(row[0].strip(), row[1].strip() if len(row) == 2 else ",".join(row[1:])) for row in rows]
         entries = [entry for entry in entries if entry[0].lower() not in ("type", "instance_type")]
     return {name: _price(source, name, value) for name, value in entries}
 
@@ -35,6 +35,8 @@ def read_prices(path: Path) -> dict[str, float]:
         return parse_prices(path.read_text(), str(path))
     except OSError as error:
         raise ProviderError(f"price table {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ProviderError(f"price table {path}: is no text: give JSON or CSV in UTF-8") from None
 
 
 def parse_price_option(text: str) -> tuple[str, float]:

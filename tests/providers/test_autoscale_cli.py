@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,6 +66,25 @@ def test_a_dry_run_prints_what_it_would_do(moto: Moto, store: MemoryStore) -> No
         (("--asg", "workers", "--utilisation", "2:1"), "band"),
         (("--asg", "workers", "--deadline", "soon"), "2h30m"),
         (("--asg", "workers", "--max-hourly-cost", "-1"), "--max-hourly-cost"),
+        (("--asg", "workers", "--max-hourly-cost", "0"), "--max-hourly-cost"),
+        (("--asg", "workers", "--max-hourly-cost", "nan"), "--max-hourly-cost"),
+        (("--asg", "workers", "--hour-value", "-5"), "--hour-value -5"),
+        (("--asg", "workers", "--hour-value", "nan"), "--hour-value"),
+        (("--asg", "workers", "--hour-value", "inf"), "--hour-value"),
+        (("--asg", "workers", "--boot-timeout", "0"), "--boot-timeout"),
+        (("--asg", "workers", "--boot-timeout", "nan"), "--boot-timeout"),
+        (("--asg", "workers", "--shrink-after", "-1"), "--shrink-after"),
+        (("--asg", "workers", "--max-interruptions", "nan"), "--max-interruptions"),
+        (("--asg", "workers", "--utilisation", "0.5:inf"), "band"),
+        (("--asg", "workers", "--interval", "nan"), "--interval"),
+        (("--asg", "workers", "--interval", "inf"), "--interval"),
+        (("--asg", "workers", "--deadline", "1.2.3h"), "2h30m"),
+        (("--asg", "workers", "--deadline", "=5h"), "2h30m"),
+        (("--asg", "workers", "--job", "a b"), "a b"),
+        (("--asg", "workers", "--prices", sys.executable), "is no text"),
+        (("--local", '"x'), "No closing quotation"),
+        (("--local", "true", "--local-price", "-3"), "--local-price -3"),
+        (("--local", "true", "--local-price", "nan"), "--local-price"),
     ],
 )
 def test_bad_input_is_one_clear_line(
