@@ -1,6 +1,7 @@
 """What goodput-aware autoscaling costs, against a fixed cluster and against utilisation thresholds.
 
     python benchmarks/cost.py --traces ../shared/traces --workload 6 [--json cost.json] [--workers 2]
+    python benchmarks/cost.py --only spot sudden --market my-market.csv --pause 30
 
 Replays the workloads of the Pollux artifact on nodes that are bought in a simulated market. Everybody
 runs the same allocation policy, pays the same price per node hour from an instance's launch to its end,
@@ -9,7 +10,8 @@ and waits the same time for an instance to boot; only the number of nodes is dec
 fixed       16 nodes from the first second to the last completion
 threshold   more nodes above one utilisation, fewer below another; a grid of both, all points reported
 goodput     `adaptdl autoscale`'s own decision, at several worths of time
-spot        the same on spot at 30 % of the price, taken back every 4 h on average, on-demand beside it
+spot        the same on spot at 30 % of the price, taken back every 4 h on average, on-demand beside it;
+            --market: prices and interruptions from a CSV of seconds,price,interruptions_per_hour instead
 sudden      spot without the notice: what was done since the last checkpoint is done again
 bound       what no autoscaler can beat (adaptdl_elastic/autoscaler/simulator/market_bound.py)
 """
@@ -31,7 +33,7 @@ from adaptdl_elastic.autoscaler.providers.base import Pool
 from adaptdl_elastic.autoscaler.scaling import ScalingSettings
 from adaptdl_elastic.autoscaler.simulator.application import read_application
 from adaptdl_elastic.autoscaler.simulator.engine import Options
-from adaptdl_elastic.autoscaler.simulator.market import NOTICE, fixed, generate
+from adaptdl_elastic.autoscaler.simulator.market import NOTICE, Market, fixed, generate, read_market
 from adaptdl_elastic.autoscaler.simulator.market_bound import Frontier, cost_at, frontier
 from adaptdl_elastic.autoscaler.simulator.market_run import (
     Bill,
@@ -40,7 +42,7 @@ from adaptdl_elastic.autoscaler.simulator.market_run import (
     run_goodput,
     run_threshold,
 )
-from adaptdl_elastic.autoscaler.simulator.workload import read_workload
+from adaptdl_elastic.autoscaler.simulator.workload import WorkloadError, read_workload
 
 NODES, SLOTS, PRICE = 16, 4, 1.0
 SPOT_PRICE, HOURS_BETWEEN_INTERRUPTIONS = 0.3, 4.0
@@ -50,6 +52,7 @@ SUDDEN = (10.0,)
 BOUND_SIZES = {"any": range(1, 65), "whole nodes": (1, 2, *range(SLOTS, 65, SLOTS))}
 THRESHOLDS = ((0.5, 0.7), (0.6, 0.8), (0.7, 0.85), (0.75, 0.9), (0.8, 0.95), (0.85, 0.97), (0.9, 0.98))
 QUICK_THRESHOLDS = THRESHOLDS[1::2]
+KINDS = ("fixed", "threshold", "goodput", "spot", "sudden", "bound")
 
 Task = tuple[str, int, tuple[float, ...]]
 
@@ -62,7 +65,7 @@ def setup(traces: Path, workload: int, pause: float) -> Setup:
     return Setup(jobs, apps, allocate, settings, Options(pause=pause, interval=60.0, events=True), SLOTS)
 
 
-def run(task: Task, traces: Path, pause: float, most: int) -> dict[str, Any]:
+def run(task: Task, traces: Path, pause: float, most: int, market: Market | None = None) -> dict[str, Any]:
     """One simulation, in a process of its own."""
     kind, workload, numbers = task
     began = time.process_time()
@@ -84,7 +87,8 @@ def run(task: Task, traces: Path, pause: float, most: int) -> dict[str, Any]:
         bill = run_goodput(made, [pool], markets, value, f"goodput v={numbers[0]:g}")
     else:
         spot = Pool("spot", desired=0, maximum=most, slots=SLOTS, hourly_price=SPOT_PRICE, preemptible=True)
-        markets["spot"] = generate(1, SPOT_PRICE, 1 / HOURS_BETWEEN_INTERRUPTIONS, cap=PRICE)
+        made_up = generate(1, SPOT_PRICE, 1 / HOURS_BETWEEN_INTERRUPTIONS, cap=PRICE)
+        markets["spot"] = made_up if market is None else market
         money = numbers[0] * SPOT_PRICE / SLOTS
         value = ScalingSettings(**{**asdict(settings), "hour_value": money})
         made = replace(made, notice=NOTICE if kind == "spot" else 0.0)
@@ -92,7 +96,7 @@ def run(task: Task, traces: Path, pause: float, most: int) -> dict[str, Any]:
     return {"kind": kind, "workload": workload, **asdict(bill), "cpu_s": time.process_time() - began}
 
 
-def tasks(workloads: list[int], quick: bool) -> list[Task]:
+def tasks(workloads: list[int], quick: bool, only: list[str] | None = None) -> list[Task]:
     found: list[Task] = []
     for workload in workloads:
         found += [("bound", workload, ()), ("fixed", workload, ())]
@@ -100,7 +104,7 @@ def tasks(workloads: list[int], quick: bool) -> list[Task]:
         found += [("spot", workload, (v,)) for v in SPOT]
         found += [("sudden", workload, (v,)) for v in SUDDEN]
         found += [("threshold", workload, pair) for pair in (QUICK_THRESHOLDS if quick else THRESHOLDS)]
-    return found
+    return [task for task in found if not only or task[0] in (*only, "fixed")]
 
 
 def summary(rows: list[dict[str, Any]], workload: int) -> dict[str, Any]:
@@ -110,10 +114,21 @@ def summary(rows: list[dict[str, Any]], workload: int) -> dict[str, Any]:
         return [row for row in rows if row["kind"] == kind and row["workload"] == workload]
 
     (base,) = of("fixed")
+    found: dict[str, Any] = {"workload": workload, "fixed_cost": base["cost"], "fixed_jct": base["jct"]}
+    found["spot"] = [
+        {
+            "name": row["name"],
+            "cheaper": base["cost"] / row["cost"],
+            "jct_ratio": row["jct"] / base["jct"],
+            "interruptions": row["interruptions"],
+        }
+        for row in of("spot") + of("sudden")
+    ]
+    if not (of("bound") and of("goodput") and of("threshold")):
+        return found
     bounds = {name: Frontier(**bound) for name, bound in of("bound")[0]["bounds"].items()}
     goodput = [(row["cost"], row["jct"]) for row in of("goodput")]
     threshold = [(row["cost"], row["jct"]) for row in of("threshold")]
-    found: dict[str, Any] = {"workload": workload, "fixed_cost": base["cost"], "fixed_jct": base["jct"]}
     found["fixed_over_goodput_at_jct_1.1"] = base["cost"] / cost_at(goodput, base["jct"] * 1.1)
     found["saving_at_jct_1.1"] = 1 - cost_at(goodput, base["jct"] * 1.1) / base["cost"]
     found["nobody_saves_more_at_jct_1.1"] = {
@@ -132,15 +147,6 @@ def summary(rows: list[dict[str, Any]], workload: int) -> dict[str, Any]:
         1 - cost_at(goodput, t) / c for c, t in threshold if cost_at(goodput, t) == cost_at(goodput, t)
     ]
     found["saving_against_best_threshold"] = min(comparable, default=float("nan"))
-    found["spot"] = [
-        {
-            "name": row["name"],
-            "cheaper": base["cost"] / row["cost"],
-            "jct_ratio": row["jct"] / base["jct"],
-            "interruptions": row["interruptions"],
-        }
-        for row in of("spot") + of("sudden")
-    ]
     return found
 
 
@@ -152,16 +158,22 @@ def main() -> None:
     parser.add_argument("--workload", type=int, action="append", help="repeatable; default: 1 2 3 4 6")
     parser.add_argument("--pause", type=float, default=1.0, help="seconds that a change costs a job")
     parser.add_argument("--max-nodes", type=int, default=64)
+    parser.add_argument("--only", nargs="+", choices=KINDS, help="these beside the fixed cluster")
+    parser.add_argument("--market", type=Path, help="CSV of the spot market")
     parser.add_argument("--quick", action="store_true", help="fewer points of each grid")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     workloads = options.workload or [1, 2, 3, 4, 6]
+    try:
+        market = None if options.market is None else read_market(options.market)
+    except WorkloadError as error:
+        parser.error(str(error))
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(options.workers) as pool:
         waiting = [
-            pool.submit(run, task, options.traces, options.pause, options.max_nodes)
-            for task in tasks(workloads, options.quick)
+            pool.submit(run, task, options.traces, options.pause, options.max_nodes, market)
+            for task in tasks(workloads, options.quick, options.only)
         ]
         for done in as_completed(waiting):
             row = done.result()
