@@ -122,7 +122,7 @@ class Collector:
             self.ended = True
             self._changed.notify_all()
 
-    def wait(self, count: int, timeout: float = 20.0) -> list[Change]:
+    def wait(self, count: int, timeout: float = 60.0) -> list[Change]:
         with self._changed:
             if not self._changed.wait_for(lambda: len(self.changes) >= count or self.ended, timeout):
                 pytest.fail(f"{len(self.changes)} of {count} changes came: {self.changes[-3:]}")
@@ -130,7 +130,7 @@ class Collector:
                 raise self.error
             return list(self.changes)
 
-    def wait_end(self, timeout: float = 20.0) -> BaseException | None:
+    def wait_end(self, timeout: float = 60.0) -> BaseException | None:
         self._thread.join(timeout)
         assert not self._thread.is_alive(), "the watch did not end"
         return self.error

@@ -103,7 +103,7 @@ class FakeAgent:
         return records.decode(JobSpec, item.value)
 
     def register(self, **changes: object) -> FakeAgent:
-        self.lease = self.lease or self.store.lease(5.0)
+        self.lease = self.lease or self.store.lease(60.0)  # nobody here lets it run out
         self.store.put(
             self.keys.node(self.node, self.job), records.encode(self.record(**changes)), self.lease
         )
