@@ -7,6 +7,7 @@ Every subcommand lives in its own module, which is imported only when it is used
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -44,6 +45,17 @@ class CommandError(click.ClickException):
     def show(self, file: Any = None) -> None:
         """Print the line."""
         click.echo(f"adaptdl: {self.format_message()}", file=file, err=file is None)
+
+
+class Finite(click.FloatRange):
+    """A number within bounds; neither infinite nor NaN, which is within any of click's own bounds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number; a usage error for what is none."""
+        number = click.FLOAT.convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class _LazyGroup(click.Group):

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from adaptdl_elastic.autoscaler.cli import CommandError, Where, json_option, store_options
+from adaptdl_elastic.autoscaler.cli import CommandError, Finite, Where, json_option, store_options
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.keys import Keys, check_name
 
@@ -20,12 +20,12 @@ from adaptdl_elastic.rendezvous.keys import Keys, check_name
 @store_options
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0.05),
+    type=Finite(min=0.05, max=86400),
     default=60.0,
     show_default=True,
     help="Seconds between rounds of the policy that nothing asks for.",
 )
-@click.option("--fairness", type=float, default=None, help="Exponent p of the power mean of the speedups.")
+@click.option("--fairness", type=Finite(), default=None, help="Exponent p of the power mean of the speedups.")
 @click.option(
     "--objective",
     type=click.Choice(["completion", "speedup"]),
@@ -34,7 +34,7 @@ from adaptdl_elastic.rendezvous.keys import Keys, check_name
 )
 @click.option(
     "--default-pause",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=None,
     help="Seconds that a change costs a job that was never changed.",
 )
@@ -149,14 +149,10 @@ def nodes(where: Where, as_json: bool) -> None:
 @click.argument("node")
 @store_options
 @click.option("--reason", default="adaptdl drain", show_default=True)
-@click.option(
-    "--deadline", type=click.FloatRange(min=0), default=None, help="Seconds until the node is gone."
-)
+@click.option("--deadline", type=Finite(min=0), default=None, help="Seconds until the node is gone.")
 @click.option("--cancel", is_flag=True, help="Let the node be used again.")
 @click.option("--wait", is_flag=True, help="Until no replica is left on it.")
-@click.option(
-    "--timeout", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds to --wait."
-)
+@click.option("--timeout", type=Finite(min=0), default=300.0, show_default=True, help="Seconds to --wait.")
 def drain(
     node: str, where: Where, reason: str, deadline: float | None, cancel: bool, wait: bool, timeout: float
 ) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import click
 
-from adaptdl_elastic.autoscaler.cli import CommandError, Where, json_option, store_options
+from adaptdl_elastic.autoscaler.cli import CommandError, Finite, Where, json_option, store_options
 from adaptdl_elastic.autoscaler.commands.report import (
     Row,
     cost_text,
@@ -151,9 +151,7 @@ def _details(job: JobView) -> Row:
 @click.option("--replicas", type=int, default=None, help="Exactly so many, until --auto.")
 @click.option("--auto", is_flag=True, help="Let the policy choose again.")
 @click.option("--wait", is_flag=True, help="Until the job runs at that size.")
-@click.option(
-    "--timeout", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds to --wait."
-)
+@click.option("--timeout", type=Finite(min=0), default=300.0, show_default=True, help="Seconds to --wait.")
 @store_options
 def scale(job: str, where: Where, replicas: int | None, auto: bool, wait: bool, timeout: float) -> None:
     """Choose JOB's size by hand, or hand it back to the policy."""
@@ -196,9 +194,7 @@ def _runs_at(view: View, name: str, replicas: int | None) -> bool:
 @click.command()
 @click.argument("job")
 @click.option("--wait", is_flag=True, help="Until it has saved its state and stopped.")
-@click.option(
-    "--timeout", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds to --wait."
-)
+@click.option("--timeout", type=Finite(min=0), default=300.0, show_default=True, help="Seconds to --wait.")
 @store_options
 def stop(job: str, where: Where, wait: bool, timeout: float) -> None:
     """Save JOB's state and end it; the same command line resumes it."""
@@ -227,9 +223,7 @@ def _not_ended(name: str) -> Callable[[JobView], None]:
 @click.command()
 @click.argument("job")
 @click.option("--wait", is_flag=True, help="Until a newer checkpoint is recorded.")
-@click.option(
-    "--timeout", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds to --wait."
-)
+@click.option("--timeout", type=Finite(min=0), default=300.0, show_default=True, help="Seconds to --wait.")
 @store_options
 def checkpoint(job: str, where: Where, wait: bool, timeout: float) -> None:
     """Save JOB's state now; it goes on."""

@@ -9,7 +9,7 @@ epoch): the layout of the Pollux (OSDI'21) artifact's traces.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,8 +82,12 @@ class Application:
             return float(np.interp(local_bsz, sizes, step)), float(np.interp(local_bsz, sizes, sync))
         if self._interpolator is None:
             from scipy.interpolate import LinearNDInterpolator
+            from scipy.spatial import QhullError
 
-            self._interpolator = LinearNDInterpolator(self.points, self.times)
+            try:
+                self._interpolator = LinearNDInterpolator(self.points, self.times)
+            except QhullError:  # too few measurements, or all in one plane
+                self._interpolator = _nowhere
         nodes = min(len(parts), _MOST_NODES)
         step_time, sync_time = self._interpolator((nodes, sum(parts), local_bsz))
         if np.isnan(step_time):  # outside of what was measured: the nearest that was, relative to its size
@@ -105,6 +109,11 @@ class Application:
         return self._stats[key]
 
 
+def _nowhere(_: tuple[float, ...]) -> tuple[float, float]:
+    """An interpolation between no points."""
+    return np.nan, np.nan
+
+
 def read_application(folder: Path) -> Application:
     """The application measured in `folder`; WorkloadError says what is wrong with it."""
     if not folder.is_dir():
@@ -113,11 +122,14 @@ def read_application(folder: Path) -> Application:
     scaling = _read(
         folder / "scalability.csv", ("num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time")
     )
-    files = {int(file.stem.split("-")[1]): file for file in folder.glob("validation-*.csv")}
+    files = {_batch_size(file): file for file in sorted(folder.glob("validation-*.csv"))}
     if not files:
         raise WorkloadError(f"{folder}: needs at least one validation-<batch>.csv")
     sizes = sorted(files)
     tables = [_read(files[size], ("progress", "grad_sqr", "grad_var")) for size in sizes]
+    for size, table in zip(sizes, tables, strict=True):
+        if (np.diff(table[:, 0], prepend=0.0) <= 0).any():
+            raise WorkloadError(f"{files[size]}: progress must grow from row to row, above 0")
     length = min(len(table) for table in tables)
     stacked = np.stack([table[:length] for table in tables])
     by_placement, triples = _placements(placements)
@@ -157,18 +169,71 @@ def _placements(rows: Array) -> tuple[dict[tuple[int, ...], tuple[Array, Array, 
     return curves, np.array(means)
 
 
+@dataclass(frozen=True)
+class _Column:
+    """What a column may hold."""
+
+    least: float = 0.0
+    above: bool = False  # more than `least`
+    most: float = 1e30
+
+
+_COLUMNS = {
+    "placement": _Column(1, most=1e15),
+    "local_bsz": _Column(1, most=1e9),
+    "num_nodes": _Column(1, most=1e6),
+    "num_replicas": _Column(1, most=1e6),
+    "step_time": _Column(0, above=True, most=1e9),
+}
+
+
 def _read(path: Path, columns: tuple[str, ...]) -> Array:
     """The named columns of a CSV file of numbers, shape (rows, columns)."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise WorkloadError(f"can not read {path}: {error}") from None
     if not rows:
         raise WorkloadError(f"{path}: holds no rows")
+    missing = [column for column in columns if column not in rows[0]]
+    if missing:
+        raise WorkloadError(f"{path}: column {missing[0]!r} is missing")
+    table = [[_number(path, line, row, column) for column in columns] for line, row in enumerate(rows, 2)]
+    if "sync_time" in columns:
+        step, sync = columns.index("step_time"), columns.index("sync_time")
+        for line, values in enumerate(table, 2):
+            if values[sync] > values[step]:
+                raise WorkloadError(
+                    f"{path}:{line}: sync_time {values[sync]:g} is more than step_time {values[step]:g}, "
+                    f"which it is a part of"
+                )
+    return np.array(table)
+
+
+def _number(path: Path, line: int, row: Mapping[str, str | None], column: str) -> float:
+    text, bounds = row[column], _COLUMNS.get(column, _Column())
+    where = f"{path}:{line}: {column} is"
     try:
-        return np.array([[float(row[column]) for column in columns] for row in rows])
-    except KeyError as error:
-        raise WorkloadError(f"{path}: column {error} is missing") from None
-    except (TypeError, ValueError) as error:
-        raise WorkloadError(f"{path}: {error}") from None
+        value = float(text or "")
+    except ValueError:
+        raise WorkloadError(f"{where} {text!r}, need a number") from None
+    if column == "placement" and not (text or "").strip("123456789") == "":
+        raise WorkloadError(f"{where} {text}, need digits above 0: the replicas on each node")
+    if not np.isfinite(value):
+        raise WorkloadError(f"{where} {text}, need a finite number")
+    if value < bounds.least or (bounds.above and value == bounds.least):
+        raise WorkloadError(
+            f"{where} {text}, need {'more than' if bounds.above else 'at least'} {bounds.least:g}"
+        )
+    if value > bounds.most:
+        raise WorkloadError(f"{where} {text}, need at most {bounds.most:g}")
+    return value
+
+
+def _batch_size(file: Path) -> int:
+    """What the name of a validation file says."""
+    text = file.stem.removeprefix("validation-")
+    if not text.isdecimal() or int(text) < 1:
+        raise WorkloadError(f"{file}: the name must say the batch size, as validation-128.csv")
+    return int(text)

@@ -231,4 +231,7 @@ def make_policy(name: str) -> tuple[Any, bool]:
     return policies[name]
 
 
+OBEDIENT = ("tiresias", "fifo")
+"""Policies that give every job as many replicas as it asks for, or none."""
+
 POLICIES = ("goodput", "pollux-like", "tiresias", "optimus", "fifo", "even")

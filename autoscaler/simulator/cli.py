@@ -12,9 +12,10 @@ from typing import Any
 import click
 import numpy as np
 
+from adaptdl_elastic.autoscaler.cli import Finite
 from adaptdl_elastic.autoscaler.policy import Objective, Settings
 from adaptdl_elastic.autoscaler.simulator.application import Application, read_application
-from adaptdl_elastic.autoscaler.simulator.baselines import POLICIES, make_policy
+from adaptdl_elastic.autoscaler.simulator.baselines import OBEDIENT, POLICIES, make_policy
 from adaptdl_elastic.autoscaler.simulator.engine import FixedCluster, Options, Outcome, Simulation
 from adaptdl_elastic.autoscaler.simulator.report import Report, summarize
 from adaptdl_elastic.autoscaler.simulator.synthetic import generate_workload, write_applications
@@ -24,6 +25,8 @@ from adaptdl_elastic.autoscaler.simulator.workload import (
     read_workload,
     write_workload,
 )
+
+_PICTURES = (".png", ".svg", ".pdf")
 
 EVENTS_PAY_BELOW = 10.0
 """Seconds of pause below which deciding on every arrival and end is worth its changes."""
@@ -44,12 +47,18 @@ EVENTS_PAY_BELOW = 10.0
 )
 @click.option(
     "--hours",
-    type=click.FloatRange(min=0.01),
+    type=Finite(min=0.01, max=8760),
     default=8.0,
     show_default=True,
     help="Over which --generate spreads them.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of --generate and of --declared-sigma.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Of --generate and of --declared-sigma.",
+)
 @click.option(
     "--save",
     type=click.Path(path_type=Path),
@@ -64,7 +73,7 @@ EVENTS_PAY_BELOW = 10.0
 )
 @click.option(
     "--rescale-cost",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0, max=86400),
     default=30.0,
     show_default=True,
     metavar="SECONDS",
@@ -72,7 +81,7 @@ EVENTS_PAY_BELOW = 10.0
 )
 @click.option(
     "--interval",
-    type=click.FloatRange(min=1),
+    type=Finite(min=1, max=86400),
     default=60.0,
     show_default=True,
     metavar="SECONDS",
@@ -88,14 +97,14 @@ EVENTS_PAY_BELOW = 10.0
 )
 @click.option(
     "--fairness",
-    type=float,
+    type=Finite(),
     default=1.0,
     show_default=True,
     help="Exponent p of the power mean of --objective speedup.",
 )
 @click.option(
     "--declared-sigma",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0, max=10),
     default=0.0,
     help="Jobs' declared lengths are wrong by a log-normal factor of this sigma.",
 )
@@ -106,13 +115,14 @@ EVENTS_PAY_BELOW = 10.0
     help="Let the coordinator itself decide: its fences, plans and releases, with agents that obey at once.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw allocations over time into this PNG.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw allocations over time into this file.")
 def simulate(**given: Any) -> None:
     """Replay a workload with a simulated clock and say what became of its jobs.
 
     Without --workload and --apps a workload is made up (--generate).
     """
     try:
+        _check_places(given)
         outcome, report = _run(given)
     except (WorkloadError, ValueError) as error:
         raise click.ClickException(str(error)) from None
@@ -127,9 +137,27 @@ def simulate(**given: Any) -> None:
         _show(values)
 
 
+def _check_places(given: Mapping[str, Any]) -> None:
+    """Make the folders of what is to be written, before anything takes its time."""
+    plot, save = given["plot"], given["save"]
+    if plot is not None and plot.suffix not in _PICTURES:
+        raise WorkloadError(f"--plot {plot}: must end in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}")
+    for option, path, folder in (("--plot", plot, plot and plot.parent), ("--save", save, save)):
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                with (path if option == "--plot" else folder / "workload.csv").open("ab"):
+                    pass
+        except OSError as error:
+            raise WorkloadError(
+                f"{option} {path}: {error.strerror}; name a place that can be written"
+            ) from None
+
+
 def _run(given: Mapping[str, Any]) -> tuple[Outcome, Report]:
     workload, apps = _inputs(given)
     cost = given["rescale_cost"]
+    _check_sizes(given, workload)
     policy, tuned = make_policy(given["policy"])
     if given["through_coordinator"]:
         from adaptdl_elastic.autoscaler.coordinator.simulated import ThroughCoordinator
@@ -149,6 +177,17 @@ def _run(given: Mapping[str, Any]) -> tuple[Outcome, Report]:
     cluster = FixedCluster(given["nodes"], given["slots"])
     outcome = Simulation(workload, apps, cluster, policy, settings, options).run()
     return outcome, summarize(outcome)
+
+
+def _check_sizes(given: Mapping[str, Any], workload: tuple[Submission, ...]) -> None:
+    """A job of fixed size that can never run would keep the replay from its end."""
+    nodes, slots = given["nodes"], given["slots"]
+    for job in workload if given["policy"] in OBEDIENT else ():
+        if job.num_replicas > nodes * slots:
+            raise WorkloadError(
+                f"job {job.name} asks for {job.num_replicas} replicas, {nodes} nodes of {slots} slots have "
+                f"{nodes * slots}; give --nodes or --slots, or another --policy, which chooses sizes itself"
+            )
 
 
 def _inputs(given: Mapping[str, Any]) -> tuple[tuple[Submission, ...], dict[str, Application]]:

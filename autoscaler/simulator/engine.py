@@ -135,8 +135,12 @@ class Simulation:
             if target == tick:
                 tick += self.options.interval
             if self.now > self.options.max_time:
-                stuck = [job.name for job in self._active]
-                raise WorkloadError(f"{len(stuck)} jobs not done after {self.now:.0f} s, first {stuck[:1]}")
+                stuck = [job.name for job in (*self._active, *self._waiting)]
+                days = self.options.max_time / 86400
+                raise WorkloadError(
+                    f"{len(stuck)} of {len(self.jobs)} jobs are not done after {days:.0f} simulated days, "
+                    f"the first is {stuck[0]}; give more --nodes, or fewer jobs"
+                )
         return self.outcome
 
     def _advance(self, seconds: float) -> bool:

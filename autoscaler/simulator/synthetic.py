@@ -63,7 +63,7 @@ def write_applications(folder: Path, nodes: int = 16, slots: int = 4) -> None:
             ("num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time"),
             [
                 (n, r, b, *_times(function, n, r, b))
-                for n in range(2, nodes + 1)
+                for n in range(2, max(nodes, 4) + 1)
                 for r in sorted({n, n * slots})
                 for b in sizes
             ],

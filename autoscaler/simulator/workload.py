@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+_LATEST = 365 * 86400.0  # seconds: nobody waits longer for a replay to begin
+
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 
 
@@ -51,20 +53,22 @@ def read_workload(path: Path) -> tuple[Submission, ...]:
 
 
 def _submission(path: Path, number: int, row: dict[str, str]) -> Submission:
-    def value(column: str, least: float) -> float:
+    def value(column: str, least: float, most: float) -> float:
         try:
             found = float(row[column])
         except (TypeError, ValueError):
             raise WorkloadError(f"{path}:{number}: {column} is {row[column]!r}, need a number") from None
         if not np.isfinite(found) or found < least:
             raise WorkloadError(f"{path}:{number}: {column} is {row[column]}, need at least {least:g}")
+        if found > most:
+            raise WorkloadError(f"{path}:{number}: {column} is {row[column]}, need at most {most:g}")
         return found
 
     for column in ("name", "application"):
         if not row[column]:
             raise WorkloadError(f"{path}:{number}: {column} is empty")
-    replicas, batch_size = int(value("num_replicas", 1)), int(value("batch_size", 1))
-    return Submission(row["name"], value("time", 0), row["application"], replicas, batch_size)
+    replicas, batch_size = int(value("num_replicas", 1, 1e6)), int(value("batch_size", 1, 1e9))
+    return Submission(row["name"], value("time", 0, _LATEST), row["application"], replicas, batch_size)
 
 
 def write_workload(path: Path, jobs: Sequence[Submission]) -> None:
