@@ -67,6 +67,22 @@ def begun(job: JobView, plan: Plan) -> bool:
     )
 
 
+def given_up(plan: Plan) -> tuple[Leaving, ...]:
+    """Of whom nothing had been heard when others went on without them: they may still have replicas.
+
+    Nobody knows whether such a node is still there. It is not to be counted on until it has said that it
+    has left, or has registered anew.
+    """
+    if plan.transition is Transition.RECOVER:
+        runs = plan.generation
+    elif plan.transition is Transition.INPLACE:
+        runs = before(plan)
+    else:
+        return ()  # who has not left holds the plan up
+    placed = {placement.node for placement in plan.placements}
+    return tuple(one for one in plan.leaving if one.generation < runs and one.node not in placed)
+
+
 def inquire(job: JobView, plan: Plan, gone: Iterable[str]) -> Losses:
     """Who has died and who lives on, when nothing can be heard any more from the nodes in `gone`."""
     generation, members = present(job, plan)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
+from adaptdl_elastic.autoscaler.coordinator import recovery
 from adaptdl_elastic.autoscaler.coordinator.types import Allocation
 from adaptdl_elastic.autoscaler.state import JobView, View
 from adaptdl_elastic.rendezvous.records import JobSpec, Leaving, Plan
@@ -109,6 +110,9 @@ def rooms(
     """
     spec = job.spec.record if job.spec else None
     avoided = set(late)
+    if job.plan is not None:
+        silent = recovery.given_up(job.plan.record)
+        avoided |= {o.node for o in silent if not released(view, job, o.node, o.agent, o.generation)}
     found: dict[str, Room] = {}
     for node, seen in view.agents(job.job).items():
         record = seen.record

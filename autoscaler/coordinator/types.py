@@ -24,7 +24,7 @@ class Settings:
     min_gap: float = 1.0  # between rounds that events ask for
     node_ttl: float = 5.0  # lease time of a node's registration: patience with one that is missing
     steady: float = 15.0  # a break of the store this recent is blamed for a missing registration
-    silence: float = 1.5  # after the first has heard of a death: a node that has said nothing by then is dead
+    silence: float = 1.0  # after the first has heard of a death: a node that has said nothing by then is dead
     grace: float = 1.0  # beyond a lease, until it is taken for true that nobody has died
     hello_grace: float = 30.0  # a script that has not said hello for so long does not use the library
     backoff: float = 1.0  # before the second restart in a row; doubles

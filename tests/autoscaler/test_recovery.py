@@ -195,6 +195,23 @@ def test_a_node_that_says_nothing_is_given_up_before_its_lease_runs_out(pump: Pu
     assert plan.reason.startswith("lost n1")
 
 
+def test_a_node_that_was_given_up_is_not_counted_on_until_it_is_heard_of(pump: Pump) -> None:
+    resilient(pump, nodes=3)
+    silent = pump.agents.pop()
+    for agent in pump.agents:
+        agent.notice()
+    pump.decide()
+    pump.later(pump.settings.silence + 0.1)
+    recovered = pump.plan("a")
+    assert [placement.node for placement in recovered.placements] == ["n0", "n1"]
+    pump.ask("a", replicas=6)
+    pump.later(1.0)
+    assert pump.plan("a").generation == recovered.generation
+    pump.agents.append(silent)  # it was only slow: it hears that it was left out, and says so
+    pump.settle()
+    assert pump.placed("a") == {"n0": 2, "n1": 2, "n2": 2}
+
+
 def test_a_silent_node_that_the_job_needs_is_given_the_time_of_its_lease(pump: Pump) -> None:
     was = resilient(pump, min_nodes=2)
     pump.agents[0].notice()
