@@ -90,6 +90,8 @@ class Norms:
         self, flat: torch.Tensor, params: list[torch.Tensor], grads: list[torch.Tensor]
     ) -> torch.Tensor:
         """The same of a bucket; `grads` are views into `flat`. One pass where one group is all there is."""
+        if flat.is_sparse:  # one parameter's, and DDP gives no view of it
+            return self.squares([(params[0], flat)])
         if self._preconditioner is not None:
             return self.squares(zip(params, grads, strict=True))
         group_of = self._index()
@@ -113,7 +115,7 @@ class Norms:
         divisor = self._preconditioner(param, group)
         if divisor is None:
             return
-        flat = grad.reshape(-1)
+        flat = (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
         chunk = _CHUNK.get(flat.device.type, _DEVICE_CHUNK)
         for start in range(0, flat.numel(), chunk):
             part = slice(start, start + chunk)

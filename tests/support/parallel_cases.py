@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adaptdl_elastic.torch._noise import Schedule
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
+from adaptdl_elastic.torch.scaling_rules import AdamScale, AdaScale
 
 Parameters = list[torch.Tensor]
 
@@ -93,6 +94,34 @@ def same_as_ddp(optimizer: str, unused: bool, kwargs: dict[str, Any]) -> tuple[b
     steps(adp, ours, 6)
     adp._sampler.collect()
     return bool(torch.equal(flat(plain), flat(adaptive))), adp.gns.sqr_avg(), adp.gns.var_avg()
+
+
+def sparse_as_ddp(kind: str, accumulate: bool = False) -> tuple[bool, float, float]:
+    """The same of an embedding with sparse gradients, in windows of two micro-batches if `accumulate`."""
+    torch.manual_seed(0)
+    embedding = [nn.Embedding(40, 4, sparse=True)]
+    model = nn.Sequential(*embedding, *([nn.Linear(4, 3)] if kind == "SGD" else []))
+    plain, adaptive = copy.deepcopy(model), copy.deepcopy(model)
+    theirs, ours = (getattr(torch.optim, kind)(list(m.parameters()), lr=0.1) for m in (plain, adaptive))
+    rule = AdaScale() if kind == "SGD" else AdamScale()
+    adp, ddp = AdaptiveDataParallel(adaptive, ours, scaling_rule=rule), DistributedDataParallel(plain)
+    measure_always(adp)
+    size = dist.get_world_size()
+    for step in range(6):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        words = torch.randint(0, 40, (2, 8), generator=generator)
+        theirs.zero_grad()
+        ddp(words.flatten()).square().mean().backward()
+        theirs.step()
+        parts = words if accumulate else words.view(1, 16)
+        with FakeLoader([[parts.shape[1]] * size] * len(parts), 16 * size, parts.shape[1]) as loader:
+            for loader.chunk, part in enumerate(parts):
+                ours.zero_grad()
+                adp(part).square().mean().backward()
+                ours.step()
+    adp._sampler.collect()
+    close = torch.allclose(flat(plain), flat(adaptive), rtol=1e-5, atol=1e-7)
+    return close, adp.gns.sqr_avg(), adp.gns.var_avg()
 
 
 def buffers_are_rank_0s() -> torch.Tensor:

@@ -58,6 +58,15 @@ def test_two_replicas_with_adam_train_bit_for_bit_as_ddp() -> None:
         assert var > 0.0
 
 
+@pytest.mark.parametrize("kind", ["SGD", "SparseAdam"])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_sparse_gradients_train_as_with_ddp(kind: str, count: int, accumulate: bool) -> None:
+    for same, sqr, var in replicas.run(cases.sparse_as_ddp, count, kind, accumulate):
+        assert same
+        assert sqr + var > 0.0
+
+
 def test_batch_norm_buffers_are_rank_0s_when_evaluating() -> None:
     first, second = replicas.run(cases.buffers_are_rank_0s, 2)
     assert torch.equal(first, second)
@@ -426,7 +435,7 @@ def test_a_model_without_tensor_outputs_can_not_accumulate() -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
+    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )
 def test_compiled_models(backend: str) -> None:
     torch.manual_seed(0)
