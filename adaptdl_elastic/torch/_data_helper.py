@@ -16,6 +16,8 @@
 
 from __future__ import annotations
 
+import logging
+import operator
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,17 +33,35 @@ from adaptdl_elastic.torch._recovery import recovery
 if TYPE_CHECKING:
     from adaptdl_elastic.torch._control import Command
 
+logger = logging.getLogger(__name__)
+
 _SCRATCH = "data"
+_IDLE_PASSES = 10  # without progress, all steps left out, that end an epoch with autoscaling
 
 
 class LoaderRegistry:
     """The loaders of a session."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self._outside = 0  # made outside of epoch loops
+        self._inside: tuple[int | None, int] = (None, 0)  # epoch, made in it so far
         self.current: AdaptiveDataLoaderHelper | None = None  # whose loop is under way
         self.training: AdaptiveDataLoaderHelper | None = None  # the one that models are trained with
         self.unrepeatable = 0  # loaders that can not hand out the samples of a step again
+
+    def number(self) -> int:
+        """Of a new loader: what it is known by in a later generation, which runs the script from its top.
+
+        A loader that is made anew in every epoch has the same number each time. Those are odd.
+        """
+        epoch = _session.current().epoch
+        if epoch is None:
+            self._outside += 1
+            return 2 * (self._outside - 1)
+        known, count = self._inside
+        count = count if known == epoch else 0
+        self._inside = epoch, count + 1
+        return 2 * count + 1
 
 
 def registry() -> LoaderRegistry:
@@ -65,15 +85,15 @@ class AdaptiveDataLoaderHelper:
     """
 
     def __init__(self, batch_size: int = 1) -> None:
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        size = _integer(batch_size)
+        if size is None or size < 1:
             raise ValueError(
                 f"batch_size={batch_size!r}: give the number of samples per step over all replicas, 1 or more"
             )
-        self.batch_size = batch_size
+        self.batch_size = batch_size = size
         self.end_index: int = 0
         self._registry = registry()
-        self.number = self._registry.count
-        self._registry.count += 1
+        self.number = self._registry.number()
         self._registry.unrepeatable += 1
         self._max_batch_size: int | None = None
         self._local_bounds: tuple[int, int] | None = None
@@ -84,6 +104,7 @@ class AdaptiveDataLoaderHelper:
         self._told: int | None = None  # generation for which the agent knows what can be done in place
         self._loops: Loops | None = None
         self._skipped = False
+        self._mark = (0.0, 0, 0)  # progress, attempted steps, index: when a pass was last found to be made
         # the window under way
         self._window: Window | None = None  # None: a loader of one's own, whose windows are not planned
         self._chunk = 0
@@ -200,7 +221,7 @@ class AdaptiveDataLoaderHelper:
         known = self._registry.training
         if known is self:
             return
-        if known is not None and known.adaptive:
+        if known is not None and known.adaptive and not self._replaces(known):
             raise RuntimeError(
                 "a second loader would be used for training: autoscale_batch_size was called on another one"
             )
@@ -229,7 +250,8 @@ class AdaptiveDataLoaderHelper:
         Raises:
             ValueError: when the initial batch size does not fit these limits.
         """
-        bounds = _check_bounds(self.batch_size, max_batch_size, local_bsz_bounds)
+        largest = _integer(max_batch_size)
+        bounds = _check_bounds(self.batch_size, max_batch_size, largest, local_bsz_bounds)
         if bounds is not None and not gradient_accumulation:
             local = local_batch(self.batch_size, self.replicas)
             if bounds[1] < local:
@@ -239,13 +261,25 @@ class AdaptiveDataLoaderHelper:
                     f"gradient_accumulation=True"
                 )
         known = self._registry.training
+        self._generation = None
         if known is not None and known is not self and known.adaptive:
-            raise RuntimeError("autoscale_batch_size was called on another loader already; only one trains")
-        self._max_batch_size, self._local_bounds = max_batch_size, bounds
+            if not self._replaces(known):
+                raise RuntimeError(
+                    "autoscale_batch_size was called on another loader already; only one trains"
+                )
+            if known.batch_size == self.batch_size:
+                self._atomic, self._accum, self._generation = known._atomic, known._accum, known._generation
+            polls = _session.current().control.polls
+            polls[:] = [self._poll if poll == known._poll else poll for poll in polls]
+            _session.current().control.handlers["batch_size"] = self._change
+        self._max_batch_size, self._local_bounds = largest, bounds
         self._accumulation = gradient_accumulation
         self._registry.training = self
-        self._generation = None
         self._announce_limits()
+
+    def _replaces(self, known: AdaptiveDataLoaderHelper) -> bool:
+        """Whether this is the loader that a script makes anew in every epoch, `known` being the last one."""
+        return known.number == self.number and self._registry.current is not known
 
     def settle(self) -> int:
         """Settle the batch size of this generation; the atomic batch size.
@@ -324,6 +358,7 @@ class AdaptiveDataLoaderHelper:
             self._loops, self._chunk, self._window = state, 0, None
             if state.index == 0 and not self._skipped:
                 state.start_progress = session.metrics.get_progress() if self.adaptive else 0.0
+            self._mark = (*self._effort(), state.index)
             try:
                 yield
                 ended = True
@@ -431,10 +466,27 @@ class AdaptiveDataLoaderHelper:
             Again: a death was survived instead.
         """
         session, state = _session.current(), self._running()
-        made = session.metrics.get_progress() - state.start_progress
-        done = made + 0.5 >= self.end_index / self.batch_size
+        progress, attempts = self._effort()
+        done = progress - state.start_progress + 0.5 >= self.end_index / self.batch_size
+        before, tried, index = self._mark
+        if progress > before:
+            self._mark = progress, attempts, state.index
+        elif state.index - index >= self.end_index * (1 if attempts == tried else _IDLE_PASSES):
+            if session.rank == 0 and not done:
+                logger.warning(
+                    "no optimizer step was taken while all samples came by: the loop ends here, as it would "
+                    "without autoscaling"
+                )
+            done = True
         safe = recovery(session)
         return safe.once(lambda: bool(collective.broadcast(done, tag="end of epoch")), self)
+
+    def _effort(self) -> tuple[float, int]:
+        """Progress of the models, and how often they were to be stepped."""
+        session = _session.current()
+        models = session.scratch.get("models", [])
+        attempts = sum(model.gns.steps + model.gns.skipped for model in models)
+        return session.metrics.get_progress() if self.adaptive else 0.0, attempts
 
     # -- telling -----------------------------------------------------------------------------------
 
@@ -497,11 +549,24 @@ class AdaptiveDataLoaderMixin:
         self._elastic.to_tensorboard(writer, global_step, tag_prefix)
 
 
+def _integer(value: Any) -> int | None:
+    """`value` as Python's, if it is an integer (NumPy's are); None for anything else."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
 def _check_bounds(
-    batch_size: int, max_batch_size: int, given: tuple[int | None, int | None] | None
+    batch_size: int,
+    max_batch_size: Any,
+    largest: int | None,
+    given: tuple[int | None, int | None] | None,
 ) -> tuple[int, int] | None:
     """The bounds with their defaults filled in; ValueError where they contradict each other."""
-    if isinstance(max_batch_size, bool) or not isinstance(max_batch_size, int) or max_batch_size < batch_size:
+    if largest is None or largest < batch_size:
         raise ValueError(
             f"max_batch_size={max_batch_size!r}: give an integer of at least the batch size, {batch_size}"
         )
@@ -511,16 +576,16 @@ def _check_bounds(
         low, high = given
     except (TypeError, ValueError):
         raise ValueError(f"local_bsz_bounds={given!r}: give a pair (smallest, largest)") from None
-    low = 1 if low is None else low
-    high = max_batch_size if high is None else high
-    if not (isinstance(low, int) and isinstance(high, int) and 1 <= low <= high):
-        raise ValueError(f"local_bsz_bounds={given!r}: 1 <= smallest <= largest is needed")
+    low = 1 if low is None else _integer(low)
+    high = largest if high is None else _integer(high)
+    if low is None or high is None or not 1 <= low <= high:
+        raise ValueError(f"local_bsz_bounds={given!r}: integers 1 <= smallest <= largest are needed")
     if low > batch_size:
         raise ValueError(
             f"local_bsz_bounds={given!r}: the smallest is above the batch size, {batch_size}, which one "
             f"replica starts with"
         )
-    return low, min(high, max_batch_size)
+    return low, min(high, largest)
 
 
 def initial_seed(loader: AdaptiveDataLoaderHelper, generator: torch.Generator | None) -> int:

@@ -80,6 +80,7 @@ class Loops(checkpoint.TensorState):
         session.emit("epoch", epoch=epoch, seconds=seconds, samples=self.samples)
         self.finished += 1
         self.finished_loops = self.index = self.samples = 0
+        self.seeds[1::2] = [-1] * len(self.seeds[1::2])  # of loaders that were made in this epoch
         if not session.joining:
             from adaptdl_elastic.torch import _inplace
 

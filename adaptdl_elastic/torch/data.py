@@ -72,7 +72,10 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                     f"changes with the number of replicas. Order the data set instead, or use shuffle=True"
                 )
         drop_last = bool(kwargs.pop("drop_last", False))
-        self._seed_generator: torch.Generator | None = kwargs.pop("generator", None)
+        generator = kwargs.pop("generator", None)
+        if not isinstance(generator, torch.Generator | None):
+            raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
+        self._seed_generator: torch.Generator | None = generator
         self._stream = isinstance(dataset, IterableDataset)
         AdaptiveDataLoaderMixin.__init__(self, batch_size)
         self._elastic.repeats()
@@ -87,6 +90,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                 generator=self._workers_generator,
                 **kwargs,
             )
+            self.__dict__.update(batch_size=self._elastic.batch_size, drop_last=drop_last)
             return
         if not hasattr(dataset, "__len__"):
             raise ValueError(
@@ -99,6 +103,8 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         super().__init__(
             dataset, batch_sampler=self._elastic_batches, generator=self._workers_generator, **kwargs
         )
+        # What a script reads; DataLoader lets nobody set them, and has other values for a batch_sampler.
+        self.__dict__.update(batch_size=self._elastic.batch_size, drop_last=drop_last, sampler=sampler)
 
     def autoscale_batch_size(
         self,
@@ -151,7 +157,8 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         helper, size = self._elastic, self._elastic.end_index
         if helper.current_index < size:
             return False
-        if not (helper.adaptive and helper.training) or not len(self._elastic_batches):
+        nothing = not size or (self.drop_last and helper.batch_size > size)
+        if nothing or not (helper.adaptive and helper.training):
             return True
         return helper.epoch_done()
 
@@ -162,6 +169,10 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         begun = helper.current_index
         batches.local = local
         batches.accumulation = helper._accum if helper.training else 0
+        full = helper.replicas * local * (batches.accumulation + 1)
+        # A batch that has grown beyond the data set takes all of it, instead of leaving all of it out.
+        grown = helper.adaptive and helper.batch_size <= size < full and begun % size == 0
+        batches.drop_last = self.drop_last and not grown
         batches.fill = self._fills()
         batches.sampler.set_epoch(loops().finished, begun)
         self._seed_workers()

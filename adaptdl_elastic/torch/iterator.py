@@ -144,6 +144,7 @@ class _Layouts(checkpoint.TensorState):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
+        self.expires = _session.current().epoch  # an iterator that is made in every epoch
         self.history: list[list[int]] = []
 
     def state_dict(self) -> Any:
