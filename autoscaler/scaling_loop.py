@@ -362,13 +362,16 @@ class Autoscaler:
         key = self._keys.autoscaler_leader
         self._lease = self._store.lease(_LEASE)
         me = records.LeaderRecord(f"{socket.gethostname()}-{os.getpid()}", socket.gethostname(), os.getpid())
+        told = ""
         while self._store.compare_and_swap(key, records.encode(me), 0, self._lease) is None:
             item = self._store.get(key)
             who = records.decode(records.LeaderRecord, item.value, key) if item else None
             name = f"pid {who.pid} on {who.host}" if who else "somebody"
-            self._say(
-                "waiting", {"message": f"another autoscaler rules this cluster: {name}; waiting for it"}
-            )
+            if name != told:
+                self._say(
+                    "waiting", {"message": f"another autoscaler rules this cluster: {name}; waiting for it"}
+                )
+            told = name
             if self._end.wait(_LEASE / 3):
                 raise StoreError("stopped while another autoscaler ruled")
 
