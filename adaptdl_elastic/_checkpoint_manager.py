@@ -142,7 +142,7 @@ class CheckpointManager:
         self._pending: list[_Job] = []
         self._thread: threading.Thread | None = None
         self._swept = False
-        self._told = False
+        self._told = self._told_uncleaned = False
         self.ended = -1  # the last epoch that has
 
     # ------------------------------------------------------------------------------------- loading
@@ -366,13 +366,12 @@ class CheckpointManager:
             message = f"can not save a checkpoint to {path}: {_storage.reason(_root_cause(error))}"
             logger.debug("%s", message, exc_info=True)
             return Saved("", path, job.kind, job.step, self._clock() - job.begun, error=message)
-        with suppress(Exception):  # to keep too many is no reason to distrust the new one
-            self._prune(self.storage)
+        self._clean(self._prune)  # to keep too many is no reason to distrust the new one
         return Saved(manifest.id, path, job.kind, job.step, self._clock() - job.begun, manifest.size)
 
     def _write_to(self, storage: Storage, job: _Job) -> Manifest:
         if not self._swept:
-            storage.sweep()
+            self._clean(lambda storage: storage.sweep())
             self._swept = True
         ids = storage.ids()
         self._follow(storage, ids)
@@ -417,6 +416,16 @@ class CheckpointManager:
                     if self._unclaimed.get(name) is unclaimed:
                         self._unclaimed.pop(name).let_go()
                 logger.error("state %r has rotted since it was opened: left out of checkpoints", name)
+
+    def _clean(self, clean: Callable[[Storage], None]) -> None:
+        """Remove what is not needed any more; say once where that is not allowed, and go on."""
+        assert self.storage is not None
+        try:
+            clean(self.storage)
+        except Exception as error:
+            level = logging.DEBUG if self._told_uncleaned else logging.WARNING
+            self._told_uncleaned = True
+            logger.log(level, "old checkpoints stay: %s", _storage.reason(error))
 
     def _prune(self, storage: Storage) -> None:
         ids = storage.ids()

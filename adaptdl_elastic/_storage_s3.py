@@ -131,9 +131,11 @@ class S3Storage(Storage):
         for start in range(0, len(keys), 1000):
             objects = [{"Key": key} for key in keys[start : start + 1000]]
             with self._errors("can not delete from"):
-                self._client.delete_objects(
+                answer = self._client.delete_objects(
                     Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True}, ChecksumAlgorithm="CRC32"
                 )
+            for refused in answer.get("Errors", []):
+                raise StorageError(f"can not delete from {self.path}: {refused.get('Message')}")
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:

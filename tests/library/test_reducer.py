@@ -6,6 +6,7 @@ import os
 import pickle
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -224,6 +225,35 @@ def test_replicas_that_do_not_come_are_named() -> None:
     with pytest.raises(CollectiveError, match=r"ranks \[1, 2\] have not connected"):
         Reducer(0, 3, timeout=0.2, publish=port._set)
     assert results == []
+
+
+def test_who_comes_before_rank_0_waits_for_moments_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AdaptDL sleeps five seconds when its first connection is refused."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    waited: list[float] = []
+    rank_0: list[Reducer] = []
+    thread = threading.Thread(target=lambda: rank_0.append(Reducer(0, 2, "127.0.0.1", port)))
+    connect, sleep = socket.create_connection, time.sleep
+
+    def refused_thrice(*arguments: Any, **options: Any) -> socket.socket:
+        if len(waited) < 3:
+            raise ConnectionRefusedError
+        if not thread.ident:
+            thread.start()
+        return connect(*arguments, **options)
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(socket, "create_connection", refused_thrice)
+    monkeypatch.setattr(time, "sleep", wait)
+    Reducer(1, 2, "127.0.0.1", port).close()
+    thread.join(60)
+    rank_0[0].close()
+    assert sum(waited[:3]) < 0.1
+    assert max(waited) <= 0.5
 
 
 def test_a_port_that_is_taken_is_a_clear_error() -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,6 +138,60 @@ def test_a_store_that_is_away_is_told_and_does_not_stop_training(
     assert checkpoint.save_all_states() is not None
     script.restart()
     assert Number("n").value == 3
+
+
+def deny(client: Any, action: str) -> None:
+    objects = f"arn:aws:s3:::{BUCKET}/*"
+    statement = {"Effect": "Deny", "Principal": "*", "Action": [action], "Resource": objects}
+    policy = {"Version": "2012-10-17", "Statement": [statement]}
+    client.put_bucket_policy(Bucket=BUCKET, Policy=json.dumps(policy))
+
+
+def test_a_denied_write_is_told_and_leaves_the_checkpoint_before(
+    script: Script, bucket: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script.restart(ADAPTDL_EVENT_LOG=str(tmp_path / "events"))
+    number = Number("n", 1)
+    checkpoint.save_all_states()
+    deny(bucket, "s3:PutObject")
+    number.value = 2
+    checkpoint.save_all_states(kind="periodic", background=True)  # training goes on
+    assert checkpoint.flush(100)
+    told = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    assert [event["kind"] for event in told if event["event"] == "checkpoint_failed"] == ["periodic"]
+    assert re.search(r"can not write to s3://.*403.*; the checkpoint before stays", caplog.text)
+    with pytest.raises(CheckpointSaveError, match="403"):
+        checkpoint.save_all_states(kind="stop")
+    script.restart()
+    number = Number("n")
+    assert number.value == 1
+    bucket.delete_bucket_policy(Bucket=BUCKET)
+    number.value = 3
+    assert checkpoint.save_all_states() is not None
+    script.restart()
+    assert Number("n").value == 3
+
+
+def test_where_nothing_may_be_deleted_saves_go_on_and_it_is_said_once(
+    script: Script, bucket: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    bucket.put_object(Bucket=BUCKET, Key="jobs/one/data/00000001-g00000-dead/a.state", Body=b"1")
+    deny(bucket, "s3:DeleteObject")
+    number = Number("n")
+    for number.value in range(5):
+        assert checkpoint.save_all_states() is not None
+    assert caplog.text.count("old checkpoints stay: can not delete from s3://") == 1
+    script.restart()
+    assert Number("n").value == 4
+
+
+def test_a_denied_read_is_no_fresh_start(script: Script, bucket: Any) -> None:
+    Number("n", 1)
+    checkpoint.save_all_states()
+    deny(bucket, "s3:GetObject")
+    script.restart()
+    with pytest.raises(CheckpointError, match=r"403.*not going on from an older"):
+        Number("n")
 
 
 def test_not_to_reach_the_newest_is_no_reason_to_take_an_older_one(
