@@ -22,6 +22,9 @@ R = TypeVar("R")
 K = TypeVar("K")
 V = TypeVar("V")
 
+MOST_SLOTS = 1024
+"""Of one node: what says it has more is a mistake, and would cost every round of the policy its time."""
+
 NodeOfGeneration = tuple[int, str]
 """(generation, node)."""
 
@@ -259,11 +262,12 @@ class Keeper:
         if (record.node, record.job) != (node, job):
             self._complain(key, f"{key}: says it is node {record.node!r} of job {record.job!r}")
             return
-        if record.slots < 1 or record.min_slots < 1 or record.min_slots > record.slots:
+        if not 1 <= record.min_slots <= record.slots <= MOST_SLOTS:
             self._complain(
                 key,
                 f"{key}: slots {record.slots} (at least {record.min_slots}) can not be: "
-                f"1 <= min_slots <= slots; the node is not used",
+                f"1 <= min_slots <= slots <= {MOST_SLOTS}; the node is not used, "
+                f"start its agent with another --nproc-per-node",
             )
             self._forget_node(node, job)
             return

@@ -120,6 +120,8 @@ class Coordinator:
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._watch: Watch | None = None
+        self._computing: threading.Thread | None = None  # of the last round of the policy
+        self._ended = threading.Event()  # whether that round came to its end
         self._steady_since = clock()
         self.leads = threading.Event()
 
@@ -217,7 +219,7 @@ class _Term:
         self._watch: Watch | None = None
         self._wake_at = owner._clock()
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self._computing: threading.Thread | None = None
+        self._asked: tuple[int, float] | None = None  # number of the round under way, and since when
 
     # -- following the store
 
@@ -237,8 +239,8 @@ class _Term:
     def close(self) -> None:
         """Let go of the watch, and of the policy."""
         self._close_watch()
-        if self._computing is not None:
-            self._computing.join(_LAST_ROUND)
+        if self._o._computing is not None:
+            self._o._computing.join(_LAST_ROUND)
 
     def _close_watch(self) -> None:
         if self._watch is not None:
@@ -250,6 +252,7 @@ class _Term:
         eager = self._take()
         now = self._o._clock()
         self._check_health(now)
+        self._check_round(now)
         if eager or now >= self._wake_at or not self._answers.empty():
             self._decide()
 
@@ -301,18 +304,42 @@ class _Term:
 
     def _compute(self, asked: Round) -> None:
         """Begin a round of the policy; `_answers` gets what comes of it."""
+        before, now = self._o._computing, self._o._clock()
+        if before is not None and before.is_alive() and not self._o._ended.is_set():
+            # a thread can not be ended: a second one beside it would only take its time away
+            self._give_up(asked.number, 0.0, "the round before has not come to an end yet")
+            return
+        self._asked = asked.number, now
+        ended = self._o._ended = threading.Event()
 
         def work() -> None:
-            self._answers.put(compute(self._o._policy, asked, self._o._clock))
-            self._o._queue.put(_Wake())
+            answer = Answer(asked.number, None, 0.0, "its thread was ended")
+            try:
+                answer = compute(self._o._policy, asked, self._o._clock)
+            finally:  # whatever may come: who waits for the answer gets one
+                ended.set()
+                self._answers.put(answer)
+                self._o._queue.put(_Wake())
 
-        self._computing = threading.Thread(target=work, name="coordinator-policy", daemon=True)
-        self._computing.start()
+        self._o._computing = threading.Thread(target=work, name="coordinator-policy", daemon=True)
+        self._o._computing.start()
+
+    def _check_round(self, now: float) -> None:
+        """Wait no longer for a round that takes longer than it may."""
+        if self._asked is None or now - self._asked[1] < self._o._settings.policy_timeout:
+            return
+        (number, since), self._asked = self._asked, None
+        self._give_up(number, now - since, f"no answer after {now - since:.0f} s")
+
+    def _give_up(self, number: int, seconds: float, why: str) -> None:
+        self._answers.put(Answer(number, None, seconds, f"{why}; jobs keep what they have"))
 
     def _decide(self) -> None:
         owner = self._o
         for _ in range(_ROUNDS):
             answer = None if self._answers.empty() else self._answers.get()
+            if answer is not None and self._asked is not None and answer.number == self._asked[0]:
+                self._asked = None
             started = owner._clock()
             view = self._keeper.view(started, owner._wall(), owner._steady_since)
             decided = decide(
@@ -373,7 +400,8 @@ class _Term:
         if revision is None:
             # somebody else wrote: the watch brings what, and if it does not, a look in a moment does
             logger.debug("%s has changed meanwhile", action.key)
-            self._wake_at = min(self._wake_at, self._o._clock() + _HEARTBEAT)
+            now = self._o._clock()
+            self._wake_at = min(max(self._wake_at, now + _LAZY_DELAY), now + _HEARTBEAT)
             return False
         self._keeper.note(action.key, action.record, revision, self._o._clock())
         return True

@@ -34,11 +34,12 @@ class Settings:
     inplace_pause: float = 0.2  # of a change in place until one was measured (results/rescale_pause.md)
     drift: float = 0.15  # a report that changes the predicted goodput by so much asks for a round
     max_events: int = 1000
+    policy_timeout: float = 60.0  # seconds that a round of the policy may take
     keep_ended: int = 200  # jobs that have ended, whose status stays readable
     policy: Any = None  # adaptdl_elastic.autoscaler.policy's own settings; None: its defaults
 
     def __post_init__(self) -> None:
-        for name in ("interval", "min_gap", "node_ttl", "backoff"):
+        for name in ("interval", "min_gap", "node_ttl", "backoff", "policy_timeout"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be negative: {getattr(self, name)}")
 

@@ -8,6 +8,7 @@ from fake_agents import hints_of
 
 from adaptdl_elastic.autoscaler.coordinator.policy import policy_inputs
 from adaptdl_elastic.autoscaler.coordinator.reports import model
+from adaptdl_elastic.autoscaler.policy import allocate
 from adaptdl_elastic.autoscaler.policy.objective import remaining_work
 from adaptdl_elastic.autoscaler.policy.types import Decision, JobInfo
 from adaptdl_elastic.rendezvous.records import (
@@ -39,6 +40,25 @@ def test_impossible_bounds_are_pending_with_the_reason(
     assert pump.status("bad").state is JobState.PENDING
     assert complaint in pump.status("bad").reason
     assert pump.status("good").state is JobState.RUNNING
+
+
+def test_a_node_that_says_it_has_a_billion_slots_is_not_used(pump: Pump) -> None:
+    pump.policy = allocate
+    pump.job("good")
+    pump.node("n0", "good", 4)
+    pump.job("bad", max_replicas=10**9)
+    pump.node("n1", "bad", 10**9)
+    pump.settle().later(61)
+    assert pump.plan("good").replicas == 4
+    assert pump.status("bad").reason == (
+        "waits for nodes: needs at least 1 replica on 1 node, none is registered that could take it"
+    )
+    (problem,) = pump.keeper.problems()
+    assert "slots 1000000000 (at least 1) can not be: 1 <= min_slots <= slots <= 1024" in problem.message
+    assert problem.message.endswith("start its agent with another --nproc-per-node")
+    pump.node("n1", "bad", 1024)  # as many as there may be
+    pump.settle()
+    assert set(pump.placed("bad")) == {"n1"}
 
 
 def test_garbage_is_said_once_and_changes_nothing(pump: Pump) -> None:
