@@ -380,8 +380,8 @@ def form(session: Session, store: Any, attempt: int, cancelled: Callable[[], boo
 
         reducer = _reducer(session, host, 0, secret, publish, cancelled)
     else:
-        impatient = ImpatientStore(store, lambda: "there is another plan" if cancelled() else None)
-        impatient.wait([key], timedelta(seconds=PATIENCE))
+        why = "there is another plan"
+        ImpatientStore(store, lambda: why if cancelled() else None, timedelta(seconds=PATIENCE)).wait([key])
         host, port, secret = json.loads(store.get(key))
         reducer = _reducer(session, host, port, secret, None, cancelled)
     session.reducer = reducer

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import secrets
 import socket
 import sys
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from adaptdl_elastic.torch._store import ImpatientStore
 
 dist: Any = torch.distributed  # its stub does not export the stores
 _ADDRESS = "adaptdl/address"
+_CONNECT = timedelta(seconds=3)  # each of the five times that gloo tries to reach one that may be dead
 _SOCKETS, _STORE = "sockets of torch's group", "store of torch's group"  # in the session's scratch
 
 
@@ -55,6 +58,7 @@ def init_process_group(
         )
     if backend not in dist.Backend.backend_list and ":" not in str(backend):
         raise ValueError(f"backend={backend!r}: there are {', '.join(dist.Backend.backend_list)}")
+    _keep_groups_in_children()
     session = _session.current()
     if world_size is not None or rank is not None:
         session.identity = Identity(
@@ -110,11 +114,11 @@ def connect_torch(session: Session, backend: str, store: Any, timeout: timedelta
             gloo's `recv` does not end when its sender dies in the middle of a message.
     """
     before, hook = _sockets(), sys.excepthook
-    given = {} if timeout is None else {"timeout": timeout}
+    given = {} if timeout is None else {"timeout": _CONNECT}
     # Part of the keys in the store, and counted up by attempts that failed, which were more here than there.
     torch.distributed.distributed_c10d._world.group_count = 0
     if timeout is not None:  # the others were there a moment ago, and may be gone already
-        store = session.scratch[_STORE] = ImpatientStore(store, lambda: session.control.lost)
+        store = session.scratch[_STORE] = ImpatientStore(store, lambda: session.control.lost, timeout)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("torch", store),
@@ -122,13 +126,28 @@ def connect_torch(session: Session, backend: str, store: Any, timeout: timedelta
         world_size=session.replicas,
         **given,
     )
+    if timeout is not None:
+        _set_timeout(timeout)
     sys.excepthook = hook  # every process group wraps it once more
     session.scratch[_SOCKETS] = _sockets() - before
 
 
+@cache
+def _keep_groups_in_children() -> None:
+    """A forked child (a loader's worker) must not free our groups: it has none of their threads.
+
+    Its garbage collection would wait for them for ever, or crash; it may not touch what it inherits.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
+
+
 def relax_torch() -> None:
     """All are there and have what they need: torch's own time limit from now on."""
-    torch.distributed.distributed_c10d._set_pg_timeout(dist.default_pg_timeout, None)
+    _set_timeout(dist.default_pg_timeout)
+
+
+def _set_timeout(timeout: timedelta) -> None:
+    torch.distributed.distributed_c10d._set_pg_timeout(timeout, None)
 
 
 def disconnect_torch(session: Session) -> None:

@@ -23,26 +23,26 @@ class ImpatientStore(dist.Store):  # type: ignore[misc]
     Args:
         store: Where everything is kept.
         lost: Why there is nothing to wait for any more; None: there is.
+        patience: How long to wait at most, whatever time limit the group has.
     """
 
-    def __init__(self, store: Any, lost: Callable[[], str | None]) -> None:
+    def __init__(self, store: Any, lost: Callable[[], str | None], patience: timedelta) -> None:
         super().__init__()
-        self._store, self._lost = store, lost
+        self._store, self._lost, self._patience = store, lost, patience.total_seconds()
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Until all `keys` are there.
 
         Raises:
-            RuntimeError: somebody is lost, or `timeout` is over (None: the store's).
+            RuntimeError: somebody is lost, or the patience is at its end.
         """
-        timeout = self._store.timeout if timeout is None else timeout
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline = time.monotonic() + self._patience
         while not self._store.check(keys):  # its own `wait` would print a warning at each look up
             reason = self._lost()
             if reason is not None:
                 raise RuntimeError(reason)
             if time.monotonic() > deadline:
-                raise RuntimeError(f"nobody wrote {', '.join(keys)} within {timeout.total_seconds():.0f} s")
+                raise RuntimeError(f"nobody wrote {', '.join(keys)} within {self._patience:.0f} s")
             time.sleep(LOOK)
 
     def get(self, key: str) -> bytes:

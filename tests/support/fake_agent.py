@@ -44,7 +44,7 @@ class Process:
         for message in self.channel:
             job.messages.put((self, message, time.monotonic()))
 
-    def join(self, timeout: float = 30.0) -> int:
+    def join(self, timeout: float = 120.0) -> int:
         self.process.join(timeout)
         assert self.process.exitcode is not None, f"rank {self.rank} still runs:\n{self.text()}"
         return int(self.process.exitcode)
@@ -74,7 +74,7 @@ class FakeAgent:
             if each.process.is_alive():
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(each.process.pid or 0, signal.SIGKILL)
-                each.process.join(5)
+                each.process.join(30)
             each.channel.close()
 
     def start(self, replicas: int) -> None:
@@ -134,7 +134,7 @@ class FakeAgent:
                 {"type": "plan", "generation": self.generation, "withdraw": True, "reason": "x"}
             )
 
-    def wait_for(self, kind: str, count: int = 1, timeout: float = 40.0) -> list[Process]:
+    def wait_for(self, kind: str, count: int = 1, timeout: float = 120.0) -> list[Process]:
         """Until so many replicas have sent a message of that kind."""
         deadline, found = time.monotonic() + timeout, []
         while len(found) < count:
@@ -151,7 +151,7 @@ class FakeAgent:
         heard: Counter[str] = Counter()
         while any(heard[kind] < count for kind, count in counts.items()):
             try:
-                heard[self.messages.get(timeout=40.0)[1]["type"]] += 1
+                heard[self.messages.get(timeout=120.0)[1]["type"]] += 1
             except queue.Empty:
                 raise AssertionError(f"only {dict(heard)} of {counts}:\n{self.outputs()}") from None
         return heard
@@ -187,7 +187,7 @@ class FakeAgent:
             os.kill(self.running[rank].process.pid or 0, signal.SIGKILL)
         left = [each for rank, each in enumerate(self.running) if rank not in ranks]
         for rank in ranks:
-            self.running[rank].process.join(10)
+            self.running[rank].process.join(60)
         self.running = left
         return left
 
@@ -214,10 +214,10 @@ class FakeAgent:
 
     def bury(self, rank: int) -> None:
         """This one kills itself."""
-        assert self.running[rank].join(60) == -signal.SIGKILL, self.outputs()
+        assert self.running[rank].join() == -signal.SIGKILL, self.outputs()
         del self.running[rank]
 
-    def finish(self, timeout: float = 60.0) -> None:
+    def finish(self, timeout: float = 120.0) -> None:
         (self.folder / "hurry").touch()
         for each in self.running:
             each.process.join(timeout)

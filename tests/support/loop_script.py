@@ -5,6 +5,7 @@ with window / batch_size: each application of sample i in a window of n samples 
 -max(1, n / batch_size) / n. Settings come as JSON in LOOP.
 """
 
+import gc
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import time
 from pathlib import Path
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, collective
@@ -33,7 +34,12 @@ class Numbers(Dataset):
     def __len__(self):
         return S["size"]
 
+    looked = False
+
     def __getitem__(self, index):
+        if get_worker_info() is not None and not self.looked:
+            self.looked = True
+            assert gc.get_freeze_count(), "a worker must not free the groups that it inherits"
         return index
 
 
