@@ -23,7 +23,7 @@ from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
 from adaptdl_elastic.autoscaler.coordinator.types import Settings
 from adaptdl_elastic.autoscaler.policy.types import Decision
 from adaptdl_elastic.rendezvous import records
-from adaptdl_elastic.rendezvous.connect import connect
+from adaptdl_elastic.rendezvous.connect import StoreOptions, connect
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.records import JobRequest, JobState, JobStatus, LeaderRecord, Plan
 from adaptdl_elastic.rendezvous.server import EtcdServer
@@ -44,7 +44,7 @@ class Cluster:
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def __post_init__(self) -> None:
-        self.store = self.client()
+        self.store = self.client(StoreOptions(timeout=60.0))
         self._watch = self.store.watch(self.keys.root, self.store.range(self.keys.root).revision + 1)
         self.stack.callback(self._watch.close)
         threading.Thread(target=self._follow, daemon=True).start()
@@ -57,8 +57,8 @@ class Cluster:
                         self.plans.append(records.decode(Plan, change.value or ""))
                 self.changed.notify_all()
 
-    def client(self) -> Store:
-        store = connect(self.server.endpoint)
+    def client(self, options: StoreOptions | None = None) -> Store:
+        store = connect(self.server.endpoint, options=options)
         self.stack.callback(store.close)
         return store
 

@@ -112,7 +112,7 @@ def test_two_machines_to_try_it(tmp_path: Path):
     etcd, node, control, *_ = blocks("bare-metal.md", "bash", "test=test_bare_metal")
     (tmp_path / "shared").mkdir()
     script = Path(__file__).parents[1] / "agent" / "scripts" / "train.py"
-    (tmp_path / "train.py").write_text("import sys\nsys.argv += ['200', '0.2']\n" + script.read_text())
+    (tmp_path / "train.py").write_text("import sys\nsys.argv += ['60', '0.2']\n" + script.read_text())
     client, peer = free_ports(2)
     endpoint, peer_url = f"127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
     alone = f" --listen-peer-urls={peer_url} --initial-advertise-peer-urls={peer_url}"
@@ -126,7 +126,7 @@ def test_two_machines_to_try_it(tmp_path: Path):
             name, pid = second_node(store)
             assert "first" in run(control.replace("drain node1", f"drain {name}"), tmp_path, endpoint)
             drained = next(one for one in nodes if one.pid == pid)
-            assert drained.wait(60) == 0
+            assert drained.wait(120) == 0
         (tmp_path / "hurry").touch()
         said = [one.communicate(timeout=120)[0] for one in nodes]
         assert [one.returncode for one in nodes] == [0, 0], said

@@ -1,12 +1,14 @@
 """A training script that writes down which samples it applied: one line per optimizer step and replica.
 
-Each dataset item is its own index, so the file says exactly which samples each step's gradient held.
+Each dataset item is its own index, so the file says exactly which samples each step's gradient held. Until
+there is a file `hurry` in the working directory a step takes a while, so that an epoch outlasts a rescale.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -15,14 +17,13 @@ import adaptdl_elastic.torch as adl
 
 
 class Indices(torch.utils.data.Dataset[int]):
-    def __init__(self, size: int, work: int) -> None:
-        self.size, self.work = size, torch.randn(work, work)
+    def __init__(self, size: int) -> None:
+        self.size = size
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> int:
-        self.work @ self.work  # what a step costs, so that an epoch outlasts a rescale
         return index
 
 
@@ -31,7 +32,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--size", type=int, default=4003)
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--work", type=int, default=320)
+    parser.add_argument("--pace", type=float, default=0.4, help="seconds per step")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument(
         "--crash-at", type=int, default=-1, help="kill -9 the last rank there, in generation 0"
@@ -40,7 +41,7 @@ def main() -> None:
 
     torch.manual_seed(3)
     adl.init_process_group("gloo")
-    loader = adl.AdaptiveDataLoader(Indices(args.size, args.work), batch_size=args.batch_size, shuffle=True)
+    loader = adl.AdaptiveDataLoader(Indices(args.size), batch_size=args.batch_size, shuffle=True)
     net = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-9)
     model = adl.AdaptiveDataParallel(net, optimizer)
@@ -58,6 +59,7 @@ def main() -> None:
                 adl.report(steps=step, replicas=adl.world_size())
             if generation == "0" and step == args.crash_at and adl.rank() == adl.world_size() - 1:
                 os.kill(os.getpid(), 9)
+            time.sleep(0 if Path("hurry").exists() else args.pace)
     (args.out / f"parameters-{adl.rank()}").write_text(repr(net.state_dict()))
 
 
