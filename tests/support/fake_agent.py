@@ -22,6 +22,7 @@ import torch.distributed
 from adaptdl_elastic.channel import Channel
 
 dist: Any = torch.distributed
+_PATIENCE = 200.0  # seconds: the first process may have to import torch on a busy machine
 
 
 class Process:
@@ -44,7 +45,7 @@ class Process:
         for message in self.channel:
             job.messages.put((self, message, time.monotonic()))
 
-    def join(self, timeout: float = 120.0) -> int:
+    def join(self, timeout: float = _PATIENCE) -> int:
         self.process.join(timeout)
         assert self.process.exitcode is not None, f"rank {self.rank} still runs:\n{self.text()}"
         return int(self.process.exitcode)
@@ -134,7 +135,7 @@ class FakeAgent:
                 {"type": "plan", "generation": self.generation, "withdraw": True, "reason": "x"}
             )
 
-    def wait_for(self, kind: str, count: int = 1, timeout: float = 120.0) -> list[Process]:
+    def wait_for(self, kind: str, count: int = 1, timeout: float = _PATIENCE) -> list[Process]:
         """Until so many replicas have sent a message of that kind."""
         deadline, found = time.monotonic() + timeout, []
         while len(found) < count:
@@ -151,7 +152,7 @@ class FakeAgent:
         heard: Counter[str] = Counter()
         while any(heard[kind] < count for kind, count in counts.items()):
             try:
-                heard[self.messages.get(timeout=120.0)[1]["type"]] += 1
+                heard[self.messages.get(timeout=_PATIENCE)[1]["type"]] += 1
             except queue.Empty:
                 raise AssertionError(f"only {dict(heard)} of {counts}:\n{self.outputs()}") from None
         return heard
@@ -217,7 +218,7 @@ class FakeAgent:
         assert self.running[rank].join() == -signal.SIGKILL, self.outputs()
         del self.running[rank]
 
-    def finish(self, timeout: float = 120.0) -> None:
+    def finish(self, timeout: float = _PATIENCE) -> None:
         (self.folder / "hurry").touch()
         for each in self.running:
             each.process.join(timeout)
