@@ -365,6 +365,15 @@ def test_buffers_and_sums_are_put_back(tmp_path: Path, name: str) -> None:
     assert [result["seen"] for result in results] == [480 * 2 - died * 4] * 2
 
 
+@pytest.mark.parametrize(("leave", "leavers"), [(20, [0, 1, 2]), (40, [0]), (40, [1, 2]), (0, [])])
+def test_buffers_are_rank_0s_after_a_loop_however_it_was_left(
+    tmp_path: Path, leave: int, leavers: list[int]
+) -> None:
+    results = train(tmp_path / "run", 3, norm=True, leave=leave, leavers=leavers, evaluate=True)
+    for result in results[1:]:
+        assert str(result["buffers"]) == str(results[0]["buffers"])
+
+
 @pytest.mark.parametrize(
     ("kind", "bucket", "why"),
     [

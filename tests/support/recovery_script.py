@@ -24,7 +24,7 @@ from adaptdl_elastic.torch import _buckets
 
 S = {
     "epochs": 2, "size": 480, "batch": 12, "pace": 0.0, "faults": [], "kind": "all", "norm": False,
-    "optimizer": "sgd", **json.loads(os.environ["LOOP"]),
+    "optimizer": "sgd", "leave": 0, "leavers": [], "evaluate": False, **json.loads(os.environ["LOOP"]),
 }  # fmt: skip
 OUT = Path(os.environ["OUT"])
 TOTAL = S["epochs"] * S["size"] // S["batch"]
@@ -109,10 +109,11 @@ def main():
         )
     torch.manual_seed(100 + adl.rank())
     random.seed(100 + adl.rank())
-    first, draws = _session.current().step, {}
+    first, draws, evaluated = _session.current().step, {}, []
+    evaluation = adl.AdaptiveDataLoader(TensorDataset(inputs), batch_size=S["batch"])
     sums = adl.Accumulator()
     for _ in adl.remaining_epochs_until(S["epochs"]):
-        for x, y in loader:
+        for count, (x, y) in enumerate(loader, 1):
             at = _session.current().step
             mark("begun", at)
             draws[at] = (torch.rand(1).item(), random.random())
@@ -129,11 +130,15 @@ def main():
             mark("ended", at)
             if not (OUT / "hurry").exists():
                 time.sleep(S["pace"])  # what a step takes
+            if count == S["leave"] and adl.rank() in S["leavers"]:
+                break
+        for _ in evaluation if S["evaluate"] else ():
+            evaluated = [buffer.clone() for buffer in net.buffers()]
     with sums.synchronized():
         seen = sums["seen"]
     result = {
         "parameters": [p.detach() for p in net.parameters()],
-        "buffers": list(net.buffers()),
+        "buffers": evaluated or list(net.buffers()),
         "optimizer": optimizer.state_dict(),
         "scheduler": scheduler and scheduler.state_dict(),
         "scaler": scaler and scaler.state_dict(),
