@@ -1,0 +1,158 @@
+"""How soon the loss of a node is noticed, and how soon the others train on.
+
+    python benchmarks/node_loss.py --rounds 6 --json
+    python benchmarks/node_loss.py --rounds 3 --how stop --json
+
+Three agents with one replica each train on one real etcd; the first keeps the coordinator. Then, round after
+round, the third node goes: its agent is killed, so that its connections close (`kill`), or all of its
+processes are stopped, so that nobody hears anything (`stop`). From that moment on, in seconds: until the
+first and the last of the living nodes has said `broken` (their replicas have noticed), until the plan
+without the lost node is in the store, and until the first step of its generation is finished. Then another
+agent takes its place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+from cluster import JOB, Cluster  # noqa: E402
+
+from adaptdl_elastic.rendezvous.keys import Keys  # noqa: E402
+from adaptdl_elastic.rendezvous.records import Plan, Transition, decode  # noqa: E402
+from adaptdl_elastic.rendezvous.server import EtcdServer  # noqa: E402
+from adaptdl_elastic.rendezvous.store import Store  # noqa: E402
+
+TRAIN = str(ROOT / "tests" / "agent" / "scripts" / "train.py")
+NODES = ("first", "second", "third")
+PATIENCE = 120.0  # seconds
+
+
+class Diary:
+    """When what was written to the store, by this process's clock."""
+
+    def __init__(self, store: Store) -> None:
+        self.entries: list[tuple[float, str, str]] = []
+        self._changed = threading.Condition()
+        self._watch = store.watch(Keys("default").root)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        for change in self._watch:
+            with self._changed:
+                self.entries.append((time.time(), change.key, change.value or ""))
+                self._changed.notify_all()
+
+    def wait_for_recovery(self, since: float) -> float:
+        """When the plan by which the others go on was written."""
+        key = Keys("default").job(JOB, "plan")
+
+        def found() -> list[float]:
+            plans = [(t, decode(Plan, v)) for t, k, v in self.entries if k == key and t > since]
+            return [t for t, plan in plans if plan.transition is Transition.RECOVER]
+
+        with self._changed:
+            if not self._changed.wait_for(found, PATIENCE):
+                raise RuntimeError(f"nobody went on without the lost node: {self.entries[-5:]}")
+            return found()[0]
+
+    def broken(self, since: float, until: float) -> list[float]:
+        """When living nodes said that somebody is gone."""
+        return [t for t, key, value in self.entries if "/broken/" in key and value and since < t < until]
+
+    def close(self) -> None:
+        self._watch.close()
+        self._thread.join()
+
+
+def lose(cluster: Cluster, diary: Diary, how: str, victim: Any, watcher: Any) -> dict[str, float | None]:
+    """One node, and another in its place."""
+    agent = psutil.Process(victim.process.pid)
+    family = [agent, *agent.children(recursive=True)]
+    seen = len(watcher.events)
+    since = time.time()
+    if how == "kill":
+        agent.kill()
+    else:
+        for process in family:
+            process.send_signal(signal.SIGSTOP)
+    planned = diary.wait_for_recovery(since)
+    event = watcher.wait_for_event("generation", replicas=2, after=seen)
+    broken = diary.broken(since, event["time"])
+    for process in family:
+        if process.is_running():
+            process.kill()
+    victim.process.wait()
+    return {
+        "first_broken": broken[0] - since if broken else None,
+        "last_broken": broken[-1] - since if broken else None,
+        "plan": planned - since,
+        "step": event["time"] - since,
+    }
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, float | None]]:
+    rounds = []
+    with tempfile.TemporaryDirectory() as folder, EtcdServer() as etcd, ExitStack() as stack:
+        cluster = Cluster(etcd, Path(folder), stack)
+        diary = Diary(cluster.store)
+        stack.callback(diary.close)
+        runs = {"first": cluster.start("first", TRAIN, "100000", "0.01")}
+        runs["first"].wait_for_event("generation")  # it keeps the coordinator
+        runs |= {node: cluster.start(node, TRAIN, "100000", "0.01") for node in NODES[1:]}
+        cluster.scale(3, runs["first"])
+        for number in range(args.rounds):
+            time.sleep(args.between)
+            rounds.append(lose(cluster, diary, args.how, runs["third"], runs["first"]))
+            print(f"round {number}: {rounds[-1]}", file=sys.stderr)
+            seen = len(runs["first"].events)
+            runs["third"] = cluster.start("third", TRAIN, "100000", "0.01")
+            runs["first"].wait_for_event("generation", replicas=3, after=seen)
+    return rounds
+
+
+def summary(values: list[float]) -> list[float] | None:
+    """Median, least, most."""
+    if not values:
+        return None
+    return [round(one, 2) for one in (statistics.median(values), min(values), max(values))]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--how", choices=["kill", "stop"], default="kill")
+    parser.add_argument("--between", type=float, default=3.0, help="seconds of training before each loss")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    rounds = measure(args)
+    names = ("first_broken", "last_broken", "plan", "step")
+    found = {name: summary([one[name] for one in rounds if one[name] is not None]) for name in names}
+    if args.json:
+        about = {"machine": platform.platform(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+        print(json.dumps({**about, "how": args.how, "rounds": len(rounds), "seconds": found}))
+    else:
+        for name, values in found.items():
+            print(f"{name:14} {values}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
