@@ -191,7 +191,7 @@ def test_etcd_paused_for_ten_seconds_disturbs_nobody(run: Run):
     ("given", "wanted"),
     [
         ({"last_cal": "3"}, "has no option 'last_cal'"),
-        ({"lease": "soon"}, "not a number of seconds"),
+        ({"lease": "soon"}, "positive number of seconds"),
         ({"port_range": "x"}, "FIRST-LAST"),
         ({"run_id": "a/b"}, "--rdzv-id 'a/b' can not be used"),
         ({"endpoint": "ftp://x"}, "not of the form HOST:PORT"),
