@@ -141,6 +141,7 @@ def test_stops_and_checkpoints_work_after_a_change(start: Any, tmp_path: Path) -
     job.running[1].channel.send({"type": "stop", "reason": "test"})
     assert [each.join() for each in job.running] == [143, 143]
     environment = dict.fromkeys(("ADAPTDL_AGENT_FD",), "")
+    (tmp_path / "hurry").touch()
     (replica,) = generations.run(
         loop_script_path.PATH, 1, tmp_path, **{**job.environment, **environment}, timeout=100
     )

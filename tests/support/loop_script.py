@@ -79,7 +79,7 @@ def interrupt(loop, epoch, count):
 def work(steps):
     """What a step takes; the second half of them so much that training outlasts whatever is done to it."""
     if not (OUT / "hurry").exists():
-        time.sleep(S["pace"] * (20 if _session.current().step > steps / 2 else 1))
+        time.sleep(S["pace"] * (5 if _session.current().step > steps / 2 else 1))
 
 
 def tear(tag, count):
