@@ -176,7 +176,7 @@ def test_options_from_the_environment(tmp_path):
     ("environ", "wanted"),
     [
         ({"ADAPTDL_ETCD_TIMEOUT": "soon"}, "'soon', not a number"),
-        ({"ADAPTDL_ETCD_TIMEOUT": "-1"}, "must be positive"),
+        ({"ADAPTDL_ETCD_TIMEOUT": "-1"}, "must be a finite, positive number of seconds, not -1"),
         ({"ADAPTDL_ETCD_USER": "adaptdl"}, "needs a password"),
         ({"ADAPTDL_ETCD_CERT": "/dev/null"}, "needs its key"),
         ({"ADAPTDL_ETCD_CA": "/nowhere/ca.pem"}, "'/nowhere/ca.pem' can not be read"),
