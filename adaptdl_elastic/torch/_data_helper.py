@@ -353,8 +353,9 @@ class AdaptiveDataLoaderHelper:
         try:
             recovery(session).arm()
             self._skipped = not state.enter()
-            if self._registry.training is None and state.trainer == self.number:
-                self.train()  # as the replicas know that were there before us
+            known = self._registry.training
+            if state.trainer == self.number and (known is None or self._replaces(known)):
+                self.train()  # as is known from the epoch before, or to the replicas that were there
             self._loops, self._chunk, self._window = state, 0, None
             if state.index == 0 and not self._skipped:
                 state.start_progress = session.metrics.get_progress() if self.adaptive else 0.0

@@ -98,6 +98,7 @@ class Standing:
     uneven: bool  # the replicas' buffers differ, though no loop trains
     synced: dict[str, int] = field(default_factory=dict)  # accumulator → how often it was synchronised
     unsynced: bool = False  # an accumulator has sums that no other replica knows
+    marked: bool = False  # it had some when this data loop began
     mark: int | None = None  # index of its Mark in this place
     seeds: tuple[int, ...] = ()  # of the loaders' orders, -1 where none has arrived
 
@@ -212,9 +213,9 @@ class Recovery:
         """All replicas have come to the end of this loop; False: a part of it has to be done again."""
         if not self.armed or self._session.replicas == 1:
             return True
+        self._uneven = self._uneven or helper.training
         try:
             sums = self._end({name: own for name, (_, own, _) in sums_of(self._session).items()}).result()
-            self._uneven = self._uneven or helper.training
             if sums is not None:  # all have come to the end
                 add_sums(self._session, sums)
                 self._even_buffers()
@@ -248,12 +249,12 @@ class Recovery:
         """Rank 0's buffers for all, where training in parts has made them differ."""
         if not self._uneven:
             return
+        assert self._session.reducer is not None
+        self._session.reducer.barrier(tag="buffers")  # torch's broadcast has a time limit
         try:
             for model in models(self._session):
                 model.sync_buffers()
-        except RuntimeError as error:
-            if self._session.control.lost is None:
-                raise
+        except RuntimeError as error:  # gloo may notice a death before we do
             raise PeerLostError(str(error)) from error
         self._uneven = False
 
@@ -403,17 +404,21 @@ class Recovery:
             model.gns.load_state_dict(statistics)
             session.metrics.update_progress(model.gns.get_progress())
         for one in everybody:
-            loops().settle_seeds(one.seeds)
+            if one.where[0] == mine.where[0]:  # of loaders that are made in every epoch there are others
+                loops().settle_seeds(one.seeds)
         self._same_sums(everybody)
         where = max(one.where for one in everybody)
         here = [one for one in everybody if one.where == where]
-        if any(one.training for one in here):
+        train = any(one.training for one in here)
+        # Whoever trains, and is not at the loop's end, keeps its own; but some may be before this loop.
+        self._uneven = any(one.uneven and not (train and one.where == where) for one in everybody)
+        self._even_buffers()
+        if train:
             self._same_index(mine, where)
-        else:
-            self._uneven = any(one.uneven for one in everybody)
-            self._even_buffers()
-            if where[-1] and any(one.unsynced for one in here):
-                raise Irreparable("what the dead had added to accumulators outside of data loops is gone")
+            if any(one.unsynced for one in everybody) and session.rank == 0:
+                log.warning("what the dead had added to accumulators in this data loop is lost")
+        elif any(one.marked if not one.where[-1] else one.unsynced for one in here):
+            raise Irreparable("what the dead had added to accumulators outside of data loops is gone")
         if mine.where == where:
             self._stand(here)
         elif at_end:
@@ -428,7 +433,7 @@ class Recovery:
         if self._failed:
             assert self._before is not None
             index = self._before.index
-        mark = self._mark.index if self._mark is not None and self._mark.place == self._place() else None
+        mark = self._mark if self._mark is not None and self._mark.place == self._place() else None
         return Standing(
             rank=session.rank,
             step=session.step,
@@ -439,7 +444,8 @@ class Recovery:
             uneven=self._uneven,
             synced={name: count for name, (_, _, count) in known_sums(session).items()},
             unsynced=any(own for _, own, _ in sums_of(session).values()),
-            mark=mark,
+            mark=None if mark is None else mark.index,
+            marked=mark is not None and any(own for _, own, _ in mark.sums.values()),
             seeds=tuple(state.seeds),
         )
 
@@ -486,9 +492,6 @@ class Recovery:
             raise Irreparable(f"the replicas stand at different samples: {sorted(found)}")
         if mine.where == where:
             loops().index = mine.index
-        sums = [name for name, (_, own, _) in sums_of(self._session).items() if own]
-        if sums and self._session.rank == 0:
-            log.warning("what the dead had added to %s since its last sum is lost", ", ".join(sums))
 
     def _stand(self, here: list[Standing]) -> None:
         """Begin the evaluation loop under way anew, unless nothing of it is lost."""

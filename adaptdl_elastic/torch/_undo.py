@@ -9,6 +9,7 @@ longer than all the rest, and an augmentation drawn anew does no harm.
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -145,15 +146,16 @@ def sums_of(session: Session) -> Sums:
 
 
 def known_sums(session: Session) -> Sums:
-    """As `sums_of`, and of the Accumulator that was synchronised last, even if its epoch is over.
+    """What the last synchronisation of every Accumulator gave, also of the last one of an epoch that is over.
 
-    Another replica may still want those: whoever leads dies while it tells us all.
+    Another replica may still want it: whoever leads dies while it tells us all.
     """
-    from adaptdl_elastic.torch.accumulator import LATEST
+    from adaptdl_elastic.torch.accumulator import LATEST, AccumulatorState
 
     latest: Any = session.scratch.get(LATEST)
-    last: Sums = {} if latest is None else {latest.name: (dict(latest.results), {}, latest.syncs)}
-    return {**last, **sums_of(session)}
+    states = [latest] if latest is not None else []
+    states += [state for state in session.states.values() if isinstance(state, AccumulatorState)]
+    return {state.name: (copy.deepcopy(state.summed), {}, state.syncs) for state in states}
 
 
 def put_sums(session: Session, sums: Sums) -> None:
@@ -161,7 +163,8 @@ def put_sums(session: Session, sums: Sums) -> None:
     for name, (results, updates, syncs) in sums.items():
         state: Any = session.states.get(name)
         if state is not None:
-            state.results, state.updates, state.syncs = dict(results), dict(updates), syncs
+            state.show(results)
+            state.updates, state.syncs = dict(updates), syncs
 
 
 def both_sums(a: OwnSums | None, b: OwnSums | None) -> OwnSums | None:

@@ -225,6 +225,7 @@ class AccumulatorState(checkpoint.TensorState):
         super().__init__(f"adaptdl-accumulator-epoch{epoch}-{counts[epoch]}")
         counts[epoch] += 1
         self.results: Sums = initial  # over all replicas, up to the last sync
+        self.summed: Sums = {}  # what that sync gave, whatever a synchronized() block has made of it since
         self.updates: Sums = {}  # of this replica, since then
         self.history: dict[int | None, list[Sums]] = {}  # what each synchronized() block showed, by epoch
         self.syncs = 0  # how often the sums of all replicas were added up
@@ -247,8 +248,15 @@ class AccumulatorState(checkpoint.TensorState):
     def add_total(self, total: Sums) -> None:
         """All replicas' updates, this one's included, have been added up to `total`."""
         self.updates, self.syncs = {}, self.syncs + 1
-        self.results = merge(self.results, total)
+        self.show(merge(self.results, total))
+        self.summed = copy.deepcopy(self.results)
         _session.current().scratch[LATEST] = self
+
+    def show(self, results: Sums) -> None:
+        """Have these sums over all replicas, in a synchronized() block that is under way, too."""
+        results = dict(results)
+        self.results.clear()
+        self.results.update(results)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -65,6 +65,8 @@ def _run(until: int) -> Iterator[int]:
         if ran:
             safe = recovery(session)
             safe.mark()
+            if safe.broken:
+                safe.recover("a replica is gone")
             safe.guarded(lambda: session.control.save("exit"))
         elif until and session.channel is None and session.rank == 0 and checkpoint.loaded_id():
             print(

@@ -232,6 +232,26 @@ def test_the_last_word_of_the_dead_reaches_one_of_two(
     evaluated(tmp_path, 3, 84)
 
 
+def test_a_loader_that_is_made_in_every_epoch(start: Any, tmp_path: Path) -> None:
+    """A death in the first window of the second one."""
+    job = start(3, size=84, epochs=3, fresh=True, die=[2, "train", 1, 1])
+    job.bury(2)
+    job.plan_recovery()
+    job.wait_for("switched", 2)
+    job.finish()
+    applied(tmp_path, 2, epochs=3, size=84)
+
+
+def test_sums_from_outside_of_loops_that_die_with_a_replica(start: Any, tmp_path: Path) -> None:
+    """In an evaluation loop, which can be begun anew, but what was added before it can not be."""
+    job = start(3, size=84, epochs=3, evaluate=1, outside=True, die=[2, "evaluate", 1, 2])
+    job.bury(2)
+    job.plan_recovery()
+    assert [each.join() for each in job.running] == [1, 1]
+    for each in job.running:
+        assert "outside of data loops is gone" in each.text()
+
+
 @pytest.mark.parametrize("tag", ["formed", "standing", "statistics", "index", "recovered", "switched"])
 def test_rank_0_dies_in_a_recovery_and_reaches_one_of_two(start: Any, tmp_path: Path, tag: str) -> None:
     job = start(4, torn=[tag, 1])

@@ -24,7 +24,7 @@ from adaptdl_elastic.torch.scaling_rules import LinearScale
 S = {
     "size": 61, "batch": 8, "epochs": 1, "shuffle": True, "workers": 0, "accumulate": 0, "evaluate": 0,
     "stop": None, "seed": 5, "drop_last": False, "stream": False, "persistent": False, "pace": 0.0,
-    "autoscale": 0, "torn": None,
+    "autoscale": 0, "torn": None, "die": None, "fresh": False, "outside": False,
     **json.loads(os.environ.get("LOOP", "{}")),
 }  # fmt: skip
 OUT = Path(os.environ["OUT"])
@@ -63,6 +63,8 @@ def record(**fields):
 
 
 def interrupt(loop, epoch, count):
+    if S["die"] == [int(os.environ.get("RANK", 0)), loop, epoch, count]:
+        os.kill(os.getpid(), signal.SIGKILL)
     if S["stop"] is None:
         return
     rank, *place = S["stop"]
@@ -137,6 +139,8 @@ def main():
         collective.allreduce(1)
     for epoch in adl.remaining_epochs_until(S["epochs"]):
         model.train()
+        if S["fresh"]:
+            loader = adl.AdaptiveDataLoader(data, batch_size=S["batch"], shuffle=True)
         for count, batch in enumerate(loader, 1):
             interrupt("train", epoch, count)
             helper = adl.current_dataloader()
@@ -149,15 +153,21 @@ def main():
             optimizer.step()
             work(S["epochs"] * S["size"] // S["batch"])
         model.eval()
-        sums = adl.Accumulator()
-        for count, batch in enumerate(evaluation if S["evaluate"] else (), 1):
-            interrupt("evaluate", epoch, count)
-            with torch.no_grad():
-                model(batch)
-            record(epoch=epoch, loop="evaluate", samples=batch.tolist(), local=len(batch))
-            sums["seen"] += len(batch)
+        sums, others = adl.Accumulator(), adl.Accumulator(kept=1)
+        if S["outside"]:
+            sums["outside"] += 1
+        with others.synchronized():
+            others["kept"] += 1
+            for count, batch in enumerate(evaluation if S["evaluate"] else (), 1):
+                interrupt("evaluate", epoch, count)
+                with torch.no_grad():
+                    model(batch)
+                record(epoch=epoch, loop="evaluate", samples=batch.tolist(), local=len(batch))
+                sums["seen"] += len(batch)
+            assert others["kept"] == 2, "a loop's end has changed what a block had changed"
         with sums.synchronized():
             assert not S["evaluate"] or sums["seen"] == S["size"], sums["seen"]
+            sums.clear()  # those to whom the sums have not come yet get them as they were
     torch.save(model.module.w.detach(), OUT / f"weights-{adl.rank()}")
     record(loop="end", epoch=adl.finished_epochs())
 
