@@ -95,7 +95,7 @@ class Cluster:
         """
         runs = self.agents.values()
         told: dict[int, int] = {e["epoch"]: e["samples"] for run in runs for e in run.of("epoch")}
-        if all(run.process.returncode != -signal.SIGKILL for run in runs):
+        if all(run.process.poll() != -signal.SIGKILL for run in runs):
             return told
         said = re.findall(r"^epoch (\d+) had (\d+)$", "\n".join(run.text() for run in runs), re.MULTILINE)
         return {**{int(epoch): int(samples) for epoch, samples in said}, **told}
