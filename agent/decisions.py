@@ -407,7 +407,8 @@ def _why_kill(state: State, held: Held, now: float) -> str | None:
 def _why_stop(state: State, held: Held, now: float) -> str | None:
     """Why the held replicas are to save and leave."""
     plan = state.plan
-    if plan is not None and plan.generation > max(held.generation, held.withdrawn):
+    newer = plan is not None and plan.generation > max(held.generation, held.withdrawn)
+    if plan is not None and newer and not inplace.waits(held, plan):
         return plan.reason or plan.cause.value
     if state.departure is not None and now >= max(state.departure.since, held.since) + OWN_STOP_AFTER:
         return state.departure.reason

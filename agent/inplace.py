@@ -112,6 +112,11 @@ def possible(held: Held, plan: Plan) -> bool:
     )
 
 
+def waits(held: Held, plan: Plan) -> bool:
+    """Whether this plan is for when newcomers have joined: the others have said that they are about to."""
+    return held.joining and plan.transition is Transition.INPLACE and plan.base == held.generation
+
+
 def begin(state: State, held: Held, plan: Plan, master: MasterRecord, now: float) -> Step:
     """Tell the replicas, and start those that join them."""
     here = {r.local_rank for r in held.replicas}
@@ -251,7 +256,7 @@ def _reconcile_joining(state: State, held: Held, now: float) -> Step | None:
         state = replace(state, held=replace(held, joining=False, join_by=None, plain=False, since=now))
         resilient = all(r.resilient for r in held.replicas)
         return state, [WriteRunning(held.generation, library=True, resilient=resilient)]
-    newer = state.plan is not None and state.plan.generation > held.generation
+    newer = state.plan is not None and state.plan.generation > held.generation and not waits(held, state.plan)
     ended = [r for r in held.replicas if r.exit_code is not None]
     late = held.join_by is not None and now >= held.join_by and not all(r.library for r in held.replicas)
     if newer or ended or late:

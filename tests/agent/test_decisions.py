@@ -396,6 +396,22 @@ def test_a_node_with_newcomers_only_does_not_wait_for_survivors_to_leave() -> No
     assert agent(d.ReplicaSwitched(1, 0)) == [d.WriteRunning(1, library=True)]
 
 
+@pytest.mark.parametrize("base", [0, 1])
+def test_the_next_change_of_a_node_whose_newcomers_are_just_about_to_switch(base: int) -> None:
+    """What is planned on top of their generation waits for them: the others have said that it has begun."""
+    agent = Agent()
+    running = Leaving("there", 1, "agent-there", 0)
+    agent(d.PlanSeen(over(1, ("there", 1), ("here", 1), leaving=[running])))
+    agent(master(1))
+    agent(d.ReplicaReady(1, 0))
+    both = [Leaving("there", 1, "agent-there", 1), Leaving("here", 1, "agent-1", 1)]
+    actions = agent(d.PlanSeen(replace(over(2, ("here", 1), leaving=both), base=base)))
+    assert ("Kill" in kinds(actions)) == (base == 0)
+    if base == 1:
+        assert "WriteRunning" in kinds(agent(d.ReplicaSwitched(1, 0)))
+        assert "TellPlan" in kinds(agent(master(2)))
+
+
 def test_where_nobody_survives_it_is_a_plain_start() -> None:
     agent = Agent()
     gone = Leaving("there", 1, "agent-there", 0)
