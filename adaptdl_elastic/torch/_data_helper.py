@@ -28,7 +28,7 @@ import torch
 from adaptdl_elastic import _session, collective
 from adaptdl_elastic.torch._loops import Loops, loops
 from adaptdl_elastic.torch._partition import Window, local_batch, share
-from adaptdl_elastic.torch._recovery import recovery
+from adaptdl_elastic.torch._recovery import models, recovery
 
 if TYPE_CHECKING:
     from adaptdl_elastic.torch._control import Command
@@ -425,7 +425,7 @@ class AdaptiveDataLoaderHelper:
             self._chunk += 1
             return
         self._chunk = 0
-        counts = training or (self.training_unknown and not session.scratch.get("models"))
+        counts = training or (self.training_unknown and not models(session))
         if counts and not (training and safe.failed):
             session.step += 1
             if self._window is not None or training:
@@ -485,8 +485,7 @@ class AdaptiveDataLoaderHelper:
     def _effort(self) -> tuple[float, int]:
         """Progress of the models, and how often they were to be stepped."""
         session = _session.current()
-        models = session.scratch.get("models", [])
-        attempts = sum(model.gns.steps + model.gns.skipped for model in models)
+        attempts = sum(model.gns.steps + model.gns.skipped for model in models(session))
         return session.metrics.get_progress() if self.adaptive else 0.0, attempts
 
     # -- telling -----------------------------------------------------------------------------------

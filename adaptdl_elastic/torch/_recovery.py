@@ -190,9 +190,7 @@ class Recovery:
             try:
                 return call()
             except PeerLostError as error:
-                if not self.armed:
-                    raise
-                self.recover(str(error), helper)
+                self._survive(error, helper)
 
     def once(self, call: Callable[[], T], helper: AdaptiveDataLoaderHelper) -> T:
         """`call()`, a collective of a data loop.
@@ -204,10 +202,13 @@ class Recovery:
         try:
             return call()
         except PeerLostError as error:
-            if not self.armed:
-                raise
-            self.recover(str(error), helper)
+            self._survive(error, helper)
         raise Again
+
+    def _survive(self, error: PeerLostError, helper: AdaptiveDataLoaderHelper | None) -> None:
+        if not self.armed:
+            raise error
+        self.recover(str(error), helper)
 
     def loop_ended(self, helper: AdaptiveDataLoaderHelper) -> bool:
         """All replicas have come to the end of this loop; False: a part of it has to be done again."""
