@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from elastic_run import ElasticRun, environment
+from elastic_run import ElasticRun, run_agent
 
 from adaptdl_elastic.rendezvous.server import EtcdServer
 
@@ -78,14 +77,7 @@ def child(run: ElasticRun, word: str) -> psutil.Process:
 def test_what_can_not_start_says_so_in_one_line(
     arguments: list[str], words: list[str], tmp_path: Path
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "adaptdl_elastic.agent", *arguments],
-        cwd=tmp_path,
-        env=environment(XDG_RUNTIME_DIR=str(tmp_path)),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_agent(tmp_path, *arguments)
     assert done.returncode in (1, 2)
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 from cluster import JOB, Cluster
-from elastic_run import environment
+from elastic_run import run_agent
 
 import adaptdl_elastic
 
@@ -32,14 +30,7 @@ pytestmark = [pytest.mark.etcd, pytest.mark.timeout(600)]
     ],
 )
 def test_in_one_line(arguments: list[str], words: list[str], tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "adaptdl_elastic.agent", *arguments, PLAIN],
-        cwd=tmp_path,
-        env=environment(XDG_RUNTIME_DIR=str(tmp_path)),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_agent(tmp_path, *arguments, PLAIN)
     assert done.returncode in (1, 2)
     (line,) = done.stderr.splitlines()
     assert line.startswith("adaptdl-run: error: ")
@@ -51,14 +42,7 @@ def test_in_one_line(arguments: list[str], words: list[str], tmp_path: Path) -> 
     ("variable", "value"), [("XDG_RUNTIME_DIR", "/dev/null"), ("ADAPTDL_SHARE_PATH", "/dev/null/x")]
 )
 def test_directories_that_are_none(variable: str, value: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "adaptdl_elastic.agent", "--standalone", PLAIN],
-        cwd=tmp_path,
-        env=environment(**{"XDG_RUNTIME_DIR": str(tmp_path), variable: value}),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_agent(tmp_path, "--standalone", PLAIN, **{variable: value})
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert variable in line

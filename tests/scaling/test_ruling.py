@@ -23,6 +23,7 @@ from adaptdl_elastic.autoscaler.scaling_memory import shifted
 from adaptdl_elastic.autoscaler.scaling_types import Known, Memory, PoolMemory, Release
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.memory import MemoryStore
+from adaptdl_elastic.rendezvous.store import Lease
 
 OTHER = records.encode(records.LeaderRecord("other", "box", 42))
 
@@ -54,9 +55,14 @@ def ruling(store: MemoryStore) -> Cluster:
     return cluster
 
 
-def lose_lease(cluster: Cluster) -> None:
+def lease_of(cluster: Cluster) -> Lease:
     lease = cluster.ruler._lease
     assert lease is not None
+    return lease
+
+
+def lose_lease(cluster: Cluster) -> None:
+    lease = lease_of(cluster)
     lease.revoke()
     lease.lost.set()
 
@@ -140,9 +146,7 @@ def test_nothing_is_done_while_another_one_may_rule(
     """As after a SIGSTOP that outlasted the lease: nobody has told us yet that it is lost."""
     cluster = ruling(store)
     cluster.submit()
-    lease = cluster.ruler._lease
-    assert lease is not None
-    monkeypatch.setattr(lease, "remaining", lambda: 0.0)
+    monkeypatch.setattr(lease_of(cluster), "remaining", lambda: 0.0)
     assert not cluster.ruler._tick(first=False)
     assert cluster.instances == []
     assert "not certain" in cluster.events("warning")[-1]["message"]
@@ -153,10 +157,8 @@ def test_who_is_stopped_in_the_middle_of_a_look_leaves_the_rest(
 ) -> None:
     cluster = ruling(store)
     cluster.submit()
-    lease = cluster.ruler._lease
-    assert lease is not None
     left = iter([15.0, 0.0])
-    monkeypatch.setattr(lease, "remaining", lambda: next(left))
+    monkeypatch.setattr(lease_of(cluster), "remaining", lambda: next(left))
     cluster.ruler._tick(first=False)
     assert cluster.instances == []
     assert "not certain" in cluster.status().warnings[-1]

@@ -34,6 +34,18 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **extra}
 
 
+def run_agent(directory: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`adaptdl-run` in `directory`, to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "adaptdl_elastic.agent", *arguments],
+        cwd=directory,
+        env=environment(**{"XDG_RUNTIME_DIR": str(directory), **variables}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 def marked(mark: str) -> list[psutil.Process]:
     """The living processes whose environment carries this mark."""
     found = []
