@@ -45,7 +45,8 @@ from torch import nn
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SIZES = (16, 32, 64, 128, 256, 512)
-RULES = ("AdaScale", "LinearScale", "SqrtScale")
+RULES = ("AdaScale", "LinearScale", "SqrtScale", "LEGWScale")
+WARM_UP = 0.1  # LEGWScale's, in epochs at the initial batch size
 
 
 @dataclass(frozen=True)
@@ -140,13 +141,21 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(128, 10))
 
 
+def scaling_rule(name: str, samples: int) -> Any:
+    """The rule of this name, for a data set of so many samples."""
+    from adaptdl_elastic.torch import scaling_rules
+
+    if name == "LEGWScale":
+        return scaling_rules.LEGWScale(WARM_UP, samples)
+    return getattr(scaling_rules, name)()
+
+
 def replica(job: Job) -> Outcome:
     sys.path.insert(0, str(EXAMPLES))
     from image_classification import Net, evaluate
     from image_data import load
 
     import adaptdl_elastic.torch as adl
-    from adaptdl_elastic.torch import scaling_rules
 
     torch.set_num_threads(1)
     torch.manual_seed(job.seed)
@@ -166,7 +175,7 @@ def replica(job: Job) -> Outcome:
     optimizer = torch.optim.SGD(net.parameters(), lr=job.lr, momentum=0.9, weight_decay=5e-4)
     milestones = [int(job.epochs * 0.6), int(job.epochs * 0.85)]
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, 0.2)
-    rule = getattr(scaling_rules, job.rule)()
+    rule = scaling_rule(job.rule, len(data.train))
     model = adl.AdaptiveDataParallel(net, optimizer, scheduler, scaling_rule=rule)
     outcome, samples, batch = Outcome(), 0, 0
     meter = Meter(outcome)
