@@ -1,9 +1,10 @@
-"""One agent of the cluster keeps a coordinator running as its child; this is that agent's part.
+"""Two agents of the cluster keep a coordinator each as their child; this is an agent's part in it.
 
 Agents create `coordinator/host`, leased: whoever does starts `python -m adaptdl_elastic.autoscaler
 coordinator`, and starts it again when it dies. Where something already leads (a coordinator that runs
-as a service of the cluster), nobody tries. The child ends when the pipe it was given closes, whatever
-way its agent went.
+as a service of the cluster), nobody tries. Later an agent of another node creates `coordinator/second` and
+does the same: that coordinator follows the store and leads as soon as the first one does not. The child ends
+when the pipe it was given closes, whatever way its agent went.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+
+from adaptdl_elastic.rendezvous.keys import Keys
 
 logger = logging.getLogger(__name__)
 
 FIRST_DELAY, LAST_DELAY = 0.2, 10.0  # seconds between a coordinator's death and the next start
 CLAIM_AGAIN_AFTER = 1.0  # seconds: a claim that waits for the store is not made twice
+SETTLED_AFTER = 10.0  # seconds after an agent's start from which it may keep one that stands by
 HEALTHY_AFTER = 30.0  # seconds after which a death is not one of a series
 
 
@@ -96,31 +101,83 @@ class CoordinatorChild:
         self._thread.join(timeout)
 
 
+@dataclass(frozen=True)
+class Holder:
+    """Who keeps a coordinator, as it stands in the store."""
+
+    node: str
+    agent: str
+
+    def __str__(self) -> str:
+        return f"{self.node}/{self.agent}"
+
+    @classmethod
+    def parse(cls, text: str | None) -> Holder | None:
+        """None: nobody. What nobody can read is somebody."""
+        if text is None:
+            return None
+        node, _, agent = text.rpartition("/")
+        return cls(node, agent)
+
+
 class CoordinatorHost:
-    """Keeps a coordinator while this agent holds `coordinator/host`, and claims it when nobody does."""
+    """Keeps a coordinator while this agent holds one of the two places, and claims one that is free.
+
+    `claim(key, other)` is to create `key` for us, unless we hold `other`. `settled` is when, by `clock`, this
+    agent may begin to keep one that stands by: the start of a job has enough to do.
+    """
 
     def __init__(
         self,
-        agent: str,
-        arguments: Sequence[str],
-        log: Path,
-        say: Callable[[str], None],
-        claim: Callable[[], None],
+        me: Holder,
+        keys: Keys,
+        child: Callable[[], CoordinatorChild],
+        claim: Callable[[str, str], None],
+        settled: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._agent, self._arguments, self._log, self._say, self._claim = agent, arguments, log, say, claim
+        self._me, self._new_child, self._claim, self._clock = me, child, claim, clock
+        self._first, self._second = keys.coordinator_host, keys.coordinator_second
+        self._settled = settled
         self._child: CoordinatorChild | None = None
-        self._asked = 0.0
+        self._asked = float("-inf")
+        self.due: float | None = settled  # when to `mind` again though nothing has changed
 
-    def mind(self, host: str | None, leader: str | None) -> None:
-        """Act on who holds `coordinator/host` and who leads, as last heard; None: nobody."""
-        if host == self._agent and self._child is None:
-            self._child = CoordinatorChild(self._arguments, self._log, self._say)
-        elif host not in (None, self._agent) and self._child is not None:
+    def mind(self, first: str | None, second: str | None, leader: str | None) -> None:
+        """Act on who holds the two places and who leads, as last heard; None: nobody."""
+        holders = Holder.parse(first), Holder.parse(second)
+        now, wanted, self.due = self._clock(), self._wanted(*holders, leader), None
+        if self._me in holders:
+            if self._child is None:
+                self._child = self._new_child()
+        elif self._child is not None and wanted is None and any(holders):
             child, self._child = self._child, None
             threading.Thread(target=child.close, daemon=True).start()  # it may take its time
-        if host is None and leader is None and time.monotonic() - self._asked > CLAIM_AGAIN_AFTER:
-            self._asked = time.monotonic()
-            self._claim()
+        if wanted is None:
+            return
+        other = self._first if wanted == self._second else self._second
+        at = self._asked + CLAIM_AGAIN_AFTER
+        if wanted == self._second or leader is not None:
+            at = max(at, self._settled)
+        if now < at:
+            self.due = at
+            return
+        self._asked = now
+        self._claim(wanted, other)
+
+    def _wanted(self, first: Holder | None, second: Holder | None, leader: str | None) -> str | None:
+        """The place that is free and that we should have."""
+        if self._me in (first, second):
+            return None
+        if first is None and second is None:
+            return self._first if leader is None or self._child is not None else None
+        if first is not None and second is not None:
+            return None
+        holder = first or second
+        assert holder is not None
+        if holder.node == self._me.node:
+            return None  # they would be lost together
+        return self._first if first is None else self._second
 
     def close(self) -> None:
         """End the coordinator, if it is ours."""

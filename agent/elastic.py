@@ -30,7 +30,12 @@ from torch.distributed.elastic.agent.server.api import (
 from adaptdl_elastic.agent import decisions, failures, inplace
 from adaptdl_elastic.agent import states as d
 from adaptdl_elastic.agent.books import Books
-from adaptdl_elastic.agent.coordinator_host import CoordinatorHost
+from adaptdl_elastic.agent.coordinator_host import (
+    SETTLED_AFTER,
+    CoordinatorChild,
+    CoordinatorHost,
+    Holder,
+)
 from adaptdl_elastic.agent.environ import replica_environment
 from adaptdl_elastic.agent.forkserver import Exited, ForkServer, Spawned
 from adaptdl_elastic.agent.interruption import Notice
@@ -104,12 +109,13 @@ class AdaptiveAgent(SimpleElasticAgent):
         self._meeting = Meeting(setting.host, setting.ports, self._loop.post)
         self._joining: d.StartReplicas | None = None
         self._plan: Plan | None = None  # of the held generation
+        log, holder = output.directory / "coordinator.log", Holder(setting.me.node, setting.me.agent)
         self._coordinator = CoordinatorHost(
-            setting.me.agent,
-            setting.coordinator,
-            output.directory / "coordinator.log",
-            lambda text: self._loop.post(Said(text)),
-            lambda: self._writer.submit(self._claim),
+            holder,
+            keys,
+            lambda: CoordinatorChild(setting.coordinator, log, lambda text: self._loop.post(Said(text))),
+            lambda key, other: self._writer.submit(partial(registration.claim, key, str(holder), other)),
+            time.monotonic() + SETTLED_AFTER,
         )
         self._signals = Count()
         self._checkpoint_asked = 0
@@ -146,6 +152,8 @@ class AdaptiveAgent(SimpleElasticAgent):
                 self._decide(d.Unfit(str(error)))
             if (due := self._journal.due()) is not None and time.time() >= due:
                 self._journal.flush()
+            if (due := self._coordinator.due) is not None and time.monotonic() >= due:
+                self._look_around()
         return self._result()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -194,7 +202,7 @@ class AdaptiveAgent(SimpleElasticAgent):
     # Events -------------------------------------------------------------------------------------
 
     def _next_time(self) -> float | None:
-        times = [decisions.deadline(self.state)]
+        times = [decisions.deadline(self.state), self._coordinator.due]
         if (due := self._journal.due()) is not None:
             times.append(time.monotonic() + max(0.0, due - time.time()))
         return min((t for t in times if t is not None), default=None)
@@ -267,11 +275,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         if status is not None and INSISTS in status.reason and status.reason not in self._told:
             self._told.add(status.reason)
             self._say(status.reason)
-        self._coordinator.mind(mirror.host, mirror.leader)
-
-    def _claim(self) -> None:
-        """In the writer's thread."""
-        self._registration.claim(self._keys.coordinator_host, self._setting.me.agent)
+        self._coordinator.mind(mirror.host, mirror.second, mirror.leader)
 
     # Actions ------------------------------------------------------------------------------------
 

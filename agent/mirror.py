@@ -36,7 +36,8 @@ class Mirror:
         self.request: JobRequest | None = None
         self.checkpoint: CheckpointRecord | None = None
         self.drain: DrainRequest | None = None
-        self.host: str | None = None  # agent that keeps the coordinator
+        self.host: str | None = None  # who keeps a coordinator
+        self.second: str | None = None  # who keeps another one
         self.leader: str | None = None
         self.ended: dict[tuple[int, str], EndedRecord] = {}
 
@@ -95,6 +96,8 @@ class Mirror:
                 yield self._nodes()
         elif key == keys.coordinator_host:
             self.host = value
+        elif key == keys.coordinator_second:
+            self.second = value
         elif key == keys.coordinator_leader:
             self.leader = value
         elif key == keys.drain(self._node):

@@ -248,9 +248,11 @@ class Registration:
             return None
         return record if record.agent != self.record.agent else None
 
-    def claim(self, key: str, value: str) -> bool:
-        """Create a key that vanishes with this agent, if it does not exist."""
-        return self._store.compare_and_swap(key, value, 0, self._held()) is not None
+    def claim(self, key: str, value: str, unless: str) -> None:
+        """Create a key that vanishes with this agent, if nobody has it and we have not the key `unless`."""
+        other = self._store.get(unless)
+        if other is None or other.value != value:
+            self._store.compare_and_swap(key, value, 0, self._held())
 
     def _held(self) -> Lease:
         lease = self._lease

@@ -137,6 +137,11 @@ class Keeper:
         """The newest revision that has been applied."""
         return self._revision
 
+    @property
+    def led(self) -> bool:
+        """Whether there is a leader, garbage in its key included."""
+        return self._keys.coordinator_leader in self._known
+
     def load(self, snapshot: Snapshot, now: float) -> None:
         """Take a whole range: what is not in it has vanished."""
         for key in self._known - {item.key for item in snapshot.items}:

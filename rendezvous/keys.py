@@ -14,7 +14,9 @@ jobs/<job>/checkpoint                   CheckpointRecord, written by rank 0's ag
 jobs/<job>/generations/<g>/master       MasterRecord, written by the agent of rank 0
 jobs/<job>/generations/<g>/ended/<node>     EndedRecord: its replicas are gone, and how they ended
 coordinator/host                        leased: the agent that keeps a coordinator running as its child
+coordinator/second                      leased: the agent of another node that keeps one that stands by
 coordinator/leader                      LeaderRecord, leased: the coordinator that decides
+coordinator/standby/<id>                LeaderRecord, leased: one that follows the store and waits to lead
 drains/<node>                           DrainRequest: take this node's replicas away; deleted by its writer
 autoscaler/leader                       LeaderRecord, leased: the autoscaler that buys and releases nodes
 autoscaler/status                       AutoscalerStatus, written by that autoscaler
@@ -100,6 +102,15 @@ class Keys:
     def coordinator_host(self) -> str:
         """Held by the agent whose child is the coordinator."""
         return f"{self.root}coordinator/host"
+
+    @property
+    def coordinator_second(self) -> str:
+        """Held by an agent of another node whose child stands by."""
+        return f"{self.root}coordinator/second"
+
+    def coordinator_standby(self, identity: str) -> str:
+        """Held by a coordinator that waits to lead."""
+        return f"{self.root}coordinator/standby/{identity}"
 
     @property
     def coordinator_leader(self) -> str:

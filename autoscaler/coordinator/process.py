@@ -21,10 +21,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from adaptdl_elastic.autoscaler.coordinator.core import decide
+from adaptdl_elastic.autoscaler.coordinator.following import Follower
 from adaptdl_elastic.autoscaler.coordinator.policy import Policy
 from adaptdl_elastic.autoscaler.coordinator.rounds import Answer, Round, compute
 from adaptdl_elastic.autoscaler.coordinator.types import (
@@ -36,26 +36,22 @@ from adaptdl_elastic.autoscaler.coordinator.types import (
     Say,
     Settings,
 )
-from adaptdl_elastic.autoscaler.state import Keeper, View
+from adaptdl_elastic.autoscaler.state import View
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.records import LeaderRecord
 from adaptdl_elastic.rendezvous.store import (
-    Change,
-    CompactedError,
     Lease,
     LeaseLostError,
     Store,
     StoreAuthError,
     StoreError,
-    Watch,
 )
 
 logger = logging.getLogger(__name__)
 
 LEASE_TTL = 5.0
 _HEARTBEAT = 1.0  # how often the lease is looked at, locally
-_LAZY = ("hints", "checkpoint")  # changes of these may wait for others to come along
 _LAZY_DELAY = 0.5
 _LOUD = {"policy_failed": logging.ERROR, "malformed": logging.WARNING}
 _SLICE = 0.2  # seconds of writing after which what has happened meanwhile is taken in
@@ -71,24 +67,6 @@ class Observer(Protocol):
 
     def leading(self, leads: bool) -> None:
         """Whether this process leads now."""
-
-
-@dataclass(frozen=True)
-class _Reload:
-    """The watch has lost its place."""
-
-
-@dataclass(frozen=True)
-class _Broken:
-    error: BaseException
-
-
-@dataclass(frozen=True)
-class _Wake:
-    """Somebody wants the loop to look at `stop`."""
-
-
-_Item = Change | _Reload | _Broken | _Wake
 
 
 class Coordinator:
@@ -117,21 +95,17 @@ class Coordinator:
         self._observers = tuple(observers)
         self._identity = identity or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._record = LeaderRecord(self._identity, socket.gethostname(), os.getpid(), version)
-        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._follower = Follower(store, keys, clock)
         self._stopped = threading.Event()
-        self._watch: Watch | None = None
         self._computing: threading.Thread | None = None  # of the last round of the policy
         self._ended = threading.Event()  # whether that round came to its end
-        self._steady_since = clock()
         self.leads = threading.Event()
+        self.stands_by = threading.Event()
 
     def stop(self) -> None:
         """End `run` soon; a leader lets go of its lease, so that another can lead at once."""
         self._stopped.set()
-        self._queue.put(_Wake())
-        watch = self._watch
-        if watch is not None:
-            watch.close()
+        self._follower.wake()
 
     def run(self) -> None:
         """Serve until `stop`. Raises StoreAuthError when the store refuses us; outlives everything else."""
@@ -155,37 +129,46 @@ class Coordinator:
 
     def _campaign_and_lead(self) -> None:
         lease = self._store.lease(self._ttl)
+        follower = self._follower = Follower(self._store, self._keys, self._clock)
         try:
-            key, value = self._keys.coordinator_leader, records.encode(self._record)
-            fence = self._store.compare_and_swap(key, value, 0, lease)
+            fence = self._claim(lease)
             if fence is None:
-                self._wait_for_vacancy(lease)
-                return
-            self._steady_since = self._clock()
-            self._lead(fence, lease)
+                fence = self._stand_by(lease)
+            if fence is not None:
+                self._lead(fence, lease)
         except LeaseLostError:
             logger.warning("lost the lease of %s", self._keys.coordinator_leader)
         finally:
             self._tell(False)
+            follower.close()
             with suppress(StoreError, OSError):
                 lease.revoke()
 
-    def _wait_for_vacancy(self, lease: Lease) -> None:
-        """Until there is no leader any more (or the watch can not say)."""
-        with suppress(StoreError, OSError):
-            lease.revoke()
-        key = self._keys.coordinator_leader
-        snapshot = self._store.range(key)
-        if not any(item.key == key for item in snapshot.items):
-            return
-        with self._store.watch(key, snapshot.revision + 1) as watch:
-            self._watch = watch
-            if self._stopped.is_set():
-                return
-            with suppress(CompactedError):
-                for change in watch:
-                    if self._stopped.is_set() or (change.key == key and change.kind == "delete"):
-                        return
+    def _claim(self, lease: Lease) -> int | None:
+        """Lead if nobody does: the fence."""
+        key, value = self._keys.coordinator_leader, records.encode(self._record)
+        return self._store.compare_and_swap(key, value, 0, lease)
+
+    def _stand_by(self, lease: Lease) -> int | None:
+        """Follow the store as the leader does until there is none any more; the fence that we lead with.
+
+        None: stopped, or out of touch with the store for so long that what we have seen counts for little.
+        """
+        follower = self._follower
+        standby = self._keys.coordinator_standby(self._identity)
+        self._store.put(standby, records.encode(self._record), lease)
+        follower.load()
+        self.stands_by.set()
+        try:
+            while not self._stopped.is_set() and not lease.lost.is_set():
+                if not follower.keeper.led and (fence := self._claim(lease)) is not None:
+                    self._store.delete(standby)
+                    return fence
+                follower.take(_HEARTBEAT)
+                follower.check(lease)
+        finally:
+            self.stands_by.clear()
+        return None
 
     # -- leading
 
@@ -195,7 +178,8 @@ class Coordinator:
         self._tell(True)
         term.say("leader", {"id": self._identity, "fence": fence, "host": self._record.host})
         try:
-            term.load()
+            if not self._follower.loaded:
+                self._follower.load()
             while not self._stopped.is_set() and not lease.lost.is_set():
                 term.step()
         finally:
@@ -212,93 +196,27 @@ class _Term:
 
     def __init__(self, owner: Coordinator, fence: int, lease: Lease) -> None:
         self._o, self._fence, self._lease = owner, fence, lease
-        self._keeper = Keeper(owner._keys)
+        self._follower, self._keeper = owner._follower, owner._follower.keeper
         self._memory = Memory()
-        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        owner._queue = self._queue
-        self._watch: Watch | None = None
         self._wake_at = owner._clock()
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._asked: tuple[int, float] | None = None  # number of the round under way, and since when
 
-    # -- following the store
-
-    def load(self) -> None:
-        """Read everything, and watch from there."""
-        self._close_watch()
-        self._queue = self._o._queue = queue.SimpleQueue()  # what the old watch may still bring is old
-        snapshot = self._o._store.range(self._o._keys.root)
-        self._keeper.load(snapshot, self._o._clock())
-        watch = self._o._store.watch(self._o._keys.root, snapshot.revision + 1)
-        self._watch = self._o._watch = watch
-        threading.Thread(
-            target=_pump, args=(watch, self._queue), name="coordinator-watch", daemon=True
-        ).start()
-        self._wake_at = self._o._clock()
-
     def close(self) -> None:
-        """Let go of the watch, and of the policy."""
-        self._close_watch()
+        """Let go of the policy."""
         if self._o._computing is not None:
             self._o._computing.join(_LAST_ROUND)
 
-    def _close_watch(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
-
     def step(self) -> None:
         """Wait for something to happen or to be due, take it in, and decide."""
-        eager = self._take()
+        heard = self._follower.take(min(_HEARTBEAT, max(0.0, self._wake_at - self._o._clock())))
         now = self._o._clock()
-        self._check_health(now)
+        if heard.lazy:
+            self._wake_at = min(self._wake_at, now + _LAZY_DELAY)
+        self._follower.check(self._lease)
         self._check_round(now)
-        if eager or now >= self._wake_at or not self._answers.empty():
+        if heard.eager or now >= self._wake_at or not self._answers.empty():
             self._decide()
-
-    def _take(self) -> bool:
-        """Wait for changes and take in all there are; whether they call for a decision at once."""
-        timeout = min(_HEARTBEAT, max(0.0, self._wake_at - self._o._clock()))
-        try:
-            item = self._queue.get(timeout=timeout) if timeout > 0 else self._queue.get_nowait()
-        except queue.Empty:
-            return False
-        eager = False
-        while True:
-            eager = self._digest(item) or eager
-            try:
-                item = self._queue.get_nowait()
-            except queue.Empty:
-                return eager
-
-    def _digest(self, item: _Item) -> bool:
-        match item:
-            case Change():
-                now = self._o._clock()
-                if not self._keeper.apply(item, now):
-                    return False  # what we wrote ourselves comes back
-                last = item.key.rsplit("/", 1)[-1]
-                if item.key.startswith(self._o._keys.events):
-                    return False
-                if last in _LAZY:
-                    self._wake_at = min(self._wake_at, now + _LAZY_DELAY)
-                    return False
-                return True
-            case _Reload():
-                logger.info("the store has forgotten what the watch asked for: reading everything again")
-                self.load()
-                return True
-            case _Broken(error):
-                if isinstance(error, StoreAuthError):
-                    raise error
-                raise StoreError(f"the watch ended: {error}") from error
-            case _:
-                return False
-
-    def _check_health(self, now: float) -> None:
-        """Note a break of the store: what expired meanwhile proves nothing."""
-        if self._lease.remaining() < self._o._ttl / 3:
-            self._o._steady_since = now
 
     # -- deciding
 
@@ -319,7 +237,7 @@ class _Term:
             finally:  # whatever may come: who waits for the answer gets one
                 ended.set()
                 self._answers.put(answer)
-                self._o._queue.put(_Wake())
+                self._follower.wake()
 
         self._o._computing = threading.Thread(target=work, name="coordinator-policy", daemon=True)
         self._o._computing.start()
@@ -341,7 +259,7 @@ class _Term:
             if answer is not None and self._asked is not None and answer.number == self._asked[0]:
                 self._asked = None
             started = owner._clock()
-            view = self._keeper.view(started, owner._wall(), owner._steady_since)
+            view = self._keeper.view(started, owner._wall(), self._follower.steady_since)
             decided = decide(
                 view,
                 self._memory,
@@ -370,7 +288,7 @@ class _Term:
         """
         written, began = False, self._o._clock()
         for action in actions:
-            if written and self._o._clock() - began > _SLICE and not self._queue.empty():
+            if written and self._o._clock() - began > _SLICE and self._follower.pending:
                 self._wake_at = began
                 return False
             if self._lease.lost.is_set() or self._lease.remaining() <= 0:
@@ -389,7 +307,7 @@ class _Term:
                 raise
             except StoreError as error:
                 logger.warning("could not write (%s); trying again", error)
-                self._o._steady_since = self._o._clock()
+                self._follower.shaken()
                 self._wake_at = self._o._clock() + _HEARTBEAT
                 return False
         return written
@@ -422,17 +340,6 @@ class _Term:
                     self._keeper.events.pop(old, None)
         except StoreError as error:
             logger.warning("could not log the event %s: %s", event, error)
-
-
-def _pump(watch: Watch, into: queue.SimpleQueue[_Item]) -> None:
-    """Carry a watch's changes into the queue, from a thread of its own."""
-    try:
-        for change in watch:
-            into.put(change)
-    except CompactedError:
-        into.put(_Reload())
-    except BaseException as error:
-        into.put(_Broken(error))
 
 
 def stop_with_parent(descriptor: int, stop: Callable[[], None]) -> threading.Thread:

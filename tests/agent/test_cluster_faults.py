@@ -8,11 +8,12 @@ import subprocess
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 from cluster import Cluster
 from cutting_proxy import CuttingProxy
 
-from adaptdl_elastic.rendezvous.records import JobRequest, JobStatus, decode, encode
+from adaptdl_elastic.rendezvous.records import JobRequest, JobStatus, LeaderRecord, decode, encode
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN, PLAIN = str(SCRIPTS / "train.py"), str(SCRIPTS / "plain.py")
@@ -37,6 +38,31 @@ def test_rank_0s_node_and_another_are_killed_at_once(cluster: Cluster) -> None:
     assert (last["replicas"], last["cause"]) == (1, "node_lost")
     assert third.of("failure") == []
     cluster.check(epochs=60, replicas=1)
+
+
+def test_the_coordinators_node_is_killed_and_who_stood_by_leads(cluster: Cluster) -> None:
+    names = ("first", "second", "third")
+    first = cluster.start("first", TRAIN, *LONG)
+    first.wait_for_event("generation")
+    others = [cluster.start(name, TRAIN, *LONG) for name in names[1:]]
+    cluster.scale(3, others[0])
+    keys = cluster._recorder.keys
+    prefix = keys.coordinator_standby("")
+    with cluster.store.watch(prefix, 1) as changes:  # from the first change that there was
+        standby = next(decode(LeaderRecord, one.value).id for one in changes if one.value is not None)
+    place = cluster.store.get(keys.coordinator_host)
+    assert place is not None
+    assert place.value.split("/")[0] == "first"
+    seen = len(others[0].events)
+    for process in [*_family(first.process.pid), first.process]:
+        process.send_signal(signal.SIGKILL)
+    others[0].wait_for_event("generation", after=seen, replicas=2)
+    leader = cluster.store.get(keys.coordinator_leader)
+    assert leader is not None
+    assert decode(LeaderRecord, leader.value).id == standby
+    cluster.finish(*others)
+    assert others[0].of("failure") == others[1].of("failure") == []
+    cluster.check(epochs=60, replicas=2)
 
 
 def test_a_node_comes_back_under_its_name(cluster: Cluster) -> None:
@@ -107,9 +133,7 @@ def test_an_agent_of_an_earlier_run_is_harmless(cluster: Cluster) -> None:
     assert cluster.violations() == []
 
 
-def _family(pid: int) -> list[object]:
-    import psutil
-
+def _family(pid: int) -> list[psutil.Process]:
     return list(psutil.Process(pid).children(recursive=True))
 
 

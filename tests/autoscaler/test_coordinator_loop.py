@@ -12,7 +12,7 @@ from coordinator_pump import Clock, share_policy
 from fake_agents import FakeAgent, spec_of, submit
 
 from adaptdl_elastic.autoscaler.coordinator.policy import Policy
-from adaptdl_elastic.autoscaler.coordinator.process import Coordinator, _Term, _Wake
+from adaptdl_elastic.autoscaler.coordinator.process import Coordinator, _Term
 from adaptdl_elastic.autoscaler.coordinator.types import Decided, Settings
 from adaptdl_elastic.autoscaler.policy.types import Decision
 from adaptdl_elastic.autoscaler.state import View
@@ -64,11 +64,11 @@ class World:
         submit(self.store, self.keys, spec_of("a"))
         self.agent = FakeAgent(self.store, self.keys, "n0", "a", 4, clock=self.clock).register()
         self.term = _Term(self.owner, 1, self.store.lease(1e9))
-        self.term.load()
+        self.owner._follower.load()
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
-            self.owner._queue.put(_Wake())  # nothing has happened, and nobody waits for it
+            self.owner._follower.wake()  # nothing has happened, and nobody waits for it
             self.term.step()
             while self.agent.step():
                 pass

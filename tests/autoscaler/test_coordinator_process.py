@@ -18,6 +18,7 @@ import pytest
 from coordinator_pump import share_policy
 from fake_agents import FakeAgent, spec_of, submit
 
+from adaptdl_elastic.agent.storelink import Registration
 from adaptdl_elastic.autoscaler.coordinator.policy import Policy
 from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
 from adaptdl_elastic.autoscaler.coordinator.types import Settings
@@ -71,7 +72,7 @@ class Cluster:
                 assert left > 0, f"waited in vain for {what or done}: {self.plans[-3:]}"
                 self.changed.wait(min(left, 0.5))
 
-    def coordinator(self, policy: Policy = share_policy, **settings: object) -> Coordinator:
+    def coordinator(self, policy: Policy = share_policy, ttl: float = 5.0, **settings: object) -> Coordinator:
         """One in a thread of this process."""
         fields: dict[str, object] = {"interval": 1.0, "min_gap": 0.0}
         served = Coordinator(
@@ -79,7 +80,7 @@ class Cluster:
             self.keys,
             Settings(**{**fields, **settings}),  # type: ignore[arg-type]
             policy,
-            ttl=5.0,
+            ttl=ttl,
         )
         thread = threading.Thread(target=served.run, daemon=True)
         thread.start()
@@ -230,6 +231,61 @@ def test_kill_9_of_the_leader_leaves_training_alone(cluster: Cluster) -> None:
     assert agent.history == ran
     cluster.scaled("a", 1)
     assert fences_never_fall(cluster.plans)
+
+
+def test_who_stands_by_has_seen_who_was_lost_with_the_leader(cluster: Cluster) -> None:
+    """A leader that has not would wait for the node: here, for hours."""
+    first = cluster.process()
+    cluster.until(cluster.leader, "a leader")
+    agents = [cluster.job("a", slots=1), cluster.agent("n1", "a", 1)]
+    cluster.until(lambda: cluster.size("a") == 2 and all(agent.running is not None for agent in agents))
+    successor = cluster.coordinator(ttl=60.0, node_ttl=10_000.0, steady=0.0)
+    assert successor.stands_by.wait(PATIENCE)
+    (standby,) = cluster.store.range(cluster.keys.coordinator_standby("")).items
+    assert records.decode(LeaderRecord, standby.value).id == successor._identity
+    first.send_signal(signal.SIGSTOP)
+    agents[1].vanish()
+    assert successor.leads.wait(PATIENCE)
+    cluster.until(lambda: cluster.size("a") == 1, "a plan without the lost node")
+    assert cluster.plans[-1].cause.value == "node_lost"
+    assert cluster.store.range(cluster.keys.coordinator_standby("")).items == ()
+    first.send_signal(signal.SIGCONT)
+    cluster.until(lambda: cluster.store.range(cluster.keys.coordinator_standby("")).items, "the old one")
+    cluster.scaled("a", 1)
+    assert fences_never_fall(cluster.plans)
+
+
+@pytest.mark.slow
+def test_who_stands_by_while_the_store_is_away_evicts_nobody(keys: Keys) -> None:
+    """All leases run out in the pause, the leader's as well: those who are missing may be quite well."""
+    with ExitStack() as stack:
+        server = stack.enter_context(EtcdServer())
+        cluster = Cluster(server, keys, stack)
+        leader = cluster.process()
+        cluster.until(cluster.leader, "a leader")
+        submit(cluster.store, cluster.keys, spec_of("a"))
+        agents = [FakeAgent(cluster.client(), keys, node, "a", clock=time.time) for node in ("n0", "n1")]
+        for agent in agents:
+            registration = Registration(cluster.client(), keys, agent.record())
+            registration.register()
+            stack.callback(registration.close)
+            agent.follow()
+            stack.callback(agent.stop)
+        cluster.until(lambda: cluster.size("a") == 2 and all(agent.running is not None for agent in agents))
+        # those who were lost get a minute to come back, more than a busy machine needs
+        successor = cluster.coordinator(steady=10_000.0, node_ttl=60.0)
+        assert successor.stands_by.wait(PATIENCE)
+        plan = cluster.plans[-1]
+        server.pause()
+        leader.kill()
+        threading.Event().wait(7.0)  # longer than any lease
+        server.resume()
+        assert successor.leads.wait(PATIENCE)
+        cluster.until(lambda: len(cluster.store.range(keys.nodes).items) == 2, "both nodes are back")
+        cluster.scaled("a", 1)
+        causes = [one.cause.value for one in cluster.plans if one.generation > plan.generation]
+        assert set(causes) <= {"manual", "policy"}
+        assert fences_never_fall(cluster.plans)
 
 
 @pytest.mark.slow
