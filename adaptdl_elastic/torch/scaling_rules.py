@@ -117,15 +117,10 @@ class ScalingRuleBase:
 def _scaled(optimizer: torch.optim.Optimizer, factor: float | Array) -> Iterator[None]:
     """Learning rates times `factor`, for as long as the context lasts. A factor of 1 touches nothing."""
     groups = optimizer.param_groups
-    if np.ndim(factor) and np.shape(factor) != (len(groups),):
-        raise ValueError(
-            f"the scaling rule gave factors of shape {np.shape(factor)} to {len(groups)} parameter groups: "
-            f"one number, or one per group; add groups before AdaptiveDataParallel is made"
-        )
-    factors = np.broadcast_to(np.asarray(factor, dtype=np.float64), (len(groups),)).tolist()
-    changed = [(group, group["lr"]) for group, f in zip(groups, factors, strict=True) if f != 1.0]
+    factors = _by_group(factor, len(groups))
     if not all(math.isfinite(f) and f >= 0.0 for f in factors):
         raise ValueError(f"the scaling rule's factor of the learning rate must be 0 or more, got {factors}")
+    changed = [(group, group["lr"]) for group, f in zip(groups, factors, strict=True) if f != 1.0]
     try:
         for group, f in zip(groups, factors, strict=True):
             if f != 1.0:
@@ -134,6 +129,18 @@ def _scaled(optimizer: torch.optim.Optimizer, factor: float | Array) -> Iterator
     finally:
         for group, lr in changed:
             group["lr"] = lr
+
+
+def _by_group(factor: float | Array, groups: int) -> list[float]:
+    if isinstance(factor, float):  # the usual case, in every step: numpy is slow on single numbers
+        return [factor] * groups
+    if np.ndim(factor) and np.shape(factor) != (groups,):
+        raise ValueError(
+            f"the scaling rule gave factors of shape {np.shape(factor)} to {groups} parameter groups: "
+            f"one number, or one per group; add groups before AdaptiveDataParallel is made"
+        )
+    values: list[float] = np.broadcast_to(np.asarray(factor, dtype=np.float64), (groups,)).tolist()
+    return values
 
 
 class AdaScale(ScalingRuleBase):
