@@ -180,21 +180,29 @@ def _learning_rate(axis: Any, summary: Summary) -> None:
 
 def _goodput(axis: Any, summary: Summary) -> None:
     _name(axis, "goodput (useful samples per second)")
+    labels = ["predicted", "measured"]  # each is said once: a first spell may have one of them only
     for begin, end in _spells(summary):
         inside = [g for g in summary.goodputs if begin <= g[0] < end]
         predicted = [(at, value) for at, _, value in inside if value is not None]
         measured = [(at, value) for at, value, _ in inside if value is not None]
-        first = not axis.get_legend_handles_labels()[0]
         if predicted:
             times, values = zip(*[*predicted, (end, predicted[-1][1])], strict=True)
-            style = {"label": "predicted"} if first else {}
+            style = _once(labels, "predicted")
             axis.step(times, values, where="post", color=_MUTED, lw=1.4, linestyle=(0, (4, 2)), **style)
         if measured:
-            style = {"label": "measured"} if first else {}
+            style = _once(labels, "measured")
             axis.plot(*zip(*measured, strict=True), color=_ORANGE, lw=1.8, marker="o", ms=2.5, **style)
     axis.set_ylim(bottom=0)
     axis.margins(y=0.15)
     _legend(axis)
+
+
+def _once(labels: list[str], name: str) -> dict[str, str]:
+    """Label a curve, unless one of that name has been labelled."""
+    if name not in labels:
+        return {}
+    labels.remove(name)
+    return {"label": name}
 
 
 def _metrics(axis: Any, summary: Summary) -> None:

@@ -72,6 +72,17 @@ def test_a_picture_is_drawn(tmp_path: Path, events: list[Event]) -> None:
     assert (tmp_path / "new" / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_both_curves_of_goodput_are_named_though_the_first_replicas_predicted_nothing(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    from adaptdl_elastic.agent.plot import draw
+
+    events = [event if event["time"] != 105.0 else {**event, "predicted_goodput": None} for event in RUN]
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        draw(report.summarise(events), tmp_path / "run.svg", "job")
+    text = (tmp_path / "run.svg").read_text()
+    assert text.count(">measured<") == text.count(">predicted<") == 1
+
+
 def test_an_error_message_with_brackets_is_no_markup() -> None:
     message = "rank 1 failed: [/__w/gloo/pair.cc:537] Read error [127.0.0.1]:43191"
     events = [{**e, "cause": "failure", "reason": message} if e["event"] == "generation" else e for e in RUN]
