@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from adaptdl_elastic import _session, env
 from adaptdl_elastic.reducer import Future, ReduceFn, Reducer, default_reduce_fn
@@ -94,7 +94,10 @@ def _reducer() -> Reducer:
     session = _session.current()
     if session.reducer is None:
         if session.joining:
-            _give_up()
+            give_up(
+                "it calls a collective before its data loop, to which the running replicas can not answer "
+                "any more"
+            )
         if session.replicas > 1:
             raise RuntimeError(
                 f"this is one of {session.replicas} replicas and they are not connected: call "
@@ -104,14 +107,9 @@ def _reducer() -> Reducer:
     return session.reducer
 
 
-def _give_up() -> None:
-    """A newcomer wants what only all replicas together can do, and the others have it behind them."""
-    print(
-        "this script can not be rescaled in place: it calls a collective before its data loop, to which "
-        "the running replicas can not answer any more",
-        file=sys.stderr,
-        flush=True,
-    )
+def give_up(why: str) -> NoReturn:
+    """End a newcomer that can not be brought to where the others are. Their training goes on without it."""
+    print(f"this script can not be rescaled in place: {why}", file=sys.stderr, flush=True)
     raise SystemExit(CAN_NOT_JOIN)
 
 

@@ -3,8 +3,11 @@
 A star: rank 0 listens, the others connect. Every call has a sequence number and a tag (where in the
 script it stands); rank 0 combines the contributions of one number in the order of the ranks and sends
 the result to everybody. Different tags under one number mean that the replicas' control flow has come
-apart, and are an error on every replica instead of a wrong sum. A replica that is gone fails every
-collective that needs it, at once; nothing waits for it.
+apart: that and all that follows is an error on every replica instead of a wrong sum, or of waiting for
+ever. A replica that is gone fails every collective that needs it, at once; nothing waits for it.
+
+Numbers are counted apart for each *stream*. What replicas come to in an order of their own among other
+collectives has a stream of its own.
 
 The same connections carry the library's control messages (`send_control`), which any thread may send at
 any time. With one replica there are no sockets and no threads.
@@ -30,6 +33,9 @@ log = logging.getLogger(__name__)
 
 ReduceFn = Callable[[Any, Any], Any]
 ControlHandler = Callable[[int, Any], None]
+
+MAIN, LOOPS, AGREEMENT = range(3)
+"""Streams: of most collectives; of beginnings and ends of data loops; of agreements on what to do where."""
 
 _CONTRIBUTION, _RESULT, _FAILURE, _CONTROL, _GOODBYE = range(5)
 CONNECT_TIMEOUT = 120.0
@@ -128,7 +134,8 @@ class Reducer:
         self._cancelled = cancelled
         self._reader: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._sequence = 0
+        self._sequences = [stream << 56 for stream in (MAIN, LOOPS, AGREEMENT)]  # the next call's
+        self._apart: CollectiveMismatchError | None = None  # the replicas have come apart
         self._calls: dict[int, _Call] = {}  # rank 0
         self._futures: dict[int, Future] = {}  # the others
         self._lost: dict[int, str] = {}
@@ -220,13 +227,17 @@ class Reducer:
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def allreduce(self, obj: Any, reduce_fn: ReduceFn = default_reduce_fn, tag: str = "") -> Any:
+    def allreduce(
+        self, obj: Any, reduce_fn: ReduceFn = default_reduce_fn, tag: str = "", stream: int = MAIN
+    ) -> Any:
         """`obj` of every replica combined by `reduce_fn`, in the order of the ranks, on every replica."""
-        return self.allreduce_async(obj, reduce_fn, tag).result()
+        return self.allreduce_async(obj, reduce_fn, tag, stream).result()
 
-    def allreduce_async(self, obj: Any, reduce_fn: ReduceFn = default_reduce_fn, tag: str = "") -> Future:
+    def allreduce_async(
+        self, obj: Any, reduce_fn: ReduceFn = default_reduce_fn, tag: str = "", stream: int = MAIN
+    ) -> Future:
         """As `allreduce`, without waiting. `reduce_fn` runs on rank 0."""
-        return self._start(obj, reduce_fn, tag)
+        return self._start(obj, reduce_fn, tag, stream)
 
     def broadcast(self, obj: Any, tag: str = "") -> Any:
         """Rank 0's `obj`, on every replica."""
@@ -236,7 +247,7 @@ class Reducer:
         """Return once every replica has called it."""
         self.broadcast(None, tag)
 
-    def _start(self, value: Any, reduce_fn: ReduceFn, tag: str) -> Future:
+    def _start(self, value: Any, reduce_fn: ReduceFn, tag: str, stream: int = MAIN) -> Future:
         if not callable(reduce_fn):
             raise TypeError(f"reduce_fn combines two values into one, got {reduce_fn!r}")
         if self.replicas == 1:
@@ -247,8 +258,12 @@ class Reducer:
         with self._lock:
             if self._closing:
                 raise CollectiveError("the collectives have been torn down")
-            sequence = self._sequence
-            self._sequence += 1
+            if self._apart is not None:
+                future = Future()
+                future._set(error=self._apart)
+                return future
+            sequence = self._sequences[stream]
+            self._sequences[stream] += 1
             if self.rank != 0:
                 future = self._futures[sequence] = Future()
                 lost = self._lost.get(0)
@@ -285,6 +300,7 @@ class Reducer:
             failure.__cause__ = None if failure is error else error
             self._spread(_FAILURE, sequence, _wire.dumps((type(failure).__name__, str(failure))))
             call.future._set(error=failure)
+            self._come_apart(failure)
         else:
             self._spread(_RESULT, sequence, payload)
             call.future._set(value)
@@ -302,6 +318,18 @@ class Reducer:
                 )
             value = call.reduce_fn(value, other)
         return value
+
+    def _come_apart(self, failure: CollectiveError) -> None:
+        """After a mismatch nothing that has been or will be called can be answered any more."""
+        if not isinstance(failure, CollectiveMismatchError):
+            return
+        with self._lock:
+            self._apart = self._apart or failure
+            waiting = [*self._futures.values(), *(call.future for call in self._calls.values())]
+            self._futures.clear()
+            self._calls.clear()
+        for future in waiting:
+            future._set(error=failure)
 
     def _spread(self, kind: int, sequence: int, payload: bytes) -> None:
         for peer in list(self._peers):
@@ -379,7 +407,9 @@ class Reducer:
         if kind == _RESULT:
             future._set(value)
         else:
-            future._set(error=_ERRORS.get(value[0], CollectiveError)(value[1]))
+            failure = _ERRORS.get(value[0], CollectiveError)(value[1])
+            future._set(error=failure)
+            self._come_apart(failure)
 
     def _on_lost(self, peer: int, reason: str) -> None:
         with self._lock:

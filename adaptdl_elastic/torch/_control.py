@@ -49,7 +49,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from adaptdl_elastic import env
-from adaptdl_elastic.reducer import CollectiveMismatchError, PeerLostError
+from adaptdl_elastic.reducer import AGREEMENT, CollectiveMismatchError, PeerLostError
 
 if TYPE_CHECKING:
     from adaptdl_elastic._session import Session
@@ -347,7 +347,7 @@ class Control:
         reducer = self.session.reducer
         if reducer is None or reducer.replicas == 1:
             return True
-        positions = reducer.allreduce([position], tag="agreement")
+        positions = reducer.allreduce([position], tag="agreement", stream=AGREEMENT)
         latest = max(tuple(p) for p in positions)
         if min(tuple(p) for p in positions) == latest:
             return True
@@ -357,7 +357,7 @@ class Control:
                 self._decision = (_before(latest), self._decision[1])
                 self._position = position
             return False
-        again = reducer.allreduce([position], tag="agreement")
+        again = reducer.allreduce([position], tag="agreement", stream=AGREEMENT)
         if any(tuple(p) != position for p in again):
             raise CollectiveMismatchError(
                 f"the replicas are at different places of the script: {sorted(map(tuple, again))} "

@@ -17,15 +17,19 @@
 from __future__ import annotations
 
 import logging
-import operator
+import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from adaptdl_elastic import _session, collective
+from adaptdl_elastic.torch._checks import check_bounds, integer
 from adaptdl_elastic.torch._loops import Loops, loops
 from adaptdl_elastic.torch._partition import Window, local_batch, share
 from adaptdl_elastic.torch._recovery import models, recovery
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SCRATCH = "data"
+_PACKAGE = str(Path(__file__).parents[1])
 _IDLE_PASSES = 10  # without progress, all steps left out, that end an epoch with autoscaling
 
 
@@ -44,24 +49,42 @@ class LoaderRegistry:
 
     def __init__(self) -> None:
         self._outside = 0  # made outside of epoch loops
-        self._inside: tuple[int | None, int] = (None, 0)  # epoch, made in it so far
+        self._inside: tuple[int | None, Counter[str]] = (None, Counter())  # epoch; made in it, by place
         self.current: AdaptiveDataLoaderHelper | None = None  # whose loop is under way
         self.training: AdaptiveDataLoaderHelper | None = None  # the one that models are trained with
         self.unrepeatable = 0  # loaders that can not hand out the samples of a step again
 
-    def number(self) -> int:
-        """Of a new loader: what it is known by in a later generation, which runs the script from its top.
+    def key(self) -> str:
+        """Of a new loader: what it is known by on other replicas, and when the script runs again.
 
-        A loader that is made anew in every epoch has the same number each time. Those are odd.
+        Outside of epoch loops they are counted. Inside, what counts is where in the script one is made: it
+        may be made in every epoch, or only in the first one of each process, which for a replica that joins
+        is not the first of the others. Only what is made in the same place in one epoch is counted there.
         """
         epoch = _session.current().epoch
         if epoch is None:
             self._outside += 1
-            return 2 * (self._outside - 1)
-        known, count = self._inside
-        count = count if known == epoch else 0
-        self._inside = epoch, count + 1
-        return 2 * count + 1
+            return str(self._outside - 1)
+        known, made = self._inside
+        if known != epoch:
+            self._inside = epoch, made = epoch, Counter()
+        place = _place()
+        made[place] += 1
+        return place if made[place] == 1 else f"{place}, number {made[place]}"
+
+
+def _place() -> str:
+    """Where in an epoch loop's body we are: the lines of the calls that led here, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    body, lines = loops().body, list[str]()
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_PACKAGE):
+            lines.append(f"{Path(code.co_filename).name}:{frame.f_lineno}")
+        if code is body or code.co_name == "<module>":
+            break
+        frame = frame.f_back
+    return " of ".join(lines)
 
 
 def registry() -> LoaderRegistry:
@@ -85,7 +108,7 @@ class AdaptiveDataLoaderHelper:
     """
 
     def __init__(self, batch_size: int = 1) -> None:
-        size = _integer(batch_size)
+        size = integer(batch_size)
         if size is None or size < 1:
             raise ValueError(
                 f"batch_size={batch_size!r}: give the number of samples per step over all replicas, 1 or more"
@@ -93,7 +116,7 @@ class AdaptiveDataLoaderHelper:
         self.batch_size = batch_size = size
         self.end_index: int = 0
         self._registry = registry()
-        self.number = self._registry.number()
+        self.key = self._registry.key()
         self._registry.unrepeatable += 1
         self._max_batch_size: int | None = None
         self._local_bounds: tuple[int, int] | None = None
@@ -226,7 +249,7 @@ class AdaptiveDataLoaderHelper:
                 "a second loader would be used for training: autoscale_batch_size was called on another one"
             )
         self._registry.training = self
-        loops().trainer = self.number
+        loops().trainer = self.key
         self._announce_limits()
 
     def _announce_limits(self) -> None:
@@ -250,8 +273,8 @@ class AdaptiveDataLoaderHelper:
         Raises:
             ValueError: when the initial batch size does not fit these limits.
         """
-        largest = _integer(max_batch_size)
-        bounds = _check_bounds(self.batch_size, max_batch_size, largest, local_bsz_bounds)
+        largest = integer(max_batch_size)
+        bounds = check_bounds(self.batch_size, max_batch_size, largest, local_bsz_bounds)
         if bounds is not None and not gradient_accumulation:
             local = local_batch(self.batch_size, self.replicas)
             if bounds[1] < local:
@@ -279,7 +302,7 @@ class AdaptiveDataLoaderHelper:
 
     def _replaces(self, known: AdaptiveDataLoaderHelper) -> bool:
         """Whether this is the loader that a script makes anew in every epoch, `known` being the last one."""
-        return known.number == self.number and self._registry.current is not known
+        return known.key == self.key and self._registry.current is not known
 
     def settle(self) -> int:
         """Settle the batch size of this generation; the atomic batch size.
@@ -347,14 +370,14 @@ class AdaptiveDataLoaderHelper:
         session.start()
         state = loops()
         if self._registry.current is not None and state.looping:
-            state.enter()  # raises
+            state.enter(self.key)  # raises
         self._registry.current = self
         ended = False
         try:
             recovery(session).arm()
-            self._skipped = not state.enter()
+            self._skipped = not state.enter(self.key)
             known = self._registry.training
-            if state.trainer == self.number and (known is None or self._replaces(known)):
+            if state.trainer == self.key and (known is None or self._replaces(known)):
                 self.train()  # as is known from the epoch before, or to the replicas that were there
             self._loops, self._chunk, self._window = state, 0, None
             if state.index == 0 and not self._skipped:
@@ -549,45 +572,6 @@ class AdaptiveDataLoaderMixin:
         self._elastic.to_tensorboard(writer, global_step, tag_prefix)
 
 
-def _integer(value: Any) -> int | None:
-    """`value` as Python's, if it is an integer (NumPy's are); None for anything else."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
-
-
-def _check_bounds(
-    batch_size: int,
-    max_batch_size: Any,
-    largest: int | None,
-    given: tuple[int | None, int | None] | None,
-) -> tuple[int, int] | None:
-    """The bounds with their defaults filled in; ValueError where they contradict each other."""
-    if largest is None or largest < batch_size:
-        raise ValueError(
-            f"max_batch_size={max_batch_size!r}: give an integer of at least the batch size, {batch_size}"
-        )
-    if given is None:
-        return None
-    try:
-        low, high = given
-    except (TypeError, ValueError):
-        raise ValueError(f"local_bsz_bounds={given!r}: give a pair (smallest, largest)") from None
-    low = 1 if low is None else _integer(low)
-    high = largest if high is None else _integer(high)
-    if low is None or high is None or not 1 <= low <= high:
-        raise ValueError(f"local_bsz_bounds={given!r}: integers 1 <= smallest <= largest are needed")
-    if low > batch_size:
-        raise ValueError(
-            f"local_bsz_bounds={given!r}: the smallest is above the batch size, {batch_size}, which one "
-            f"replica starts with"
-        )
-    return low, min(high, largest)
-
-
 def initial_seed(loader: AdaptiveDataLoaderHelper, generator: torch.Generator | None) -> int:
     """The seed of a loader's order: the generator's or the user's `torch.manual_seed`, rank 0's for all.
 
@@ -597,10 +581,10 @@ def initial_seed(loader: AdaptiveDataLoaderHelper, generator: torch.Generator | 
         Again: a death was survived instead.
     """
     state = loops()
-    known = state.seed(loader.number)
+    known = state.seeds.get(loader.key)
     if known is None:
         own = generator.initial_seed() if generator is not None else torch.initial_seed()
         mine, safe = own & (2**63 - 1), recovery(_session.current())
         known = safe.once(lambda: int(collective.broadcast(mine, tag="seed")), loader)
-        state.seeds[loader.number] = known
+        state.seeds[loader.key] = known
     return known

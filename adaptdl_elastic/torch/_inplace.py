@@ -20,7 +20,8 @@ What is done, for generation g + 1 beside the running g:
 3. When all have arrived, rank 0 has the change agreed on like any other (`_control`). If the boundary is
    in the data loop that the newcomers wait at, it is carried out; else rank 0 writes a new preview, and
    they go on to where the script is now. A newcomer that calls a collective on its way can not be
-   answered and gives up, as does one that breaks for whatever reason: training goes on in g.
+   answered and gives up, as do one that has come to a loop over another loader (its Python variables
+   decided otherwise) and one that breaks for whatever reason: training goes on in g.
 4. *Switch*, inside `__next__` of every loader: states are synchronised over the old group, which is then
    destroyed; who leaves exits; rank 0 publishes an address; all of g + 1 connect, form torch's group,
    and newcomers get every state from the memory of one who was there. Every AdaptiveDataParallel makes
@@ -53,7 +54,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
-from adaptdl_elastic import checkpoint, env
+from adaptdl_elastic import checkpoint, collective, env
 from adaptdl_elastic._session import Identity, Session
 from adaptdl_elastic.reducer import Reducer
 from adaptdl_elastic.torch import _recovery, _transfer
@@ -154,13 +155,15 @@ class Rescaler:
             store = plan.meeting()
             while self._wanted(plan):
                 plan.tried.clear()
-                command = {"generation": plan.generation, "attempt": plan.attempt}
+                command: Command = {"generation": plan.generation, "attempt": plan.attempt}
                 if plan.newcomers:
                     self._session.control.request({**command, "kind": "preview"})
                     store.wait([f"arrived/{plan.attempt}/{rank}" for rank in plan.newcomers], _FOREVER)
                     if not self._wanted(plan):
                         return
                     command["at"] = json.loads(store.get(f"preview/{plan.attempt}"))
+                    arrived = [store.get(f"arrived/{plan.attempt}/{rank}") for rank in plan.newcomers]
+                    command["loaders"] = [loader.decode() for loader in arrived]
                 self._session.control.request({**command, "kind": "switch"})
                 plan.tried.wait()
                 plan.attempt += 1
@@ -193,6 +196,7 @@ class Rescaler:
         if session.rank == 0:
             known, at = self._plans.get(generation), command.get("at")
             go = known is not None and self._wanted(known) and at in (None, list(position[:2]))
+            go = go and known is not None and self._same_loader(known, command)
         if not session.reducer.broadcast(go, tag="switch"):
             if session.rank == 0 and known is not None:
                 known.tried.set()
@@ -222,6 +226,18 @@ class Rescaler:
         plan.tried.set()
         self._plans = {g: p for g, p in self._plans.items() if g > generation}
         self._past = {}
+
+    def _same_loader(self, plan: Plan, command: Command) -> bool:
+        """Rank 0: whether the newcomers wait at a loop over our loader. Who does not is told to give up."""
+        from adaptdl_elastic.torch._data_helper import current_dataloader
+
+        here, there = current_dataloader(), command.get("loaders", [])
+        if here is None or all(loader == here.key for loader in there):
+            return True
+        plan.called_off = True
+        with contextlib.suppress(RuntimeError):  # the store is gone, and nobody waits
+            plan.meeting().set(f"step/{command['attempt'] + 1}", _seal({"elsewhere": here.key}))
+        return False
 
     def _plan(self, generation: int) -> Plan:
         """Our own agent's message of a plan that all replicas have agreed to carry out."""
@@ -255,14 +271,19 @@ class Newcomer:
         self._store.wait([key], _FOREVER)
         return _open(self._store.get(key))
 
-    def arrive(self, place: tuple[int, int]) -> bool:
-        """Come to a data loop: join the others in it, or pass it by because they have (False)."""
+    def arrive(self, place: tuple[int, int], loader: str) -> bool:
+        """Come to a loop over `loader`: join the others in it, or pass it by because they have (False)."""
         session = self.session
         while place >= self._at:
-            self._store.set(f"arrived/{self._attempt}/{session.rank}", "1")
+            self._store.set(f"arrived/{self._attempt}/{session.rank}", loader)
             session.send({"type": "ready", "generation": session.generation})
             self._attempt += 1
             step = self._next()
+            if "elsewhere" in step:
+                collective.give_up(
+                    f"data loop {place[1]} of epoch {place[0]} is over loader {loader} here, and over "
+                    f"{step['elsewhere']} on the running replicas (is it for a variable of theirs?)"
+                )
             if "preview" in step:
                 self.preview(step)
                 continue

@@ -3,17 +3,20 @@
 This is what lets a script be run again from its top after a restart: epochs that have ended are not
 offered again, data loops of the present epoch that have ended are skipped, and the loop that was under
 way goes on at the sample it had reached. A data loop is known by its number within its epoch.
+
+Every replica must come to the same data loops. Each tells the others which one it has come to, and over
+which loader; nobody waits for that, but where they differ all that follows is an error.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from itertools import zip_longest
+from types import CodeType
 from typing import Any
 
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic._session import Session
+from adaptdl_elastic.reducer import LOOPS
 
 _SCRATCH = "loops"
 
@@ -30,12 +33,14 @@ class Loops(checkpoint.TensorState):
         self.finished_loops = 0  # of the present epoch
         self.index = 0  # samples that the present data loop has handed out, on all replicas together
         self.start_progress = 0.0  # statistical progress when the present data loop began
-        self.seeds: list[int] = []  # of the loaders, in the order of their construction
-        self.trainer: int | None = None  # number of the loader that models are trained with, once known
+        self.seeds: dict[str, int] = {}  # of the loaders' orders, by their keys, once settled
+        self.trainer: str | None = None  # key of the loader that models are trained with, once known
         self.samples = 0  # of the present epoch, in training loops
         self.until: int | None = None  # remaining_epochs_until's argument
+        self.body: CodeType | None = None  # what has the epoch loop in it
         self.entered = 0  # data loops of the present epoch that this process has come to
         self.looping = False  # inside a data loop
+        self.announced: tuple[int, int] = (0, 0)  # the last (epoch, data loop) that others were told of
         self.epoch_began = time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
@@ -45,10 +50,11 @@ class Loops(checkpoint.TensorState):
             "finished_loops": self.finished_loops,
             "index": self.index,
             "start_progress": self.start_progress,
-            "seeds": list(self.seeds),
+            "seeds": dict(self.seeds),
             "samples": self.samples,
             "step": self._session.step,
             "trainer": self.trainer,
+            "announced": list(self.announced),
         }
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -57,10 +63,12 @@ class Loops(checkpoint.TensorState):
         self.finished_loops = state_dict["finished_loops"]
         self.index = state_dict["index"]
         self.start_progress = state_dict["start_progress"]
-        self.seeds = list(state_dict["seeds"])
+        self.seeds = dict(state_dict["seeds"])
         self.samples = state_dict["samples"]
         self._session.step = state_dict["step"]
-        self.trainer = state_dict.get("trainer")
+        self.trainer = state_dict["trainer"]
+        epoch, loop = state_dict["announced"]
+        self.announced = (epoch, loop)
 
     # -- epochs ------------------------------------------------------------------------------------
 
@@ -80,7 +88,7 @@ class Loops(checkpoint.TensorState):
         session.emit("epoch", epoch=epoch, seconds=seconds, samples=self.samples)
         self.finished += 1
         self.finished_loops = self.index = self.samples = 0
-        self.seeds[1::2] = [-1] * len(self.seeds[1::2])  # of loaders that were made in this epoch
+        self.seeds = {key: seed for key, seed in self.seeds.items() if key.isdigit()}  # not made in an epoch
         if not session.joining:
             from adaptdl_elastic.torch import _inplace
 
@@ -89,8 +97,11 @@ class Loops(checkpoint.TensorState):
 
     # -- data loops --------------------------------------------------------------------------------
 
-    def enter(self) -> bool:
-        """Come to a data loop; whether it has to be run, having not ended before a restart."""
+    def enter(self, loader: str) -> bool:
+        """Come to a data loop over the loader with that key; whether it has to be run.
+
+        It has not if it had ended before a restart.
+        """
         if self._session.epoch is None:
             raise RuntimeError(
                 "a data loop outside of an epoch loop: put it inside "
@@ -108,11 +119,30 @@ class Loops(checkpoint.TensorState):
         if self._session.joining:
             from adaptdl_elastic.torch import _inplace
 
-            return _inplace.newcomer(self._session).arrive((self.finished, self.entered))
-        if self.entered <= self.finished_loops:
+            if not _inplace.newcomer(self._session).arrive((self.finished, self.entered), loader):
+                return False
+        elif self.entered <= self.finished_loops:
             return False
-        self._pass()
+        else:
+            self._pass()
+        what = f"data loop {self.entered} of epoch {self.finished}, over loader {loader}"
+        self.announce((self.finished, self.entered), what)
         return True
+
+    def announce(self, place: tuple[int, int], what: str) -> None:
+        """Tell the others that this replica has come to `place`, unless they were told.
+
+        Raises:
+            CollectiveMismatchError: another one has come to another place.
+        """
+        reducer = self._session.reducer
+        if place <= self.announced:
+            return
+        self.announced = place
+        if reducer is not None:
+            told = reducer.allreduce_async(None, _first, what, LOOPS)
+            if told.done():
+                told.result()
 
     def _pass(self) -> None:
         """Pass the beginning of an epoch or a data loop."""
@@ -133,15 +163,9 @@ class Loops(checkpoint.TensorState):
         """Pass the present position: between steps or evaluated batches, data loops and epochs."""
         self._session.control.boundary((self.finished, self.entered, self.index))
 
-    def seed(self, loader: int) -> int | None:
-        """The seed of the `loader`-th loader, None until it is settled."""
-        self.seeds.extend([-1] * (loader + 1 - len(self.seeds)))
-        return None if self.seeds[loader] < 0 else self.seeds[loader]
 
-    def settle_seeds(self, known: Sequence[int]) -> None:
-        """Take the seeds that another replica has, and we have not."""
-        mine = [*self.seeds, *[-1] * (len(known) - len(self.seeds))]
-        self.seeds = [own if own >= 0 else other for own, other in zip_longest(mine, known, fillvalue=-1)]
+def _first(a: None, b: None) -> None:
+    return a
 
 
 def loops() -> Loops:

@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from adaptdl_elastic import env
-from adaptdl_elastic.reducer import Future, PeerLostError
+from adaptdl_elastic.reducer import LOOPS, Future, PeerLostError
 from adaptdl_elastic.torch import _transfer
 from adaptdl_elastic.torch._loops import loops
 from adaptdl_elastic.torch._process_group import disconnect_torch, keep_torch
@@ -97,10 +97,11 @@ class Standing:
     torn: bool  # its model is half another one's: a donor died while it was given
     uneven: bool  # the replicas' buffers differ, though no loop trains
     synced: dict[str, int] = field(default_factory=dict)  # accumulator → how often it was synchronised
-    unsynced: bool = False  # an accumulator has sums that no other replica knows
-    marked: bool = False  # it had some when this data loop began
+    unsynced: tuple[str, ...] = ()  # accumulators with sums of this replica only
+    marked: bool = False  # there were some when this data loop began
     mark: int | None = None  # index of its Mark in this place
-    seeds: tuple[int, ...] = ()  # of the loaders' orders, -1 where none has arrived
+    seeds: dict[str, int] = field(default_factory=dict)  # of the loaders' orders
+    announced: Place = (0, 0)  # the last data loop that all others were told of
 
 
 class Recovery:
@@ -236,15 +237,19 @@ class Recovery:
     def _end(self, sums: OwnSums | None) -> Future:
         assert self._session.reducer is not None
         tag = f"end of data loop {self._place()}"
-        return self._session.reducer.allreduce_async(sums, both_sums, tag)
+        return self._session.reducer.allreduce_async(sums, both_sums, tag, LOOPS)
 
     def between_loops(self) -> None:
         """All replicas are about to enter a data loop or an epoch."""
+        self.look_round()
+        if self.armed:
+            self.guarded(self._even_buffers)
+
+    def look_round(self) -> None:
+        """Between data loops: go on without those who are gone."""
         self.mark()
         if self.broken:
             self.recover("a replica is gone")
-        if self.armed:
-            self.guarded(self._even_buffers)
 
     def _even_buffers(self) -> None:
         """Rank 0's buffers for all, where training in parts has made them differ."""
@@ -406,7 +411,8 @@ class Recovery:
             session.metrics.update_progress(model.gns.get_progress())
         for one in everybody:
             if one.where[0] == mine.where[0]:  # of loaders that are made in every epoch there are others
-                loops().settle_seeds(one.seeds)
+                loops().seeds = {**one.seeds, **loops().seeds}
+            loops().announced = max(loops().announced, one.announced)
         self._same_sums(everybody)
         where = max(one.where for one in everybody)
         here = [one for one in everybody if one.where == where]
@@ -416,9 +422,9 @@ class Recovery:
         self._even_buffers()
         if train:
             self._same_index(mine, where)
-            if any(one.unsynced for one in everybody) and session.rank == 0:
+            if _alone(everybody, everybody) and session.rank == 0:
                 log.warning("what the dead had added to accumulators in this data loop is lost")
-        elif any(one.marked if not one.where[-1] else one.unsynced for one in here):
+        elif _alone(here, everybody) if where[-1] else any(one.marked for one in here):
             raise Irreparable("what the dead had added to accumulators outside of data loops is gone")
         if mine.where == where:
             self._stand(here)
@@ -444,10 +450,11 @@ class Recovery:
             torn=self._torn,
             uneven=self._uneven,
             synced={name: count for name, (_, _, count) in known_sums(session).items()},
-            unsynced=any(own for _, own, _ in sums_of(session).values()),
+            unsynced=tuple(name for name, (_, own, _) in sums_of(session).items() if own),
             mark=None if mark is None else mark.index,
             marked=mark is not None and any(own for _, own, _ in mark.sums.values()),
-            seeds=tuple(state.seeds),
+            seeds=dict(state.seeds),
+            announced=state.announced,
         )
 
     def _heal(self, mine: Standing, top: int, behind: list[int]) -> None:
@@ -466,23 +473,24 @@ class Recovery:
         self._torn = False
         if mine.step < top:
             session.step = top
+            if self._failed and self._before is not None:  # the window counts after all
+                loops().samples += loops().index - self._before.index
             mine.index, self._failed = loops().index, False
 
     def _same_sums(self, everybody: list[Standing]) -> None:
         """Take the sums of those whose last synchronisation went through where ours did not."""
         session = self._session
         assert session.reducer is not None
-        newest: dict[str, int] = {}
-        for one in everybody:
-            for name, count in one.synced.items():
-                newest[name] = max(count, newest.get(name, 0))
+        newest = _newest_sums(everybody)
         uneven = {n for one in everybody for n, count in one.synced.items() if count < newest[n]}
         if not uneven:
             return
         own = {n: s for n, s in known_sums(session).items() if n in uneven and s[2] == newest[n]}
         found: Sums = session.reducer.allreduce(own, lambda a, b: {**b, **a}, tag="sums")
-        behind: Sums = {n: (s[0], {}, s[2]) for n, s in found.items() if n not in own}
-        put_sums(session, behind)
+        for name, (results, _, syncs) in found.items():
+            state: Any = session.states.get(name)
+            if name not in own and state is not None:
+                state.take_total(results, syncs)
 
     def _same_index(self, mine: Standing, where: Where) -> None:
         """Make sure that all who train go on from the same sample, now that those behind are healed."""
@@ -513,6 +521,24 @@ class Again(Exception):
 
 class Irreparable(RuntimeError):
     """The survivors have nothing in common from which they could go on."""
+
+
+def _newest_sums(everybody: list[Standing]) -> dict[str, int]:
+    """How often each accumulator was synchronised where that was done last."""
+    newest: dict[str, int] = {}
+    for one in everybody:
+        for name, count in one.synced.items():
+            newest[name] = max(count, newest.get(name, 0))
+    return newest
+
+
+def _alone(some: list[Standing], everybody: list[Standing]) -> bool:
+    """Whether one of `some` has sums of its own that nobody else knows.
+
+    They are known where a synchronisation has ended elsewhere that has not ended here.
+    """
+    newest = _newest_sums(everybody)
+    return any(one.synced[name] == newest[name] for one in some for name in one.unsynced)
 
 
 def _newest(everybody: list[Standing]) -> int:

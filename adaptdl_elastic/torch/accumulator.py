@@ -247,8 +247,12 @@ class AccumulatorState(checkpoint.TensorState):
 
     def add_total(self, total: Sums) -> None:
         """All replicas' updates, this one's included, have been added up to `total`."""
-        self.updates, self.syncs = {}, self.syncs + 1
-        self.show(merge(self.results, total))
+        self.take_total(merge(self.results, total), self.syncs + 1)
+
+    def take_total(self, results: Sums, syncs: int) -> None:
+        """The `syncs`-th synchronisation has given `results`."""
+        self.updates, self.syncs = {}, syncs
+        self.show(results)
         self.summed = copy.deepcopy(self.results)
         _session.current().scratch[LATEST] = self
 

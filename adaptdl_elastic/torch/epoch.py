@@ -17,11 +17,11 @@ epoch is over when its body has ended (by `continue`, too). `break` leaves the e
 
 from __future__ import annotations
 
-import numbers
 import sys
 from collections.abc import Iterator
 
 from adaptdl_elastic import _session, checkpoint, env
+from adaptdl_elastic.torch._checks import integer
 from adaptdl_elastic.torch._loops import loops
 from adaptdl_elastic.torch._recovery import recovery
 
@@ -41,10 +41,10 @@ def remaining_epochs_until(epoch: int) -> Iterator[int]:
         ValueError: `epoch` is negative or not an integer.
         RuntimeError: another epoch loop is still under way.
     """
-    integral: type = numbers.Integral  # NumPy's integers, too
-    if isinstance(epoch, bool) or not isinstance(epoch, integral) or epoch < 0:
+    until = integer(epoch)
+    if until is None or until < 0:
         raise ValueError(f"remaining_epochs_until({epoch!r}): give the number of epochs, 0 or more")
-    return _run(int(epoch))
+    return _run(until)
 
 
 def _run(until: int) -> Iterator[int]:
@@ -55,7 +55,7 @@ def _run(until: int) -> Iterator[int]:
         )
     session.start()
     session.control.loops_over = False
-    state.until = until
+    state.until, state.body = until, sys._getframe(1).f_code
     ran = False
     try:
         while state.finished < until:
@@ -64,9 +64,8 @@ def _run(until: int) -> Iterator[int]:
             ran = True
         if ran:
             safe = recovery(session)
-            safe.mark()
-            if safe.broken:
-                safe.recover("a replica is gone")
+            safe.look_round()
+            state.announce((state.finished, 0), "the end of the epochs")
             safe.guarded(lambda: session.control.save("exit"))
         elif until and session.channel is None and session.rank == 0 and checkpoint.loaded_id():
             print(

@@ -74,7 +74,7 @@ class AdaptiveBPTTIterator(AdaptiveDataLoaderMixin):
             raise TypeError(f"unknown arguments: {', '.join(sorted(kwargs))}")
         super().__init__(batch_size)
         self._tokens, self._bptt_len = tokens, bptt_len
-        self._state = _Layouts(f"adaptdl-bptt-{self._elastic.number}")
+        self._state = _Layouts(f"adaptdl-bptt-{self._elastic.key}")
         checkpoint.load_state(self._state)
         if max_batch_size is not None:
             self.autoscale_batch_size(max_batch_size, bounds)

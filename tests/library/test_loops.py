@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, checkpoint
-from adaptdl_elastic.torch.data import AdaptiveDataLoaderHelper, AdaptiveDataLoaderMixin
+from adaptdl_elastic.torch.data import AdaptiveDataLoader, AdaptiveDataLoaderHelper, AdaptiveDataLoaderMixin
 
 
 @pytest.fixture
@@ -231,6 +231,24 @@ def test_a_loader_that_is_made_in_every_epoch_keeps_its_order_through_restarts(s
         script.restart()
     run(4, (3, 0))
     assert [sorted(samples) for samples in got.values()] == [list(range(12))] * 3
+
+
+def test_loaders_that_are_made_when_first_needed_are_not_taken_for_each_other(script: Script) -> None:
+    """Neither those made in different epochs, nor several made in one line."""
+    made: dict[str, AdaptiveDataLoader[Any]] = {}
+    for epoch in adl.remaining_epochs_until(4):
+        if epoch == 0:
+            made["train"] = adl.AdaptiveDataLoader(numbers())
+            made["train"]._elastic.train()
+        for _ in made["train"]:
+            pass
+        if epoch == 1:
+            made["a"], made["b"] = (adl.AdaptiveDataLoader(numbers()) for _ in "ab")
+        for name in ("a", "b") if epoch else ():
+            for _ in made[name]:
+                assert not made[name].training
+        assert made["train"].training
+    assert len({loader._elastic.key for loader in made.values()}) == 3
 
 
 def test_break_ends_a_data_loop_for_its_epoch() -> None:

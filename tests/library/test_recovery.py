@@ -242,6 +242,16 @@ def test_a_loader_that_is_made_in_every_epoch(start: Any, tmp_path: Path) -> Non
     applied(tmp_path, 2, epochs=3, size=84)
 
 
+def test_sums_from_outside_of_loops_that_came_to_one_of_two_are_not_lost(start: Any, tmp_path: Path) -> None:
+    """The dead replica's last word was an accumulator's sums, and one survivor stands at the next one's."""
+    job = start(3, size=84, epochs=3, outside="both", torn=["adaptdl-accumulator-epoch0-0", 1])
+    job.bury(0)
+    job.plan_recovery()
+    job.wait_for("switched", 2)
+    job.finish()
+    applied(tmp_path, 2, epochs=3, size=84)
+
+
 def test_sums_from_outside_of_loops_that_die_with_a_replica(start: Any, tmp_path: Path) -> None:
     """In an evaluation loop, which can be begun anew, but what was added before it can not be."""
     job = start(3, size=84, epochs=3, evaluate=1, outside=True, die=[2, "evaluate", 1, 2])
@@ -255,6 +265,7 @@ def test_sums_from_outside_of_loops_that_die_with_a_replica(start: Any, tmp_path
 @pytest.mark.parametrize("tag", ["formed", "standing", "statistics", "index", "recovered", "switched"])
 def test_rank_0_dies_in_a_recovery_and_reaches_one_of_two(start: Any, tmp_path: Path, tag: str) -> None:
     job = start(4, torn=[tag, 1])
+    job.wait_for("step")  # before the first one nobody has an index to agree on
     job.kill(3)
     job.plan_recovery()
     job.bury(0)
@@ -345,6 +356,7 @@ def test_a_fault_at_any_bucket_leaves_no_trace(tmp_path: Path, name: str) -> Non
     assert len(results) == FAULTS[name].get("replicas", 3) - 1
     for result in results:
         assert result["steps"] == undisturbed["steps"] == 80
+        assert result["samples"] == undisturbed["samples"] == [480, 480]
         torch.testing.assert_close(result["parameters"], undisturbed["parameters"])
         torch.testing.assert_close(result["optimizer"]["state"], undisturbed["optimizer"]["state"])
         assert result["scheduler"] == undisturbed["scheduler"]

@@ -14,6 +14,9 @@ import pytest
 
 from adaptdl_elastic import _wire
 from adaptdl_elastic.reducer import (
+    AGREEMENT,
+    LOOPS,
+    MAIN,
     CollectiveError,
     CollectiveMismatchError,
     Future,
@@ -113,6 +116,32 @@ def test_replicas_that_have_come_apart_get_an_error_that_names_both_places(world
     for error in world(3).everywhere(lambda r: r.allreduce(1, tag=tags[r.rank])):
         assert isinstance(error, CollectiveMismatchError)
         assert "rank 2 is at train.py:99" in str(error)
+
+
+def test_replicas_that_have_come_apart_wait_for_nothing_any_more(world: Any) -> None:
+    """What one of them has called meanwhile, and what any of them calls later, would never be answered."""
+    w, waiting = world(3), []
+
+    def call(reducer: Reducer) -> None:
+        first = reducer.allreduce_async(1, tag=f"place {min(reducer.rank, 1)}", stream=LOOPS)
+        if reducer.rank != 1:
+            waiting.append(reducer.allreduce_async(1, tag="not called by rank 1"))
+        first.result(60)
+
+    assert [type(error) for error in w.everywhere(call)] == [CollectiveMismatchError] * 3
+    for future in waiting:
+        with pytest.raises(CollectiveMismatchError, match="rank 1 is at place 1"):
+            future.result(60)
+    assert [type(error) for error in w.everywhere(lambda r: r.allreduce(1))] == [CollectiveMismatchError] * 3
+
+
+def test_streams_have_orders_of_their_own(world: Any) -> None:
+    def call(reducer: Reducer) -> list[int]:
+        streams = (LOOPS, MAIN, AGREEMENT) if reducer.rank else (MAIN, AGREEMENT, LOOPS)
+        futures = {s: reducer.allreduce_async(s + reducer.rank, tag=f"stream {s}", stream=s) for s in streams}
+        return [futures[stream].result(60) for stream in sorted(futures)]
+
+    assert world(3).everywhere(call) == [[3, 6, 9]] * 3
 
 
 def test_an_error_in_the_reduction_reaches_everybody(world: Any) -> None:

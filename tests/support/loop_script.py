@@ -156,6 +156,9 @@ def main():
         sums, others = adl.Accumulator(), adl.Accumulator(kept=1)
         if S["outside"]:
             sums["outside"] += 1
+        if S["outside"] == "both":
+            with sums.synchronized():
+                record(loop="outside", epoch=epoch, sum=sums["outside"])
         with others.synchronized():
             others["kept"] += 1
             for count, batch in enumerate(evaluation if S["evaluate"] else (), 1):

@@ -5,3 +5,4 @@ from pathlib import Path
 PATH = Path(__file__).with_name("loop_script.py")
 MODEL = Path(__file__).with_name("model_script.py")
 RECOVERY = Path(__file__).with_name("recovery_script.py")
+APART = Path(__file__).with_name("apart_script.py")

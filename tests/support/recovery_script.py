@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session
-from adaptdl_elastic.torch import _buckets
+from adaptdl_elastic.torch import _buckets, _loops
 
 S = {
     "epochs": 2, "size": 480, "batch": 12, "pace": 0.0, "faults": [], "kind": "all", "norm": False,
@@ -109,7 +109,7 @@ def main():
         )
     torch.manual_seed(100 + adl.rank())
     random.seed(100 + adl.rank())
-    first, draws, evaluated = _session.current().step, {}, []
+    first, draws, evaluated, samples = _session.current().step, {}, [], []
     evaluation = adl.AdaptiveDataLoader(TensorDataset(inputs), batch_size=S["batch"])
     sums = adl.Accumulator()
     for _ in adl.remaining_epochs_until(S["epochs"]):
@@ -134,6 +134,7 @@ def main():
                 break
         for _ in evaluation if S["evaluate"] else ():
             evaluated = [buffer.clone() for buffer in net.buffers()]
+        samples.append(_loops.loops().samples)
     with sums.synchronized():
         seen = sums["seen"]
     result = {
@@ -144,6 +145,7 @@ def main():
         "scaler": scaler and scaler.state_dict(),
         "statistics": model.gns.state_dict(),
         "seen": seen,
+        "samples": samples,
         "steps": _session.current().step,
         "first": first,
         "draws": list(draws.values()),

@@ -1,0 +1,107 @@
+"""Replicas that do not all do the same: what is still right, and what is a clear error instead of a hang."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_agent
+import generations
+import loop_script_path
+import pytest
+import torch
+from fake_agent import FakeAgent
+
+SIZE = 48
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
+    jobs: list[FakeAgent] = []
+
+    def start(replicas: int, **given: Any) -> FakeAgent:
+        settings = fake_agent.settings(**{"size": SIZE, **given})
+        job = FakeAgent(loop_script_path.APART, tmp_path, LOOP=settings, OUT=str(tmp_path))
+        jobs.append(job)
+        job.start(replicas)
+        return job
+
+    yield start
+    for job in jobs:
+        job.__exit__()
+
+
+def seen(folder: Path, loop: str) -> dict[int, Counter[int]]:
+    """How often each sample was handed out, by epoch."""
+    counts: dict[int, Counter[int]] = {}
+    for line in generations.records(folder):
+        if line["loop"] == loop:
+            assert line["training"] == (loop == "train")
+            counts.setdefault(line["epoch"], Counter()).update(line["samples"])
+    return counts
+
+
+def trained_alike(folder: Path, replicas: int, epochs: int) -> None:
+    assert seen(folder, "train") == {epoch: Counter(range(SIZE)) for epoch in range(epochs)}
+    weights = [torch.load(folder / f"weights-{rank}") for rank in range(replicas)]
+    assert all(str(each) == str(weights[0]) for each in weights)
+
+
+def test_loaders_that_are_made_when_first_needed(start: Any, tmp_path: Path) -> None:
+    """On a replica that joins that is another epoch."""
+    job = start(1, kind="lazy", epochs=30, pace=0.05)
+    job.wait_for("step")
+    while not seen(tmp_path, "evaluate"):
+        job.wait_for("step")
+    job.rescale(2)
+    job.wait_for("step")
+    job.rescale(1)
+    job.rescale(3)
+    job.finish()
+    trained_alike(tmp_path, 3, 30)
+    assert seen(tmp_path, "evaluate") == {epoch: Counter(range(SIZE)) for epoch in range(1, 30)}
+
+
+def test_one_that_joins_at_another_loop_gives_up(start: Any, tmp_path: Path) -> None:
+    """A variable of the script decided otherwise on it: training goes on without, and it says why."""
+    job = start(1, kind="fickle", epochs=40, pace=0.05)
+    while 1 not in seen(tmp_path, "train"):
+        job.wait_for("step")
+    job.plan(2)
+    (newcomer,) = job.pending
+    assert newcomer.join() == 76
+    assert "can not be rescaled in place: data loop 1 of epoch" in newcomer.text()
+    assert "is over loader 1 here, and over 0 on the running replicas" in newcomer.text()
+    job.withdraw()
+    job.finish()
+    trained_alike(tmp_path, 1, 40)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("epochs", [2, 4])  # the loop in question is the very last one, or others follow
+def test_a_loop_of_one_replica_only_is_a_clear_error(start: Any, rank: int, epochs: int) -> None:
+    job = start(2, kind="alone", rank=rank, epochs=epochs)
+    here = job.running[rank]
+    assert here.join() == 1
+    assert "data loop 2 of epoch 1, over loader 1" in here.text()
+    assert "every replica must call the same" in here.text()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loop_of_one_replica_only_without_an_agent(tmp_path: Path, rank: int) -> None:
+    settings = fake_agent.settings(size=SIZE, kind="alone", rank=rank)
+    ended = generations.run(loop_script_path.APART, 2, tmp_path, LOOP=settings, OUT=str(tmp_path))
+    assert all(replica.code == 1 for replica in ended)
+    assert "every replica must call the same" in ended[rank].output
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_checkpoint_while_one_has_left_an_evaluation_loop(start: Any, tmp_path: Path, rank: int) -> None:
+    """Those behind go on until they have caught up, and all save together."""
+    job = start(2, kind="leave", rank=rank, epochs=3)
+    job.wait_for("there", 2)
+    job.running[0].channel.send({"type": "checkpoint", "request": 1})
+    job.wait_for("saved")
+    job.finish()

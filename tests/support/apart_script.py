@@ -1,0 +1,81 @@
+"""Scripts whose replicas do not all do the same, by accident or for a reason. LOOP says which one.
+
+lazy: a loader is made when it is first needed, and that is in another epoch on a replica that joins.
+fickle: a variable that is another one on a replica that joins decides which loop comes first.
+alone: one replica has a data loop of its own. leave: one leaves an evaluation loop before the others.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+
+import adaptdl_elastic.torch as adl
+from adaptdl_elastic import _session
+
+S = {"kind": "", "epochs": 4, "size": 48, "rank": 0, "pace": 0.0, **json.loads(os.environ["LOOP"])}
+OUT = Path(os.environ["OUT"])
+
+
+def loader(shuffle=False):
+    return adl.AdaptiveDataLoader(range(S["size"]), batch_size=12, shuffle=shuffle)
+
+
+def record(**fields):
+    with (OUT / f"record-{os.getpid()}").open("a") as file:
+        file.write(json.dumps(fields) + "\n")
+
+
+def train(model, optimizer, data, epoch):
+    model.train()
+    for batch in data:
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        record(loop="train", epoch=epoch, samples=batch.tolist(), training=data.training)
+        optimizer.step()
+        pause()
+
+
+def evaluate(data, epoch):
+    for count, batch in enumerate(data):
+        record(loop="evaluate", epoch=epoch, samples=batch.tolist(), training=data.training)
+        pause()
+        if S["kind"] == "leave" and (epoch, count) == (1, 1):
+            _session.current().send({"type": "there"})
+            while _session.current().control._round is None:  # a checkpoint is asked for
+                time.sleep(0.001)
+            if adl.rank() == S["rank"]:
+                break
+
+
+def pause():
+    if not (OUT / "hurry").exists():
+        time.sleep(S["pace"])
+
+
+def main():
+    torch.manual_seed(int(os.environ.get("SEED", os.getpid())))  # of its own: orders have to be agreed on
+    adl.init_process_group("gloo")
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = adl.AdaptiveDataParallel(net, optimizer)
+    data, evaluation = (None, None) if S["kind"] == "lazy" else (loader(shuffle=True), loader())
+    joins = "ADAPTDL_JOIN" in os.environ
+    for epoch in adl.remaining_epochs_until(S["epochs"]):
+        if data is None:
+            data = loader(shuffle=True)
+        if S["kind"] == "fickle" and joins:
+            evaluate(evaluation, epoch)
+        train(model, optimizer, data, epoch)
+        if epoch > 0 and S["kind"] != "fickle":
+            if evaluation is None:
+                evaluation = loader()
+            if S["kind"] != "alone" or adl.rank() == S["rank"]:
+                evaluate(evaluation, epoch)
+    torch.save(net.state_dict(), OUT / f"weights-{adl.rank()}")
+
+
+if __name__ == "__main__":
+    main()
