@@ -232,7 +232,7 @@ class Writing(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Leave nothing behind. Raises nothing."""
+        """Leave nothing behind that is known to be of no use. Raises nothing."""
 
 
 class Storage(ABC):

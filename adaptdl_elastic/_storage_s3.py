@@ -4,8 +4,10 @@
     <prefix>/manifests/<id>.json    written last: what is not here is no checkpoint
 
 S3 is strongly consistent since December 2020: an object that was put is listed. The manifest is put on
-condition that it does not exist (`If-None-Match: *`), so of two writers one commits. What is put is sent
-with a CRC-32 that S3 compares before it keeps the object; what is fetched is compared with the manifest.
+condition that it does not exist (`If-None-Match: *`), so of two writers one commits. When the answer to
+that is an error, or lost, the manifest is read back: it may have been kept all the same, and boto3 may have
+put it twice. As long as nobody knows, its data stays. What is put is sent with a CRC-32 that S3 compares
+before it keeps the object; what is fetched is compared with the manifest.
 An interrupted multipart upload leaves invisible parts behind: `sweep` aborts them.
 """
 
@@ -46,6 +48,7 @@ class S3Storage(Storage):
             response_checksum_validation="when_supported",
         )
         self._client = boto3.client("s3", **{"config": config, **(options or {})})
+        self._doubtful: set[str] = set()  # ids of ours whose manifest may have been kept or not
 
     def ids(self) -> list[str]:
         """By the manifests."""
@@ -72,6 +75,8 @@ class S3Storage(Storage):
 
     def begin(self, checkpoint_id: str) -> Writing:
         """Objects that no manifest names yet."""
+        with suppress(Exception):  # to tidy up is no reason not to save
+            self._settle()
         return _S3Writing(self, checkpoint_id)
 
     def remove(self, checkpoint_id: str) -> None:
@@ -91,6 +96,14 @@ class S3Storage(Storage):
                 self._client.abort_multipart_upload(
                     Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"]
                 )
+
+    def _settle(self) -> None:
+        """Delete the data of those doubtful ones whose manifest has not come by now."""
+        if not self._doubtful:
+            return
+        for checkpoint_id in self._doubtful - set(self.ids()):
+            self._delete(self._keys(f"data/{checkpoint_id}/"))
+        self._doubtful.clear()
 
     # ---------------------------------------------------------------------------------- the client
 
@@ -124,8 +137,15 @@ class S3Storage(Storage):
             self._client.upload_fileobj(file, self._bucket, key, ExtraArgs={"ChecksumAlgorithm": "CRC32"})
 
     def _put_new(self, key: str, data: bytes) -> None:
-        with self._errors("can not write to"):
-            self._client.put_object(Bucket=self._bucket, Key=key, Body=data, IfNoneMatch="*")
+        """Put what must not be there yet, once. StorageError unless it is there now, byte for byte."""
+        try:
+            with self._errors("can not write to"):
+                self._client.put_object(Bucket=self._bucket, Key=key, Body=data, IfNoneMatch="*")
+        except StorageError as error:
+            with suppress(StorageError), self._get(key) as file:
+                if file.read() == data:
+                    return
+            raise error from error.__cause__
 
     def _delete(self, keys: list[str]) -> None:
         for start in range(0, len(keys), 1000):
@@ -166,9 +186,13 @@ class _S3Writing(Writing):
         missing = {self._base + entry.file for entry in manifest.states.values()} - present
         if missing:  # a younger writer has swept
             raise StorageError(f"{sorted(missing)[0]} is gone: another run uses {self._storage.path}")
+        self._storage._doubtful.add(self.id)
         self._storage._put_new(self._storage._manifest_key(self.id), _storage.encode_manifest(manifest))
+        self._storage._doubtful.discard(self.id)
 
     def abandon(self) -> None:
+        if self.id in self._storage._doubtful:
+            return
         with suppress(Exception):
             self._storage._delete(self._storage._keys(f"data/{self.id}/"))
 

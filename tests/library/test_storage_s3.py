@@ -4,12 +4,14 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from botocore.config import Config
+from cutting_proxy import CuttingProxy
 from fresh import Script
 from moto_process import REGION, Moto, running_moto
 from numbers_state import Number
@@ -99,6 +101,73 @@ def test_a_checkpoint_is_committed_once(script: Script) -> None:
     with pytest.raises(StorageError, match="PreconditionFailed"):
         storage.begin(writing.id).commit(Manifest(id=writing.id, states={}, kind="second"))
     assert storage.manifest(writing.id).kind == "first"
+
+
+@pytest.fixture
+def proxy(script: Script, moto: Moto) -> Iterator[CuttingProxy]:
+    with CuttingProxy(moto.endpoint) as proxy:
+        script.restart(AWS_ENDPOINT_URL=f"http://{proxy.endpoint}")
+        yield proxy
+
+
+@contextmanager
+def before_the_manifest(monkeypatch: pytest.MonkeyPatch, what: Callable[[], None]) -> Iterator[S3Storage]:
+    """Call `what` before the next manifest is put, on a connection of its own."""
+    storage = checkpoint._manager(_session.current()).storage
+    assert isinstance(storage, S3Storage)
+    put = storage._put_new
+
+    def wrapped(key: str, data: bytes) -> None:
+        storage._client.close()
+        what()
+        put(key, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "_put_new", wrapped)
+        yield storage
+
+
+def test_a_commit_whose_answer_is_lost_is_a_commit(
+    script: Script, proxy: CuttingProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """boto3 puts the manifest again, and S3 says that it is there already."""
+    number = Number("n", 1)
+    assert checkpoint.save_all_states() is not None
+    number.value = 2
+    said: list[int] = []
+    with before_the_manifest(monkeypatch, lambda: proxy.lose(1)) as storage:
+        answered = storage._client.meta.events
+        answered.register(
+            "response-received.s3.PutObject",
+            lambda response_dict, **_: response_dict and said.append(response_dict["status_code"]),
+        )
+        saved = checkpoint.save_all_states()
+    assert saved is not None
+    assert said[-1] == 412
+    script.restart()
+    assert (Number("n").value, checkpoint.loaded_id()) == (2, saved.id)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_data_stays_while_nobody_knows_whether_it_was_committed(
+    script: Script, proxy: CuttingProxy, bucket: Any, monkeypatch: pytest.MonkeyPatch, arrives: bool
+) -> None:
+    number = Number("n", 1)
+    assert checkpoint.save_all_states() is not None
+    number.value = 2
+    with before_the_manifest(monkeypatch, proxy.swallow if arrives else proxy.cut) as storage:
+        impatient = Config(retries={"total_max_attempts": 2})
+        monkeypatch.setattr(storage, "_client", S3Storage(storage.path, {"config": impatient})._client)
+        with pytest.raises(CheckpointSaveError, match="can not write to s3"):
+            checkpoint.save_all_states()
+    proxy.heal()
+    assert len(keys(bucket)) == (4 if arrives else 3)
+    number.value = 3
+    assert checkpoint.save_all_states() is not None
+    assert len(keys(bucket)) == (6 if arrives else 4)  # what did not arrive is cleared away by the next
+    for checkpoint_id, value in zip(storage.ids(), (1, 2, 3) if arrives else (1, 3), strict=True):
+        with storage.open(checkpoint_id, storage.manifest(checkpoint_id).states["n"]) as file:
+            assert file.read() == b"%d" % value
 
 
 def test_a_damaged_or_missing_object_falls_back_to_the_checkpoint_before(script: Script, bucket: Any) -> None:

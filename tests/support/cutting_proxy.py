@@ -149,6 +149,7 @@ class CuttingProxy:
 
     def _forward(self, sock: socket.socket) -> None:
         other, upstream = self._peer[sock]
+        orderly = False
         try:
             data = sock.recv(1 << 16)
             if upstream and data.startswith((b"PUT ", b"POST ", b"DELETE ")):
@@ -156,23 +157,27 @@ class CuttingProxy:
                 if self._writes_left == 0:
                     self._doomed.add(other)
             lost = self._applied == "swallow" or sock in self._doomed
-            if data and (upstream or not lost):
+            if data and (upstream or not lost or data.startswith(b"HTTP/1.1 100 ")):  # that is no answer yet
                 other.sendall(data)
                 self.bytes += len(data)
                 return
+            orderly = not data and not lost  # a reset would take what the other end has not read yet with it
         except OSError:
             pass
         client, server = (sock, other) if upstream else (other, sock)
-        self._drop(client, server)
+        self._drop(client, server, orderly)
 
-    def _drop(self, client: socket.socket, server: socket.socket) -> None:
+    def _drop(self, client: socket.socket, server: socket.socket, orderly: bool = False) -> None:
         self._pairs.discard((client, server))
         for sock in (client, server):
             self._peer.pop(sock, None)
             self._doomed.discard(sock)
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(sock)
-            _reset(sock)
+            if orderly:
+                sock.close()
+            else:
+                _reset(sock)
 
 
 def _reset(sock: socket.socket) -> None:
