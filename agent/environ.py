@@ -61,7 +61,6 @@ def replica_environment(
         "TORCHELASTIC_RUN_ID": plan.job,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_ERROR_FILE": error_file,
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "ADAPTDL_MASTER_ADDR": master.host,
         "ADAPTDL_MASTER_PORT": master.collective_port,
         "ADAPTDL_NUM_REPLICAS": world,
@@ -77,6 +76,8 @@ def replica_environment(
         "ADAPTDL_RESCALE": job.rescale,
         "ADAPTDL_SECRET": secret,
     }
+    if job.rescale == "restart":  # else the library decides, which may want to survive an error
+        values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if job.threads is not None:
         values["OMP_NUM_THREADS"] = job.threads
     if job.virtual_local_rank:

@@ -1,11 +1,13 @@
 """What can only be seen with a GPU: cost of a step, memory, mixed precision, one command, a few minutes.
 
-    PYTHONPATH=. python benchmarks/gpu_checks.py [--rounds 40] [--out gpu_checks.json]
+    PYTHONPATH=. python benchmarks/gpu_checks.py [--rounds 40] [--only CHECK] [--out gpu_checks.json]
 
 Runs benchmarks/step_overhead.py on CUDA with NCCL, one replica per visible GPU up to two, in float32,
 bfloat16 autocast and float16 with GradScaler; compares the trajectory with DDP's and the statistics with
-those of the CPU; and measures the peak of memory that AdaptiveDataParallel adds. Exits 1 when a check
-fails, after having run all of them.
+those of the CPU; and measures the peak of memory that AdaptiveDataParallel adds. Of a change in place it
+tries what one GPU allows: the self-test, groups that are aborted and made anew, the memory and threads
+that they leave behind, a newcomer's warm-up, and state on its way from GPU memory into GPU memory. Exits
+1 when a check fails, after having run all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import queue
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
@@ -29,6 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import step_overhead
 from step_overhead import CASES, Options
 
+from adaptdl_elastic import _session
+from adaptdl_elastic.torch import _backend, _selftest, _transfer
 from adaptdl_elastic.torch._noise import Schedule
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
@@ -129,6 +135,138 @@ def peak_memory() -> dict[str, Any]:
     return {"copies": copies}
 
 
+def self_test(backend: str = "nccl") -> dict[str, Any]:
+    """What a job asks before it changes in place. With two GPUs one of two processes is killed in it."""
+    began = time.monotonic()
+    why = _selftest.ask_processes(backend, _selftest.LIMIT)
+    assert why is None, why
+    return {"seconds": time.monotonic() - began}
+
+
+def made_anew(backend: str = "nccl", times: int = 20) -> dict[str, Any]:
+    """A world of one, aborted with an all-reduce under way and made anew: nothing may be left behind."""
+    kind = _backend.kind(backend)
+    assert issubclass(kind, _backend.Nccl)
+    kind.prepare()
+    used, threads, seconds = [], [], []
+    for _ in range(times + 1):
+        began = time.monotonic()
+        group = _selftest._join(kind, backend, dist.HashStore(), 0, 1, kind.devices()[0])
+        flat = torch.ones(1 << 24, device=group.device)
+        group.queue(lambda flat=flat: dist.all_reduce(flat, async_op=True))
+        _selftest._abort(group)
+        seconds.append(time.monotonic() - began)
+        used.append(_used(group.device))
+        threads.append(len(list(Path("/proc/self/task").iterdir())))
+    # The first one loads NCCL, and threads end a moment after their group.
+    assert used[-1] - used[1] <= 16 << 20, f"bytes of the device in use after each: {used}"
+    assert threads[-1] - threads[1] <= 4, f"threads after each: {threads}"
+    return {
+        "times": times,
+        "seconds": sorted(seconds[1:])[times // 2],
+        "bytes": used[-1] - used[1],
+        "threads": threads,
+    }
+
+
+def _used(device: torch.device) -> int:
+    """Bytes of the device that are in use, by whomever, without what torch could give back."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def newcomer(backend: str = "nccl") -> dict[str, Any]:
+    """A model that warms up on torch's fake backend and then joins a world, as a newcomer's does."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    kind = _backend.kind(backend)
+    assert issubclass(kind, _backend.Nccl)
+    kind.prepare()
+    device = kind.devices()[0]
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 1)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    adp = adaptive(model, optimizer, "newcomer")
+
+    def train() -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            adp(torch.randn(32, 64, device=device)).square().mean().backward()
+            optimizer.step()
+
+    train()
+    dist.destroy_process_group()
+    began = time.monotonic()
+    group = _selftest._join(kind, backend, dist.HashStore(), 0, 1, device)
+    adp.reinit_process_group()
+    joined = time.monotonic() - began
+    train()
+    group.leave()
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    _session.reset()
+    return {"seconds": joined}
+
+
+class _Loop(_backend.Group):
+    """Sends to itself, through memory of the device: NCCL has no two ranks on one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__("loop")
+        self._device, self._sent = device, queue.SimpleQueue[torch.Tensor]()
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def here(self) -> Any:
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else super().here()
+
+    def send(self, flat: torch.Tensor, peer: int) -> None:
+        assert flat.device == self._device, flat.device
+        self._sent.put(flat.clone())
+
+    def receive(self, flat: torch.Tensor, peer: int) -> None:
+        flat.copy_(self._sent.get())
+
+
+def state_transfer(device: str = "cuda:0") -> dict[str, Any]:
+    """Model and optimizer through the buckets of a transfer: equal, and on the device, in the end."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16))).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 1024, device=device)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    tensors: list[torch.Tensor] = []
+    described = _transfer._strip(state, tensors)
+    slots: list[_transfer.Slot] = []
+    _transfer._find_slots(described, slots)
+    targets, group = [slot.fresh() for slot in slots], _Loop(torch.device(device))
+    size = sum(tensor.nbytes for tensor in tensors)
+    before = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    began = time.monotonic()
+
+    def there_and_back() -> None:
+        pairs = zip(_transfer._buckets(tensors), _transfer._buckets(targets), strict=True)
+        for ours, theirs in pairs:
+            _transfer.send_bucket(group, ours, 0)
+            _transfer._receive(group, theirs, 0)
+
+    _backend.patiently(_session.current(), group, there_and_back)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    seconds = time.monotonic() - began
+    extra = (torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0) - before
+    for ours, theirs in zip(tensors, targets, strict=True):
+        assert ours.device == theirs.device, (ours.device, theirs.device)
+        assert torch.equal(ours, theirs)
+    _session.reset()
+    return {"bytes": size, "seconds": seconds, "extra": extra}
+
+
 def overheads(rounds: int) -> list[dict[str, Any]]:
     replicas = [1] + ([2] if torch.cuda.device_count() > 1 else [])
     rows = []
@@ -146,33 +284,52 @@ def overheads(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+APART: list[Callable[[], dict[str, Any]]] = [self_test, made_anew, newcomer, state_transfer]
+"""Checks that make groups of their own."""
+
+TOGETHER: list[Callable[[], dict[str, Any]]] = [
+    same_trajectory_as_ddp,
+    same_statistics_as_on_the_cpu,
+    grad_scaler_skips_inf,
+    peak_memory,
+]
+"""Checks within one world of one."""
+
+
+def passes(check: Callable[[], dict[str, Any]], found: dict[str, Any]) -> bool:
+    """Run `check` and keep what it found, or why it failed."""
+    name = check.__name__
+    try:
+        found[name] = check()
+    except Exception as error:
+        traceback.print_exc()
+        found[name] = f"{type(error).__name__}: {error}"
+        print(f"FAILED  {name}: {error}", flush=True)
+        return False
+    print(f"ok      {name}: {found[name]}", flush=True)
+    return True
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--only", choices=[check.__name__ for check in (*APART, *TOGETHER)], help="one check")
     parser.add_argument("--out", help="write what was found to this file, as JSON")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device is visible: run this on a machine that has one")
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    only = arguments.only
     failed = False
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    checks: list[Callable[[], dict[str, Any]]] = [
-        same_trajectory_as_ddp,
-        same_statistics_as_on_the_cpu,
-        grad_scaler_skips_inf,
-        peak_memory,
-    ]
-    for check in checks:
-        try:
-            found[check.__name__] = check()
-            print(f"ok      {check.__name__}: {found[check.__name__]}", flush=True)
-        except Exception as error:
-            failed = True
-            traceback.print_exc()
-            found[check.__name__] = f"{type(error).__name__}: {error}"
-            print(f"FAILED  {check.__name__}: {error}", flush=True)
-    dist.destroy_process_group()
-    found["overheads"] = overheads(arguments.rounds)
+    for check in APART:
+        failed |= only in (None, check.__name__) and not passes(check, found)
+    if only is None or only in [check.__name__ for check in TOGETHER]:
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        for check in TOGETHER:
+            failed |= only in (None, check.__name__) and not passes(check, found)
+        dist.destroy_process_group()
+    if only is None:
+        found["overheads"] = overheads(arguments.rounds)
     if arguments.out:
         Path(arguments.out).write_text(json.dumps(found, indent=2) + "\n")
     raise SystemExit(1 if failed else 0)

@@ -17,12 +17,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from adaptdl_elastic.torch._backend import ARRIVES
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
+
+    from adaptdl_elastic.torch._backend import Group
 else:
     GradBucket = dist.GradBucket
 
 logger = logging.getLogger(__name__)
+
+Future = torch.futures.Future[torch.Tensor]
 
 Divisor = Callable[[slice], torch.Tensor]
 """What a slice of a flattened gradient is divided by."""
@@ -151,6 +157,18 @@ class HookState:
     lost: BaseException | None = None  # somebody is gone: what is to be summed from now on fails at once
     under_way: "list[_Reduction]" = field(default_factory=list)  # of this backward pass; only with `absorb`
     works: list[Any] = field(default_factory=list)  # all-reduces of norms that may not have ended
+    link: "Group | None" = None  # what the library knows of the group, if that is torch's default one
+    queued: list[tuple[torch.Tensor, Any]] = field(default_factory=list)  # buckets under way, and their works
+
+    @property
+    def early(self) -> bool:
+        """Whether only asking tells if a bucket has arrived, and a death would tell nobody."""
+        return self.absorb and self.link is not None and self.link.early
+
+    def queue(self, tensor: torch.Tensor) -> Any:
+        """Begin to sum `tensor` over all replicas."""
+        call = partial(dist.all_reduce, tensor, group=self.group, async_op=True)
+        return call() if self.link is None else self.link.queue(call)
 
     def fail(self, error: BaseException) -> None:
         """Remember the first failure of a step."""
@@ -182,7 +200,7 @@ class _Reduction:
     def __init__(self, tensor: torch.Tensor, real: Any) -> None:
         self.real = real
         devices: Any = [tensor.device] if tensor.is_cuda else None
-        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        self.future: Future = torch.futures.Future(devices=devices)
         self._tensor, self._lock, self._settled = tensor, threading.Lock(), False
 
     def settle(self, failed: Callable[[], None] | None) -> None:
@@ -197,14 +215,14 @@ class _Reduction:
         self.future.set_result(self._tensor)
 
 
-def _finished(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+def _finished(tensor: torch.Tensor) -> Future:
     devices: Any = [tensor.device] if tensor.is_cuda else None
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+    future: Future = torch.futures.Future(devices=devices)
     future.set_result(tensor)
     return future
 
 
-def reduce_bucket(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def reduce_bucket(state: HookState, bucket: GradBucket) -> Future:
     """DDP communication hook: buffer ← Σ_r weight_r · buffer_r."""
     buffer = bucket.buffer()
     if state.weight != 1.0:
@@ -213,7 +231,7 @@ def reduce_bucket(state: HookState, bucket: GradBucket) -> torch.futures.Future[
     if bucket.index() == 0 or state.failure is not None:
         state.under_way = [one for one in state.under_way if not one.real.done()]
     if state.failure is not None:  # the group is broken: nothing of this step will be used
-        return _finished(buffer.zero_())
+        return _given_up(state, bucket) if state.early else _finished(buffer.zero_())
     if recording is None and state.world_size == 1:
         return _finished(buffer)
     if recording is not None:
@@ -225,15 +243,58 @@ def reduce_bucket(state: HookState, bucket: GradBucket) -> torch.futures.Future[
     try:
         if state.lost is not None:
             raise RuntimeError(str(state.lost))
-        future = dist.all_reduce(buffer, group=state.group, async_op=True).get_future()
+        work = state.queue(buffer)
+        future = work.get_future()
         if recording is not None and bucket.is_last():
             _reduce_own(state, recording)
     except RuntimeError as error:
         if not state.absorb:
             raise
         state.fail(error)
-        return _finished(buffer.zero_())
-    return _finish(state, bucket, recording, future)
+        return _given_up(state, bucket) if state.early else _finished(buffer.zero_())
+    if not state.early:
+        return _finish(state, bucket, recording, future)
+    state.queued.append((buffer, work))
+    done = _chained(state, bucket, recording, future)
+    return _arrived(state, bucket, recording, done) if bucket.is_last() else done
+
+
+def _arrived(
+    state: HookState,
+    bucket: GradBucket,
+    recording: Recording | None,
+    done: Future,
+) -> Future:
+    """The last bucket is on its way: wait until all have really arrived, or somebody is known to be gone.
+
+    Here, at the end of the backward pass, so that whatever looks at gradients before the optimizer does
+    (clipping, a GradScaler's search for inf) finds those of the step, or zeros.
+    """
+    assert state.link is not None
+    works = [work for _, work in state.queued]
+    if recording is not None:
+        works.append(recording.work)
+    try:
+        state.link.wait(works, ARRIVES)
+    except RuntimeError as error:
+        state.fail(error)
+        return _given_up(state, bucket)
+    state.queued.clear()
+    return done
+
+
+def _given_up(state: HookState, bucket: GradBucket) -> Future:
+    """Zeros for this bucket, and with the last one for all of the step, once nobody writes into them."""
+    buffer = bucket.buffer()
+    if bucket.is_last():
+        assert state.link is not None
+        state.link.clear()
+        for tensor, _ in state.queued:
+            tensor.zero_()
+        state.queued.clear()
+        buffer.zero_()
+        state.link.quiesce()
+    return _finished(buffer.zero_())
 
 
 def _compare(norms: Norms, kept: dict[int, torch.Tensor], recording: Recording, bucket: GradBucket) -> None:
@@ -255,36 +316,45 @@ def _compare(norms: Norms, kept: dict[int, torch.Tensor], recording: Recording, 
 def _reduce_own(state: HookState, recording: Recording) -> None:
     """Start summing the tiny vector of own norms; nobody waits for it on the step's way."""
     recording.reduced = torch.stack(recording.own).sum(0)
-    recording.work = dist.all_reduce(recording.reduced, group=state.group, async_op=True)
+    recording.work = state.queue(recording.reduced)
     if state.absorb:
         state.works = [work for work in state.works if not work.is_completed()]
         state.works.append(recording.work)
 
 
-def _finish(
-    state: HookState, bucket: GradBucket, recording: Recording | None, future: Any
-) -> torch.futures.Future[torch.Tensor]:
+def _measure(state: HookState, bucket: GradBucket, recording: Recording | None) -> Callable[[], None]:
+    """What is to be done with a bucket that has arrived."""
+    if recording is None:
+        return lambda: None
     buffer: torch.Tensor = bucket.buffer()  # reduced in place
-    if recording is not None:
-        # Allocated on this stream: a callback's stream must not own what others read later.
-        row = torch.empty(len(state.norms), dtype=torch.float64, device=buffer.device)
-        recording.average.append(row)
-        params, grads = bucket.parameters(), bucket.gradients()
+    # Allocated on this stream: a callback's stream must not own what others read later.
+    row = torch.empty(len(state.norms), dtype=torch.float64, device=buffer.device)
+    recording.average.append(row)
+    params, grads = bucket.parameters(), bucket.gradients()
 
     def measure() -> None:
-        if recording is not None:
-            row.copy_(state.norms.bucket(buffer, params, grads))
+        row.copy_(state.norms.bucket(buffer, params, grads))
 
+    return measure
+
+
+def _chained(state: HookState, bucket: GradBucket, recording: Recording | None, future: Any) -> Future:
+    """A future that fails as the all-reduce does, and is done when that is."""
+    buffer, measure = bucket.buffer(), _measure(state, bucket, recording)
+
+    def finish(done: Any) -> torch.Tensor:
+        done.value()  # raises what the all-reduce raised; torch's fake backend has no value
+        measure()
+        return buffer
+
+    chained: Future = future.then(finish)
+    return chained
+
+
+def _finish(state: HookState, bucket: GradBucket, recording: Recording | None, future: Any) -> Future:
     if not state.absorb:
-
-        def finish(done: Any) -> torch.Tensor:
-            done.value()  # raises what the all-reduce raised; torch's fake backend has no value
-            measure()
-            return buffer
-
-        chained: torch.futures.Future[torch.Tensor] = future.then(finish)
-        return chained
-    reduction = _Reduction(buffer, future)
+        return _chained(state, bucket, recording, future)
+    measure, reduction = _measure(state, bucket, recording), _Reduction(bucket.buffer(), future)
     state.under_way.append(reduction)
 
     def arrived(done: Any) -> None:

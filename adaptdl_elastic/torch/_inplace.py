@@ -57,9 +57,9 @@ import torch.distributed
 from adaptdl_elastic import checkpoint, collective, env
 from adaptdl_elastic._session import Identity, Session
 from adaptdl_elastic.reducer import Reducer
-from adaptdl_elastic.torch import _recovery, _transfer
+from adaptdl_elastic.torch import _ability, _backend, _recovery, _transfer
 from adaptdl_elastic.torch._loops import loops
-from adaptdl_elastic.torch._process_group import connect_torch, listening_host, relax_torch
+from adaptdl_elastic.torch._process_group import connect_torch, leave_torch, listening_host, relax_torch
 from adaptdl_elastic.torch._store import ImpatientStore
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Rescaler:
 
     def handlers(self) -> dict[str, Callable[[Command], None]]:
         """What is done at agreed boundaries."""
-        return {"preview": self._preview, "switch": self._switch}
+        return {"preview": self._preview, "switch": self._switch, _ability.COMMAND: self._able}
 
     def on_plan(self, message: Message) -> None:
         """The agent's `plan` message. In the channel's thread."""
@@ -188,6 +188,16 @@ class Rescaler:
         except RuntimeError as error:  # the store is gone with its agent: training goes on
             log.warning("generation %d can not begin in place: %s", plan.generation, error)
 
+    def _able(self, _: Command) -> None:
+        """The self-test has passed on all nodes: this job changes in place, and survives deaths."""
+        session, known = self._session, _ability.ability(self._session)
+        for _name, state in sorted(session.states.items()):
+            state.sync()  # to be armed is to remember sums that all have
+        if known is not None:
+            known.agree()
+        session.metrics.inplace(*possible(session))
+        _recovery.recovery(session).arm()
+
     def _switch(self, command: Command) -> None:
         """Become generation g + 1, or leave."""
         session, generation, position = self._session, command["generation"], command["position"]
@@ -209,10 +219,15 @@ class Rescaler:
         began = time.monotonic()
         for _, state in sorted(session.states.items()):
             state.sync()
+        group = _backend.present(session)
+        if group is not None:
+            group.quiesce()
         session.reducer.barrier(tag="switch")
         new_rank = message["ranks"][session.rank]
         if new_rank is None:
             tell_switched(session, generation)
+            if group is not None and group.early:  # what others abort, its exit should not wait for
+                group.leave()
             raise SystemExit(0)
         session.reducer.close()
         become(session, message, generation, new_rank)
@@ -273,7 +288,9 @@ class Newcomer:
 
     def arrive(self, place: tuple[int, int], loader: str) -> bool:
         """Come to a loop over `loader`: join the others in it, or pass it by because they have (False)."""
-        session = self.session
+        session, known = self.session, _ability.ability(self.session)
+        if known is not None:
+            known.insist()  # before anybody counts on this replica
         while place >= self._at:
             self._store.set(f"arrived/{self._attempt}/{session.rank}", loader)
             session.send({"type": "ready", "generation": session.generation})
@@ -297,6 +314,9 @@ class Newcomer:
         form(session, self._store, self._attempt - 1)
         _transfer.take(session)
         session.joining = False
+        known = _ability.ability(session)
+        if known is not None:
+            known.agree()  # as the others have, or they would not have changed in place
         os.environ.pop(JOIN_VARIABLE, None)
         state = loops()
         finish(session, (state.finished, state.entered, state.index), began)
@@ -336,9 +356,11 @@ def on_plan(session: Session, message: Message) -> None:
 
 def possible(session: Session) -> tuple[bool, str]:
     """Whether this script and backend can change their size in place, and why not."""
-    backend = session.scratch.get("backend")
-    if backend != "gloo":
-        return False, f"the backend is {backend}: only gloo's groups are known to be re-made safely"
+    why = _ability.why_not(session)
+    if why is not None:
+        return False, why
+    if any(model._ddp_kwargs.get("process_group") is not None for model in _recovery.models(session)):
+        return False, "an AdaptiveDataParallel was given a process group of its own"
     if not _recovery.models(session):
         return False, "no AdaptiveDataParallel has been made"
     if session.channel is not None and env.secret() is None:
@@ -366,7 +388,7 @@ def begin_joining(session: Session, backend: str) -> None:
     hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=session.rank, world_size=session.replicas)
     sys.excepthook = hook
-    _warm_up()
+    _warm_up(_backend.kind(backend).training_device())
 
 
 def meeting(host: str, port: int, generation: int) -> Any:
@@ -380,8 +402,7 @@ def meeting(host: str, port: int, generation: int) -> Any:
 def become(session: Session, message: Message, generation: int, rank: int) -> None:
     """Leave torch's present group, and be `rank` of the generation that `message` describes."""
     session.control.abandon()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_torch(session)
     os.environ.update({name: str(value) for name, value in message["environ"].items()})
     session.identity = Identity(rank, message["replicas"], message["nodes"], generation, session.job)
 
@@ -435,7 +456,7 @@ def finish(session: Session, position: Position, began: float, recovered: bool =
     epoch, loop, index = position  # a list, if it came through a message
     session.control.renew((epoch, loop, index), recovered)
     session.reducer.barrier(tag="switched")
-    relax_torch()
+    relax_torch(session)
     session.metrics.pause()
     tell_switched(session, session.generation)
     _recovery.recovery(session).arm()
@@ -453,10 +474,10 @@ def tell_switched(session: Session, generation: int) -> None:
     session.send({"type": "switched", "generation": generation, "last_step": session.last_step_time})
 
 
-def _warm_up() -> None:
+def _warm_up(device: torch.device) -> None:
     """What torch does once, at the first backward pass, in advance: the others will wait for that pass."""
-    layer = torch.nn.Linear(64, 64)
-    layer(torch.ones(64, 64)).sum().backward()
+    layer = torch.nn.Linear(64, 64, device=device)
+    layer(torch.ones(64, 64, device=device)).sum().backward()
 
 
 def _seal(step: dict[str, Any]) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -11,7 +10,6 @@ import socket
 import sys
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch.distributed
@@ -19,12 +17,12 @@ import torch.distributed
 from adaptdl_elastic import _session, checkpoint, collective, env
 from adaptdl_elastic._session import Identity, Session
 from adaptdl_elastic.reducer import Reducer
+from adaptdl_elastic.torch import _ability, _backend
 from adaptdl_elastic.torch._store import ImpatientStore
 
 dist: Any = torch.distributed  # its stub does not export the stores
 _ADDRESS = "adaptdl/address"
-_CONNECT = timedelta(seconds=3)  # each of the five times that gloo tries to reach one that may be dead
-_SOCKETS, _STORE = "sockets of torch's group", "store of torch's group"  # in the session's scratch
+_STORE = "store of torch's group"  # in the session's scratch
 
 
 def init_process_group(
@@ -69,6 +67,8 @@ def init_process_group(
             session.job,
         )
     session.scratch["backend"] = backend
+    _backend.kind(backend).place()
+    _ability.begin(session, backend)
     if os.environ.get("ADAPTDL_JOIN"):
         from adaptdl_elastic.torch import _inplace
 
@@ -81,14 +81,15 @@ def init_process_group(
     else:
         _by_hand(session, backend, init_method)
     session.start()
+    _ability.compare(session)
     checkpoint.agree(lambda value: collective.broadcast(value, tag="checkpoint"))
 
 
 def _alone(session: Session, backend: str, init_method: str | None) -> None:
     if init_method is not None:
-        dist.init_process_group(backend, init_method=init_method, world_size=1, rank=0)
+        _make(session, backend, None, init_method=init_method, world_size=1, rank=0)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), world_size=1, rank=0)
+        _make(session, backend, None, store=dist.HashStore(), world_size=1, rank=0)
     session.reducer = session.reducer or Reducer(0, 1)
 
 
@@ -106,30 +107,29 @@ def _launched(session: Session, backend: str, init_method: str | None) -> None:
 def connect_torch(session: Session, backend: str, store: Any, timeout: timedelta | None = None) -> None:
     """Torch's default group of this generation, which meets in `store`.
 
-    Its sockets are remembered: shutting them down is the only way to end a gloo collective whose peer is
-    another replica that waits in vain itself.
-
     Args:
         timeout: Of everything until `relax_torch`; None: torch's, in the first generation of a process.
             gloo's `recv` does not end when its sender dies in the middle of a message.
+
+    Raises:
+        RuntimeError: not all of the others are there.
     """
-    before, hook = _sockets(), sys.excepthook
-    given = {} if timeout is None else {"timeout": _CONNECT}
-    # Part of the keys in the store, and counted up by attempts that failed, which were more here than there.
-    torch.distributed.distributed_c10d._world.group_count = 0
     if timeout is not None:  # the others were there a moment ago, and may be gone already
         store = session.scratch[_STORE] = ImpatientStore(store, lambda: session.control.lost, timeout)
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore("torch", store),
-        rank=session.rank,
-        world_size=session.replicas,
-        **given,
-    )
-    if timeout is not None:
-        _set_timeout(timeout)
+    store = dist.PrefixStore("torch", store)
+    _make(session, backend, timeout, store=store, rank=session.rank, world_size=session.replicas)
+
+
+def _make(session: Session, backend: str, patience: timedelta | None, **arguments: Any) -> None:
+    """Torch's default group, and what this library knows of it."""
+    group = session.scratch[_backend.GROUP] = _backend.kind(backend)(backend, session)
+    hook = sys.excepthook
+    # Part of the keys in the store, and counted up by attempts that failed, which were more here than there.
+    torch.distributed.distributed_c10d._world.group_count = 0
+    group.forming()
+    dist.init_process_group(backend, **arguments, **({} if patience is None else group.limits))
     sys.excepthook = hook  # every process group wraps it once more
-    session.scratch[_SOCKETS] = _sockets() - before
+    group.formed(patience)
 
 
 @cache
@@ -141,45 +141,27 @@ def _keep_groups_in_children() -> None:
     os.register_at_fork(after_in_child=gc.freeze)
 
 
-def relax_torch() -> None:
+def relax_torch(session: Session) -> None:
     """All are there and have what they need: torch's own time limit from now on."""
-    _set_timeout(dist.default_pg_timeout)
-
-
-def _set_timeout(timeout: timedelta) -> None:
-    torch.distributed.distributed_c10d._set_pg_timeout(timeout, None)
+    group = _backend.present(session)
+    if group is not None:
+        group.relax()
 
 
 def disconnect_torch(session: Session) -> None:
     """Make every collective of the present group fail here and at its other ends. From any thread."""
-    for descriptor, inode in session.scratch.pop(_SOCKETS, set()) & _sockets():
-        try:
-            with socket.socket(fileno=os.dup(descriptor)) as ours:
-                if _inode(ours.fileno()) == inode and ours.getpeername():
-                    ours.shutdown(socket.SHUT_RDWR)
-        except OSError:  # closed a moment ago, or a listening one: gloo does not survive its end
-            continue
+    group = _backend.present(session)
+    if group is not None:
+        group.hang_up()
 
 
-def keep_torch() -> None:
-    """Never free the present default group: its destructor would wait for an operation that never ends."""
-    if dist.is_initialized():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
-
-
-def _sockets() -> set[tuple[int, str]]:
-    """(descriptor, inode) of every socket of this process."""
-    descriptors = Path("/proc/self/fd")
-    names = [int(entry.name) for entry in descriptors.iterdir()] if descriptors.is_dir() else []
-    found = {(name, _inode(name)) for name in names}
-    return {(name, inode) for name, inode in found if inode.startswith("socket:")}
-
-
-def _inode(descriptor: int) -> str:
-    try:
-        return str(Path(f"/proc/self/fd/{descriptor}").readlink())
-    except OSError:
-        return ""
+def leave_torch(session: Session) -> None:
+    """Have no default group any more, whatever state it is in."""
+    group = _backend.present(session)
+    if group is not None:
+        group.leave()
+    elif dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _by_hand(session: Session, backend: str, init_method: str | None) -> None:
@@ -192,9 +174,8 @@ def _by_hand(session: Session, backend: str, init_method: str | None) -> None:
         )
     _connect(session, host, port, env.secret())
     if init_method is not None:
-        dist.init_process_group(
-            backend, init_method=init_method, rank=session.rank, world_size=session.replicas
-        )
+        given = {"rank": session.rank, "world_size": session.replicas}
+        _make(session, backend, None, init_method=init_method, **given)
         return
     store: Any = None
     if session.rank == 0:
@@ -202,7 +183,7 @@ def _by_hand(session: Session, backend: str, init_method: str | None) -> None:
     found = collective.broadcast(None if store is None else store.port, tag="store")
     if store is None:
         store = dist.TCPStore(host, found, session.replicas, is_master=False, wait_for_workers=False)
-    dist.init_process_group(backend, store=store, rank=session.rank, world_size=session.replicas)
+    _make(session, backend, None, store=store, rank=session.rank, world_size=session.replicas)
 
 
 def _connect_through(session: Session, store: Any) -> None:

@@ -45,9 +45,9 @@ import torch
 
 from adaptdl_elastic import env
 from adaptdl_elastic.reducer import LOOPS, Future, PeerLostError
-from adaptdl_elastic.torch import _transfer
+from adaptdl_elastic.torch import _backend, _transfer
 from adaptdl_elastic.torch._loops import loops
-from adaptdl_elastic.torch._process_group import disconnect_torch, keep_torch
+from adaptdl_elastic.torch._process_group import disconnect_torch
 from adaptdl_elastic.torch._undo import (
     Before,
     OwnSums,
@@ -361,8 +361,8 @@ class Recovery:
     def _hang_up(self, reason: str) -> None:
         session = self._session
         disconnect_torch(session)
-        if any(model.stuck for model in models(self._session)) or session.scratch.pop(_transfer.STUCK, False):
-            keep_torch()
+        if any(model.stuck for model in models(self._session)) or session.scratch.pop(_backend.STUCK, False):
+            _backend.keep()
         if session.reducer is not None:
             session.reducer.abort()
         session.control.abandon()

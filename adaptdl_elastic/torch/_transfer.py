@@ -8,20 +8,15 @@ more than one bucket is held beyond the state itself.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic._session import Session
-from adaptdl_elastic.reducer import PeerLostError
-
-STUCK = "a transfer that never ends"  # in the session's scratch
-_LOOK, _GRACE = 0.05, 0.2  # seconds between looks for a death; that a transfer has to end by itself then
+from adaptdl_elastic.torch._backend import Group, patiently, present
 
 BUCKET = 1024 * 1024
 """Bytes of a message, unless a single tensor is larger."""
@@ -33,6 +28,11 @@ class Slot:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    device: str  # its type: which one of them is each replica's own matter
+
+    def fresh(self) -> torch.Tensor:
+        """A tensor like that one, on this replica's device."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 def give(session: Session, newcomers: list[int], donors: list[int], names: set[str] | None = None) -> None:
@@ -55,58 +55,32 @@ def give(session: Session, newcomers: list[int], donors: list[int], names: set[s
     _describe(session, (described, newcomers, donors) if session.rank == donors[0] else None)
     mine = [n for turn, n in enumerate(newcomers) if donors[turn % len(donors)] == session.rank]
 
+    group = _group(session)
+
     def send() -> None:
         for newcomer in mine:
             for bucket in _buckets(tensors):
-                flat = torch.cat([t.detach().reshape(-1) for t in bucket]) if len(bucket) > 1 else bucket[0]
-                dist.send(_sendable(flat), newcomer)
+                send_bucket(group, bucket, newcomer)
 
     if mine:
-        _patiently(session, send)
+        patiently(session, group, send)
 
 
 def take(session: Session) -> None:
     """The side of a newcomer: receive every state, and be in it."""
     described, newcomers, donors = _describe(session, None)
     donor = donors[newcomers.index(session.rank) % len(donors)]
-    tensors = _targets(session, described)
+    tensors, group = _targets(session, described), _group(session)
 
     def receive() -> None:
         for bucket in _buckets(tensors):
-            _receive(bucket, donor)
+            _receive(group, bucket, donor)
 
-    _patiently(session, receive)
+    patiently(session, group, receive)
     supply = iter(tensors)
     checkpoint.restore_states(
         {name: _fill(body, supply) if kind == "tensors" else body for name, (kind, body) in described.items()}
     )
-
-
-def _patiently(session: Session, transfer: Callable[[], None]) -> None:
-    """Run `transfer`, unless somebody dies meanwhile.
-
-    In a thread, because gloo does not notice when the other end dies in the middle of a tensor: then the
-    thread is left to torch's time limit, and its group must never be freed.
-    """
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            transfer()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="adaptdl-transfer", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_LOOK)
-        if thread.is_alive() and session.control.lost is not None:
-            thread.join(_GRACE)
-            if thread.is_alive():
-                session.scratch[STUCK] = True
-                raise PeerLostError(session.control.lost or "a replica is gone")
-    if failed:
-        raise failed[0]
 
 
 def _describe(session: Session, what: Any) -> Any:
@@ -128,7 +102,7 @@ def _targets(session: Session, described: dict[str, tuple[str, Any]]) -> list[to
             skeleton = _strip(state.state_dict(), own)
             if skeleton != body:  # as an optimizer's, which has no state before its first step
                 own = _matching(skeleton, own, body)
-        targets += own or [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
+        targets += own or [slot.fresh() for slot in slots]
     return targets
 
 
@@ -146,31 +120,32 @@ def _matching(skeleton: Any, own: list[torch.Tensor], body: Any) -> list[torch.T
         slots = []
         _find_slots(part, slots)
         alike = key in skeleton and skeleton[key] == part
-        targets += mine[key] if alike else [torch.empty(slot.shape, dtype=slot.dtype) for slot in slots]
+        targets += mine[key] if alike else [slot.fresh() for slot in slots]
     return targets
 
 
-def _receive(bucket: list[torch.Tensor], donor: int) -> None:
-    device = _device()
+def send_bucket(group: Group, bucket: list[torch.Tensor], newcomer: int) -> None:
+    """Send tensors of one type in one message. An optimizer's may be on different devices."""
+    parts = [tensor.detach().to(group.device).reshape(-1) for tensor in bucket]
+    group.send(torch.cat(parts) if len(parts) > 1 else parts[0].contiguous(), newcomer)
+
+
+def _receive(group: Group, bucket: list[torch.Tensor], donor: int) -> None:
+    device = group.device
     if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].device == device:
-        dist.recv(bucket[0].detach().view(-1), donor)
+        group.receive(bucket[0].detach().view(-1), donor)
         return
     flat = torch.empty(sum(t.numel() for t in bucket), dtype=bucket[0].dtype, device=device)
-    dist.recv(flat, donor)
+    group.receive(flat, donor)
     with torch.no_grad():
         for tensor, part in zip(bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
 
-def _device() -> torch.device:
-    """Where messages have to be for the present backend."""
-    if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _sendable(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to(_device()).contiguous().reshape(-1)
+def _group(session: Session) -> Group:
+    group = present(session)
+    assert group is not None
+    return group
 
 
 def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -194,7 +169,7 @@ def _strip(value: Any, tensors: list[torch.Tensor]) -> Any:
     """`value` with a Slot in place of every tensor, which goes to the end of `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return Slot(tuple(value.shape), value.dtype)
+        return Slot(tuple(value.shape), value.dtype, value.device.type)
     if isinstance(value, dict):
         return {key: _strip(item, tensors) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

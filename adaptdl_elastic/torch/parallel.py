@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptdl_elastic import _session, checkpoint
-from adaptdl_elastic.torch import _amp, _buckets
+from adaptdl_elastic.torch import _amp, _backend, _buckets
 from adaptdl_elastic.torch._sampling import Sampler
 from adaptdl_elastic.torch._window import Batch, Window, watch
 from adaptdl_elastic.torch.gradient_noise_scale import AdamGradientNoiseScale, GradientNoiseScale
@@ -91,6 +91,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         optimizer = self._optimizer  # not self: the reducer keeps the hook, and would keep us, for ever
         norms = _buckets.Norms(lambda: optimizer.param_groups, self.gns.preconditioner)
         self._hook = _buckets.HookState(norms, self.process_group, self.process_group.size())
+        if self.process_group is dist.group.WORLD:
+            self._hook.link = _backend.present(_session.current())
         self._sampler = Sampler(self.gns, self._hook, self._mp_scaler)
         self.register_comm_hook(self._hook, _buckets.reduce_bucket)
 
@@ -155,9 +157,21 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if not self._ddp_kwargs.get("broadcast_buffers", True):
             return
         buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
-        works = [dist.broadcast(buffer, 0, group=self.process_group, async_op=True) for buffer in buffers]
-        for work in works:
-            work.wait(timedelta(seconds=60))  # everybody is here
+        copies = [buffer.clone() for buffer in buffers]  # a broadcast that breaks leaves half of each
+
+        def start() -> list[Any]:
+            return [dist.broadcast(one, 0, group=self.process_group, async_op=True) for one in copies]
+
+        link = self._hook.link
+        works, limit = start() if link is None else link.queue(start), timedelta(seconds=60)
+        if link is not None:
+            link.wait(works, limit)  # everybody is here
+        else:
+            for work in works:
+                work.wait(limit)
+        with torch.no_grad():
+            for buffer, copied in zip(buffers, copies, strict=True):
+                buffer.copy_(copied)
 
     # What a script reads.
 

@@ -1,0 +1,144 @@
+"""Whether groups can be made anew in the processes of a job, where that has to be tried out first.
+
+The self-test (`_selftest`) runs beside the training, once on every node, and training does not wait for
+it. Who may be armed against deaths takes part in collectives that others do not, so all replicas must come
+to believe in it at the same boundary: each puts its node's result into the store of the first generation
+of these processes, rank 0 reads them, and has it agreed like any other change (`_control`). Newcomers
+to a job that has done so come from a node whose own self-test has passed, or not at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adaptdl_elastic import env
+from adaptdl_elastic.torch import _backend
+
+if TYPE_CHECKING:
+    from adaptdl_elastic._session import Session
+    from adaptdl_elastic.torch._backend import Nccl
+
+log = logging.getLogger(__name__)
+
+COMMAND = "able"
+_SCRATCH = "ability"
+_FOREVER = timedelta(days=365)
+
+
+class Ability:
+    """What this process knows of it. One a session."""
+
+    def __init__(self, session: Session, backend: str, kind: type[Nccl]) -> None:
+        self._session, self._backend, self._label = session, backend, kind.label
+        self.agreed = False
+        self.why = f"{kind.label}'s self-test has not ended"  # not, while nothing is agreed
+        self._own: str | None = None
+        self._ended = threading.Event()
+        self._thread("adaptdl-selftest", self._find_out)
+
+    def _thread(self, name: str, target: Callable[[], None]) -> None:
+        threading.Thread(target=target, name=name, daemon=True).start()
+
+    def _find_out(self) -> None:
+        from adaptdl_elastic.torch._selftest import verdict
+
+        share = env.share_path()
+        try:
+            self._own = verdict(self._backend, None if share is None else Path(share))
+        except Exception as error:
+            self._own = f"{type(error).__name__}: {error}"
+        if self._own is not None:
+            self.why = f"{self._label}'s self-test failed: {self._own}"
+            log.warning("%s", self.why)
+        self._ended.set()
+
+    def compare(self) -> None:
+        """Let rank 0 know what all nodes have found; there, have it agreed. Beside everything else."""
+        self._thread("adaptdl-able", self._compare)
+
+    def _compare(self) -> None:
+        from adaptdl_elastic.torch import _inplace
+
+        self._ended.wait()
+        try:
+            found = self._found()
+        except RuntimeError as error:  # the store is gone with its agent: nobody asks any more
+            log.debug("the results of the self-test: %s", error)
+            return
+        if self._session.rank != 0:
+            return
+        if any(found):
+            self.why = next(why for why in found if why)
+            self._session.metrics.inplace(*_inplace.possible(self._session))
+        else:
+            self._session.control.request({"kind": COMMAND})
+
+    def _found(self) -> list[str]:
+        """What each replica's node has found, "" where it works; on others than rank 0 its own."""
+        from adaptdl_elastic.torch import _inplace
+
+        session, found = self._session, [self.why if self._own is not None else ""]
+        if session.replicas > 1:
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = _inplace.meeting(host, port, session.generation)
+            store.set(f"able/{session.rank}", found[0])
+            if session.rank == 0:
+                keys = [f"able/{rank}" for rank in range(session.replicas)]
+                store.wait(keys, _FOREVER)
+                found = [store.get(key).decode() for key in keys]
+        return found
+
+    def agree(self) -> None:
+        """All replicas have passed: from here on this one believes it. At an agreed boundary."""
+        self.agreed = True
+
+    def insist(self) -> None:
+        """A newcomer's: wait for this node's result. RuntimeError: it can not join anybody."""
+        self._ended.wait()
+        if self._own is not None:
+            raise RuntimeError(self.why)
+
+
+def begin(session: Session, backend: str) -> None:
+    """Find out whether groups of `backend` can be made anew, where that is asked at all."""
+    kind: Any = _backend.kind(backend)
+    if kind.tested and wanted(session):
+        kind.prepare()
+        session.scratch[_SCRATCH] = Ability(session, backend, kind)
+
+
+def compare(session: Session) -> None:
+    """The first generation of these processes: let all nodes' results come together."""
+    known = ability(session)
+    if known is not None:
+        known.compare()
+
+
+def wanted(session: Session) -> bool:
+    """Whether there is somebody who would change this job in place."""
+    return session.channel is not None and env.rescale() != "restart"
+
+
+def ability(session: Session) -> Ability | None:
+    """This process's; None: its groups need no self-test, or nobody asks."""
+    found = session.scratch.get(_SCRATCH)
+    assert found is None or isinstance(found, Ability)
+    return found
+
+
+def why_not(session: Session) -> str | None:
+    """Why the groups of this process can not be made anew; None: they can."""
+    kind = _backend.kind(session.scratch.get("backend"))
+    why = kind.why_not(session)
+    if why is not None or not kind.tested:
+        return why
+    known = ability(session)
+    if known is None:
+        return "there is no agent, or --rescale=restart: no self-test was made"
+    return None if known.agreed else known.why

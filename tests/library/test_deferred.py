@@ -1,0 +1,212 @@
+"""Changes and deaths on a backend that tells as little as NCCL does, by the code that is for NCCL."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import deferred_backend
+import fake_agent
+import loop_script_path
+import pytest
+import torch
+from fake_agent import FakeAgent
+
+from adaptdl_elastic.torch import _selftest
+
+SIZE, BATCH = 2004, 12  # 1 to 3 replicas divide it
+SCRIPT = Path(deferred_backend.__file__).with_name("deferred_script.py")
+ROOT = SCRIPT.parents[2]
+PATH = {"PYTHONPATH": f"{SCRIPT.parent}:{ROOT}"}
+
+
+@pytest.fixture
+def share(tmp_path: Path) -> Path:
+    """Where a self-test has left that it passed."""
+    path = tmp_path / "share"
+    assert _selftest.verdict("deferred", path, run=lambda *_: None) is None
+    return path
+
+
+@pytest.fixture
+def start(tmp_path: Path, share: Path) -> Iterator[Callable[..., FakeAgent]]:
+    """A job of `loop_script` on the deferred backend, whose replicas would survive a death."""
+    jobs: list[FakeAgent] = []
+
+    def begin(
+        replicas: int,
+        script: Path = loop_script_path.PATH,
+        held: Any = None,
+        armed: bool = True,
+        **given: Any,
+    ) -> FakeAgent:
+        loop = fake_agent.settings(**{"size": SIZE, "batch": BATCH, "pace": 0.01, **given})
+        variables = {"LOOP": loop, "OUT": str(tmp_path), "SCRIPT": str(script), **PATH}
+        if held is not None:
+            variables["HELD"] = json.dumps(held)
+        job = FakeAgent(SCRIPT, tmp_path, ADAPTDL_SHARE_PATH=str(share), **variables)
+        jobs.append(job)
+        job.start(replicas)
+        if armed:
+            job.wait_for("resilient", replicas)
+        return job
+
+    yield begin
+    for job in jobs:
+        job.__exit__()
+
+
+def applied(folder: Path, replicas: int, epochs: int = 1, size: int = SIZE) -> None:
+    """As in test_recovery: each sample once an epoch, by what the weights tell, equal on all replicas."""
+    weights = [torch.load(folder / f"weights-{rank}") for rank in range(replicas)]
+    for other in weights[1:]:
+        assert torch.equal(other, weights[0])
+    torch.testing.assert_close(-weights[0] * BATCH / epochs, torch.ones(size, dtype=torch.float64))
+
+
+def test_up_and_down(start: Any, tmp_path: Path) -> None:
+    job = start(2)
+    job.rescale(3)
+    job.wait_for("step")
+    job.rescale(1)
+    job.rescale(2)
+    job.finish()
+    applied(tmp_path, 2)
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_one_of_two_dies(start: Any, tmp_path: Path, dies: int) -> None:
+    job = start(2)
+    job.recover(dies)
+    job.finish()
+    applied(tmp_path, 1)
+
+
+FAULTS: dict[str, list[list[Any]]] = {
+    "rank 0 dies": [[0, 20, 0, "die"]],
+    "rank 1 dies in a late bucket": [[1, 20, 1, "die"]],
+    "the second step, after the buckets were made anew": [[1, 1, 0, "die"]],
+    "the last step of an epoch": [[2, 39, 1, "die"]],
+}
+
+
+def undisturbed(folder: Path) -> Any:
+    """What one replica on gloo has in the end."""
+    folder.mkdir()
+    with FakeAgent(loop_script_path.RECOVERY, folder, LOOP="{}", OUT=str(folder)) as job:
+        job.start(1)
+        job.finish()
+    return torch.load(folder / "result-0")
+
+
+def compare(folder: Path, replicas: int, expected: Any) -> None:
+    results = [torch.load(folder / f"result-{rank}") for rank in range(replicas)]
+    for result in results:
+        assert result["steps"] == expected["steps"] == 80
+        torch.testing.assert_close(result["parameters"], expected["parameters"])
+        torch.testing.assert_close(result["optimizer"]["state"], expected["optimizer"]["state"])
+        assert (result["scheduler"], result["scaler"]) == (expected["scheduler"], expected["scaler"])
+        torch.testing.assert_close(result["parameters"], results[0]["parameters"], rtol=0, atol=0)
+        assert str(result["statistics"]) == str(results[0]["statistics"])
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_death_in_mid_step_leaves_no_trace(start: Any, tmp_path: Path, name: str) -> None:
+    """Nobody is told by torch: what had not arrived is garbage by then."""
+    faults = FAULTS[name]
+    job = start(3, loop_script_path.RECOVERY, faults=faults, armed=False, size=480)
+    job.bury(faults[0][0])
+    job.plan_recovery()
+    job.finish()
+    compare(tmp_path, 2, undisturbed(tmp_path / "undisturbed"))
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_one_survivor_has_the_sum_and_another_has_not(start: Any, tmp_path: Path, behind: int) -> None:
+    """Its last bucket never arrives; the others have taken that step, and wait for it in the next one."""
+    none = [[-1, 0, 0, ""]]  # the script marks what it has done where there are faults
+    job = start(3, loop_script_path.RECOVERY, held=[behind, 20, 1], faults=none, armed=False, size=480)
+    for rank in {0, 1, 2} - {behind}:
+        wait_for(tmp_path / f"begun-21-{rank}", job)
+    assert not (tmp_path / f"ended-20-{behind}").exists()
+    job.recover(2)
+    job.finish()
+    compare(tmp_path, 2, undisturbed(tmp_path / "undisturbed"))
+
+
+def wait_for(path: Path, job: FakeAgent) -> None:
+    deadline = time.monotonic() + 200
+    while not path.exists():
+        assert time.monotonic() < deadline, job.outputs()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_self_test_passes(tmp_path: Path, processes: Callable[..., str | None], devices: int) -> None:
+    assert processes(DEFERRED_DEVICES=str(devices)) is None
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("hang", "within 20 s"),
+        ("crash", "signal 11"),
+        ("once", "a second group can not be made"),
+        ("lost", ""),  # a sum that never arrives is a hang, too
+    ],
+)
+def test_a_backend_with_a_fault_is_found_out(
+    processes: Callable[..., str | None], fault: str, why: str, devices: int
+) -> None:
+    found = processes(DEFERRED_DEVICES=str(devices), DEFERRED_FAULT=fault)
+    assert found is not None
+    assert why in found or "within 20 s" in found, found  # a slow machine never comes to the fault
+
+
+@pytest.fixture
+def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str | None]]:
+    """Run the self-test for 20 s at most; none of its processes may be left."""
+    mark = f"SELFTEST_OF={tmp_path}"
+
+    def run(**variables: str) -> str | None:
+        for name, value in {**variables, **PATH, "SELFTEST_OF": str(tmp_path)}.items():
+            monkeypatch.setenv(name, value)
+        return _selftest.ask_processes("deferred", 20.0 if "DEFERRED_FAULT" in variables else 180.0)
+
+    yield run
+    assert [pid for pid in pids() if pid != os.getpid() and mark in environment(pid)] == []
+
+
+def pids() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+
+
+def environment(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def test_a_result_is_asked_for_once_per_node(tmp_path: Path) -> None:
+    asked = []
+
+    def run(backend: str, limit: float) -> str | None:
+        asked.append((backend, limit))
+        return "it hangs"
+
+    for _ in range(2):
+        assert _selftest.verdict("deferred", tmp_path, run=run, limit=3.0) == "it hangs"
+    assert asked == [("deferred", 3.0)]
+    (path,) = tmp_path.glob("selftest-*.json")
+    old = json.loads(path.read_text())
+    path.write_text(json.dumps({**old, "time": old["time"] - _selftest.AGAIN - 1}))
+    assert _selftest.verdict("deferred", tmp_path, run=lambda *_: None) is None  # a failure gets old
+    assert _selftest.verdict("deferred", tmp_path, run=run) is None
+    path.write_text("{")
+    assert _selftest.verdict("deferred", tmp_path, run=run) == "it hangs"

@@ -1,0 +1,79 @@
+"""Changes in place on a GPU: the real thing of what test_deferred.py has an equivalent of."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import fake_agent
+import loop_script_path
+import pytest
+import torch
+from fake_agent import FakeAgent
+
+from adaptdl_elastic.torch import _selftest
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKS = ROOT / "benchmarks" / "gpu_checks.py"
+SCRIPT = ROOT / "tests" / "support" / "deferred_script.py"
+VISIBLE = torch.cuda.device_count()
+
+one = pytest.mark.skipif(VISIBLE < 1, reason="no CUDA device is visible")
+two = pytest.mark.skipif(VISIBLE < 2, reason=f"two CUDA devices are needed, and {VISIBLE} are visible")
+
+
+@pytest.mark.gpu
+@one
+@pytest.mark.parametrize("check", ["self_test", "made_anew", "newcomer", "state_transfer"])
+def test_what_one_gpu_allows(check: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(CHECKS), "--only", check]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+@two
+def test_a_death_and_changes_of_size_with_two_gpus(tmp_path: Path) -> None:
+    share = tmp_path / "share"
+    assert _selftest.verdict("nccl", share) is None
+    loop = fake_agent.settings(size=2004, batch=12, pace=0.01, epochs=2)
+    variables = {"LOOP": loop, "OUT": str(tmp_path), "SCRIPT": str(loop_script_path.PATH), "BACKEND": "nccl"}
+    variables |= {"PYTHONPATH": f"{SCRIPT.parent}:{ROOT}", "ADAPTDL_SHARE_PATH": str(share)}
+    with FakeAgent(SCRIPT, tmp_path, **variables) as job:
+        job.start(2)
+        job.wait_for("resilient", 2)
+        job.recover(1)
+        job.rescale(2)
+        job.wait_for("step")
+        job.rescale(1)
+        job.rescale(2)
+        job.finish()
+    weights = [torch.load(tmp_path / f"weights-{rank}", map_location="cpu") for rank in range(2)]
+    assert torch.equal(*weights)
+    torch.testing.assert_close(-weights[0] * 12 / 2, torch.ones(2004, dtype=torch.float64))
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """benchmarks/gpu_checks.py, on the deferred backend: its own logic needs no GPU."""
+    monkeypatch.syspath_prepend(str(CHECKS.parent))
+    importlib.import_module("deferred_backend")
+    return importlib.import_module("gpu_checks")
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("made_anew", {"backend": "deferred", "times": 5}),
+        ("newcomer", {"backend": "deferred"}),
+        ("state_transfer", {"device": "cpu"}),
+    ],
+)
+def test_the_checks_hold_where_they_need_no_gpu(checks: Any, name: str, given: dict[str, Any]) -> None:
+    assert getattr(checks, name)(**given)["seconds"] > 0.0

@@ -1,0 +1,40 @@
+"""Run SCRIPT, which says "gloo", on the deferred backend, or on NCCL where BACKEND says so.
+
+HELD holds an all-reduce back on one replica of the deferred backend.
+It is JSON: [first rank, step, how many all-reduces of that step come before it]. Training begins when
+it is known that the self-test has passed, so that a death in the first step is survived.
+"""
+
+import json
+import os
+import runpy
+import time
+
+import deferred_backend
+
+import adaptdl_elastic.torch as adl
+from adaptdl_elastic import _session
+from adaptdl_elastic.torch import _ability
+
+
+def connect(_):
+    init_process_group(BACKEND)
+    session = _session.current()
+    if not session.joining and _ability.ability(session) is not None:
+        while session.control._round is None:  # to be carried out at the first boundary
+            time.sleep(0.001)
+
+
+BACKEND = os.environ.get("BACKEND", "deferred")
+if BACKEND == "nccl":
+    import torch
+
+    torch.cuda.set_device(int(os.environ["RANK"]))
+    wrap = adl.AdaptiveDataParallel
+    adl.AdaptiveDataParallel = lambda model, *args, **options: wrap(model.cuda(), *args, **options)
+rank, *place = json.loads(os.environ.get("HELD", "[-1, 0, 0]"))
+if rank == int(os.environ["ADAPTDL_REPLICA_RANK"]):
+    deferred_backend.HELD.add(tuple(place))
+init_process_group = adl.init_process_group
+adl.init_process_group = connect
+runpy.run_path(os.environ["SCRIPT"], run_name="__main__")
