@@ -143,6 +143,9 @@ def _band(text: str) -> tuple[float, float]:
     is_flag=True,
     help="End when all jobs have ended and all nodes but the least are given back.",
 )
+@click.option(
+    "--take-over", "seize", is_flag=True, help="Rule the groups though they belong to another cluster."
+)
 @click.option("--dry-run", is_flag=True, help="Print what would be done once, and do nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Events as JSON, one per line.")
 def autoscale(
@@ -171,7 +174,7 @@ def autoscale(
     """
     from adaptdl_elastic.autoscaler.providers.base import ProviderError
     from adaptdl_elastic.autoscaler.scaling import ScalingSettings
-    from adaptdl_elastic.autoscaler.scaling_loop import Autoscaler, LoopOptions
+    from adaptdl_elastic.autoscaler.scaling_loop import Autoscaler, LoopOptions, identity
     from adaptdl_elastic.rendezvous.keys import Keys, check_name
 
     if bool(groups) == bool(local):
@@ -199,10 +202,14 @@ def autoscale(
     options = LoopOptions(interval, dry_run, expected, until_done)
     logging.basicConfig(level=logging.WARNING, format="adaptdl autoscale: %(message)s")
     try:
-        provider = _local(local, max_nodes, **more) if local else _ec2(groups, **more)
         store, cluster = where.connect()
+        keys = Keys(cluster)
         with store:
-            ruler = Autoscaler(store, Keys(cluster), provider, settings, options, _printer(as_json))
+            if local:
+                provider = _local(local, max_nodes, **more)
+            else:
+                provider = _ec2(groups, owner=identity(store, keys, create=not dry_run), **more)
+            ruler = Autoscaler(store, keys, provider, settings, options, _printer(as_json))
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: ruler.stop())
             code = ruler.run()
@@ -223,13 +230,24 @@ def _ec2(
     price_file: Path | None,
     slots: int | None,
     local_price: float,
+    owner: str,
+    seize: bool,
 ) -> Any:
     from adaptdl_elastic.autoscaler.providers.ec2 import Ec2Provider
     from adaptdl_elastic.autoscaler.providers.prices import parse_price_option, read_prices
 
     table = {} if price_file is None else read_prices(price_file)
     table |= dict(parse_price_option(text) for text in prices)
-    return Ec2Provider(groups, table, slots=slots, region=region, profile=profile, queue_url=queue_url)
+    return Ec2Provider(
+        groups,
+        table,
+        slots=slots,
+        region=region,
+        profile=profile,
+        queue_url=queue_url,
+        owner=owner,
+        seize=seize,
+    )
 
 
 def _local(command: str, max_nodes: int | None, *, slots: int | None, local_price: float, **_: Any) -> Any:

@@ -22,6 +22,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from adaptdl_elastic.autoscaler.providers.base import (
+    NotOursError,
     Provider,
     ProviderError,
     Signal,
@@ -144,16 +145,27 @@ class Autoscaler:
         else:
             self._tidy(seen)
             self._publish(seen, decision, failed)
-        self._warn((*decision.warnings, *failed))
+        self._warn((*decision.warnings, *failed, *self._too_slow(seen)))
         least = max(self._settings.min_nodes, sum(pool.minimum for pool in seen.capacity.pools))
         over = all_ended(view, self._options.expected) and len(seen.capacity.instances) <= least
         return self._options.dry_run or (self._options.until_done and over)
+
+    def _too_slow(self, seen: Observation) -> list[str]:
+        """Pools whose hooks do not wait for as long as we look away."""
+        pace = self._options.interval
+        return [
+            f"{pool.name}: a termination hook waits {pool.hook_timeout:g} s for a heartbeat, and we look "
+            f"every {pace:g} s: give --interval {max(1.0, pool.hook_timeout // 3):g}, or the hook a longer "
+            f"HeartbeatTimeout"
+            for pool in seen.capacity.pools
+            if pool.hook_timeout < 3 * pace
+        ]
 
     def _tick(self, first: bool) -> bool:
         try:
             self._ensure_rule()
             return self.tick()
-        except UnknownPoolError:
+        except (UnknownPoolError, NotOursError):
             raise  # there is nothing to rule
         except (ProviderError, StoreError) as error:
             if first:
@@ -387,6 +399,18 @@ class Autoscaler:
                 self._say("warning", {"message": f"not handed back: {error}"})
         if self._lease is not None:
             self._lease.revoke()
+
+
+def identity(store: Store, keys: Keys, create: bool = True) -> str:
+    """What tells this cluster from all others, also from those of the same name in other stores.
+
+    Made at the first call with `create`; "" where there is none.
+    """
+    key = keys.autoscaler_owner
+    if create:
+        store.compare_and_swap(key, secrets.token_hex(6), 0)
+    item = store.get(key)
+    return "" if item is None else f"{keys.cluster}/{item.value}"
 
 
 def _shape(text: str) -> str:

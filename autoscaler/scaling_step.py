@@ -412,7 +412,7 @@ def _leave(market: _Market) -> tuple[Memory, list[Action], list[str]]:
             actions.append(Drain(instance.id, node.node, entry.leaving, entry.deadline))
         if instance.state is InstanceState.LEAVING:
             if instance.held and node is not None and node.busy:
-                if seen.now - entry.held >= settings.hold_every:
+                if seen.now - entry.held >= _hold_every(seen, instance.pool, settings):
                     actions.append(Hold(instance.id))
                     known[instance.id] = replace(entry, held=seen.now)
             elif instance.held:
@@ -423,6 +423,12 @@ def _leave(market: _Market) -> tuple[Memory, list[Action], list[str]]:
             waited = seen.now - entry.leaving_since
             warnings.append(f"{instance.id}: still has replicas {waited:.0f} s after it was asked to drain")
     return replace(market.memory, known=known), actions, warnings
+
+
+def _hold_every(seen: Observation, pool: str, settings: ScalingSettings) -> float:
+    """Seconds between heartbeats: two may be lost before a hook gives up waiting."""
+    timeout = next((p.hook_timeout for p in seen.capacity.pools if p.name == pool), math.inf)
+    return min(settings.hold_every, timeout / 3)
 
 
 def _protect(seen: Observation, memory: Memory) -> list[Action]:

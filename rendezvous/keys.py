@@ -5,7 +5,7 @@ jobs/<job>/spec                         JobSpec, written by the job's first agen
 jobs/<job>/request                      JobRequest: what a person asked for (adaptdl scale, stop, checkpoint)
 jobs/<job>/status                       JobStatus, written by the coordinator
 jobs/<job>/hints                        sched_hints.JobHints: what rank 0 reports, relayed by its agent
-jobs/<job>/plan                         Plan, written by the coordinator (removal-only: by any agent)
+jobs/<job>/plan                         Plan, written by the coordinator and by nobody else
 reports/<job>/<g>/ready/<node>          ReadyRecord: this node could run generation g now
 reports/<job>/<g>/running/<node>        RunningRecord: its replicas have started
 reports/<job>/<g>/broken/<node>         BrokenRecord: somebody has died, its living replicas wait
@@ -19,6 +19,7 @@ coordinator/leader                      LeaderRecord, leased: the coordinator th
 coordinator/standby/<id>                LeaderRecord, leased: one that follows the store and waits to lead
 drains/<node>                           DrainRequest: take this node's replicas away; deleted by its writer
 autoscaler/leader                       LeaderRecord, leased: the autoscaler that buys and releases nodes
+autoscaler/owner                        what tells this cluster from all others, in tags of what it rules
 autoscaler/status                       AutoscalerStatus, written by that autoscaler
 torchrun/<id>/nodes/<agent>             membership.Member, leased: an agent of plain torchrun
 torchrun/<id>/{round,closed}            membership.Round and Closed, written by any of them
@@ -130,6 +131,11 @@ class Keys:
     def autoscaler_leader(self) -> str:
         """Held by the autoscaler that buys and releases nodes."""
         return f"{self.root}autoscaler/leader"
+
+    @property
+    def autoscaler_owner(self) -> str:
+        """Random, and for good: with the cluster's name it says whose an auto-scaling group is."""
+        return f"{self.root}autoscaler/owner"
 
     @property
     def autoscaler_status(self) -> str:

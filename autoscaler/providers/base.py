@@ -8,6 +8,7 @@ changes anything. Every method may raise `ProviderError`, whose text says what t
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -25,6 +26,10 @@ class UnknownPoolError(ProviderError):
 
 class UnknownInstanceError(ProviderError):
     """That is not one of this provider's instances."""
+
+
+class NotOursError(ProviderError):
+    """Another cluster rules it."""
 
 
 class NoPermissionError(ProviderError):
@@ -76,6 +81,7 @@ class Pool:
     replaces_at_risk: bool = False  # brings a replacement before an instance at risk goes: N+1 for a while
     trouble: str = ""  # why the last request was not met; empty when all is well
     trouble_since: float = 0.0
+    hook_timeout: float = math.inf  # seconds that a held instance waits for a heartbeat
 
     def __post_init__(self) -> None:
         if not 0 <= self.minimum <= self.maximum:

@@ -1,8 +1,8 @@
 """EC2 auto-scaling groups through boto3. Each group is a pool.
 
-While it rules a group (`take_over` to `hand_back`), AZRebalance is suspended, because it terminates
-instances to even out zones, and new instances are born protected from scale-in, so that lowering the
-desired capacity by hand can not hit a node at work. What was so before is noted in a tag of the group
+While it rules a group (`take_over` to `hand_back`), a tag says for which cluster, AZRebalance is suspended,
+because it terminates instances to even out zones, and new instances are born protected from scale-in, so
+that lowering the desired capacity by hand can not hit a node at work. What was so before is noted in a tag,
 and put back, also when the one who took over did not live to do it.
 
 Region, profile and role come from where boto3 users expect them; retries are boto3's adaptive mode.
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import boto3
@@ -32,6 +34,7 @@ from adaptdl_elastic.autoscaler.providers.base import (
     UnknownPoolError,
 )
 from adaptdl_elastic.autoscaler.providers.ec2_errors import FAILURES, NotWaitingError, explain, explained
+from adaptdl_elastic.autoscaler.providers.ec2_owner import OWNER_TAG, another, refuse, tag, tags_of
 from adaptdl_elastic.autoscaler.providers.notices import NoticeQueue
 from adaptdl_elastic.autoscaler.providers.prices import latest_spot_prices
 
@@ -39,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 RULED_TAG = "adaptdl-elastic:before"
 _PER_CALL = 50  # instances per SetInstanceProtection
-_HOOK = "autoscaling:EC2_INSTANCE_TERMINATING"
 _AGAIN = 60.0  # seconds before a release is said again: until then Describe may not have heard of it
 _RETRY = 30.0  # before prices are read again that could not be read
 
@@ -65,6 +67,8 @@ class Ec2Provider(Provider):
         slots: replicas per node; None: the GPUs of its type.
         queue_url: the SQS queue into which EventBridge puts notices.
         spot_prices: (type, zone) → price, instead of EC2's history.
+        owner: the cluster that the groups are ruled for; "": nobody asks.
+        seize: rule them though they belong to another cluster, which will notice.
         clients: service → boto3 client, instead of new ones.
     """
 
@@ -81,6 +85,8 @@ class Ec2Provider(Provider):
         profile: str | None = None,
         queue_url: str | None = None,
         spot_prices: Callable[[], Mapping[tuple[str, str], float]] | None = None,
+        owner: str = "",
+        seize: bool = False,
         clients: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -93,6 +99,7 @@ class Ec2Provider(Provider):
         sqs = (given.get("sqs") or connect("sqs", region, profile)) if queue_url else None
         self._queue = NoticeQueue(sqs, queue_url) if queue_url else None
         self._on_demand = dict(on_demand)
+        self._owner, self._seize, self._rules = owner, seize, False
         self._fixed_slots = slots
         self._slots: dict[str, int] = {}
         self._spot_prices = spot_prices or self._history
@@ -104,7 +111,7 @@ class Ec2Provider(Provider):
         self._kinds: dict[str, tuple[object, float, read.Kind]] = {}  # what it was made of, good until
         self._ours: dict[str, str] = {}  # instance → group, every one ever seen
         self._released: dict[str, float] = {}  # instance → not to be released again before
-        self._hooks: dict[str, tuple[float, tuple[str, ...]]] = {}  # good until
+        self._hooks: dict[str, tuple[float, Mapping[str, float]]] = {}  # good until; seconds by hook
         self._last: Capacity = Capacity()
         self._queue_trouble: ProviderError | None = None
 
@@ -123,10 +130,13 @@ class Ec2Provider(Provider):
         warnings = [*missing, *([self._price_trouble] if self._price_trouble else [])]
         warnings += [str(self._queue_trouble)] if self._queue_trouble is not None else []
         for name, group in groups.items():
+            if not self._rules and not self._seize and (owner := another(group, self._owner)):
+                warnings.append(f"{name}: belongs to cluster {owner}: it is not ours to rule (--take-over)")
             members = read.instances_of(group, kinds[name], details, prices, self._slots)
             trouble, warning = self._trouble(name)
             warnings += [warning] if warning else []
-            pools.append(read.pool_of(group, kinds[name], members, prices, self._slots, trouble))
+            pool = read.pool_of(group, kinds[name], members, prices, self._slots, trouble)
+            pools.append(replace(pool, hook_timeout=self._hook_timeout(name, warnings)))
             instances += members
             if pools[-1].preemptible and prices.unknown(kinds[name].types, pools[-1].zones):
                 where = ", ".join(pools[-1].zones)
@@ -163,6 +173,8 @@ class Ec2Provider(Provider):
         for name in self._groups:
             if name in found and not str(found[name].get("Status", "")).startswith("Delete"):
                 read.check_group(found[name])
+                if self._rules:
+                    refuse(found[name], self._owner, ruling=True)
                 there[name] = found[name]
             elif name in self._met:
                 missing.append(f"auto-scaling group {name!r} has been deleted: going on without it")
@@ -330,7 +342,7 @@ class Ec2Provider(Provider):
             "RecordLifecycleActionHeartbeat": self._autoscaling.record_lifecycle_action_heartbeat,
             "CompleteLifecycleAction": self._autoscaling.complete_lifecycle_action,
         }[action]
-        for hook in self._termination_hooks(group):
+        for hook in self._termination_hooks(group):  # seconds are of no interest here
             with (
                 contextlib.suppress(NotWaitingError),
                 explained(f"autoscaling:{action}", f"{group}/{hook}"),
@@ -352,24 +364,41 @@ class Ec2Provider(Provider):
             raise UnknownInstanceError(f"{instance!r} is not an instance of {', '.join(self._groups)}")
         return self._ours[instance]
 
-    def _termination_hooks(self, group: str) -> tuple[str, ...]:
+    def _hook_timeout(self, group: str, warnings: list[str]) -> float:
+        """Seconds within which a held instance needs a heartbeat; said where that can not be read."""
+        try:
+            return min(self._termination_hooks(group).values(), default=math.inf)
+        except ProviderError as error:
+            warnings.append(str(error))
+            return math.inf
+
+    def _termination_hooks(self, group: str) -> Mapping[str, float]:
         if self._clock() >= self._hooks.get(group, (0.0,))[0]:
             with explained("autoscaling:DescribeLifecycleHooks", group):
                 answer = self._autoscaling.describe_lifecycle_hooks(AutoScalingGroupName=group)
             hooks = answer.get("LifecycleHooks", [])
-            names = tuple(h["LifecycleHookName"] for h in hooks if h.get("LifecycleTransition") == _HOOK)
-            self._hooks[group] = (self._clock() + self.price_seconds, names)
+            self._hooks[group] = (self._clock() + self.price_seconds, read.termination_hooks(hooks))
         return self._hooks[group][1]
 
     # -- ruling
 
     def take_over(self) -> None:
-        """Suspend AZRebalance, protect newcomers; note in a tag what was so before."""
-        for name, group in self._describe()[0].items():
-            tags = {tag["Key"]: tag["Value"] for tag in group.get("Tags", [])}
+        """Suspend AZRebalance, protect newcomers; note in tags who rules, and what was so before.
+
+        NotOursError, and nothing changed, when one of the groups belongs to another cluster.
+        """
+        groups, _ = self._describe()
+        if not self._seize:
+            for group in groups.values():
+                refuse(group, self._owner, ruling=False)
+        self._seize = False  # once: not from who takes them from us
+        for name, group in groups.items():
+            tags = tags_of(group)
+            if self._owner and tags.get(OWNER_TAG) != self._owner:
+                self._tag(name, OWNER_TAG, self._owner)
             # else somebody who ruled before us could not hand back: his note counts
             if RULED_TAG not in tags:
-                self._tag(name, _before(group))
+                self._tag(name, RULED_TAG, _before(group))
             if not _suspended(group):
                 with explained("autoscaling:SuspendProcesses", name):
                     self._autoscaling.suspend_processes(
@@ -380,22 +409,28 @@ class Ec2Provider(Provider):
                     self._autoscaling.update_auto_scaling_group(
                         AutoScalingGroupName=name, NewInstancesProtectedFromScaleIn=True
                     )
+        self._rules = True
 
     def hand_back(self) -> None:
-        """Put back what `take_over` changed. Protection of nodes at work stays."""
+        """Put back what `take_over` changed, but in groups that another cluster has taken.
+
+        Protection of nodes at work stays.
+        """
+        self._rules = False
         failed: list[ProviderError] = []
         for name, group in self._describe()[0].items():
-            before = {tag["Key"]: tag["Value"] for tag in group.get("Tags", [])}.get(RULED_TAG)
-            if before is None:
+            tags = tags_of(group)
+            ours = [tag(name, key, tags[key]) for key in (RULED_TAG, OWNER_TAG) if key in tags]
+            if not ours or another(group, self._owner):
                 continue
             try:
-                self._hand_back_one(name, before)
+                self._hand_back_one(name, tags.get(RULED_TAG, ""), ours)
             except ProviderError as error:  # the other groups are handed back all the same
                 failed.append(error)
         if failed:
             raise failed[0]
 
-    def _hand_back_one(self, name: str, before: str) -> None:
+    def _hand_back_one(self, name: str, before: str, tags: list[dict[str, object]]) -> None:
         if "rebalance" in before.split("+"):
             with explained("autoscaling:ResumeProcesses", name):
                 self._autoscaling.resume_processes(
@@ -407,11 +442,11 @@ class Ec2Provider(Provider):
                     AutoScalingGroupName=name, NewInstancesProtectedFromScaleIn=False
                 )
         with explained("autoscaling:DeleteTags", name):
-            self._autoscaling.delete_tags(Tags=[_tag(name, before)])
+            self._autoscaling.delete_tags(Tags=tags)
 
-    def _tag(self, group: str, value: str) -> None:
+    def _tag(self, group: str, key: str, value: str) -> None:
         with explained("autoscaling:CreateOrUpdateTags", group):
-            self._autoscaling.create_or_update_tags(Tags=[_tag(group, value)])
+            self._autoscaling.create_or_update_tags(Tags=[tag(group, key, value)])
 
 
 def _settled(instance: Instance) -> bool:
@@ -428,13 +463,3 @@ def _before(group: read.Answer) -> str:
     parts = [] if _suspended(group) else ["rebalance"]
     parts += [] if group.get("NewInstancesProtectedFromScaleIn", False) else ["unprotected"]
     return "+".join(parts) or "nothing"
-
-
-def _tag(group: str, value: str) -> dict[str, object]:
-    return {
-        "ResourceId": group,
-        "ResourceType": "auto-scaling-group",
-        "Key": RULED_TAG,
-        "Value": value,
-        "PropagateAtLaunch": False,
-    }

@@ -21,7 +21,10 @@ from adaptdl_elastic.autoscaler.providers import ec2_read as read
 from adaptdl_elastic.autoscaler.providers.base import ProviderError
 from adaptdl_elastic.autoscaler.providers.ec2 import connect
 from adaptdl_elastic.autoscaler.providers.ec2_errors import explained
+from adaptdl_elastic.autoscaler.providers.ec2_owner import OWNER_TAG, tags_of
 
+LEAST_HEARTBEAT = 30.0
+"""Seconds between heartbeats that a hook has to wait: EC2's own least, and what looks every 10 s can hold."""
 _TAG = "adaptdl-elastic:doctor"
 _NOBODY = "i-00000000000000000"
 _NOTHING = "adaptdl-doctor"  # a process, a hook and a receipt that do not exist
@@ -91,7 +94,7 @@ def _group(clients: dict[str, Any], name: str) -> list[Check]:
             Check(name, False, f"no auto-scaling group {name!r} in {region}: check its name and --region")
         ]
     (group,) = found
-    checks = [_set_up(group)]
+    checks = [_set_up(group), _owner(group), *_hooks(autoscaling, name)]
     desired = int(group["DesiredCapacity"])
     tag = {"ResourceId": name, "ResourceType": "auto-scaling-group", "Key": _TAG}
     attempts: list[tuple[str, Callable[[], Any]]] = [
@@ -207,6 +210,36 @@ def _set_up(group: read.Answer) -> Check:
     if low > 0:
         notes += "; with a Min above 0 it never shrinks to nothing"
     return Check(name, not problems, "; ".join(problems) or notes)
+
+
+def _owner(group: read.Answer) -> Check:
+    name, owner = group["AutoScalingGroupName"], tags_of(group).get(OWNER_TAG)
+    if owner is None:
+        return Check(f"{name}: owner", True, "no cluster rules it")
+    detail = f"cluster {owner} rules it; `adaptdl autoscale` of another one needs --take-over"
+    return Check(f"{name}: owner", True, detail)
+
+
+def _hooks(autoscaling: Any, name: str) -> list[Check]:
+    """Whether hooks of leaving instances wait from one heartbeat to the next."""
+    try:
+        with explained("autoscaling:DescribeLifecycleHooks", name):
+            answer = autoscaling.describe_lifecycle_hooks(AutoScalingGroupName=name)
+    except ProviderError:
+        return []  # said where the right is tried
+    return [
+        Check(
+            f"{name}: hook {hook}",
+            timeout >= LEAST_HEARTBEAT,
+            f"waits {timeout:g} s for a heartbeat"
+            + (
+                ""
+                if timeout >= LEAST_HEARTBEAT
+                else f", which is soon over: give it a HeartbeatTimeout of {LEAST_HEARTBEAT:g} or more"
+            ),
+        )
+        for hook, timeout in read.termination_hooks(answer.get("LifecycleHooks", [])).items()
+    ]
 
 
 def _template(ec2: Any, group: read.Answer) -> Any:

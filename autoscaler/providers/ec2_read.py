@@ -15,6 +15,9 @@ Answer = Mapping[str, Any]
 _RUNNING = frozenset({"InService"})
 _PENDING = frozenset({"Pending", "Pending:Wait", "Pending:Proceed"})
 _GONE = frozenset({"Terminated", "Detached"})
+_TERMINATING = "autoscaling:EC2_INSTANCE_TERMINATING"
+DEFAULT_HEARTBEAT = 3600.0
+"""Seconds that a lifecycle hook waits whose creator has not said how long."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +213,15 @@ def trouble_of(activities: Iterable[Answer]) -> tuple[str, float]:
             text = str(activity.get("StatusMessage") or activity.get("Cause") or "launch failed")
             return text, began.timestamp() if isinstance(began, datetime) else 0.0
     return "", 0.0
+
+
+def termination_hooks(hooks: Iterable[Answer]) -> dict[str, float]:
+    """Hook → seconds that it waits for a heartbeat, of those that instances on their way out wait in."""
+    return {
+        str(hook["LifecycleHookName"]): float(hook.get("HeartbeatTimeout") or DEFAULT_HEARTBEAT)
+        for hook in hooks
+        if hook.get("LifecycleTransition") == _TERMINATING
+    }
 
 
 def slots_of(types: Iterable[Answer]) -> dict[str, int]:

@@ -12,6 +12,7 @@ from moto_process import Moto, make_group
 
 from adaptdl_elastic.autoscaler.autoscale_cli import autoscale
 from adaptdl_elastic.autoscaler.cli import CommandError, Where
+from adaptdl_elastic.autoscaler.providers.ec2_owner import OWNER_TAG
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.memory import MemoryStore
@@ -98,6 +99,33 @@ def test_bad_input_is_one_clear_line(
     assert words in text
     assert "Traceback" not in text
     assert len(done.output.strip().splitlines()) == 1
+
+
+def owned_by(moto: Moto, owner: str) -> None:
+    tag = {"ResourceId": "workers", "ResourceType": "auto-scaling-group", "Key": OWNER_TAG, "Value": owner}
+    moto.client("autoscaling").create_or_update_tags(Tags=[{**tag, "PropagateAtLaunch": False}])
+
+
+def test_the_group_of_another_cluster_is_refused_in_one_line(moto: Moto, store: MemoryStore) -> None:
+    make_group(moto, "workers")
+    owned_by(moto, "other/abc")
+    ask = ("--asg", "workers", "--price", "g5.xlarge=1")
+    done = run(*ask)
+    assert isinstance(done.exception, SystemExit)
+    assert done.exit_code == 1
+    (line,) = done.output.strip().splitlines()
+    for words in ("'workers'", "other/abc", "test/", "--take-over"):
+        assert words in line
+    dry = run(*ask, "--dry-run")
+    assert dry.exit_code == 0
+    assert "belongs to cluster other/abc" in dry.output
+    store.put(KEYS.job("train", "spec"), records.encode(records.JobSpec("train", "run")))
+    ended = records.JobStatus("train", "run", records.JobState.DONE)
+    store.put(KEYS.job("train", "status"), records.encode(ended))
+    taken = run(*ask, "--take-over", "--until-done", "--interval", "0.1")
+    assert taken.exit_code == 0, taken.output
+    group = moto.client("autoscaling").describe_auto_scaling_groups()["AutoScalingGroups"][0]
+    assert group["Tags"] == []  # handed back at the orderly end
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from botocore import xform_name
 from moto_process import Moto, make_group
 from thin_aws import AutoScaling, client_error
 
-from adaptdl_elastic.autoscaler.providers.ec2 import connect
+from adaptdl_elastic.autoscaler.providers.ec2 import Ec2Provider, connect
 from adaptdl_elastic.autoscaler.providers.ec2_doctor import Check, check_aws
 
 
@@ -98,6 +98,32 @@ def test_what_is_wrong_with_the_groups_is_named(moto: Moto) -> None:
     assert "its Max is 0" in found
     assert "its Min 3 is above its Max 1" in found
     assert "no auto-scaling group 'absent' in eu-central-1" in found
+
+
+def test_who_rules_a_group_is_said(moto: Moto) -> None:
+    make_group(moto, "workers")
+    ours = Ec2Provider(["workers"], {}, owner="one/1")
+    with ours:
+        (found,) = [check for check in check_aws(["workers"]) if check.name == "workers: owner"]
+        assert found.ok
+        assert "cluster one/1 rules it" in found.detail
+    assert any(check.detail == "no cluster rules it" for check in check_aws(["workers"]))
+
+
+@pytest.mark.parametrize(("timeout", "ok"), [(10, False), (30, True), (120, True)])
+def test_a_hook_that_waits_too_short_is_named(moto: Moto, timeout: int, ok: bool) -> None:
+    make_group(moto, "workers")
+    for name, transition in (("drain", "TERMINATING"), ("boot", "LAUNCHING")):
+        moto.client("autoscaling").put_lifecycle_hook(
+            AutoScalingGroupName="workers",
+            LifecycleHookName=name,
+            LifecycleTransition=f"autoscaling:EC2_INSTANCE_{transition}",
+            HeartbeatTimeout=timeout,
+        )
+    (found,) = [check for check in check_aws(["workers"]) if ": hook " in check.name]
+    assert (found.name, found.ok) == ("workers: hook drain", ok)
+    assert f"waits {timeout} s" in found.detail
+    assert ("HeartbeatTimeout of 30 or more" in found.detail) == (not ok)
 
 
 def test_no_credentials_is_one_finding(moto: Moto, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

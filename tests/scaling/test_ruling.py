@@ -13,6 +13,7 @@ from scaling_world import World, waiting
 from adaptdl_elastic.autoscaler.providers.base import (
     InstanceState,
     NoPermissionError,
+    NotOursError,
     Pool,
     ProviderError,
     UnknownPoolError,
@@ -99,6 +100,26 @@ def test_when_there_is_nothing_left_to_rule_it_ends(store: MemoryStore) -> None:
     cluster.provider.errors["capacity"] = [UnknownPoolError("no auto-scaling group is left")]
     with pytest.raises(UnknownPoolError):
         cluster.ruler._tick(first=False)
+
+
+def test_when_another_cluster_has_taken_the_groups_it_ends(store: MemoryStore) -> None:
+    cluster = ruling(store)
+    cluster.provider.errors["capacity"] = [NotOursError("taken over by cluster two")]
+    with pytest.raises(NotOursError):
+        cluster.ruler._tick(first=False)
+
+
+@pytest.mark.parametrize(("interval", "said"), [(10.0, False), (11.0, True)])
+def test_hooks_that_wait_shorter_than_it_looks_away_are_said(
+    store: MemoryStore, interval: float, said: bool
+) -> None:
+    pool = replace(POOL, hook_timeout=30.0)
+    provider = FakeProvider({"workers": pool}, lambda: 0.0, boot_seconds=0)
+    cluster = Cluster(store, provider=provider, options=LoopOptions(interval=interval))
+    cluster.ruler._tick(first=True)
+    told = [event["message"] for event in cluster.events("warning")]
+    assert any("workers: a termination hook waits 30 s" in text for text in told) == said
+    assert all("--interval 10" in text for text in told)
 
 
 def test_a_dry_run_reads_no_queue(store: MemoryStore) -> None:

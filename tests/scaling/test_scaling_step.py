@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -175,6 +178,23 @@ def test_a_hook_is_held_while_replicas_leave_and_let_go_after() -> None:
     world.stuck = set()
     world.until(lambda: bool(world.of(LetGo)))
     world.until(lambda: len(world.running) == 2)
+
+
+@pytest.mark.parametrize(("timeout", "most"), [(30.0, 10.0), (60.0, 20.0), (3600.0, 30.0)])
+def test_a_hook_hears_of_us_well_before_it_gives_up_waiting(timeout: float, most: float) -> None:
+    world = World(replace(DEMAND, hook_timeout=timeout), hooks=True)
+    world.jobs = (waiting(replicas=2),)
+    world.until(lambda: len(world.running) == 2)
+    victim = world.running[0]
+    world.stuck = {victim}
+    world.provider.release(victim)  # by somebody else
+    beats = []
+    for _ in range(60):
+        before = len(world.of(Hold))
+        world.tick(5.0)
+        beats += [world.now] * (len(world.of(Hold)) - before)
+    gaps = {later - earlier for earlier, later in itertools.pairwise(beats)}
+    assert gaps == {most}
 
 
 def test_the_budget_holds_and_is_said() -> None:
