@@ -30,7 +30,7 @@ from adaptdl_elastic.autoscaler.providers.base import (
     UnknownPoolError,
 )
 from adaptdl_elastic.autoscaler.scaling import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling_memory import refused, shifted
+from adaptdl_elastic.autoscaler.scaling_memory import not_done, refused, shifted
 from adaptdl_elastic.autoscaler.scaling_observe import all_ended, observe
 from adaptdl_elastic.autoscaler.scaling_step import step
 from adaptdl_elastic.autoscaler.scaling_types import (
@@ -212,6 +212,8 @@ class Autoscaler:
                 self._carry_out(action)
             except ProviderError as error:
                 failed.append(str(error))
+                if isinstance(action, Release):
+                    self._memory = not_done(self._memory, action.instance)
                 if isinstance(error, TryLaterError) and isinstance(action, Request):
                     now = self._clock()
                     self._memory = refused(self._memory, action.pool, str(error), now, self._settings)

@@ -26,6 +26,7 @@ def shifted(memory: Memory, seconds: float) -> Memory:
             first_seen=entry.first_seen + seconds,
             registered=moved(entry.registered),
             leaving_since=entry.leaving_since + seconds,
+            released=moved(entry.released),
             held=entry.held + seconds,
         )
         for name, entry in memory.known.items()
@@ -39,6 +40,14 @@ def shifted(memory: Memory, seconds: float) -> Memory:
         low_since=moved(memory.low_since),
         broke_until=memory.broke_until + seconds,
     )
+
+
+def not_done(memory: Memory, instance: str) -> Memory:
+    """Its release could not be carried out."""
+    entry = memory.known.get(instance)
+    if entry is None:
+        return memory
+    return replace(memory, known={**memory.known, instance: replace(entry, released=None)})
 
 
 def remember(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memory:

@@ -41,6 +41,7 @@ from adaptdl_elastic.autoscaler.scaling_types import (
     Step,
 )
 
+_VANISH = 60.0  # seconds for which a released instance is believed to be gone, though it is shown
 _SETTLE = 2.0  # seconds between a drain request and the release of an idle node: plans may be under way
 
 
@@ -89,7 +90,9 @@ class _Market:
         return [
             i
             for i in self.seen.capacity.instances
-            if i.pool == pool.name and i.state is not InstanceState.LEAVING
+            if i.pool == pool.name
+            and i.state is not InstanceState.LEAVING
+            and not _released(self.memory.known[i.id], self.seen.now)
         ]
 
     def giving_back(self, pool: Pool) -> int:
@@ -115,9 +118,11 @@ class _Market:
     def extra(self, pool: Pool) -> int:
         """How many are there beyond what was asked for, those aside that stand in for one at risk.
 
-        Somebody has lowered the group's capacity, and what is protected has stayed.
+        Somebody has lowered the group's capacity, and what is protected has stayed. What we have given
+        back is never one of them, however long it is shown: bought back it would be given back again.
         """
-        return max(0, len(self.staying(pool)) - self.asked(pool) - self._early(pool))
+        there = sum(self.memory.known[i.id].released is None for i in self.staying(pool))
+        return max(0, there - self.asked(pool) - self._early(pool))
 
     def _early(self, pool: Pool) -> int:
         """Replacements that CapacityRebalance has brought before the one at risk goes."""
@@ -418,11 +423,18 @@ def _leave(market: _Market) -> tuple[Memory, list[Action], list[str]]:
             elif instance.held:
                 actions.append(LetGo(instance.id))
         elif node is None or (not node.busy and node.draining and seen.now - entry.leaving_since >= _SETTLE):
-            actions.append(Release(instance.id, entry.replace, entry.leaving))
+            if not _released(entry, seen.now):
+                actions.append(Release(instance.id, entry.replace, entry.leaving))
+                known[instance.id] = replace(entry, released=seen.now)
         elif seen.now - entry.leaving_since > settings.drain_timeout:
             waited = seen.now - entry.leaving_since
             warnings.append(f"{instance.id}: still has replicas {waited:.0f} s after it was asked to drain")
     return replace(market.memory, known=known), actions, warnings
+
+
+def _released(entry: Known, now: float) -> bool:
+    """Whether it was given back a moment ago, so that what is shown of it may be old."""
+    return entry.released is not None and now - entry.released < _VANISH
 
 
 def _hold_every(seen: Observation, pool: str, settings: ScalingSettings) -> float:

@@ -56,6 +56,7 @@ class Known:
     at_risk: bool = False
     held: float = 0.0  # last heartbeat
     worked: bool = False  # has had replicas
+    released: float | None = None  # when it was last given back: it may be shown as before for a while
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from adaptdl_elastic.autoscaler.policy.types import GoodputModel, JobInfo
-from adaptdl_elastic.autoscaler.providers.base import InstanceState, Pool
+from adaptdl_elastic.autoscaler.providers.base import Capacity, InstanceState, Pool
 from adaptdl_elastic.autoscaler.providers.fake import FakeProvider
 from adaptdl_elastic.autoscaler.scaling import ScalingSettings
 from adaptdl_elastic.autoscaler.scaling_step import step
@@ -68,7 +68,7 @@ class World:
 
     def tick(self, seconds: float = 10.0) -> Step:
         self.now += seconds
-        capacity = self.provider.capacity()
+        capacity = self.look()
         nodes = {} if self.broken else self._nodes()
         seen = Observation(self.now, capacity, nodes, self.jobs, self.provider.signals())
         done = step(seen, self.memory, self.settings)
@@ -77,6 +77,9 @@ class World:
             self._act(action)
         self.last = done
         return done
+
+    def look(self) -> Capacity:
+        return self.provider.capacity()
 
     def run(self, seconds: float, every: float = 10.0) -> None:
         for _ in range(round(seconds / every)):

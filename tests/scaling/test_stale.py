@@ -1,0 +1,110 @@
+"""What is shown of a group lags behind what was done to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from scaling_world import World, waiting
+
+from adaptdl_elastic.autoscaler.providers.base import Capacity, Instance, Pool
+from adaptdl_elastic.autoscaler.providers.fake import FakeProvider
+from adaptdl_elastic.autoscaler.scaling_types import Release, Request
+
+DEMAND = Pool("demand", desired=0, maximum=10, hourly_price=1.0)
+
+
+class Stale(FakeProvider):
+    """Shows what was released as it was for `looks` looks more; the lowered capacity at once."""
+
+    looks = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._ghosts: dict[str, tuple[Instance, int]] = {}
+
+    def release(self, instance: str, replace: bool = False) -> None:
+        if instance in self._ghosts:
+            return  # as the EC2 provider does
+        found = self._instances.get(instance)
+        super().release(instance, replace)
+        if found is not None:
+            self._ghosts[instance] = (found, self.looks)
+
+    def shown(self) -> Capacity:
+        """What one look of the autoscaler sees."""
+        true = self.capacity()
+        there = {i.id: i for i in true.instances}
+        for name, (instance, left) in self._ghosts.items():
+            if left > 0 and name not in there:
+                there[name] = instance
+                self._ghosts[name] = (instance, left - 1)
+        return Capacity(true.pools, tuple(there.values()))
+
+
+class StaleWorld(World):
+    def __init__(self, pool: Pool, looks: int) -> None:
+        super().__init__(pool)
+        self.stale = Stale({pool.name: pool}, lambda: self.now, 60.0)
+        self.stale.looks = looks
+        self.provider = self.stale
+
+    def look(self) -> Capacity:
+        return self.stale.shown()
+
+
+@pytest.mark.parametrize("looks", [0, 1, 2, 3, 30])
+def test_what_was_released_and_is_still_shown_is_not_bought_back(looks: int) -> None:
+    world = StaleWorld(DEMAND, looks)
+    world.jobs = (waiting(replicas=4),)
+    world.run(120)
+    world.jobs = (waiting(replicas=2),)
+    world.run(3600, every=5)
+    assert world.provider.launched == 4
+    assert len({action.instance for action in world.of(Release) if isinstance(action, Release)}) == 2
+    assert world.desired == {"demand": 2}
+    world.jobs = ()
+    world.run(4 * 3600, every=5)
+    assert world.provider.launched == 4
+    assert world.desired == {"demand": 0}
+
+
+def test_a_group_lowered_by_hand_while_what_was_released_is_shown_keeps_its_nodes_at_work() -> None:
+    world = StaleWorld(DEMAND, 3)
+    world.jobs = (waiting(replicas=4),)
+    world.run(120)
+    world.jobs = (waiting(replicas=3),)
+    world.until(lambda: bool(world.of(Release)))
+    pool = world.provider._pools["demand"]
+    world.provider._pools["demand"] = replace(pool, desired=1)
+    world.run(60)
+    assert world.desired == {"demand": 3}
+    assert world.provider.launched == 4
+
+
+def test_demand_that_returns_while_what_was_released_is_shown_buys_as_many_as_are_missing() -> None:
+    world = StaleWorld(DEMAND, 5)
+    world.jobs = (waiting(replicas=4),)
+    world.run(120)
+    world.jobs = (waiting(replicas=2),)
+    world.until(lambda: bool(world.of(Release)))
+    world.jobs = (waiting(replicas=4),)
+    world.run(300, every=5)
+    assert world.desired == {"demand": 4}
+    assert world.provider.launched == 6
+
+
+def test_a_release_that_went_nowhere_is_said_again_after_a_minute() -> None:
+    world = World(DEMAND)
+    world.jobs = (waiting(replicas=2),)
+    world.run(120)
+    world.jobs = (waiting(replicas=1),)
+    really, said = world.provider.release, []
+    world.provider.release = lambda instance, replace=False: said.append(world.now)  # type: ignore[method-assign]
+    world.run(300)
+    assert len(said) > 1
+    assert all(60 <= later - earlier < 80 for earlier, later in zip(said, said[1:], strict=False))
+    world.provider.release = really  # type: ignore[method-assign]
+    world.run(120)
+    assert world.desired == {"demand": 1}
+    assert not [a for a in world.of(Request) if isinstance(a, Request) and "fewer" in a.reason]
