@@ -1,4 +1,4 @@
-"""The whole decision on moto's groups, where Describe shows a terminated instance as before for one more look."""
+"""The whole decision on moto, where Describe shows a terminated instance as before for one more look."""
 
 from __future__ import annotations
 

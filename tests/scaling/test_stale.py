@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from scaling_world import World, waiting
@@ -103,7 +104,7 @@ def test_a_release_that_went_nowhere_is_said_again_after_a_minute() -> None:
     world.provider.release = lambda instance, replace=False: said.append(world.now)  # type: ignore[method-assign]
     world.run(300)
     assert len(said) > 1
-    assert all(60 <= later - earlier < 80 for earlier, later in zip(said, said[1:], strict=False))
+    assert all(60 <= later - earlier < 80 for earlier, later in pairwise(said))
     world.provider.release = really  # type: ignore[method-assign]
     world.run(120)
     assert world.desired == {"demand": 1}
