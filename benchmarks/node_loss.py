@@ -2,10 +2,12 @@
 
     python benchmarks/node_loss.py --rounds 6 --json
     python benchmarks/node_loss.py --rounds 3 --how stop --json
+    python benchmarks/node_loss.py --rounds 3 --how all --leader --between 16 --json
 
-Three agents with one replica each train on one real etcd; the first keeps the coordinator. Then, round after
-round, the third node goes: its agent is killed, so that its connections close (`kill`), or all of its
-processes are stopped, so that nobody hears anything (`stop`). From that moment on, in seconds: until the
+Three agents with one replica each train on one real etcd. Then, round after round, a node goes that does
+not keep the leading coordinator, or with --leader the one that does: its agent is killed, so that its
+connections close and the coordinator ends (`kill`), all of its processes are killed (`all`), or all of them
+are stopped, so that nobody hears anything (`stop`). From that moment on, in seconds: until the
 first and the last of the living nodes has said `broken` (their replicas have noticed), until the plan
 without the lost node is in the store, and until the first step of its generation is finished. Then another
 agent takes its place.
@@ -35,7 +37,7 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 from cluster import JOB, Cluster  # noqa: E402
 
 from adaptdl_elastic.rendezvous.keys import Keys  # noqa: E402
-from adaptdl_elastic.rendezvous.records import Plan, Transition, decode  # noqa: E402
+from adaptdl_elastic.rendezvous.records import LeaderRecord, Plan, Transition, decode  # noqa: E402
 from adaptdl_elastic.rendezvous.server import EtcdServer  # noqa: E402
 from adaptdl_elastic.rendezvous.store import Store  # noqa: E402
 
@@ -82,8 +84,23 @@ class Diary:
         self._thread.join()
 
 
+def leading(cluster: Cluster, runs: dict[str, Any]) -> str:
+    """The node whose coordinator leads, when another stands by."""
+    keys = Keys("default")
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        leader = cluster.store.get(keys.coordinator_leader)
+        if leader is not None and cluster.store.range(keys.coordinator_standby("")).items:
+            pid = decode(LeaderRecord, leader.value).pid
+            for node, run in runs.items():
+                if pid in [child.pid for child in psutil.Process(run.process.pid).children()]:
+                    return node
+        time.sleep(0.2)
+    raise RuntimeError("no coordinator leads while another stands by")
+
+
 def lose(cluster: Cluster, diary: Diary, how: str, victim: Any, watcher: Any) -> dict[str, float | None]:
-    """One node, and another in its place."""
+    """One node."""
     agent = psutil.Process(victim.process.pid)
     family = [agent, *agent.children(recursive=True)]
     seen = len(watcher.events)
@@ -92,7 +109,7 @@ def lose(cluster: Cluster, diary: Diary, how: str, victim: Any, watcher: Any) ->
         agent.kill()
     else:
         for process in family:
-            process.send_signal(signal.SIGSTOP)
+            process.send_signal(signal.SIGSTOP if how == "stop" else signal.SIGKILL)
     planned = diary.wait_for_recovery(since)
     event = watcher.wait_for_event("generation", replicas=2, after=seen)
     broken = diary.broken(since, event["time"])
@@ -115,16 +132,19 @@ def measure(args: argparse.Namespace) -> list[dict[str, float | None]]:
         diary = Diary(cluster.store)
         stack.callback(diary.close)
         runs = {"first": cluster.start("first", TRAIN, "100000", "0.01")}
-        runs["first"].wait_for_event("generation")  # it keeps the coordinator
+        runs["first"].wait_for_event("generation")
         runs |= {node: cluster.start(node, TRAIN, "100000", "0.01") for node in NODES[1:]}
         cluster.scale(3, runs["first"])
         for number in range(args.rounds):
+            first = leading(cluster, runs)
             time.sleep(args.between)
-            rounds.append(lose(cluster, diary, args.how, runs["third"], runs["first"]))
-            print(f"round {number}: {rounds[-1]}", file=sys.stderr)
-            seen = len(runs["first"].events)
-            runs["third"] = cluster.start("third", TRAIN, "100000", "0.01")
-            runs["first"].wait_for_event("generation", replicas=3, after=seen)
+            lost = first if args.leader else next(node for node in reversed(NODES) if node != first)
+            watcher = runs[next(node for node in NODES if node != lost)]
+            rounds.append(lose(cluster, diary, args.how, runs[lost], watcher))
+            print(f"round {number}: {lost} {rounds[-1]}", file=sys.stderr)
+            seen = len(watcher.events)
+            runs[lost] = cluster.start(lost, TRAIN, "100000", "0.01")
+            watcher.wait_for_event("generation", replicas=3, after=seen)
     return rounds
 
 
@@ -138,7 +158,8 @@ def summary(values: list[float]) -> list[float] | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--how", choices=["kill", "stop"], default="kill")
+    parser.add_argument("--how", choices=["kill", "all", "stop"], default="kill")
+    parser.add_argument("--leader", action="store_true", help="the node of the coordinator that leads")
     parser.add_argument("--between", type=float, default=3.0, help="seconds of training before each loss")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -147,7 +168,11 @@ def main() -> int:
     found = {name: summary([one[name] for one in rounds if one[name] is not None]) for name in names}
     if args.json:
         about = {"machine": platform.platform(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
-        print(json.dumps({**about, "how": args.how, "rounds": len(rounds), "seconds": found}))
+        print(
+            json.dumps(
+                {**about, "how": args.how, "leader": args.leader, "rounds": len(rounds), "seconds": found}
+            )
+        )
     else:
         for name, values in found.items():
             print(f"{name:14} {values}")
