@@ -56,11 +56,11 @@ from adaptdl_elastic.agent.storelink import (
     Watcher,
     Writer,
 )
+from adaptdl_elastic.agent.waiting import Waiting
 from adaptdl_elastic.rendezvous.addresses import NoPortError
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.plans import PlanStore
 from adaptdl_elastic.rendezvous.records import (
-    INSISTS,
     CheckpointRecord,
     EndedRecord,
     Failure,
@@ -120,7 +120,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         self._signals = Count()
         self._checkpoint_asked = 0
         self._mourned: set[tuple[int, int]] = set()  # (generation, rank) of the dead whom others survive
-        self._told: set[str] = set()  # reasons why the job keeps its size
+        self._waiting = Waiting()
         self._last_exits: list[tuple[ReplicaHandle, int]] = []
 
     @property
@@ -152,7 +152,7 @@ class AdaptiveAgent(SimpleElasticAgent):
                 self._decide(d.Unfit(str(error)))
             if (due := self._journal.due()) is not None and time.time() >= due:
                 self._journal.flush()
-            if (due := self._coordinator.due) is not None and time.monotonic() >= due:
+            if any(due is not None and time.monotonic() >= due for due in self._looks):
                 self._look_around()
         return self._result()
 
@@ -202,10 +202,14 @@ class AdaptiveAgent(SimpleElasticAgent):
     # Events -------------------------------------------------------------------------------------
 
     def _next_time(self) -> float | None:
-        times = [decisions.deadline(self.state), self._coordinator.due]
+        times = [decisions.deadline(self.state), *self._looks]
         if (due := self._journal.due()) is not None:
             times.append(time.monotonic() + max(0.0, due - time.time()))
         return min((t for t in times if t is not None), default=None)
+
+    @property
+    def _looks(self) -> tuple[float | None, float | None]:
+        return self._coordinator.due, self._waiting.due
 
     def _take(self, event: object) -> None:
         match event:
@@ -271,10 +275,8 @@ class AdaptiveAgent(SimpleElasticAgent):
             for handle in self._replicas.values():
                 if handle.rank == 0 and handle.library:
                     handle.send({"type": "checkpoint", "request": asked.checkpoint})
-        status = self.state.status
-        if status is not None and INSISTS in status.reason and status.reason not in self._told:
-            self._told.add(status.reason)
-            self._say(status.reason)
+        if (why := self._waiting.hear(self.state.status, time.monotonic())) is not None:
+            self._say(why)
         self._coordinator.mind(mirror.host, mirror.second, mirror.leader)
 
     # Actions ------------------------------------------------------------------------------------

@@ -224,7 +224,7 @@ def job_spec(options: Options) -> JobSpec:
         command=options.command,
         min_nodes=options.min_nodes,
         max_nodes=options.max_nodes,
-        min_replicas=options.min_nodes * options.min_slots,
+        min_replicas=options.min_nodes,  # what a node takes at least stands in its own registration
         max_replicas=options.slots if options.max_nodes == 1 else MANY_REPLICAS,
         max_restarts=options.max_restarts,
         rescale=Rescale(options.rescale),

@@ -24,6 +24,7 @@ from adaptdl_elastic.autoscaler.commands.report import (
     show_table,
     wait_until,
 )
+from adaptdl_elastic.autoscaler.coordinator.slots import fewest
 from adaptdl_elastic.autoscaler.coordinator.status import counted
 from adaptdl_elastic.autoscaler.state import JobView, View
 from adaptdl_elastic.rendezvous import records
@@ -88,7 +89,7 @@ def status(job: str, where: Where, as_json: bool) -> None:
     """Show one job in detail."""
     view = load(where, job)
     found = find_job(view, job, where.locate(job)[1])
-    row = {**job_row(view, found), **_details(found)}
+    row = {**job_row(view, found), **_details(view, found)}
     if as_json:
         click.echo(json.dumps(row, indent=2))
         return
@@ -124,7 +125,7 @@ def status(job: str, where: Where, as_json: bool) -> None:
         click.echo(f"{name:<13} {text}")
 
 
-def _details(job: JobView) -> Row:
+def _details(view: View, job: JobView) -> Row:
     assert job.spec is not None
     spec = job.spec.record
     status = job.status.record if job.status and job.status.record.run == spec.run else None
@@ -134,7 +135,7 @@ def _details(job: JobView) -> Row:
         "command": list(spec.command),
         "bounds": {
             "nodes": [spec.min_nodes, spec.max_nodes],
-            "replicas": [spec.min_replicas, spec.max_replicas],
+            "replicas": [fewest(view, job), spec.max_replicas],
         },
         "requested": request.replicas if request else None,
         "pauses": list(status.pauses) if status else [],
@@ -160,13 +161,11 @@ def scale(job: str, where: Where, replicas: int | None, auto: bool, wait: bool, 
     if replicas is not None and replicas < 1:
         raise click.UsageError(f"--replicas {replicas} is less than 1; adaptdl stop {job} saves and ends it")
 
-    def check(found: JobView) -> None:
+    def check(view: View, found: JobView) -> None:
         assert found.spec is not None
-        spec = found.spec.record
-        if replicas is not None and not spec.min_replicas <= replicas <= spec.max_replicas:
-            raise CommandError(
-                f"{job} was started for {spec.min_replicas} to {spec.max_replicas} replicas, not {replicas}"
-            )
+        least, most = fewest(view, found), found.spec.record.max_replicas
+        if replicas is not None and not least <= replicas <= most:
+            raise CommandError(f"{job} was started for {least} to {most} replicas, not {replicas}")
 
     store, keys = _open(where, job)
     with store:
@@ -211,8 +210,8 @@ def _state_ended(view: View, name: str) -> bool:
     return job is None or (job.status is not None and job.status.record.state.ended)
 
 
-def _not_ended(name: str) -> Callable[[JobView], None]:
-    def check(job: JobView) -> None:
+def _not_ended(name: str) -> Callable[[View, JobView], None]:
+    def check(view: View, job: JobView) -> None:
         status = job.status.record if job.status else None
         if status is not None and job.spec and status.run == job.spec.record.run and status.state.ended:
             raise CommandError(f"{name} has already ended: {status.state.value} ({status.reason})")
@@ -252,13 +251,13 @@ def _ask(
     keys: Keys,
     name: str,
     change: Callable[[JobRequest], JobRequest],
-    check: Callable[[JobView], None],
+    check: Callable[[View, JobView], None],
 ) -> None:
     """Change the job's request, whoever else changes it meanwhile."""
     for attempt in range(_ATTEMPTS):
         view = read(store, keys)
         job = find_job(view, name, keys.cluster)
-        check(job)
+        check(view, job)
         assert job.spec is not None
         run = job.spec.record.run
         old = job.request.record if job.request else JobRequest()

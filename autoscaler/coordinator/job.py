@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from adaptdl_elastic.autoscaler.coordinator import recovery
+from adaptdl_elastic.autoscaler.coordinator.slots import fewest
 from adaptdl_elastic.autoscaler.coordinator.types import Allocation, Memory, Settings
 from adaptdl_elastic.autoscaler.state import JobView, Seen, View
 from adaptdl_elastic.rendezvous.records import (
@@ -217,7 +218,7 @@ def inspect(view: View, job: JobView, plan: Plan, settings: Settings) -> Health:
     lost, missing, settled_at = _sort_absent(view, job, absent, evidence, settings)
     losses = recovery.Losses(generation)
     if broken or died or absent:
-        losses = recovery.inquire(job, plan, (*lost, *missing))
+        losses = recovery.inquire(job, plan, (*lost, *missing), fewest(view, job))
     recovers, waits_until = False, FOREVER
     if not sorted_["failed"] and (losses.dead or lost):
         recovers = losses.able
@@ -229,7 +230,7 @@ def inspect(view: View, job: JobView, plan: Plan, settings: Settings) -> Health:
         heard_by = losses.since + settings.silence
         without = losses
         if silent and view.now >= heard_by:
-            without = recovery.inquire(job, plan, (*lost, *missing, *silent))
+            without = recovery.inquire(job, plan, (*lost, *missing, *silent), fewest(view, job))
         elif silent:
             waits_until = min(waits_until, heard_by)
         if without is not losses and without.able:  # its lease still runs, and nobody can hear it

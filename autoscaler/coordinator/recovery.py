@@ -83,8 +83,11 @@ def given_up(plan: Plan) -> tuple[Leaving, ...]:
     return tuple(one for one in plan.leaving if one.generation < runs and one.node not in placed)
 
 
-def inquire(job: JobView, plan: Plan, gone: Iterable[str]) -> Losses:
-    """Who has died and who lives on, when nothing can be heard any more from the nodes in `gone`."""
+def inquire(job: JobView, plan: Plan, gone: Iterable[str], least: int) -> Losses:
+    """Who has died and who lives on, when nothing can be heard any more from the nodes in `gone`.
+
+    Fewer than `least` replicas are not enough of them.
+    """
     generation, members = present(job, plan)
     said = {node: seen for (g, node), seen in job.broken.items() if g == generation}
     away = set(gone)
@@ -108,7 +111,7 @@ def inquire(job: JobView, plan: Plan, gone: Iterable[str]) -> Losses:
         spec is not None
         and spec.rescale is not Rescale.RESTART
         and bool(survivors)
-        and sum(one.replicas for one in survivors) >= spec.min_replicas
+        and sum(one.replicas for one in survivors) >= least
         and len(survivors) >= spec.min_nodes
         and all(_resilient(job, plan, generation, one.node) for one in survivors)
     )

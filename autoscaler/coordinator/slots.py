@@ -205,6 +205,16 @@ def _sizes(spec: JobSpec, places: Mapping[str, Room]) -> range:
     return range(least, min(spec.max_replicas, sum(room.most for room in places.values())) + 1)
 
 
+def fewest(view: View, job: JobView) -> int:
+    """Replicas below which a job does not run: by its bounds, and because a node takes its least or none."""
+    spec = job.spec.record if job.spec else None
+    if spec is None:
+        return 1
+    agents = (seen.record for seen in view.agents(job.job).values())
+    least = sorted(agent.min_slots for agent in agents if agent.run == spec.run)
+    return max(1, spec.min_replicas, spec.min_nodes, sum(least[: max(1, spec.min_nodes)]))
+
+
 def smallest(
     spec: JobSpec, places: Mapping[str, Room], current: Allocation | None = None
 ) -> dict[str, int] | None:

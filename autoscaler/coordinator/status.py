@@ -195,6 +195,7 @@ def why_pending(spec: JobSpec, places: Mapping[str, Room], free: Mapping[str, Ro
     if smallest(spec, free) is None:
         room = sum(place.most for place in free.values())
         others = sum(ledger.capacity.get(n, 0) - ledger.free_for(spec.job, n) for n in places)
+        need = f"{counted(sum(least.values()), 'replica')} on {counted(len(least), 'node')}"
         return f"waits for slots: needs {need}, {room} free, other jobs have {others}"
     return ITS_TURN
 

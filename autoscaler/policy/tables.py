@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,7 @@ class Room:
     one: int  # replicas on one node at most
     fewest: int  # replicas on a node at least
     total: int
+    least: int  # replicas in all, the fewest that these nodes could hold by their limits and the job's
 
 
 def room_of(job: JobInfo, nodes: Sequence[NodeInfo]) -> Room:
@@ -63,7 +65,20 @@ def room_of(job: JobInfo, nodes: Sequence[NodeInfo]) -> Room:
     rooms = rooms_of(job, nodes)
     largest = sorted((high for _, high in rooms), reverse=True)
     fewest = min((low for low, _ in rooms), default=1)
-    return Room(len(rooms), max(largest, default=0), fewest, sum(largest[: job.max_nodes]))
+    total = sum(largest[: job.max_nodes])
+    return Room(len(rooms), max(largest, default=0), fewest, total, _least(job, rooms))
+
+
+def _least(job: JobInfo, rooms: Sequence[tuple[int, int]]) -> int:
+    """The smallest size that fits; nodes that ask for little are tried first, then those with most room."""
+    wanted = max(job.min_replicas, job.min_nodes)
+    found = []
+    for order in (sorted(rooms), sorted(rooms, key=lambda room: (-room[1], room[0]))):
+        bounds = zip(accumulate(r[0] for r in order), accumulate(r[1] for r in order), strict=True)
+        for nodes, (low, high) in enumerate(bounds, 1):
+            if job.min_nodes <= nodes <= (job.max_nodes or nodes) and max(wanted, low) <= high:
+                found.append(max(wanted, low))
+    return min(found, default=wanted)
 
 
 def build(
@@ -77,7 +92,7 @@ def build(
 ) -> Tables:
     """Work out what every size would be worth to every job; `intact` jobs could stay as they are."""
     had = [before[job.name] if job.name in intact else {} for job in jobs]
-    sizes = _sizes(jobs, nodes, had)
+    sizes = _sizes(jobs, nodes, had, {rooms[job.name].least for job in jobs if job.model is None})
     shape = len(jobs), len(sizes.replicas)
     goodput, speedup, one = _curves(jobs, sizes)
     bounds = [_bounds(job, found, rooms[job.name], settings) for job, found in zip(jobs, had, strict=True)]
@@ -109,7 +124,9 @@ def _urgency(job: JobInfo, now: float, settings: Settings) -> float:
     return objective.RUNS if job.requested_replicas is not None else 0.0
 
 
-def _sizes(jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo], had: Sequence[Allocation]) -> Sizes:
+def _sizes(
+    jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo], had: Sequence[Allocation], least: set[int]
+) -> Sizes:
     """All numbers of replicas in a small cluster, else powers of two on one node, and whole nodes.
 
     What jobs have, must have and were asked to have is always among them.
@@ -123,7 +140,7 @@ def _sizes(jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo], had: Sequence[All
         one = {1 << i for i in range(largest.bit_length())} | set(slots)
         many = {int(x) for x in np.cumsum(slots) if x <= most}
     special = {job.min_replicas for job in jobs} | {job.requested_replicas or 0 for job in jobs}
-    special |= {min(job.max_replicas, total) for job in jobs}
+    special |= {min(job.max_replicas, total) for job in jobs} | least
     one |= {x for x in special if 0 < x <= largest}
     many |= {x for x in special if 1 < x <= most and x > largest}
     for job in jobs:
@@ -167,7 +184,8 @@ def _bounds(job: JobInfo, had: Allocation, room: Room, settings: Settings) -> tu
     if job.requested_replicas is not None:
         return job.requested_replicas, job.requested_replicas, job.requested_replicas
     if job.model is None:
-        return job.min_replicas, job.min_replicas, job.min_replicas
+        least = max(job.min_replicas, room.least)
+        return least, least, least
     tried = max(int(settings.exploration * job.max_profiled_replicas), sum(had.values()), job.min_replicas)
     return job.min_replicas, min(tried, most), most
 

@@ -1,0 +1,43 @@
+"""An agent whose job has no replicas says why."""
+
+from __future__ import annotations
+
+from adaptdl_elastic.agent.waiting import AFTER, Waiting
+from adaptdl_elastic.rendezvous.records import INSISTS, JobState, JobStatus
+
+
+def pending(reason: str) -> JobStatus:
+    return JobStatus("job", "run-1", JobState.PENDING, reason=reason)
+
+
+RUNNING = JobStatus("job", "run-1", JobState.RUNNING, reason="2 replicas")
+
+
+def test_a_reason_that_stands_is_said_once_and_when_it_changes() -> None:
+    waiting = Waiting()
+    assert waiting.hear(None, 0.0) is None
+    assert waiting.hear(pending("one node"), 10.0) is None
+    assert waiting.due == 10.0 + AFTER
+    assert waiting.hear(pending("one node"), waiting.due) == "no replica yet: one node"
+    assert (waiting.hear(pending("one node"), 99.0), waiting.due) == (None, None)
+    assert waiting.hear(pending("two nodes"), 100.0) is None
+    assert waiting.hear(pending("two nodes"), 100.0 + AFTER) == "no replica yet: two nodes"
+    assert waiting.hear(pending("one node"), 200.0) is None
+    assert waiting.hear(pending("one node"), 200.0 + AFTER) == "no replica yet: one node"
+
+
+def test_what_is_over_in_a_moment_is_not_worth_a_word() -> None:
+    waiting = Waiting()
+    assert waiting.hear(pending("its turn"), 0.0) is None
+    assert waiting.hear(pending("slots"), AFTER / 2) is None
+    assert waiting.hear(pending("slots"), AFTER) is None
+    assert (waiting.hear(RUNNING, 2 * AFTER), waiting.due) == (None, None)
+    assert waiting.hear(pending("slots"), 3 * AFTER) is None
+    assert waiting.hear(pending("slots"), 4 * AFTER) == "no replica yet: slots"
+
+
+def test_why_a_size_is_kept_is_said_at_once_and_once() -> None:
+    waiting, insists = Waiting(), JobStatus("job", "run-1", JobState.RUNNING, reason=f"keeps 2: {INSISTS}")
+    assert waiting.hear(insists, 0.0) == insists.reason
+    assert waiting.hear(RUNNING, 1.0) is None
+    assert waiting.hear(insists, 2.0) is None
