@@ -2,6 +2,8 @@
 
     <prefix>/data/<id>/<file>       the states, each an object
     <prefix>/manifests/<id>.json    written last: what is not here is no checkpoint
+    <prefix>/finished.json          the job that wrote these is done: a rerun puts all of it aside, into
+    <prefix>/finished-<time>/…      the same as above
 
 S3 is strongly consistent since December 2020: an object that was put is listed. The manifest is put on
 condition that it does not exist (`If-None-Match: *`), so of two writers one commits. When the answer to
@@ -21,6 +23,7 @@ from typing import IO, Any, BinaryIO, cast
 from adaptdl_elastic import _storage
 from adaptdl_elastic._storage import DamagedError, Entry, Manifest, Storage, StorageError, Writing
 
+_NOTE = "finished.json"
 _MISSING = ("404", "NoSuchKey", "NotFound")
 
 
@@ -96,6 +99,36 @@ class S3Storage(Storage):
                 self._client.abort_multipart_upload(
                     Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"]
                 )
+
+    # --------------------------------------------------------------------------- a job that is done
+
+    def is_finished(self) -> bool:
+        """Whether `note_finished` has left its note."""
+        return self._note in self._keys(_NOTE)
+
+    def note_finished(self, note: bytes) -> None:
+        """Leave a note that the job which wrote these checkpoints is done, where there are any."""
+        if self.ids():
+            with self._errors("can not write to"):
+                self._client.put_object(Bucket=self._bucket, Key=self._note, Body=note)
+
+    def put_aside(self, name: str) -> str:
+        """Copy all checkpoints below another prefix, then delete them here, the note last; where they are.
+
+        S3 copies by itself, and knows no renaming.
+        """
+        manifests, data = self._keys("manifests/"), self._keys("data/")
+        for key in (*data, *manifests, self._note):
+            new = f"{self._prefix}{name}/{key[len(self._prefix) :]}"
+            with self._errors("can not copy within"):
+                self._client.copy({"Bucket": self._bucket, "Key": key}, self._bucket, new)
+        for gone in (manifests, data, [self._note]):
+            self._delete(gone)
+        return f"s3://{self._bucket}/{self._prefix}{name}"
+
+    @property
+    def _note(self) -> str:
+        return f"{self._prefix}{_NOTE}"
 
     def _settle(self) -> None:
         """Delete the data of those doubtful ones whose manifest has not come by now."""

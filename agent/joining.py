@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from adaptdl_elastic.agent.storelink import LEASE_SECONDS, NameTakenError, Registration
 from adaptdl_elastic.rendezvous.keys import Keys
@@ -25,7 +22,6 @@ from adaptdl_elastic.rendezvous.records import (
 )
 from adaptdl_elastic.rendezvous.store import Store
 
-FINISHED = "finished.json"  # a note beside the checkpoints of a job that is done
 _ATTEMPTS = 20
 
 
@@ -78,37 +74,6 @@ def has_ended(store: Store, keys: Keys, job: str) -> bool:
         return status.state.ended and decode(JobSpec, found.value, found.key).run == status.run
     except MalformedRecordError:
         return False
-
-
-def note_finished(path: str, run: str) -> None:
-    """Leave a note in a directory of checkpoints that the job which wrote them is done."""
-    directory = Path(path)
-    if "://" in path or not directory.is_dir() or not any(directory.iterdir()):
-        return
-    with suppress(OSError):
-        (directory / FINISHED).write_text(json.dumps({"run": run, "time": time.time()}))
-
-
-def archive_finished(store: Store, keys: Keys, job: str, path: str, say: Callable[[str], None]) -> None:
-    """Put the checkpoints of a finished job aside, so that the same command trains anew."""
-    directory = Path(path)
-    if "://" in path or not (directory / FINISHED).is_file() or live_agents(store, keys, job):
-        return
-    archive = directory / time.strftime("finished-%Y%m%d-%H%M%S")
-    try:
-        archive.mkdir()
-        # the note goes last: whoever is interrupted here will find it and go on
-        entries = [e for e in directory.iterdir() if not e.name.startswith("finished")]
-        for entry in [*entries, directory / FINISHED]:
-            entry.rename(archive / entry.name)
-    except (FileExistsError, FileNotFoundError):
-        return  # another agent, started at the same moment, is at it
-    except OSError as error:
-        raise JoinError(
-            f"the checkpoints of the finished job in {path} can not be put aside ({error.strerror}): "
-            f"give another --checkpoint-path"
-        ) from None
-    say(f"job {job!r} has finished before: starting anew; its checkpoints are kept in {archive}")
 
 
 def _start_anew(

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import adaptdl_elastic
-from adaptdl_elastic.agent import interruption, joining
+from adaptdl_elastic._storage import StorageError
+from adaptdl_elastic.agent import finished, interruption, joining
 from adaptdl_elastic.agent.child import Command
 from adaptdl_elastic.agent.display import Display
 from adaptdl_elastic.agent.environ import JobEnvironment, SharePath
@@ -174,7 +175,14 @@ def _join(options: Options, store: Store, keys: Keys, endpoint: str, say: Callab
     identity = interruption.discover()
     try:
         if not (options.once and joining.has_ended(store, keys, options.job)):
-            joining.archive_finished(store, keys, options.job, options.checkpoint_path, say)
+            finished.archive_finished(
+                store,
+                keys,
+                options.job,
+                options.checkpoint_path,
+                lambda: bool(joining.live_agents(store, keys, options.job)),
+                say,
+            )
         fresh = job_spec(options)
         record = NodeRecord(
             node=options.node_name or joining.node_name(socket.gethostname()),
@@ -202,6 +210,11 @@ def _join(options: Options, store: Store, keys: Keys, endpoint: str, say: Callab
         except BaseException:
             registration.close()
             raise
+    except StorageError as error:
+        raise LaunchError(
+            f"the checkpoints of the finished job in {options.checkpoint_path} can not be looked at and put "
+            f"aside: {error}; give another --checkpoint-path"
+        ) from None
     except (joining.JoinError, StoreError) as error:
         raise LaunchError(str(error)) from None
     return _Found(spec, registration, identity, host)
@@ -331,7 +344,7 @@ def _run(
         share.close(agent.job_done)
     output.keep = output.keep or agent.exit_code not in (0, STOPPED)
     if agent.job_done:
-        joining.note_finished(options.checkpoint_path, found.spec.run)
+        finished.note_finished(options.checkpoint_path, found.spec.run, display.say)
     journal.flush()
     journal.emit("exit", exit_code=agent.exit_code, reason=agent.exit_reason)
     display.finish(agent.exit_code, agent.exit_reason, output.directory if output.keep else None)

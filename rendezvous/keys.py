@@ -17,6 +17,7 @@ coordinator/host                        leased: the agent that keeps a coordinat
 coordinator/second                      leased: the agent of another node that keeps one that stands by
 coordinator/leader                      LeaderRecord, leased: the coordinator that decides
 coordinator/standby/<id>                LeaderRecord, leased: one that follows the store and waits to lead
+archiving/<job>                         leased: an agent puts the checkpoints of a finished run aside
 drains/<node>                           DrainRequest: take this node's replicas away; deleted by its writer
 autoscaler/leader                       LeaderRecord, leased: the autoscaler that buys and releases nodes
 autoscaler/owner                        what tells this cluster from all others, in tags of what it rules

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -164,26 +163,3 @@ def test_a_registration_that_was_lost_is_made_again(store: MemoryStore) -> None:
                 break
     assert kinds == ["delete", "put"]
     registration.close()
-
-
-def test_the_checkpoints_of_a_finished_job_are_put_aside_once(store: MemoryStore, tmp_path: Path) -> None:
-    said: list[str] = []
-    (tmp_path / "00000001").mkdir()
-    joining.archive_finished(store, KEYS, "job", str(tmp_path), said.append)
-    assert (tmp_path / "00000001").is_dir(), "an unfinished one stays"
-    joining.note_finished(str(tmp_path), "run-1")
-    joining.archive_finished(store, KEYS, "job", str(tmp_path), said.append)
-    (archive,) = tmp_path.iterdir()
-    assert sorted(p.name for p in archive.iterdir()) == ["00000001", joining.FINISHED]
-    assert "starting anew" in said[0]
-    joining.archive_finished(store, KEYS, "job", str(tmp_path), said.append)
-    assert len(said) == 1
-
-
-def test_they_stay_while_somebody_runs_the_job(store: MemoryStore, tmp_path: Path) -> None:
-    joining.note_finished(str(tmp_path), "run-1")
-    (tmp_path / "x").touch()
-    joining.note_finished(str(tmp_path), "run-1")
-    joining.register(store, KEYS, NODE, exact=True)
-    joining.archive_finished(store, KEYS, "job", str(tmp_path), print)
-    assert (tmp_path / "x").exists()
