@@ -42,10 +42,11 @@ SCHED_HINTS = MappingProxyType(
 _Count = Annotated[int, Field(ge=0, le=10**9)]
 _Positive = Annotated[int, Field(ge=1, le=10**9)]
 _Seconds = Annotated[float, Field(ge=0, le=1e9)]
-_Amount = Annotated[float, Field(ge=0, le=1e30)]  # rates, samples, squared norms
+_Amount = Annotated[float, Field(ge=0, le=1e30)]  # samples, squared norms
+_Rate = Annotated[float, Field(ge=0, le=1e12)]  # samples per second
 _Gamma = Annotated[float, Field(ge=1, le=1e3)]
 _Theta = tuple[_Seconds, _Seconds, _Seconds, _Seconds, _Seconds, _Seconds, _Gamma]
-_SHORTEST = 1e-12  # seconds that all terms of a step together take at least
+_SHORTEST = 1e-12  # seconds that a forward and backward pass takes at least
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -85,9 +86,9 @@ class JobHints:
     profile: Annotated[tuple[ProfileEntry, ...], Field(max_length=10_000)] = ()
     gain: _Amount = 1.0
     lr_factor: _Amount = 1.0
-    throughput: _Amount | None = None  # measured
-    goodput: _Amount | None = None  # measured: throughput × efficiency
-    predicted_goodput: _Amount | None = None  # by the model, for this configuration
+    throughput: _Rate | None = None  # measured
+    goodput: _Rate | None = None  # measured: throughput × efficiency
+    predicted_goodput: _Rate | None = None  # by the model, for this configuration
     efficiency: _Amount | None = None
     epoch: _Count = 0
     epochs: _Count | None = None  # remaining_epochs_until's argument
@@ -107,8 +108,8 @@ class JobHints:
             raise ValueError(
                 f"max_batch_size: {self.max_batch_size} is less than init_batch_size {self.init_batch_size}"
             )
-        if self.perf_params is not None and sum(self.perf_params[:6]) < _SHORTEST:
-            raise ValueError("perf_params: steps that take no time at all")
+        if self.perf_params is not None and sum(self.perf_params[:2]) < _SHORTEST:
+            raise ValueError("perf_params: steps that take no time at all (alpha_c, beta_c)")
 
 
 _ADAPTER: TypeAdapter[JobHints] = TypeAdapter(JobHints)

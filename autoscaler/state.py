@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from adaptdl_elastic import sched_hints
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.records import MOST_SLOTS
 from adaptdl_elastic.rendezvous.store import Change, KeyValue, Snapshot
 from adaptdl_elastic.sched_hints import JobHints
 
@@ -22,11 +23,10 @@ R = TypeVar("R")
 K = TypeVar("K")
 V = TypeVar("V")
 
-MOST_SLOTS = 1024
-"""Of one node: what says it has more is a mistake, and would cost every round of the policy its time."""
-
 NodeOfGeneration = tuple[int, str]
 """(generation, node)."""
+
+_DIGITS = 18  # of a generation: what is longer is none
 
 
 def _empty() -> Mapping[Any, Any]:
@@ -211,7 +211,9 @@ class Keeper:
                 view = self._jobs.get(job)
                 found: Seen[Any] | None = getattr(view, name) if view else None
                 return found
-            case ["jobs", job, "generations", g, name, node] if g.isdigit() and name in self._OF_GENERATION:
+            case ["jobs", job, "generations", g, name, node] if (
+                _is_generation(g) and name in self._OF_GENERATION
+            ):
                 view = self._jobs.get(job)
                 table: Mapping[NodeOfGeneration, Seen[Any]] = getattr(view, name) if view else {}
                 return table.get((int(g), node))
@@ -322,14 +324,14 @@ class Keeper:
                     view = replace(view, unreadable=MappingProxyType({**others, name: revision}))
                 else:
                     return
-            case ["generations", g, name, node] if g.isdigit() and name in self._OF_GENERATION:
+            case ["generations", g, name, node] if _is_generation(g) and name in self._OF_GENERATION:
                 found = self._decode(self._OF_GENERATION[name], key, value, revision, now)
                 generations = view.generations | {int(g)}
                 if found is not None:
                     table = {**getattr(view, name), (int(g), node): found}
                     view = _with(view, name, MappingProxyType(table))
                 view = replace(view, generations=generations)
-            case ["generations", g, *_] if g.isdigit():
+            case ["generations", g, *_] if _is_generation(g):
                 view = replace(view, generations=view.generations | {int(g)})
             case _:
                 return
@@ -368,11 +370,11 @@ class Keeper:
             case [name] if name in self._SINGLE or name == "hints":
                 others = {other: at for other, at in view.unreadable.items() if other != name}
                 view = replace(_with(view, name, None), unreadable=MappingProxyType(others))
-            case ["generations", g, name, node] if g.isdigit() and name in self._OF_GENERATION:
+            case ["generations", g, name, node] if _is_generation(g) and name in self._OF_GENERATION:
                 table = {at: seen for at, seen in getattr(view, name).items() if at != (int(g), node)}
                 view = _with(view, name, MappingProxyType(table))
                 view = replace(view, generations=_generations(view))
-            case ["generations", g, *_] if g.isdigit():
+            case ["generations", g, *_] if _is_generation(g):
                 view = replace(view, generations=_generations(view))
         if view == JobView(job):
             del self._jobs[job]
@@ -380,6 +382,10 @@ class Keeper:
                 del self._gone[where]
         else:
             self._jobs[job] = view
+
+
+def _is_generation(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _DIGITS
 
 
 def _with(view: JobView, name: str, value: Any) -> JobView:

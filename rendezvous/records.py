@@ -12,13 +12,21 @@ from collections.abc import Hashable
 from dataclasses import field
 from enum import Enum
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 VERSION = 1
 _CONFIG = ConfigDict(extra="ignore", strict=False, allow_inf_nan=False)
+
+MOST_SLOTS = 1024
+"""Of one node: what says it has more is a mistake, and would cost every round of the policy its time."""
+
+# Who writes other numbers has a defect; no loop and no range may ever be as long as they say.
+_Replicas = Annotated[int, Field(ge=1, le=MOST_SLOTS)]
+_Slot = Annotated[int, Field(ge=0, lt=4 * MOST_SLOTS)]
+_Slots = Annotated[tuple[_Slot, ...], Field(max_length=MOST_SLOTS)]
 
 R = TypeVar("R")
 
@@ -153,14 +161,22 @@ class JobRequest:
     run: str = ""  # JobSpec.run this is meant for; not obeyed by another
 
 
+def _check_slots(replicas: int, slots: tuple[int, ...]) -> None:
+    if slots and not len(set(slots)) == len(slots) == replicas:
+        raise ValueError(f"slots {slots[:8]} of {replicas} replicas can not be: each has one of its own")
+
+
 @dataclass(frozen=True, config=_CONFIG)
 class Placement:
     """So many replicas on this node."""
 
     node: str
-    replicas: int
+    replicas: _Replicas
     agent: str = ""  # NodeRecord.agent the plan was made for
-    slots: tuple[int, ...] = ()  # their LOCAL_RANKs, in the order of their ranks; (): 0 to replicas - 1
+    slots: _Slots = ()  # their LOCAL_RANKs, in the order of their ranks; (): 0 to replicas - 1
+
+    def __post_init__(self) -> None:
+        _check_slots(self.replicas, self.slots)
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -172,10 +188,13 @@ class Leaving:
     """
 
     node: str
-    replicas: int
+    replicas: _Replicas
     agent: str
     generation: int
-    slots: tuple[int, ...] = ()  # as in `Placement`
+    slots: _Slots = ()  # as in `Placement`
+
+    def __post_init__(self) -> None:
+        _check_slots(self.replicas, self.slots)
 
 
 @dataclass(frozen=True, config=_CONFIG)

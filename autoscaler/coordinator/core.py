@@ -13,13 +13,15 @@ The order of a round:
    after that job has released it.
 5. **Statuses**, derived from the view; **events**; and what nobody needs any more is collected.
 
+A job whose records can not be dealt with is left alone, with what it holds, and said; the others are decided.
+
 Everything that must survive this process is in the store (the restart budget is in the plan, the last
 pauses in the status), so that a successor goes on where we were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -28,7 +30,7 @@ from adaptdl_elastic.autoscaler.coordinator import left_behind, rounds, urgent
 from adaptdl_elastic.autoscaler.coordinator.draft import Draft
 from adaptdl_elastic.autoscaler.coordinator.fence import fence_off
 from adaptdl_elastic.autoscaler.coordinator.job import Change, Condition, Phase
-from adaptdl_elastic.autoscaler.coordinator.policy import Policy, ask
+from adaptdl_elastic.autoscaler.coordinator.policy import Policy, ask, described
 from adaptdl_elastic.autoscaler.coordinator.rounds import Answer, Round
 from adaptdl_elastic.autoscaler.coordinator.slots import in_plan, rooms
 from adaptdl_elastic.autoscaler.coordinator.status import (
@@ -37,6 +39,7 @@ from adaptdl_elastic.autoscaler.coordinator.status import (
     counted,
     describe,
     differs,
+    left_alone,
     waited,
     why_pending,
 )
@@ -46,7 +49,6 @@ from adaptdl_elastic.autoscaler.coordinator.types import (
     Memory,
     Say,
     Settings,
-    Target,
 )
 from adaptdl_elastic.autoscaler.state import JobView, View
 from adaptdl_elastic.rendezvous.keys import Keys
@@ -72,7 +74,8 @@ def decide_at_once(
     if decided.ask is None:
         return decided
     answer = rounds.compute(policy, decided.ask, clock=lambda: 0.0)
-    return decide(view, decided.memory, keys=keys, fence=fence, settings=settings, answer=answer)
+    memory = replace(decided.memory, broken=memory.broken)  # what the first has said is not carried out
+    return decide(view, memory, keys=keys, fence=fence, settings=settings, answer=answer)
 
 
 class _Deciding:
@@ -88,13 +91,14 @@ class _Deciding:
         self.conditions: dict[str, Condition] = {}
         self.described: dict[str, tuple[JobView, Condition]] = {}
         self.blocked: dict[str, set[str]] = {}  # jobs whose target waits for slots, and on which nodes
+        self.broken: dict[str, str] = {}  # jobs that nothing can be decided about, and why
 
     def run(self) -> Decided:
-        fenced = [job for job in self.view.jobs.values() if self._fence(job)]
+        fenced = [job for job in self.view.jobs.values() if self._one(job, self._fence)]
         for job in fenced:
-            self.conditions[job.job] = jobs.examine(self.view, job, self.settings)
+            self._one(job, self._examine)
         for job in fenced:
-            urgent.see_to(self.draft, job, self.conditions[job.job])
+            self._one(job, self._urgent)
         self._remember_waiting()
         if self.answer is not None:
             self._take_answer(self.answer)
@@ -103,19 +107,72 @@ class _Deciding:
         else:
             self._ask_policy()
         for name in sorted(self.draft.memory.targets, key=self._turn):
-            self._apply(name, self.draft.memory.targets[name])
+            if (found := self.view.jobs.get(name)) is not None:
+                self._one(found, self._apply)
         self._untangle()
+        asked = self.draft.memory.asked
+        for name, why in (asked.broken if asked is not None else {}).items():
+            if name in self.conditions:
+                self._leave_alone(name, why)
         for job in fenced:
-            self._status(job, self.conditions[job.job])
-            self.actions += left_behind.collect(self.view, job, self.conditions[job.job], self.keys)
+            self._one(job, self._conclude)
         self.actions += left_behind.forget_ended(self.view, self.conditions, self.keys, self.settings)
         memory = replace(
             self.draft.memory,
+            broken=MappingProxyType(self._say_broken()),
             late=MappingProxyType(self.draft.late),
             clumsy=self.draft.clumsy,
             described=MappingProxyType(self.described),
         )
         return Decided(tuple(self.actions), memory, max(self.draft.wake_at, self.view.now), self.round)
+
+    # -- one job at a time
+
+    def _one(self, job: JobView, what: Callable[[JobView], bool]) -> bool:
+        """Do something about a job, unless nothing can be: the others do not suffer from it."""
+        if job.job in self.broken:
+            return False
+        before = len(self.actions)
+        try:
+            return what(job)
+        except Exception as error:
+            del self.actions[before:]
+            self._leave_alone(job.job, described(error))
+            return False
+
+    def _leave_alone(self, name: str, why: str) -> None:
+        """Decide no more about this job than what it holds."""
+        self.broken[name] = why
+        self.conditions.pop(name, None)
+        self.blocked.pop(name, None)
+
+    def _say_broken(self) -> dict[str, str]:
+        """Statuses and events of what has gone wrong; what is said by now."""
+        for name, why in self.broken.items():
+            job = self.view.jobs[name]
+            status = left_alone(self.view, job, why)
+            if status is not None:
+                at = job.unreadable.get("status") or (job.status.revision if job.status else 0)
+                self.actions.append(CompareAndSwap(self.keys.job(name, "status"), status, at))
+        strange = {name: why for name, why in self.draft.memory.strange.items() if name in self.view.jobs}
+        found = {**strange, **self.broken}
+        for name, why in found.items():
+            if self.draft.memory.broken.get(name) != why:
+                self.actions.append(Say("job_broken", {"job": name, "message": why}))
+        return found
+
+    def _examine(self, job: JobView) -> bool:
+        self.conditions[job.job] = jobs.examine(self.view, job, self.settings)
+        return True
+
+    def _urgent(self, job: JobView) -> bool:
+        urgent.see_to(self.draft, job, self.conditions[job.job])
+        return True
+
+    def _conclude(self, job: JobView) -> bool:
+        self._status(job, self.conditions[job.job])
+        self.actions += left_behind.collect(self.view, job, self.conditions[job.job], self.keys)
+        return True
 
     # -- 1. fence
 
@@ -158,6 +215,9 @@ class _Deciding:
         else:
             found = rounds.still_valid(asked, answer.decision, self.view, conditions)
             pending = dict(answer.decision.pending)
+        for name in found.keys() & answer.strange.keys():
+            why = f"{found[name].reason}; its reports can not be calculated with: {answer.strange[name]}"
+            found[name] = replace(found[name], reason=why)
         self.draft.memory = replace(
             self.draft.memory,
             round=None,
@@ -165,6 +225,7 @@ class _Deciding:
             targets=MappingProxyType(found),
             pending=MappingProxyType(pending),
             policy_seconds=answer.seconds,
+            strange=MappingProxyType(dict(answer.strange)),
         )
 
     def _ask_policy(self) -> None:
@@ -186,23 +247,25 @@ class _Deciding:
             name,
         )
 
-    def _apply(self, name: str, target: Target) -> None:
-        job, condition = self.view.jobs.get(name), self.conditions.get(name)
-        if job is None or condition is None or self.notes[name].planned or jobs.stop_requested(job):
-            return
+    def _apply(self, job: JobView) -> bool:
+        """Make a plan of the job's target if it can be had; whether it was."""
+        name, condition = job.job, self.conditions.get(job.job)
+        target = self.draft.memory.targets.get(name)  # a plan of another reason may have dropped it
+        if target is None or condition is None or self.notes[name].planned or jobs.stop_requested(job):
+            return False
         if condition.phase not in (Phase.EMPTY, Phase.STEADY):
-            return
+            return False
         if job.spec is None or job.spec.record.run != target.run:
-            return
+            return False
         now = in_plan(condition.plan)
         if dict(target.allocation) == now or (target.cause is Cause.MANUAL and now and not target.allocation):
-            return  # what a person has asked to be larger or smaller is not taken away
+            return False  # what a person has asked to be larger or smaller is not taken away
         agents = self.view.agents(name)
         if any(n not in agents or self.view.draining(agents[n].record) for n in target.allocation):
-            return  # the world has moved on: the next round will know
+            return False  # the world has moved on: the next round will know
         how, step = self.draft.route(job, target.allocation)
         if self.draft.insists(job, how):
-            return
+            return False
         short = {n: r - self.ledger.free_for(name, n) for n, r in target.allocation.items()}
         short = {node: missing for node, missing in short.items() if missing > 0}
         if short:
@@ -210,14 +273,14 @@ class _Deciding:
             if condition.phase is Phase.EMPTY:
                 slots = " and ".join(f"{counted(n, 'slot')} on {node}" for node, n in short.items())
                 self.notes[name].waits_for = f"waits for {slots} that another job is about to leave"
-            return
+            return False
         if how is Transition.INPLACE and not jobs.said_hello(job, condition):
             # replicas that were started a moment ago would only be started again
             ready = condition.health.started_at + job.spec.record.rescale_timeout
             if self.view.now < ready:
                 self.draft.wake(ready)
-                return
-        self.draft.publish(
+                return False
+        return self.draft.publish(
             job,
             Change(
                 step,
@@ -238,7 +301,8 @@ class _Deciding:
         first = rounds.in_the_way(self.conditions, self.blocked, self.ledger)
         if first is not None:
             why = "moves to other nodes, and jobs there wait for the slots that it has"
-            self.draft.publish(self.view.jobs[first], Change({}, Cause.POLICY, Transition.RESTART, why))
+            leaves = Change({}, Cause.POLICY, Transition.RESTART, why)
+            self._one(self.view.jobs[first], lambda job: self.draft.publish(job, leaves))
 
     # -- 5. statuses, and what is left behind
 

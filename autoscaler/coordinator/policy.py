@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from adaptdl_elastic.autoscaler.coordinator import job as jobs
@@ -43,6 +44,7 @@ class Question:
     causes: Mapping[str, tuple[Cause, str]]  # for jobs whose size somebody else chose: why, in words
     fingerprint: Any  # two questions with the same one need not both be asked, unless
     forecasts: Mapping[str, float]  # by job, the goodput it predicts for what it has, is another
+    broken: Mapping[str, str] = field(default_factory=dict)  # jobs that nothing can be asked about, and why
 
 
 def policy_inputs(
@@ -50,7 +52,10 @@ def policy_inputs(
 ) -> tuple[tuple[JobInfo, ...], tuple[NodeInfo, ...], Mapping[str, Allocation]]:
     """(jobs, nodes, current) as the policy would be asked about this view now."""
     settings = settings or Settings()
-    conditions = {name: jobs.examine(view, job, settings) for name, job in view.jobs.items()}
+    conditions: dict[str, Condition] = {}
+    for name, job in view.jobs.items():
+        with suppress(Exception):  # its status says what is wrong with it
+            conditions[name] = jobs.examine(view, job, settings)
     question = ask(view, conditions, Memory(), Ledger(view), settings)
     return question.jobs, question.nodes, question.current
 
@@ -69,6 +74,7 @@ def ask(
     causes: dict[str, tuple[Cause, str]] = {}
     prints: list[Any] = []
     forecasts: dict[str, float] = {}
+    broken: dict[str, str] = {}
     for name in sorted(conditions):
         job, condition = view.jobs[name], conditions[name]
         if condition.phase not in _ACTIVE or job.spec is None or job.plan is None:
@@ -79,7 +85,11 @@ def ask(
         places = rooms(view, job, None, late)
         if not places:
             continue
-        info, why = _job(view, job, condition, places, memory, settings, known)
+        try:
+            info, why = _job(view, job, condition, places, memory, settings, known)
+        except Exception as error:  # this job's records alone: the others are asked about
+            broken[name] = described(error)
+            continue
         infos.append(info)
         current[name] = in_plan(condition.plan)
         if why is not None:
@@ -90,7 +100,14 @@ def ask(
             forecasts[name] = hints.predicted_goodput
     asked_about = {info.name for info in infos}
     nodes = _nodes(view, ledger, asked_about)
-    return Question(tuple(infos), nodes, current, causes, (tuple(prints), nodes), forecasts)
+    marks = tuple(prints), nodes, tuple(broken)
+    return Question(tuple(infos), nodes, current, causes, marks, forecasts, broken)
+
+
+def described(error: Exception) -> str:
+    """An error in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:300].removesuffix(": ")
 
 
 def worth_asking(question: Question, before: Question | None, drift: float) -> bool:

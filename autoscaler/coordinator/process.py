@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 LEASE_TTL = 5.0
 _HEARTBEAT = 1.0  # how often the lease is looked at, locally
 _LAZY_DELAY = 0.5
-_LOUD = {"policy_failed": logging.ERROR, "malformed": logging.WARNING}
+_LOUD = {"policy_failed": logging.ERROR, "job_broken": logging.ERROR, "malformed": logging.WARNING}
 _SLICE = 0.2  # seconds of writing after which what has happened meanwhile is taken in
 _LAST_ROUND = 5.0  # seconds that the end of a term waits for a round of the policy
 _ROUNDS = 50  # decisions in a row without anything new from the store
@@ -270,7 +270,10 @@ class _Term:
             )
             self._memory, self._wake_at = decided.memory, decided.wake_at
             for observer in owner._observers:
-                observer.decided(view, decided, owner._clock() - started)
+                try:
+                    observer.decided(view, decided, owner._clock() - started)
+                except Exception:  # whoever looks on must not keep it from deciding
+                    logger.exception("%s could not take note of a decision", observer)
             for problem in self._keeper.problems():
                 self.say("malformed", {"key": problem.key, "message": problem.message})
             if decided.ask is not None:
@@ -313,7 +316,11 @@ class _Term:
         return written
 
     def _swap(self, action: CompareAndSwap) -> bool:
-        text = records.encode(action.record)
+        try:
+            text = records.encode(action.record)
+        except Exception:  # of one job: what is decided about the others is written
+            logger.exception("%s can not be written", action.key)
+            return False
         revision = self._o._store.compare_and_swap(action.key, text, action.expected_revision)
         if revision is None:
             # somebody else wrote: the watch brings what, and if it does not, a look in a moment does

@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from adaptdl_elastic.autoscaler.coordinator import job as jobs
 from adaptdl_elastic.autoscaler.coordinator.job import Condition, Phase
-from adaptdl_elastic.autoscaler.coordinator.policy import Policy, Question, ask, targets, worth_asking
+from adaptdl_elastic.autoscaler.coordinator.policy import (
+    Policy,
+    Question,
+    ask,
+    described,
+    targets,
+    worth_asking,
+)
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan, nearest, rooms, smallest
 from adaptdl_elastic.autoscaler.coordinator.types import Memory, Settings, Target
-from adaptdl_elastic.autoscaler.policy.types import Decision
+from adaptdl_elastic.autoscaler.policy.types import Decision, JobInfo
 from adaptdl_elastic.autoscaler.policy.types import Settings as PolicySettings
 from adaptdl_elastic.autoscaler.state import JobView, View
 from adaptdl_elastic.rendezvous.records import Cause
@@ -46,6 +53,7 @@ class Answer:
     decision: Decision | None
     seconds: float  # of wall time
     error: str = ""
+    strange: Mapping[str, str] = field(default_factory=dict)  # jobs whose reports it could not use, and why
 
 
 def consider(
@@ -87,14 +95,47 @@ def begin(number: int, question: Question, view: View, settings: Settings) -> Ro
 
 
 def compute(policy: Policy, asked: Round, clock: Callable[[], float] = time.perf_counter) -> Answer:
-    """Ask the policy. Never raises: the coordinator must go on without it."""
-    started, question = clock(), asked.question
+    """Ask the policy. Never raises: the coordinator must go on without it.
+
+    Where it fails, jobs that it fails for by themselves are asked about once more without what they report.
+    """
+    started = clock()
+    strange: dict[str, str] = {}
     try:
-        decision = policy(question.jobs, question.nodes, question.current, asked.now, asked.settings)
-        seconds = clock() - started
-        return Answer(asked.number, replace(decision, seconds=seconds), seconds)
+        try:
+            decision = _asked(policy, asked, asked.question.jobs)
+        except Exception:
+            strange = _strange(policy, asked)
+            if not strange:
+                raise
+            silent = [_silent(job) if job.name in strange else job for job in asked.question.jobs]
+            decision = _asked(policy, asked, silent)
     except Exception as error:
-        return Answer(asked.number, None, clock() - started, f"{type(error).__name__}: {error}")
+        return Answer(asked.number, None, clock() - started, described(error))
+    seconds = clock() - started
+    return Answer(asked.number, replace(decision, seconds=seconds), seconds, strange=strange)
+
+
+def _asked(policy: Policy, asked: Round, about: Sequence[JobInfo]) -> Decision:
+    question = asked.question
+    current = {job.name: question.current[job.name] for job in about}
+    return policy(about, question.nodes, current, asked.now, asked.settings)
+
+
+def _strange(policy: Policy, asked: Round) -> dict[str, str]:
+    """The jobs that the policy fails for even if they are alone, and how."""
+    found: dict[str, str] = {}
+    for job in asked.question.jobs:
+        try:
+            _asked(policy, asked, [job])
+        except Exception as error:
+            found[job.name] = described(error)
+    return found
+
+
+def _silent(job: JobInfo) -> JobInfo:
+    """A job as if it had reported nothing."""
+    return replace(job, model=None, remaining=None, attained=0.0, kind_totals=(), pause=None)
 
 
 def still_valid(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,6 +17,11 @@ from adaptdl_elastic.rendezvous.records import Cause, JobSpec, JobState, JobStat
 MAX_PAUSES = 5
 WAITED_STEP = 60.0
 """Seconds of waiting after which the status is written again: as much of it can be lost with a leader."""
+LONGEST = 1e7
+"""Seconds beyond which no wait and no pause counts: who says so has not measured it."""
+_MOST = 10**9  # replicas and nodes that bounds may speak of
+_HEAVIEST = 1e6
+_MOST_WRONG = 1e6  # of measured over predicted: beyond it the prediction was none
 _PLANNED = (Cause.POLICY, Cause.MANUAL, Cause.JOIN, Cause.DRAIN)
 
 
@@ -66,12 +72,29 @@ def describe(
     return replace(status, updated=view.wall)
 
 
+def left_alone(view: View, job: JobView, why: str) -> JobStatus | None:
+    """The status of a job that nothing can be decided about; None where it says so already, or has ended."""
+    if job.spec is None:
+        return None
+    spec = job.spec.record
+    old = job.status.record if job.status and job.status.record.run == spec.run else None
+    if old is not None and old.state.ended:
+        return None
+    plan = jobs.this_run(job)
+    state = JobState.RUNNING if plan is not None and plan.placements else JobState.PENDING
+    base = old or JobStatus(job=spec.job, run=spec.run, state=state)
+    reason = f"is left alone, for nothing can be decided about it: {why}"
+    return (
+        None if old is not None and old.reason == reason else replace(base, reason=reason, updated=view.wall)
+    )
+
+
 def waited(job: JobView) -> float:
     """Seconds that the present run is known to have been without replicas."""
     status = job.status.record if job.status else None
     if status is None or job.spec is None or status.run != job.spec.record.run:
         return 0.0
-    return max(0.0, status.waited) if status.state is JobState.PENDING else 0.0
+    return min(max(0.0, status.waited), LONGEST) if status.state is JobState.PENDING else 0.0
 
 
 def differs(status: JobStatus, old: JobStatus | None) -> bool:
@@ -147,7 +170,8 @@ def _error(job: JobView, plan: Plan, old: float | None) -> float | None:
     predicted = plan.predicted_goodput or hints.predicted_goodput
     if not predicted or predicted <= 0:
         return old
-    error = round(hints.goodput / predicted - 1, 3)
+    ratio = hints.goodput / predicted
+    error = round(min(ratio, _MOST_WRONG) - 1, 3) if math.isfinite(ratio) else _MOST_WRONG
     return error if old is None or abs(error - old) >= 0.05 else old
 
 
@@ -156,7 +180,7 @@ def typical_pause(job: JobView) -> float | None:
     status = job.status.record if job.status else None
     if status is None or not status.pauses or (job.spec and status.run != job.spec.record.run):
         return None
-    return float(statistics.median(status.pauses))
+    return min(max(0.0, float(statistics.median(status.pauses))), LONGEST)
 
 
 # -- why a job waits
@@ -172,6 +196,10 @@ def impossible(spec: JobSpec) -> str | None:
         return f"min_nodes {spec.min_nodes} is more than max_nodes {spec.max_nodes}"
     if spec.max_replicas < 1 or spec.max_nodes < 1:
         return f"max_replicas {spec.max_replicas} and max_nodes {spec.max_nodes} must be at least 1"
+    if max(spec.min_nodes, spec.max_nodes, spec.min_replicas, spec.max_replicas) > _MOST:
+        return f"its bounds speak of more than {_MOST} nodes or replicas"
+    if not 0 < spec.weight <= _HEAVIEST:
+        return f"weight {spec.weight:g} must be above 0, and {_HEAVIEST:g} at most"
     if spec.min_nodes > spec.max_replicas:
         return f"min_nodes {spec.min_nodes} is more than max_replicas {spec.max_replicas}"
     return None

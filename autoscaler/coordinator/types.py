@@ -81,6 +81,12 @@ class Memory:
         default_factory=lambda: MappingProxyType({})
     )
     policy_seconds: float = 0.0  # wall time of the last round
+    strange: Mapping[str, str] = field(  # jobs that the last round did without the reports of, and why
+        default_factory=lambda: MappingProxyType({})
+    )
+    broken: Mapping[str, str] = field(  # these and those that nothing could be decided about: said already
+        default_factory=lambda: MappingProxyType({})
+    )
 
 
 @dataclass(frozen=True)
