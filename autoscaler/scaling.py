@@ -23,13 +23,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from adaptdl_elastic.autoscaler.policy.curves import goodputs
-from adaptdl_elastic.autoscaler.policy.types import NOTHING, JobInfo
+from adaptdl_elastic.autoscaler.policy.types import JobInfo
 
 HOUR = 3600.0
+_HALVINGS = 10  # of the span between two prices, to find the one at which what there is suffices
 
 
 @dataclass(frozen=True)
@@ -99,47 +101,94 @@ def sizes(most: int, slots: int) -> list[int]:
     return sorted({r for r in [*within, *whole, most] if 1 <= r <= most})
 
 
-def wants(
-    jobs: Sequence[JobInfo],
-    slots: int,
-    slot_price: float,
-    settings: ScalingSettings,
-    now: float,
-    most_slots: int,
-    before: Mapping[str, int] = NOTHING,
-) -> tuple[Want, ...]:
-    """For every job the size that is worth its price.
+@dataclass(frozen=True)
+class Demand:
+    """What jobs want at any price.
 
     Args:
         jobs: as the policy is asked about them.
         slots: per node.
-        slot_price: of one slot and hour, interruptions included.
         settings: whose `hour_value`, `deadlines` and `exploration` are used.
         now: seconds since the epoch, to compare deadlines with.
         most_slots: of the largest cluster there could be.
         before: what each job was found to be worth at the last look; kept while it is nearly as good.
     """
-    fixed = {
-        j.name: _fixed(j, most_slots) for j in jobs if j.model is None or j.requested_replicas is not None
-    }
-    free = [j for j in jobs if j.name not in fixed]
-    curves = _curves(free, slots, most_slots, settings.exploration)
-    value = settings.slots_value * slot_price if settings.hour_value is None else settings.hour_value
-    chosen = {
-        job.name: _choose(
-            job,
-            counts,
-            rates,
-            slot_price,
-            value,
-            deadline_of(settings, job.name),
-            now,
-            settings,
-            before.get(job.name),
-        )
-        for job, (counts, rates) in zip(free, curves, strict=True)
-    }
-    return tuple(chosen.get(job.name) or Want(job.name, fixed[job.name]) for job in jobs)
+
+    jobs: Sequence[JobInfo]
+    slots: int
+    settings: ScalingSettings
+    now: float
+    most_slots: int
+    before: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def _free(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """(replica counts, goodput at each) of the jobs whose size is ours to choose."""
+        free = [j for j in self.jobs if j.model is not None and j.requested_replicas is None]
+        curves = _curves(free, self.slots, self.most_slots, self.settings.exploration)
+        return {job.name: curve for job, curve in zip(free, curves, strict=True)}
+
+    def at(self, slot_price: float) -> tuple[Want, ...]:
+        """For every job the size that is worth its price, of one slot and hour, interruptions included."""
+        return tuple(self._want(job, slot_price) for job in self.jobs)
+
+    def _want(self, job: JobInfo, slot_price: float) -> Want:
+        if job.name not in self._free:
+            return Want(job.name, _fixed(job, self.most_slots))
+        settings, (counts, rates) = self.settings, self._free[job.name]
+        value = settings.hour_value
+        if value is None:  # in slot hours: then it is all the same what one costs, were it nothing
+            slot_price, value = 1.0, settings.slots_value
+        deadline, before = deadline_of(settings, job.name), self.before.get(job.name)
+        return _choose(job, counts, rates, slot_price, value, deadline, self.now, settings, before)
+
+
+@dataclass(frozen=True)
+class Level:
+    """Slots of one price per useful slot and hour: there, asked for, or to be had."""
+
+    slot_price: float
+    slots: int
+
+
+def clear(demand: Demand, levels: Sequence[Level], free: int = 0) -> tuple[tuple[Want, ...], int]:
+    """Where supply meets demand: (what each job is to have, slots that are worth their price).
+
+    Each level is filled only as far as jobs want slots at *its* price. So what is cheap is never judged by
+    the price of what would be bought after it. Of the dearest level more may be wanted than there is:
+    it is to be said that it can not be had. `free`: slots that cost nothing, and are used first.
+    """
+    ladder = sorted(levels, key=lambda level: level.slot_price)
+    room, filled, low, found = free, -1, 0, demand.at(ladder[0].slot_price)
+    for place, level in enumerate(ladder):
+        room += level.slots
+        wanted = demand.at(level.slot_price)
+        total = _replicas(wanted)
+        fits = total if place == len(ladder) - 1 else min(total, room)
+        if fits > filled:
+            filled, low, found = fits, place, wanted
+        if total <= room:
+            break
+    if _replicas(found) > filled:
+        found = _shadow(demand, filled, ladder[low].slot_price, ladder[low + 1].slot_price)
+    return found, filled
+
+
+def _shadow(demand: Demand, room: int, low: float, high: float) -> tuple[Want, ...]:
+    """What is wanted at the least price, between these two, at which all of it has room."""
+    best = demand.at(high)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        wanted = demand.at(middle)
+        if _replicas(wanted) <= room:
+            best, high = wanted, middle
+        else:
+            low = middle
+    return best
+
+
+def _replicas(wanted: Sequence[Want]) -> int:
+    return sum(want.replicas for want in wanted)
 
 
 def least_nodes(jobs: Sequence[JobInfo]) -> int:

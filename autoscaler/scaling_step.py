@@ -14,16 +14,18 @@ from dataclasses import dataclass, replace
 
 from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState, Pool
 from adaptdl_elastic.autoscaler.scaling import (
+    Demand,
+    Level,
     Offer,
     ScalingSettings,
     Target,
     Want,
     buy,
+    clear,
     deadline_of,
     going,
     least_nodes,
     target,
-    wants,
 )
 from adaptdl_elastic.autoscaler.scaling_memory import interruptions_per_hour, remember, shares
 from adaptdl_elastic.autoscaler.scaling_types import (
@@ -50,8 +52,8 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
     memory = remember(memory, seen, settings)
     memory = _forsake(_Market(seen, memory, settings))
     market = _Market(seen, memory, settings)
-    wanted = market.wants()
-    goal = market.target(wanted)
+    wanted, worth = market.wants()
+    goal = market.target(worth)
     affordable = market.afford(goal)
     if affordable.nodes < goal.nodes:  # what is bought costs more than was said: not again at once
         goal = affordable
@@ -182,9 +184,13 @@ class _Market:
         return pool.preemptible and rate > self.settings.max_interruptions
 
     def _offer(self, pool: Pool, available: int) -> Offer:
-        rate = interruptions_per_hour(self.pool(pool.name)) if pool.preemptible else 0.0
-        overhead = rate * self.settings.interruption_cost / 3600
+        overhead = self._overhead(pool)
         return Offer(pool.name, available, pool.slots, pool.hourly_price, pool.preemptible, overhead)
+
+    def _overhead(self, pool: Pool) -> float:
+        """Fraction of its nodes' time that interruptions cost."""
+        rate = interruptions_per_hour(self.pool(pool.name)) if pool.preemptible else 0.0
+        return rate * self.settings.interruption_cost / 3600
 
     def usual(self) -> tuple[int, float]:
         """(slots, price of a slot hour) of the node that would be bought next, else of the dearest one."""
@@ -199,20 +205,41 @@ class _Market:
         pools = self.seen.capacity.pools
         return (pools[0].slots, pools[0].hourly_price / pools[0].slots) if pools else (1, 0.0)
 
-    def wants(self) -> tuple[Want, ...]:
-        slots, price = self.usual()
+    def levels(self) -> list[Level]:
+        """What there is, each at its own price, and what could be had."""
+        slots: dict[float, int] = {}
+
+        def add(price: float, count: int) -> None:
+            slots[price] = slots.get(price, 0) + count
+
+        for pool in self.seen.capacity.pools:
+            dearer = 1 + self._overhead(pool)
+            kept = sorted((i for i in self.staying(pool) if not self._goes(i)), key=lambda i: i.slots)
+            for instance in kept[self._early(pool) :]:
+                add(instance.hourly_price * dearer / instance.slots, instance.slots)
+            if self.coming(pool):
+                add(pool.hourly_price * dearer / pool.slots, self.coming(pool) * pool.slots)
+        for offer in self.offers():
+            add(offer.slot_price, offer.available * offer.slots)
+        return [Level(price, count) for price, count in slots.items()] or [Level(self.usual()[1], 0)]
+
+    def wants(self) -> tuple[tuple[Want, ...], int]:
+        """What each job is to have, and the slots that are worth their price."""
         most = sum(pool.maximum * pool.slots for pool in self.seen.capacity.pools)
         largest = max((pool.slots for pool in self.seen.capacity.pools), default=1)
         most = min(most, self.settings.max_nodes * largest) + self.seen.other_slots
-        return wants(self.seen.jobs, slots, price, self.settings, self.seen.now, most, self.memory.wanted)
+        demand = Demand(
+            self.seen.jobs, self.usual()[0], self.settings, self.seen.now, most, self.memory.wanted
+        )
+        return clear(demand, self.levels(), self.seen.other_slots)
 
     def have(self) -> int:
         """Nodes that there are, or that were asked for, less those that go."""
         return sum(self.supply(pool) for pool in self.seen.capacity.pools)
 
-    def target(self, wanted: Sequence[Want]) -> Target:
+    def target(self, wanted: int) -> Target:
         slots, _ = self.usual()
-        total = max(0, sum(want.replicas for want in wanted) - self.seen.other_slots)
+        total = max(0, wanted - self.seen.other_slots)
         low = self.memory.low_since
         sizes, fixed = self.sizes()
         return target(

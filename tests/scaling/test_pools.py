@@ -265,3 +265,45 @@ def test_a_deadline_that_is_over_is_said() -> None:
     world = World(DEMAND, settings=ScalingSettings(deadlines={"*": 500.0}))
     world.jobs = (job(),)
     assert any("train: its deadline was 510 s ago" in text for text in world.tick().warnings)
+
+
+# -- prices
+
+
+@pytest.mark.parametrize(
+    ("value", "most", "spot", "demand"),
+    [(1.0, 4, 4, 0), (2.0, 6, 6, 0), (0.5, 3, 3, 0), (4.0, 10, 10, 0), (4.0, 2, 2, 6), (6.0, 3, 3, 6)],
+)
+def test_two_prices_begin_no_circle(value: float, most: int, spot: int, demand: int) -> None:
+    """What is worth the price of spot is not bought on demand, nor let go by on-demand's price."""
+    dear = Pool("demand", desired=0, maximum=10, hourly_price=1.0, slots=4)
+    cheap = Pool("spot", desired=0, maximum=most, hourly_price=0.3, slots=4, preemptible=True)
+    world = World(dear, cheap, settings=ScalingSettings(hour_value=value))
+    world.jobs = (job(remaining=1e9),)
+    world.run(600, every=15)
+    assert world.desired == {"spot": spot, "demand": demand}
+    world.run(7200, every=15)
+    assert world.desired == {"spot": spot, "demand": demand}
+    assert world.provider.launched == spot + demand
+    assert world.of(Release) == []
+
+
+def test_a_cheap_pool_that_has_none_to_give_does_not_change_the_price_of_what_it_gave() -> None:
+    dear = Pool("demand", desired=0, maximum=10, hourly_price=1.0, slots=4)
+    cheap = Pool("spot", desired=0, maximum=10, hourly_price=0.3, slots=4, preemptible=True)
+    world = World(dear, cheap, settings=ScalingSettings(hour_value=2.0))
+    world.jobs = (job(remaining=1e9),)
+    world.run(600)
+    many = world.desired["spot"]
+    assert world.desired == {"demand": 0, "spot": many}
+    world.jobs = (job(remaining=1e9), job("second", remaining=1e9))
+    world.provider.outage["spot"] = "no Spot capacity available"
+    world.provider.vanish(world.running[0])
+    world.run(3600)
+    assert world.desired["spot"] == many - 1
+    world.jobs = (job(remaining=1e9),)
+    world.run(3600)
+    assert world.desired["spot"] == many - 1
+    assert world.of(Release) == [] or {
+        a.instance.partition("-")[0] for a in world.of(Release) if isinstance(a, Release)
+    } == {"demand"}

@@ -9,11 +9,20 @@ from hypothesis import strategies as st
 from scaling_world import MODEL, job, waiting
 
 from adaptdl_elastic.autoscaler.policy.curves import goodputs
-from adaptdl_elastic.autoscaler.scaling import Offer, ScalingSettings, buy, sizes, target, wants
+from adaptdl_elastic.autoscaler.scaling import (
+    Demand,
+    Level,
+    Offer,
+    ScalingSettings,
+    buy,
+    clear,
+    sizes,
+    target,
+)
 
 
 def one(settings: ScalingSettings, price: float = 1.0, now: float = 0.0, **more: object) -> int:
-    (want,) = wants([job(**more)], 4, price, settings, now, 64)
+    (want,) = Demand([job(**more)], 4, settings, now, 64).at(price)
     return want.replicas
 
 
@@ -62,7 +71,7 @@ def test_a_deadline_buys_the_cheapest_size_that_meets_it() -> None:
 
 
 def test_a_deadline_that_can_not_be_met_is_said_and_run_for() -> None:
-    (want,) = wants([job()], 4, 1.0, ScalingSettings(deadlines={"*": 1.0}), 0.0, 64)
+    (want,) = Demand([job()], 4, ScalingSettings(deadlines={"*": 1.0}), 0.0, 64).at(1.0)
     assert want.late
     assert want.replicas == sizes(64, 4)[int(np.argmax(rates(sizes(64, 4))))]
 
@@ -74,7 +83,7 @@ def test_nobody_is_sized_beyond_twice_what_was_profiled(profiled: int) -> None:
 
 def test_what_says_its_size_or_nothing_gets_that() -> None:
     jobs = [waiting("a", 7), job("b", model=None, min_replicas=3)]
-    assert [w.replicas for w in wants(jobs, 4, 1.0, ScalingSettings(), 0.0, 64)] == [7, 3]
+    assert [w.replicas for w in Demand(jobs, 4, ScalingSettings(), 0.0, 64).at(1.0)] == [7, 3]
 
 
 @given(st.floats(0, 400), st.integers(0, 100), st.floats(0, 1000), st.floats(0, 1000))
@@ -152,6 +161,35 @@ def test_a_size_is_kept_while_it_is_nearly_as_good() -> None:
     counts = np.array(sizes(64, 4))
     costs = (4.0 + counts) / rates(list(counts))
     for before, cost in zip(counts, costs, strict=True):
-        (want,) = wants([job()], 4, 1.0, settings, 0.0, 64, {"train": int(before)})
+        (want,) = Demand([job()], 4, settings, 0.0, 64, {"train": int(before)}).at(1.0)
         near = cost <= costs.min() * 1.05
         assert want.replicas == (before if near else counts[int(np.argmin(costs))])
+
+
+levels = st.lists(
+    st.builds(Level, st.sampled_from([0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 4.0]), st.integers(0, 60)),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(levels, st.integers(0, 12), st.sampled_from([None, 0.0, 0.5, 2.0, 8.0]), st.integers(1, 3))
+def test_every_slot_is_worth_its_own_price(
+    ladder: list[Level], free: int, value: float | None, count: int
+) -> None:
+    jobs = [job(f"j{k}", remaining=None) for k in range(count)]
+    demand = Demand(jobs, 4, ScalingSettings(hour_value=value), 0.0, 200)
+    found, filled = clear(demand, ladder, free)
+    assert sum(want.replicas for want in found) <= filled
+
+    def at(price: float) -> int:
+        return sum(want.replicas for want in demand.at(price))
+
+    dearest = max(level.slot_price for level in ladder)
+    for price in {level.slot_price for level in ladder}:
+        below = free + sum(level.slots for level in ladder if level.slot_price < price)
+        upto = below + sum(level.slots for level in ladder if level.slot_price == price)
+        assert filled >= min(at(price), upto)  # what is cheap enough is filled
+        if filled > max(below, 0) and price < dearest:
+            assert filled <= max(at(price), upto)
+    assert filled <= max(at(level.slot_price) for level in ladder)
