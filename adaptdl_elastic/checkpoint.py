@@ -131,7 +131,8 @@ class TensorState(State):
 
     Subclasses override `state_dict` and `load_state_dict`. Files are read with `weights_only=True`: they
     can hold tensors, numbers, strings, None, and dicts, lists and tuples of these, and nothing that runs
-    code; a save of anything else is a TypeError that names it. Tensors are loaded to the CPU.
+    code; a save of anything else is a TypeError that names it. Counters, OrderedDicts (with a module's
+    `_metadata`) and defaultdicts of built-in types come back as such. Tensors are loaded to the CPU.
     """
 
     _buffers: HostBuffers | None = None
@@ -152,11 +153,13 @@ class TensorState(State):
         """`torch.load(weights_only=True)`, then `load_state_dict`."""
         import torch
 
+        from adaptdl_elastic.torch._copying import from_file
+
         try:
             state_dict = torch.load(fileobj, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise CheckpointError(f"state {self.name!r} holds what is not tensors or plain values") from error
-        self.load_state_dict(state_dict)
+        self.load_state_dict(from_file(state_dict))
 
     def snapshot(self) -> Any:
         """The state dict with every tensor copied to the host; shared tensors stay shared."""
@@ -189,11 +192,13 @@ class TensorState(State):
         """
         import torch
 
+        from adaptdl_elastic.torch._copying import for_file
+
         with _crc32_lock:
             before = torch.serialization.get_crc32_options()
             torch.serialization.set_crc32_options(False)
             try:
-                torch.save(snapshot, fileobj)
+                torch.save(for_file(snapshot), fileobj)
             finally:
                 torch.serialization.set_crc32_options(before)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+import operator
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_METADATA = "_metadata"  # what torch attaches to a module's state dict: the versions of its parts
+_DEFAULT = "_adaptdl_default"  # attached to an OrderedDict in a file that stands for a defaultdict
+_DEFAULTS: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set)}
 
 
 class HostBuffers:
@@ -48,8 +52,9 @@ def copy_to_host(value: Any, where: str, buffers: HostBuffers | None = None) -> 
     """A deep copy of `value` with every tensor in host memory, later changes of the original unseen.
 
     A tensor that occurs twice is copied once and stays shared. Numbers of numpy become Python's, so that
-    `torch.load(weights_only=True)` accepts what is saved. Raises TypeError, naming the place below
-    `where`, for anything but tensors, plain values, and dicts, lists, tuples and sets of them.
+    `torch.load(weights_only=True)` accepts what is saved; what kinds of dict there are says `like`. Raises
+    TypeError, naming the place below `where`, for anything but tensors, plain values, and dicts, lists,
+    tuples and sets of them.
     """
     copies = _Copies({}, buffers or HostBuffers())
     with torch.no_grad():
@@ -73,13 +78,15 @@ def _copy(value: Any, where: str, copies: _Copies) -> Any:
         return value
     if isinstance(value, dict):
         items = ((_copy(k, where, copies), _copy(v, f"{where}.{k}", copies)) for k, v in value.items())
-        return OrderedDict(items) if isinstance(value, OrderedDict) else dict(items)
+        return like(value, items, lambda attached: _copy(attached, f"{where}.{_METADATA}", copies))
+    if isinstance(value, torch.Size):
+        return value
     if isinstance(value, tuple | list | set):
         parts = [_copy(v, f"{where}[{i}]", copies) for i, v in enumerate(value)]
         if isinstance(value, list):
             return parts
         return set(parts) if isinstance(value, set) else tuple(parts)
-    if isinstance(value, torch.dtype | torch.device | torch.Size):
+    if isinstance(value, torch.dtype | torch.device):
         return value
     if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a number of numpy's
         return value.item()
@@ -91,6 +98,65 @@ def _copy(value: Any, where: str, copies: _Copies) -> Any:
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}: a state dict can hold tensors, "
         f"numbers, strings, and dicts, lists, tuples and sets of them"
     )
+
+
+def like(
+    value: dict[Any, Any],
+    items: Iterable[tuple[Any, Any]],
+    copy: Callable[[Any], Any] = lambda attached: attached,
+) -> dict[Any, Any]:
+    """`items` in a dict of the same kind as `value`, with a `copy` of the `_metadata` attached to that.
+
+    Counters, OrderedDicts, and defaultdicts of a built-in type stay what they are; others become plain.
+    """
+    made: dict[Any, Any]
+    if isinstance(value, Counter):
+        made = Counter()
+        dict.update(made, items)
+    elif isinstance(value, OrderedDict):
+        made = OrderedDict(items)
+        if hasattr(value, _METADATA):
+            setattr(made, _METADATA, copy(getattr(value, _METADATA)))
+    elif _default(value) is not None:
+        made = defaultdict(value.default_factory, items)
+    else:
+        made = dict(items)
+    return made
+
+
+def _default(value: Any) -> str | None:
+    """The name of a defaultdict's built-in type."""
+    factory = value.default_factory if isinstance(value, defaultdict) else None
+    name = getattr(factory, "__name__", "")
+    return name if factory is not None and _DEFAULTS.get(name) is factory else None
+
+
+def for_file(value: Any) -> Any:
+    """A copied state dict as `torch.load(weights_only=True)` accepts it: without defaultdicts."""
+    if isinstance(value, dict):
+        default = _default(value)
+        items = [(key, for_file(item)) for key, item in value.items()]
+        if default is not None:
+            made = OrderedDict(items)
+            setattr(made, _DEFAULT, default)
+            return made
+        return value if all(item is value[key] for key, item in items) else like(value, items)
+    if type(value) in (list, tuple):
+        parts = [for_file(part) for part in value]
+        return value if all(map(operator.is_, parts, value)) else type(value)(parts)
+    return value
+
+
+def from_file(value: Any) -> Any:
+    """The inverse of `for_file`, in place where that can be."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            value[key] = from_file(item)
+        default = getattr(value, _DEFAULT, None)
+        return defaultdict(_DEFAULTS[default], value) if default in _DEFAULTS else value
+    if isinstance(value, list):
+        value[:] = map(from_file, value)
+    return tuple(map(from_file, value)) if type(value) is tuple else value
 
 
 def _copy_tensor(source: torch.Tensor, buffers: HostBuffers) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.torch._backend import Group, patiently, present
+from adaptdl_elastic.torch._copying import like
 
 BUCKET = 1024 * 1024
 """Bytes of a message, unless a single tensor is larger."""
@@ -166,12 +167,12 @@ def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _strip(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """`value` with a Slot in place of every tensor, which goes to the end of `tensors`."""
+    """`value` with a Slot in place of every tensor, which goes to the end of `tensors`. See `like`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return Slot(tuple(value.shape), value.dtype, value.device.type)
     if isinstance(value, dict):
-        return {key: _strip(item, tensors) for key, item in value.items()}
+        return like(value, ((key, _strip(item, tensors)) for key, item in value.items()))
     if isinstance(value, (list, tuple)):
         items = [_strip(item, tensors) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
@@ -195,7 +196,7 @@ def _fill(value: Any, supply: Iterator[torch.Tensor]) -> Any:
     if isinstance(value, Slot):
         return next(supply)
     if isinstance(value, dict):
-        return {key: _fill(item, supply) for key, item in value.items()}
+        return like(value, ((key, _fill(item, supply)) for key, item in value.items()))
     if isinstance(value, (list, tuple)):
         items = [_fill(item, supply) for item in value]
         return tuple(items) if isinstance(value, tuple) else items

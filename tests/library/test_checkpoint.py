@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -544,6 +544,53 @@ def test_states_move_from_memory_to_memory(script: Script) -> None:
     assert fresh.loaded
     assert all(torch.equal(a, b) for a, b in zip(before, fresh.module.parameters(), strict=True))
     assert checkpoint.snapshot_states(["model"]).keys() == {"model"}
+
+
+class Kinds(TensorState):
+    """A state dict of all kinds of containers."""
+
+    def __init__(self, content: Any = None) -> None:
+        super().__init__("kinds")
+        self.content = content
+        checkpoint.load_state(self)
+
+    def state_dict(self) -> Any:
+        return self.content
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.content = state_dict
+
+
+@pytest.mark.parametrize("through", ["checkpoint", "memory"])
+def test_containers_come_back_as_what_they_were(script: Script, through: str) -> None:
+    metadata = OrderedDict({"": {"version": 2}})
+    ordered = OrderedDict(b=torch.ones(2), a=1)
+    ordered._metadata = metadata  # type: ignore[attr-defined]
+    original = {
+        "milestones": Counter({3: 2, 5: 1}),
+        "lists": ({"deep": [defaultdict(list, {1: [2.0]}), defaultdict(None, {1: 2})]},),
+        "model": ordered,
+        "size": torch.Size([2, 3]),
+    }
+    Kinds(original)
+    if through == "memory":
+        snapshots = checkpoint.snapshot_states()
+        script.restart()
+        checkpoint.restore_states(snapshots)
+    else:
+        checkpoint.save_all_states()
+        script.restart()
+    content = Kinds().content
+    deep = content["lists"][0]["deep"]
+    assert type(content["milestones"]) is Counter
+    assert sorted(content["milestones"].elements()) == [3, 3, 5]
+    assert (type(deep[0]), deep[0][7], deep[0][1]) == (defaultdict, [], [2.0])
+    assert deep[1] == {1: 2}
+    assert type(content["model"]) is OrderedDict
+    assert list(content["model"]) == ["b", "a"]
+    assert content["model"]._metadata == metadata
+    assert content["model"]._metadata is not metadata
+    assert type(content["size"]) is torch.Size
 
 
 def test_one_state_by_itself(script: Script, tmp_path: Path) -> None:

@@ -184,6 +184,17 @@ def test_training_is_as_if_nothing_had_happened(tmp_path: Path, optimizer: str) 
         assert result["progress"] == pytest.approx(undisturbed["progress"])
 
 
+@pytest.mark.parametrize("scheduler", ["steps", "sequence"])
+def test_schedulers_and_modules_know_what_they_are_given(tmp_path: Path, scheduler: str) -> None:
+    """Milestones are a Counter, and a module asks for the version of its state dict."""
+
+    train = partial(trained, tmp_path, loop_script_path.MODEL, scheduler=scheduler, size=80, epochs=6)
+    (undisturbed,) = train("undisturbed", (1,), 0.0)
+    for result in train("changed", (1, 2), 0.2):
+        assert result["lr"] == undisturbed["lr"]
+        torch.testing.assert_close(result["parameters"], undisturbed["parameters"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all", "two models"])
 def test_all_that_a_step_changes_goes_along(tmp_path: Path, kind: str) -> None:

@@ -10,8 +10,30 @@ from torch.utils.data import TensorDataset
 
 import adaptdl_elastic.torch as adl
 
-S = {"epochs": 3, "size": 640, "batch": 8, "pace": 0.0, "optimizer": "sgd", **json.loads(os.environ["LOOP"])}
+S = {"epochs": 3, "size": 640, "batch": 8, "pace": 0.0, "optimizer": "sgd", "scheduler": "exponential"}
+S |= json.loads(os.environ["LOOP"])
 OUT = Path(os.environ["OUT"])
+
+
+class Versioned(torch.nn.Linear):
+    """Refuses a state dict that does not say of which version it is, as torchvision's MNASNet does."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        if local_metadata.get("version") != 2:
+            raise ValueError(f"version {local_metadata.get('version')} of {prefix}")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def schedule(optimizer):
+    kinds = torch.optim.lr_scheduler
+    if S["scheduler"] == "exponential":
+        return kinds.ExponentialLR(optimizer, 0.7)
+    steps = kinds.MultiStepLR(optimizer, [1, 3, 3], gamma=0.5)
+    if S["scheduler"] == "steps":
+        return steps
+    return kinds.SequentialLR(optimizer, [kinds.LinearLR(optimizer, 0.5, total_iters=2), steps], [2])
 
 
 def main():
@@ -22,12 +44,12 @@ def main():
     adl.init_process_group("gloo")
     loader = adl.AdaptiveDataLoader(TensorDataset(inputs, targets), batch_size=S["batch"], shuffle=True)
     test = adl.AdaptiveDataLoader(TensorDataset(inputs, targets), batch_size=64)
-    net = torch.nn.Sequential(torch.nn.Linear(10, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    net = torch.nn.Sequential(torch.nn.Linear(10, 16), torch.nn.Tanh(), Versioned(16, 1))
     if S["optimizer"] == "adam":
         optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     else:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    scheduler = schedule(optimizer)
     model = adl.AdaptiveDataParallel(net, optimizer, scheduler)
     losses = []
     for _ in adl.remaining_epochs_until(S["epochs"]):
