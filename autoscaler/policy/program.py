@@ -170,6 +170,8 @@ def _run(program: _Program, seconds: float) -> Array | None:
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import lil_matrix
 
+    if not program.worth:
+        return None  # there is nothing to choose from
     matrix = lil_matrix((len(program.rows), len(program.worth)))
     for i, terms in enumerate(program.rows):
         for variable, factor in terms.items():

@@ -66,6 +66,14 @@ def test_a_job_with_few_nodes_of_its_own_gets_them() -> None:
     assert sum(found.allocations["mine"].values()) == 4
 
 
+def test_a_job_whose_only_node_is_taken_by_one_that_stays_waits() -> None:
+    nodes = [NodeInfo("n0", 4), NodeInfo("n1", 3)]
+    stays = rigid("stays", min_replicas=2, max_replicas=2, preemptible=False)
+    mine = rigid("mine", min_replicas=3, limits={"n0": NodeLimit(1, 4)}, waiting_since=0.0)
+    found = allocate([stays, mine], nodes, {"stays": {"n0": 2}}, 1000.0)
+    assert found.allocations == {"stays": {"n0": 2}, "mine": {}}
+
+
 def test_what_may_not_be_preempted_is_not_ended_for_anybody() -> None:
     jobs = [rigid(f"wide{i}", min_nodes=2, max_nodes=2, preemptible=i == 5) for i in range(8)]
     current = allocate(jobs, NODES, {}, 0.0).allocations
