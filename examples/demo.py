@@ -1,18 +1,20 @@
 """What `make demo` runs: one job that grows on this machine, a summary and a picture.
 
-Everything it writes goes to .demo/; the exit code is non-zero when the run did not show what it should.
+Everything it writes goes to .demo/ (in ADAPTDL_DEMO_DIR, if that is set); the exit code is non-zero when the
+run did not show what it should.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-OUT = HERE.parent / ".demo"
+OUT = Path(os.environ.get("ADAPTDL_DEMO_DIR") or HERE.parent).resolve() / ".demo"
 ACCURACY = {"digits": 0.95, "Fashion-MNIST": 0.87}  # what the network reaches on held-out images
 
 

@@ -16,6 +16,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,13 +134,32 @@ def test_it_runs_while_a_job_does(snippet: Snippet, tmp_path: Path) -> None:
         ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         with subprocess.Popen(
-            command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+            command,
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         ) as job:
-            try:
+            said: list[str] = []
+            trains = threading.Event()
+
+            def read() -> None:  # to its end: a job whose output nobody takes stands still
                 assert job.stdout is not None
-                next(line for line in job.stdout if "held-out" in line)
+                for line in job.stdout:
+                    said.append(line)
+                    if "held-out" in line:
+                        trains.set()
+                trains.set()
+
+            reader = threading.Thread(target=read)
+            reader.start()
+            try:
+                assert trains.wait(500)
+                assert any("held-out" in line for line in said), "".join(said)
                 run(snippet, tmp_path, server.endpoint)
-                job.communicate(timeout=60)
-                assert job.returncode == 143  # the last command stops it
+                assert job.wait(500) == 143, "".join(said)  # the last command stops it
             finally:
                 job.kill()
+                job.wait()
+                reader.join()

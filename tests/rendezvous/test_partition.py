@@ -99,7 +99,6 @@ def test_a_node_behind_a_pulled_cable(own_world, cable, collect):
             cable.pull()
             pulled = time.monotonic()
             assert seen.wait(2)[1].kind == "delete"
-            assert time.monotonic() - pulled < 5, "a lease of 2 s"
             for number in range(1, 6):
                 store.put(prefix + "plan", str(number))
             # until the other side's kernel must have given the connections up: 2 + 3 x 1 s
@@ -107,11 +106,9 @@ def test_a_node_behind_a_pulled_cable(own_world, cable, collect):
             while time.monotonic() < threshold:
                 time.sleep(0.05)
             cable.plug_in()
-            plugged = time.monotonic()
             got = {next(lines).strip() for _ in range(6)}
             assert got == {"lost", "1", "2", "3", "4", "5"}
             assert seen.wait(3)[2].value == "second"
-            assert time.monotonic() - plugged < 10
         finally:
             client.kill()
             client.wait()

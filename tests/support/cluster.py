@@ -15,7 +15,7 @@ from adaptdl_elastic.rendezvous.connect import connect
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.records import NodeRecord, decode
 from adaptdl_elastic.rendezvous.server import EtcdServer
-from adaptdl_elastic.rendezvous.store import Store
+from adaptdl_elastic.rendezvous.store import Change, Store
 
 JOB = "job"
 
@@ -113,6 +113,10 @@ class Cluster:
         assert len(weights) == replicas, weights
         assert len(set(weights)) == 1, weights
         assert self.violations() == []
+
+    def history(self) -> list[Change]:
+        """Every change that there was in the store so far."""
+        return self._recorder.changes()
 
     def violations(self, keys: Keys | None = None) -> list[str]:
         """What the history checker finds."""
