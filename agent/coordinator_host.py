@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from adaptdl_elastic.rendezvous.keys import Keys
 
@@ -28,6 +29,8 @@ FIRST_DELAY, LAST_DELAY = 0.2, 10.0  # seconds between a coordinator's death and
 CLAIM_AGAIN_AFTER = 1.0  # seconds: a claim that waits for the store is not made twice
 SETTLED_AFTER = 10.0  # seconds after an agent's start from which it may keep one that stands by
 HEALTHY_AFTER = 30.0  # seconds after which a death is not one of a series
+SERIES = 8  # deaths and failed starts in a row after which another node should have a try
+REST = 30.0  # seconds for which this one then has none
 
 
 class CoordinatorChild:
@@ -39,6 +42,8 @@ class CoordinatorChild:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: int | None = None
+        self._log_lost = False
+        self.failed = False  # it does not run here, and is not tried again
         self._thread = threading.Thread(target=self._keep, name="coordinator", daemon=True)
         self._thread.start()
 
@@ -49,17 +54,32 @@ class CoordinatorChild:
         return None if process is None else process.pid
 
     def _keep(self) -> None:
-        delay = FIRST_DELAY
+        delay, series, told = FIRST_DELAY, 0, ""
         while not self._closing.is_set():
             started = time.monotonic()
-            process = self._start()
-            if process is None:
-                return
-            code = process.wait()
+            try:
+                process = self._start()
+                if process is None:
+                    return
+                code = process.wait()
+                told, what = "", f"the coordinator ended with code {code}{_last_words(self._log)}"
+            except (
+                OSError,
+                subprocess.SubprocessError,
+            ) as error:  # no descriptor, memory, process left
+                what = f"no coordinator can be started here: {error}"
             if self._closing.is_set():
                 return
-            delay = FIRST_DELAY if time.monotonic() - started > HEALTHY_AFTER else min(2 * delay, LAST_DELAY)
-            self._died(f"the coordinator ended with code {code}{_last_words(self._log)}; starting it again")
+            if time.monotonic() - started > HEALTHY_AFTER:
+                delay, series = FIRST_DELAY, 0
+            delay, series = min(2 * delay, LAST_DELAY), series + 1
+            if series >= SERIES:
+                self.failed = True
+                self._died(f"{what}; this node leaves it to others for {REST:g} s")
+                return
+            if what != told:
+                self._died(f"{what}; starting it again")
+            told = what
             self._closing.wait(delay)
 
     def _start(self) -> subprocess.Popen[bytes] | None:
@@ -69,17 +89,29 @@ class CoordinatorChild:
             self._hang_up()
             read, self._pipe = os.pipe()
             command = [sys.executable, "-m", "adaptdl_elastic.autoscaler", "coordinator"]
-            with self._log.open("ab") as log:
-                self._process = subprocess.Popen(
-                    [*command, *self._arguments, "--parent-fd", str(read)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=(read,),
-                    start_new_session=True,
-                )
-            os.close(read)
+            try:
+                with self._open_log() as log:
+                    self._process = subprocess.Popen(
+                        [*command, *self._arguments, "--parent-fd", str(read)],
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        pass_fds=(read,),
+                        start_new_session=True,
+                    )
+            finally:
+                os.close(read)
             return self._process
+
+    def _open_log(self) -> BinaryIO:
+        """The log, or a place where it is lost: without a coordinator nobody could join or leave."""
+        try:
+            return self._log.open("ab")
+        except OSError as error:
+            if not self._log_lost:
+                self._log_lost = True
+                self._died(f"the coordinator's log is lost: {error}")
+            return Path(os.devnull).open("ab")
 
     def _hang_up(self) -> None:
         if self._pipe is not None:
@@ -123,7 +155,8 @@ class Holder:
 class CoordinatorHost:
     """Keeps a coordinator while this agent holds one of the two places, and claims one that is free.
 
-    `claim(key, other)` is to create `key` for us, unless we hold `other`. `settled` is when, by `clock`, this
+    `claim(key, other)` is to create `key` for us, unless we hold `other`; `release(key)` is to give it up,
+    which happens when no coordinator can be kept here. `settled` is when, by `clock`, this
     agent may begin to keep one that stands by: the start of a job has enough to do.
     """
 
@@ -133,20 +166,32 @@ class CoordinatorHost:
         keys: Keys,
         child: Callable[[], CoordinatorChild],
         claim: Callable[[str, str], None],
+        release: Callable[[str], None],
         settled: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._me, self._new_child, self._claim, self._clock = me, child, claim, clock
+        self._me, self._new_child, self._clock = me, child, clock
+        self._claim, self._release = claim, release
         self._first, self._second = keys.coordinator_host, keys.coordinator_second
         self._settled = settled
         self._child: CoordinatorChild | None = None
         self._asked = float("-inf")
+        self._rests_until = float("-inf")
         self.due: float | None = settled  # when to `mind` again though nothing has changed
 
     def mind(self, first: str | None, second: str | None, leader: str | None) -> None:
         """Act on who holds the two places and who leads, as last heard; None: nobody."""
         holders = Holder.parse(first), Holder.parse(second)
         now, wanted, self.due = self._clock(), self._wanted(*holders, leader), None
+        if self._child is not None and self._child.failed:
+            self._child.close()
+            self._child, self._rests_until = None, now + REST
+            for key, holder in zip((self._first, self._second), holders, strict=True):
+                if holder == self._me:
+                    self._release(key)
+        if now < self._rests_until:
+            self.due = self._rests_until
+            return
         if self._me in holders:
             if self._child is None:
                 self._child = self._new_child()

@@ -115,6 +115,7 @@ class AdaptiveAgent(SimpleElasticAgent):
             keys,
             lambda: CoordinatorChild(setting.coordinator, log, lambda text: self._loop.post(Said(text))),
             lambda key, other: self._writer.submit(partial(registration.claim, key, str(holder), other)),
+            lambda key: self._writer.submit(partial(registration.release, key, str(holder))),
             time.monotonic() + SETTLED_AFTER,
         )
         self._signals = Count()
@@ -225,6 +226,7 @@ class AdaptiveAgent(SimpleElasticAgent):
                 self._on_notice(event)
             case Said(text):
                 self._say(text)
+                self._look_around()  # it may have been the coordinator's last word
             case Connection(up):
                 self._say(str(event))
                 self._decide(d.StoreBack() if up else d.StoreAway())

@@ -254,6 +254,12 @@ class Registration:
         if other is None or other.value != value:
             self._store.compare_and_swap(key, value, 0, self._held())
 
+    def release(self, key: str, value: str) -> None:
+        """Give up what `claim` has created."""
+        found = self._store.get(key)
+        if found is not None and found.value == value:
+            self._store.compare_and_swap(key, None, found.mod_revision)
+
     def _held(self) -> Lease:
         lease = self._lease
         if lease is None or lease.lost.is_set():

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from adaptdl_elastic.agent.coordinator_host import CLAIM_AGAIN_AFTER, CoordinatorHost, Holder
+from adaptdl_elastic.agent import coordinator_host
+from adaptdl_elastic.agent.coordinator_host import (
+    CLAIM_AGAIN_AFTER,
+    REST,
+    SERIES,
+    CoordinatorChild,
+    CoordinatorHost,
+    Holder,
+)
 from adaptdl_elastic.rendezvous.keys import Keys
 
 KEYS = Keys()
@@ -19,7 +33,7 @@ class Child:
     """A coordinator that is none."""
 
     def __init__(self) -> None:
-        self.closed = False
+        self.closed = self.failed = False
 
     def close(self) -> None:
         self.closed = True
@@ -31,10 +45,19 @@ class World:
 
     now: float = 0.0
     claims: list[str] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
     children: list[Child] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.host = CoordinatorHost(ME, KEYS, self._child, self._claim, SETTLED, lambda: self.now)  # type: ignore[arg-type]
+        self.host = CoordinatorHost(
+            ME,
+            KEYS,
+            self._child,  # type: ignore[arg-type]
+            self._claim,
+            self.released.append,
+            SETTLED,
+            lambda: self.now,
+        )
 
     def _child(self) -> Child:
         self.children.append(Child())
@@ -120,6 +143,105 @@ def test_a_third_coordinator_is_ended() -> None:
     world.host.close()
     assert world.children[1].closed
     assert ended is not world.children[1]
+
+
+@pytest.mark.parametrize(("first", "second", "mine"), [(ME, FAR, FIRST), (FAR, ME, SECOND)])
+def test_who_can_not_keep_one_leaves_it_to_others_for_a_while(
+    first: Holder, second: Holder, mine: str
+) -> None:
+    world = World(now=SETTLED)
+    world.mind(first, second, leads=True)
+    world.children[0].failed = True
+    assert world.mind(first, second, leads=False) == []
+    assert world.released == [mine]
+    world.mind(first, second, leads=False)  # the store has not taken it yet
+    assert world.mind(None, None, leads=False) == []
+    assert (world.released, len(world.children), world.host.due) == ([mine], 1, SETTLED + REST)
+    world.now += REST
+    assert world.mind(None, None, leads=False) == [FIRST]
+
+
+class Process:
+    """A coordinator that runs until it is told that its agent has gone."""
+
+    pid = 7
+
+    def __init__(self, ends: threading.Event, log: Any) -> None:
+        self.ends, self.log = ends, log.name
+
+    def wait(self, timeout: float | None = None) -> int:
+        assert self.ends.wait(200)
+        return 0
+
+
+class Starter:
+    """Stands in for `subprocess.Popen`: raises what it is given, in turn, then starts one."""
+
+    def __init__(self, *errors: Exception, always: bool = False) -> None:
+        self.errors, self.always = list(errors), always
+        self.started, self.ends = threading.Event(), threading.Event()
+        self.process: Process | None = None
+        self.tried = 0
+
+    def __call__(self, command: list[str], **how: Any) -> Process:
+        self.tried += 1
+        assert os.fstat(how["pass_fds"][0])
+        if self.errors:
+            raise self.errors[0] if self.always else self.errors.pop(0)
+        self.process = Process(self.ends, how["stdout"])
+        self.started.set()
+        return self.process
+
+
+@contextmanager
+def kept(monkeypatch: pytest.MonkeyPatch, starter: Starter, log: Path) -> Iterator[list[str]]:
+    """What is said while a child is kept by that starter; no descriptor is left open."""
+    monkeypatch.setattr(coordinator_host, "FIRST_DELAY", 0.0)
+    monkeypatch.setattr("subprocess.Popen", starter)
+    before, said = len(list(Path("/proc/self/fd").iterdir())), list[str]()
+    child = CoordinatorChild(["--etcd", "e:1"], log, said.append)
+    try:
+        yield said
+    finally:
+        starter.ends.set()
+        child.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert child.failed == starter.always
+
+
+def test_a_coordinator_that_can_not_be_started_is_tried_again_and_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    starter = Starter(*(OSError(24, "Too many open files") for _ in range(3)))
+    with kept(monkeypatch, starter, tmp_path / "log") as said:
+        assert starter.started.wait(200)
+        assert said == [
+            "no coordinator can be started here: [Errno 24] Too many open files; starting it again"
+        ]
+    assert starter.tried == 4
+
+
+def test_what_can_never_be_started_is_left_to_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    starter = Starter(OSError(12, "Cannot allocate memory"), always=True)
+    with kept(monkeypatch, starter, tmp_path / "log") as said:
+        for thread in threading.enumerate():
+            if thread.name == "coordinator":
+                thread.join(200)
+    assert starter.tried == SERIES
+    assert len(said) == 2
+    assert f"leaves it to others for {REST:g} s" in said[1]
+
+
+def test_a_log_that_can_not_be_written_keeps_no_coordinator_away(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    starter = Starter()
+    with kept(monkeypatch, starter, tmp_path / "removed" / "log") as said:
+        assert starter.started.wait(200)
+        assert len(said) == 1
+        assert "the coordinator's log is lost" in said[0]
+        assert starter.process is not None
+        assert starter.process.log == os.devnull
 
 
 def test_what_nobody_can_read_is_somebody() -> None:
