@@ -21,7 +21,7 @@ moves. So a demand that wavers by less than the band's width never buys and sell
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -112,6 +112,8 @@ class Demand:
         now: seconds since the epoch, to compare deadlines with.
         most_slots: of the largest cluster there could be.
         before: what each job was found to be worth at the last look; kept while it is nearly as good.
+        unsettled: jobs of which a change is under way: one of a given size may be on its way to what it
+            was worth before.
     """
 
     jobs: Sequence[JobInfo]
@@ -120,6 +122,7 @@ class Demand:
     now: float
     most_slots: int
     before: Mapping[str, int] = field(default_factory=dict)
+    unsettled: Collection[str] = ()
 
     @cached_property
     def _free(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -134,7 +137,8 @@ class Demand:
 
     def _want(self, job: JobInfo, slot_price: float) -> Want:
         if job.name not in self._free:
-            return Want(job.name, _fixed(job, self.most_slots))
+            least = self.before.get(job.name, 0) if job.name in self.unsettled else 0
+            return Want(job.name, max(_fixed(job, self.most_slots), least))
         settings, (counts, rates) = self.settings, self._free[job.name]
         value = settings.hour_value
         if value is None:  # in slot hours: then it is all the same what one costs, were it nothing

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from adaptdl_elastic.autoscaler.coordinator.job import requested_replicas
+from adaptdl_elastic.autoscaler.coordinator.job import Phase, examine, requested_replicas
 from adaptdl_elastic.autoscaler.coordinator.policy import policy_inputs
 from adaptdl_elastic.autoscaler.coordinator.reports import model, own_hints
 from adaptdl_elastic.autoscaler.coordinator.slots import used
+from adaptdl_elastic.autoscaler.coordinator.types import Settings
 from adaptdl_elastic.autoscaler.policy.types import JobInfo
 from adaptdl_elastic.autoscaler.providers.base import Capacity, Signal
 from adaptdl_elastic.autoscaler.scaling_types import NodeUse, Observation
@@ -20,7 +21,8 @@ def observe(
 ) -> Observation:
     """What one decision is made of. `expected`: jobs to have a node for before they are in the store."""
     asked, _, _ = policy_inputs(view)
-    asked = tuple(_as_asked(info, view.jobs[info.name]) for info in asked)
+    changing = _unsettled(view)
+    asked = tuple(_as_asked(info, view.jobs[info.name], info.name in changing) for info in asked)
     known = {job.name for job in asked}
     waiting = [info for name, job in view.jobs.items() if name not in known and (info := without_nodes(job))]
     coming = [JobInfo(name) for name in expected if name not in view.jobs or view.jobs[name].spec is None]
@@ -38,7 +40,15 @@ def observe(
         tuple(signals),
         sum(slots.values()),
         len(slots),
+        changing,
     )
+
+
+def _unsettled(view: View) -> frozenset[str]:
+    """Jobs whose plan is not yet, or no longer, what runs."""
+    settings = Settings()
+    phases = {name: examine(view, job, settings).phase for name, job in view.jobs.items()}
+    return frozenset(name for name, phase in phases.items() if phase in (Phase.CHANGING, Phase.BROKEN))
 
 
 def node_uses(view: View) -> dict[str, NodeUse]:
@@ -67,9 +77,15 @@ def node_uses(view: View) -> dict[str, NodeUse]:
     return found
 
 
-def _as_asked(info: JobInfo, job: JobView) -> JobInfo:
-    """With the size that a person asked for, of which the policy is told what the present nodes can hold."""
+def _as_asked(info: JobInfo, job: JobView, changing: bool) -> JobInfo:
+    """With the size that a person asked for, of which the policy is told what the present nodes can hold.
+
+    A change under way fixes the size for the policy, which may have to be what it was a moment ago: here
+    the job may have any size still.
+    """
     wanted = requested_replicas(job)
+    if changing and wanted is None and info.model is not None and job.spec and job.spec.record.autoscale:
+        return replace(info, requested_replicas=None)
     return info if wanted is None else replace(info, requested_replicas=min(wanted, info.max_replicas))
 
 

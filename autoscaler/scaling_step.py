@@ -49,6 +49,7 @@ _SETTLE = 2.0  # seconds between a drain request and the release of an idle node
 
 def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
     """Decide."""
+    elapsed = 0.0 if memory.updated is None else max(0.0, seen.now - memory.updated)
     memory = remember(memory, seen, settings)
     memory = _forsake(_Market(seen, memory, settings))
     market = _Market(seen, memory, settings)
@@ -61,12 +62,14 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
     memory, requests, warnings = _resize(market, goal)
     memory, leaving, overdue = _leave(replace(market, memory=memory))
     actions = [*requests, *leaving, *_protect(seen, memory)]
-    low = goal.utilisation < settings.low
-    low_since = (seen.now if memory.low_since is None else memory.low_since) if low else None
     late = _late(wanted, seen, settings)
     notes = [*seen.capacity.warnings, *warnings, *overdue, *late, *_misjudged(seen)]
     return Step(
-        replace(memory, low_since=low_since, wanted={want.job: want.replicas for want in wanted}),
+        replace(
+            memory,
+            low_since=_low_since(seen, memory, elapsed, goal, settings),
+            wanted={want.job: want.replicas for want in wanted},
+        ),
         tuple(actions),
         goal.nodes,
         goal.reason,
@@ -74,6 +77,17 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
         _forecasts(seen, wanted),
         sum(i.hourly_price for i in seen.capacity.instances),
     )
+
+
+def _low_since(
+    seen: Observation, memory: Memory, elapsed: float, goal: Target, settings: ScalingSettings
+) -> float | None:
+    """Since when utilisation is below the band; time in which a job changes does not count."""
+    if goal.utilisation >= settings.low:
+        return None
+    if memory.low_since is None:
+        return seen.now
+    return memory.low_since + (elapsed if seen.unsettled else 0.0)
 
 
 @dataclass(frozen=True)
@@ -228,8 +242,9 @@ class _Market:
         most = sum(pool.maximum * pool.slots for pool in self.seen.capacity.pools)
         largest = max((pool.slots for pool in self.seen.capacity.pools), default=1)
         most = min(most, self.settings.max_nodes * largest) + self.seen.other_slots
+        seen = self.seen
         demand = Demand(
-            self.seen.jobs, self.usual()[0], self.settings, self.seen.now, most, self.memory.wanted
+            seen.jobs, self.usual()[0], self.settings, seen.now, most, self.memory.wanted, seen.unsettled
         )
         return clear(demand, self.levels(), self.seen.other_slots)
 

@@ -38,6 +38,7 @@ class Observation:
     signals: tuple[Signal, ...] = ()
     other_slots: int = 0  # of nodes that are none of the provider's
     other_nodes: int = 0
+    unsettled: frozenset[str] = frozenset()  # jobs of which a change is under way: their size says nothing
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import pytest
 import scaling_world
 from scaling_cluster import KEYS, POOL, Cluster
 
+from adaptdl_elastic import sched_hints
 from adaptdl_elastic.autoscaler.providers.base import (
     Capacity,
     ProviderError,
@@ -22,6 +23,7 @@ from adaptdl_elastic.autoscaler.scaling_types import Memory, Observation
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.memory import MemoryStore
 from adaptdl_elastic.rendezvous.store import StoreError
+from adaptdl_elastic.sched_hints import JobHints
 
 
 @pytest.fixture
@@ -273,3 +275,42 @@ def test_events_reach_the_store(store: MemoryStore) -> None:
     lines = [json.loads(item.value) for item in store.range(KEYS.events).items]
     assert [line["event"] for line in lines] == ["autoscaler_request"]
     assert lines[0]["desired"] == 1
+
+
+def test_nodes_bought_for_a_job_stay_while_its_change_to_them_lasts(store: MemoryStore) -> None:
+    """The plan has the nodes that were there when it was made; it may take long (--rescale-timeout)."""
+    cluster = Cluster(store)
+    cluster.submit()
+    cluster.tick()
+    cluster.tick()
+    first = cluster.register(cluster.instances[0])
+    cluster.plan(first)
+    running = records.RunningRecord(first, 0, library=True)
+    store.put(KEYS.generation("train", 0, "running", first), records.encode(running))
+    hints = JobHints(
+        "train",
+        0,
+        1,
+        1,
+        128,
+        128,
+        128,
+        max_batch_size=4096,
+        local_bsz_bounds=(32, 512),
+        gradient_accumulation=True,
+        max_profiled_replicas=4,
+        grad_params=(0.001, 0.02),
+        perf_params=tuple(scaling_world.MODEL.perf_params),
+        remaining_samples=1e6,
+    )
+    store.put(KEYS.job("train", "hints"), sched_hints.encode(hints))
+    for _ in range(4):
+        cluster.tick()
+    assert len(cluster.instances) == 4
+    nodes = [first, *(cluster.register(name) for name in cluster.instances[1:])]
+    cluster.plan(first, nodes[1], generation=1)
+    for _ in range(40):
+        cluster.tick()
+    assert len(cluster.instances) == 4
+    assert cluster.status().target == 4
+    assert list(store.range(KEYS.drains).items) == []

@@ -322,3 +322,32 @@ def test_whatever_happens_bounds_hold_and_all_is_well_in_the_end(story: list[tup
     world.run(3600, every=30)
     assert world.running == []
     assert set(world.desired.values()) == {0}
+
+
+def test_a_job_of_a_given_size_keeps_its_nodes_while_it_changes() -> None:
+    world = World(DEMAND)
+    world.jobs = (waiting(replicas=6),)
+    world.until(lambda: len(world.running) == 6)
+    world.jobs, world.unsettled = (waiting(replicas=2),), frozenset({"train"})
+    world.run(1200)
+    assert len(world.running) == 6
+    world.unsettled = frozenset()
+    world.run(60)
+    assert len(world.running) == 6
+    world.run(120)
+    assert len(world.running) == 2
+
+
+def test_time_in_which_a_job_changes_is_no_time_of_low_use() -> None:
+    world = World(DEMAND)
+    world.jobs = (waiting(replicas=3), waiting("other", 1))
+    world.until(lambda: len(world.running) == 4)
+    world.jobs = (waiting(replicas=1), waiting("other", 1))
+    for _ in range(10):
+        world.unsettled = frozenset({"other"})
+        world.run(60)
+        world.unsettled = frozenset()
+        world.run(10)
+    assert len(world.running) == 4
+    world.run(60)
+    assert len(world.running) == 2

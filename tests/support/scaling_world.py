@@ -59,6 +59,7 @@ class World:
         self.settings = settings or ScalingSettings()
         self.memory = Memory()
         self.jobs: tuple[JobInfo, ...] = ()
+        self.unsettled: frozenset[str] = frozenset()
         self.broken = False
         self.stuck: set[str] = set()  # instances whose replicas do not leave
         self.draining: dict[str, float | None] = {}
@@ -70,7 +71,9 @@ class World:
         self.now += seconds
         capacity = self.look()
         nodes = {} if self.broken else self._nodes()
-        seen = Observation(self.now, capacity, nodes, self.jobs, self.provider.signals())
+        seen = Observation(
+            self.now, capacity, nodes, self.jobs, self.provider.signals(), unsettled=self.unsettled
+        )
         done = step(seen, self.memory, self.settings)
         self.memory = done.memory
         for action in done.actions:
