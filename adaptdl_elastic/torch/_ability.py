@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from adaptdl_elastic import env
 from adaptdl_elastic.torch import _backend
+from adaptdl_elastic.torch._selftest import remembered, verdict
 
 if TYPE_CHECKING:
     from adaptdl_elastic._session import Session
@@ -40,22 +41,36 @@ class Ability:
         self.why = f"{kind.label}'s self-test has not ended"  # not, while nothing is agreed
         self._own: str | None = None
         self._ended = threading.Event()
+        share = env.share_path()
+        self._share = None if share is None else Path(share)
+        known = None if self._share is None else remembered(backend, self._share)
+        if known:
+            self._fail(known)
+
+    @property
+    def failed(self) -> bool:
+        """Whether this node's self-test is known to have failed."""
+        return self._own is not None
+
+    def begin(self) -> None:
+        """Find out, beside everything else, what this node has to say."""
         self._thread("adaptdl-selftest", self._find_out)
+
+    def _fail(self, why: str) -> None:
+        self._own, self.why = why, f"{self._label}'s self-test failed: {why}"
+        log.warning("%s: every change is a restart", self.why)
 
     def _thread(self, name: str, target: Callable[[], None]) -> None:
         threading.Thread(target=target, name=name, daemon=True).start()
 
     def _find_out(self) -> None:
-        from adaptdl_elastic.torch._selftest import verdict
-
-        share = env.share_path()
-        try:
-            self._own = verdict(self._backend, None if share is None else Path(share))
-        except Exception as error:
-            self._own = f"{type(error).__name__}: {error}"
-        if self._own is not None:
-            self.why = f"{self._label}'s self-test failed: {self._own}"
-            log.warning("%s", self.why)
+        if not self.failed:
+            try:
+                why = verdict(self._backend, self._share)
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+            if why is not None:
+                self._fail(why)
         self._ended.set()
 
     def compare(self) -> None:
@@ -83,7 +98,7 @@ class Ability:
         """What each replica's node has found, "" where it works; on others than rank 0 its own."""
         from adaptdl_elastic.torch import _inplace
 
-        session, found = self._session, [self.why if self._own is not None else ""]
+        session, found = self._session, [self.why if self.failed else ""]
         if session.replicas > 1:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             store = _inplace.meeting(host, port, session.generation)
@@ -101,7 +116,7 @@ class Ability:
     def insist(self) -> None:
         """A newcomer's: wait for this node's result. RuntimeError: it can not join anybody."""
         self._ended.wait()
-        if self._own is not None:
+        if self.failed:
             raise RuntimeError(self.why)
 
 
@@ -109,8 +124,10 @@ def begin(session: Session, backend: str) -> None:
     """Find out whether groups of `backend` can be made anew, where that is asked at all."""
     kind: Any = _backend.kind(backend)
     if kind.tested and wanted(session):
-        kind.prepare()
-        session.scratch[_SCRATCH] = Ability(session, backend, kind)
+        found = session.scratch[_SCRATCH] = Ability(session, backend, kind)
+        if not found.failed:  # else the processes before found that out, and torch's own ways are better
+            kind.prepare()
+        found.begin()
 
 
 def compare(session: Session) -> None:
@@ -134,11 +151,9 @@ def ability(session: Session) -> Ability | None:
 
 def why_not(session: Session) -> str | None:
     """Why the groups of this process can not be made anew; None: they can."""
-    kind = _backend.kind(session.scratch.get("backend"))
-    why = kind.why_not(session)
-    if why is not None or not kind.tested:
-        return why
-    known = ability(session)
-    if known is None:
-        return "there is no agent, or --rescale=restart: no self-test was made"
-    return None if known.agreed else known.why
+    kind, known = _backend.kind(session.scratch.get("backend")), ability(session)
+    if known is not None and not known.agreed:
+        return known.why
+    if kind.tested and known is None:
+        return "--rescale=restart" if env.rescale() == "restart" else "there is no agent"
+    return kind.why_not(session)

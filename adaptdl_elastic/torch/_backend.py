@@ -1,7 +1,7 @@
 """What differs between torch's backends when a group breaks, ends, and has done its work.
 
-*A peer dies.* gloo: a collective raises, soon (its sockets are closed), or never ends. NCCL: nobody says
-anything for minutes. *The result of a collective is there.* gloo: when its future or `wait` ends. NCCL:
+*A peer dies.* gloo: a collective raises, soon (its sockets are closed), or never ends. NCCL: nobody may
+say anything for minutes. *The result of a collective is there.* gloo: when its future or `wait` ends. NCCL:
 these end when it is queued, for the GPU to wait; whether it has arrived is asked of an event on the GPU
 (`is_completed`). *To hang up.* gloo: shut its sockets down. NCCL: abort the communicator, which ends all
 that is queued, with whatever is in memory then. *To leave a group that is in order.* gloo: destroy it.

@@ -112,7 +112,7 @@ def _nccl(backend: str) -> type[Nccl]:
 def ask_processes(backend: str, limit: float) -> str | None:
     """Run the self-test in processes of its own; why it failed. Leaves none of them behind."""
     module = _nccl(backend).__module__
-    command = [sys.executable, "-m", _NAME, backend, "--import", module]
+    command = [sys.executable, "-m", _NAME, backend, "--import", module, "--asked"]
     environment = {name: value for name, value in os.environ.items() if not _ours(name)}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
@@ -164,11 +164,12 @@ def main() -> None:
     parser.add_argument(
         "--import", dest="module", default=_backend.__name__, help="where the backend is known"
     )
+    parser.add_argument("--asked", action="store_true", help="end when the input ends")
     parser.add_argument("--role", choices=["survivor", "victim", "replacement"], help=argparse.SUPPRESS)
     parser.add_argument("--ports", help=argparse.SUPPRESS)
     given = parser.parse_args()
     importlib.import_module(given.module)
-    if not sys.stdin.isatty():
+    if given.asked:
         threading.Thread(target=_end_with_the_asker, daemon=True).start()
     kind = _nccl(given.backend)
     kind.prepare()
@@ -209,7 +210,8 @@ def _together(backend: str, module: str) -> None:
     """A world of two, of which one is killed in a collective, and another one then takes its place."""
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
     ports = ",".join(str(store.port) for store in stores)
-    command = [sys.executable, "-m", _NAME, backend, "--import", module, "--ports", ports, "--role"]
+    command = [sys.executable, "-m", _NAME, backend, "--import", module, "--asked"]
+    command += ["--ports", ports, "--role"]
     members: dict[str, subprocess.Popen[bytes]] = {}
     for role in ("survivor", "victim", "replacement"):
         members[role] = subprocess.Popen([*command, role], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

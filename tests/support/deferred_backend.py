@@ -6,7 +6,7 @@ done means that this CPU, in place of a GPU's stream, has come to what follows t
 
 `HELD` holds collectives back: (step, how many all-reduces of that step come before it). FAULT in
 DEFERRED_FAULT breaks the backend: "hang" and "crash" do so in an abort, "once" lets no second group be
-made, "lost" leaves sums undone.
+made.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class DeferredGroup(dist.ProcessGroup):
                 raise dist.DistBackendError("the communicator was aborted")
             work = DeferredWork([tensor.detach() for tensor in tensors])
             self._works = [one for one in self._works if not one.is_completed()] + [work]
-            self._todo.put((work, start, held or FAULT == "lost"))
+            self._todo.put((work, start, held))
         return work
 
     def abort(self) -> None:

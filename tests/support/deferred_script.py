@@ -20,9 +20,10 @@ from adaptdl_elastic.torch import _ability
 def connect(_):
     init_process_group(BACKEND)
     session = _session.current()
-    if not session.joining and _ability.ability(session) is not None:
-        while session.control._round is None:  # to be carried out at the first boundary
-            time.sleep(0.001)
+    known = _ability.ability(session)
+    if not session.joining and known is not None:
+        while session.control._round is None and "failed" not in known.why:
+            time.sleep(0.001)  # then to be carried out at the first boundary
 
 
 BACKEND = os.environ.get("BACKEND", "deferred")
