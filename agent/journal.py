@@ -12,7 +12,7 @@ from adaptdl_elastic.rendezvous.records import Failure, Plan, Transition
 
 _DENSE_FOR, _THEN_EVERY = 600.0, 15.0  # seconds: a day must not fill a disk
 _SAMPLED = ("goodput", "predicted_goodput", "throughput", "efficiency", "batch_size", "step", "epoch")
-PLAIN_AFTER = 10.0  # seconds without a hello after which a script is taken for one without the library
+PLAIN_AFTER = 30.0  # seconds without a hello after which a script is taken for one without the library
 
 
 @dataclass
@@ -30,16 +30,20 @@ class Journal:
     """Knows what has been written, so that each generation is written once."""
 
     write: Callable[[Event], None]
+    wall: Callable[[], float] = time.time
     _begun: _Begun | None = None
     _knows: bool = False  # the script uses the library: it has said hello once
     _last_step: float | None = None
     _holds: bool = False  # a generation has begun here and not ended
     _sampled: float = 0.0  # wall clock of the last `goodput` event
-    _opened: float = field(default_factory=time.time)
+    _opened: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._opened = self.wall()
 
     def emit(self, event: str, when: float | None = None, **fields: Any) -> None:
         """Write one event."""
-        self.write({"time": time.time() if when is None else when, "event": event, **fields})
+        self.write({"time": self.wall() if when is None else when, "event": event, **fields})
 
     def started(self, plan: Plan, pids: dict[int, int], last_step: float | None) -> None:
         """This node's replicas have started; `last_step` is what other nodes said of the one before."""
@@ -48,7 +52,7 @@ class Journal:
         joins = plan.transition is Transition.INPLACE and not self._holds
         known = [t for t in (self._last_step, last_step) if t is not None and not joins]
         self._holds = True
-        self._begun = _Begun(plan, time.time(), max(known, default=None), self._knows)
+        self._begun = _Begun(plan, self.wall(), max(known, default=None), self._knows)
         self.emit("started", generation=plan.generation, pids={str(rank): pid for rank, pid in pids.items()})
 
     def hello(self) -> None:
@@ -79,7 +83,7 @@ class Journal:
         self._holds = False
         self.flush()
         if self._last_step is None or (begun is not None and not begun.library):
-            self._last_step = time.time()
+            self._last_step = self.wall()
 
     def due(self) -> float | None:
         """Wall-clock time at which `flush` is due."""
@@ -93,7 +97,7 @@ class Journal:
 
     def goodput(self, hints: dict[str, Any]) -> None:
         """What rank 0 reports goes into the log too, less and less often."""
-        now = time.time()
+        now = self.wall()
         interval = 1.5 if now - self._opened < _DENSE_FOR else _THEN_EVERY
         if hints.get("goodput") is not None and now - self._sampled >= interval:
             self._sampled = now

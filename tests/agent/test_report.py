@@ -15,6 +15,7 @@ from rich.console import Console
 from adaptdl_elastic.agent import display, report
 from adaptdl_elastic.agent.eventlog import Event
 from adaptdl_elastic.agent.journal import Journal
+from adaptdl_elastic.autoscaler.coordinator.types import Settings
 from adaptdl_elastic.rendezvous.records import Cause, Failure, Placement, Plan, Transition
 
 RUN: list[Event] = [
@@ -162,6 +163,21 @@ def test_who_comes_back_to_join_others_does_not_know_how_long_they_paused() -> N
     journal.step(90.0)
     pauses = [e["pause_s"] for e in written if e["event"] == "generation"]
     assert pauses == [None, 1.0, None]
+
+
+def test_a_script_is_given_time_to_say_that_it_uses_the_library() -> None:
+    """As long as the coordinator gives it; one that has said so once is never taken for another."""
+    now, written = [100.0], list[Event]()
+    journal = Journal(written.append, lambda: now[0])
+    journal.started(plan(0), {0: 10}, None)
+    assert journal.due() == 100.0 + Settings().hello_grace
+    journal.hello()
+    assert journal.due() is None
+    now[0] = 200.0
+    journal.step(199.0)
+    journal.started(plan(1), {0: 11}, None)
+    assert journal.due() is None
+    assert [e["time"] for e in written if e["event"] == "generation"] == [199.0]
 
 
 def test_a_script_without_the_library_begins_when_it_starts() -> None:
