@@ -72,13 +72,17 @@ class Loop:
             self._selector.unregister(source)
 
     def on_signals(self, numbers: Iterable[int]) -> None:
-        """Post `Signalled` for these signals, until `close`."""
+        """Post `Signalled` for these signals, until `close`; not for those that this process is to ignore.
+
+        `nohup` wants that, and so does a shell with the interrupts of what it runs in the background.
+        """
 
         def handle(number: int, frame: FrameType | None) -> None:
             self.post(Signalled(number))
 
         for number in numbers:
-            self._handlers[number] = signal.signal(number, handle)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._handlers[number] = signal.signal(number, handle)
 
     def wait(self, until: float | None) -> list[object]:
         """Sleep until something happens, or `until` (monotonic); what was posted, in order."""
