@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
 import zlib
@@ -102,6 +103,14 @@ def new_id(existing: Sequence[str], generation: int) -> str:
     """An id that sorts after all of `existing` and that no other writer will choose."""
     number = max((sequence_number(id) for id in existing), default=0) + 1
     return f"{number:08d}-g{generation:05d}-{secrets.token_hex(4)}"
+
+
+_ID = re.compile(r"\d{8,}-g\d{5,}-\w+", re.ASCII)
+
+
+def is_id(name: str) -> bool:
+    """Whether `new_id` makes such names."""
+    return _ID.fullmatch(name) is not None
 
 
 def sequence_number(checkpoint_id: str) -> int:
@@ -277,14 +286,10 @@ class DirectoryStorage(Storage):
         self.path = str(self._root)
 
     def ids(self) -> list[str]:
-        """Names of the complete ones."""
+        """By their names: a directory gets it with the manifest inside, so that one without is damaged."""
         try:
             with os.scandir(self._root) as found:
-                names = [
-                    entry.name
-                    for entry in found
-                    if sequence_number(entry.name) and (self._root / entry.name / MANIFEST).is_file()
-                ]
+                names = [entry.name for entry in found if is_id(entry.name) and entry.is_dir()]
         except FileNotFoundError:
             return []
         except OSError as error:

@@ -117,7 +117,7 @@ def like(
         made = OrderedDict(items)
         if hasattr(value, _METADATA):
             setattr(made, _METADATA, copy(getattr(value, _METADATA)))
-    elif _default(value) is not None:
+    elif isinstance(value, defaultdict) and _default(value) is not None:
         made = defaultdict(value.default_factory, items)
     else:
         made = dict(items)

@@ -131,7 +131,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(
     assert "n.state does not match its checksum" in caplog.text
 
 
-@pytest.mark.parametrize("how", ["manifest", "missing", "short", "empty"])
+@pytest.mark.parametrize("how", ["manifest", "no manifest", "missing", "short", "empty"])
 def test_every_kind_of_damage_is_found(script: Script, tmp_path: Path, how: str) -> None:
     number = Number("n", 1)
     checkpoint.save_all_states()
@@ -141,6 +141,8 @@ def test_every_kind_of_damage_is_found(script: Script, tmp_path: Path, how: str)
     directory = tmp_path / "saved" / newest.id
     if how == "manifest":
         damage(tmp_path, newest.id, "manifest.json")
+    elif how == "no manifest":
+        (directory / "manifest.json").unlink()
     elif how == "missing":
         (directory / "n.state").unlink()
     else:
@@ -149,11 +151,12 @@ def test_every_kind_of_damage_is_found(script: Script, tmp_path: Path, how: str)
     assert Number("n").value == 1
 
 
-def test_a_missing_model_file_never_gives_fresh_weights(script: Script, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["model.state", "manifest.json"])
+def test_a_missing_file_never_gives_fresh_weights(script: Script, tmp_path: Path, file: str) -> None:
     Model(torch.nn.Linear(2, 2))
     only = checkpoint.save_all_states()
     assert only is not None
-    (tmp_path / "saved" / only.id / "model.state").unlink()
+    (tmp_path / "saved" / only.id / file).unlink()
     script.restart()
     with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
         Model(torch.nn.Linear(2, 2))
@@ -591,6 +594,54 @@ def test_containers_come_back_as_what_they_were(script: Script, through: str) ->
     assert content["model"]._metadata == metadata
     assert content["model"]._metadata is not metadata
     assert type(content["size"]) is torch.Size
+
+
+class Versioned(torch.nn.Linear):
+    """Refuses a state dict that does not say of which version it is, as torchvision's MNASNet does."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if local_metadata.get("version") != 2:
+            raise ValueError(f"version {local_metadata.get('version')}")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+@pytest.mark.parametrize("kind", ["MultiStepLR", "SequentialLR"])
+def test_schedulers_and_modules_go_on_where_they_were(script: Script, kind: str) -> None:
+    class Training(Kinds):
+        def __init__(self) -> None:
+            self.module = Versioned(2, 1)
+            optimizer = torch.optim.SGD(self.module.parameters(), lr=1.0)
+            steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3, 3])
+            warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2)
+            both = torch.optim.lr_scheduler.SequentialLR
+            self.schedule = both(optimizer, [warm, steps], [2]) if kind == "SequentialLR" else steps
+            self.parts = {"module": self.module, "optimizer": optimizer, "schedule": self.schedule}
+            super().__init__()
+
+        def state_dict(self) -> Any:
+            return {name: part.state_dict() for name, part in self.parts.items()}
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            for name, part in self.parts.items():
+                part.load_state_dict(state_dict[name])
+
+        def step(self) -> list[float]:
+            self.parts["optimizer"].step()
+            self.schedule.step()
+            return self.schedule.get_last_lr()
+
+    undisturbed = Training()
+    expected = [undisturbed.step() for _ in range(7)]
+    script.restart()
+    rates = []
+    for _ in range(7):
+        training = Training()
+        rates.append(training.step())
+        checkpoint.save_all_states()
+        script.restart()
+    assert rates == expected
 
 
 def test_one_state_by_itself(script: Script, tmp_path: Path) -> None:

@@ -163,12 +163,26 @@ def test_an_open_state_stays_readable_when_its_checkpoint_is_removed(tmp_path: P
 
 def test_foreign_files_beside_the_checkpoints_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "12345").mkdir()
+    copies = [tmp_path / name for name in ("12345", "00000007-g00000-0123abcd.bak", "1-notes", "new")]
+    for copy in copies:
+        copy.mkdir()
+    (tmp_path / "00000009-g00000-0123abcd").write_text("a file")
     storage = DirectoryStorage(tmp_path)
     saved = write(storage, {"a": b"1"})
     storage.sweep()
     assert storage.ids() == [saved]
     assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert all(copy.is_dir() for copy in copies)
+
+
+def test_a_checkpoint_without_its_manifest_is_listed_and_damaged(tmp_path: Path) -> None:
+    """It was renamed into place with it."""
+    storage = DirectoryStorage(tmp_path)
+    saved = write(storage, {"a": b"1"})
+    (tmp_path / saved / _storage.MANIFEST).unlink()
+    assert storage.ids() == [saved]
+    with pytest.raises(DamagedError, match=r"manifest\.json: No such file"):
+        storage.manifest(saved)
 
 
 def test_a_directory_that_can_not_be_read_is_not_an_empty_one(tmp_path: Path) -> None:
