@@ -25,6 +25,7 @@ def shifted(memory: Memory, seconds: float) -> Memory:
             entry,
             first_seen=entry.first_seen + seconds,
             registered=moved(entry.registered),
+            absent=moved(entry.absent),
             leaving_since=entry.leaving_since + seconds,
             released=moved(entry.released),
             held=entry.held + seconds,
@@ -119,12 +120,15 @@ def _meet(memory: Memory, seen: Observation) -> Memory:
             entry = Known(instance.pool, instance.preemptible, seen.now)
             pool = replace(pool, instances=pool.instances + 1, troubles=0)
         node = seen.nodes.get(instance.id)
+        if node is None and entry.registered is not None and entry.absent is None:
+            entry = replace(entry, absent=seen.now)
         if node is not None:
             if node.busy:
                 pool = replace(pool, failures=0)
             entry = replace(
                 entry,
                 registered=seen.now,
+                absent=None,
                 worked=entry.worked or node.busy,
                 at_risk=entry.at_risk or node.at_risk,
             )

@@ -45,9 +45,10 @@ def observe(
 
 
 def _unsettled(view: View) -> frozenset[str]:
-    """Jobs whose plan is not yet, or no longer, what runs."""
+    """Jobs whose plan is not yet, or no longer, what runs, and whose size nobody has said."""
     settings = Settings()
-    phases = {name: examine(view, job, settings).phase for name, job in view.jobs.items()}
+    jobs = {name: job for name, job in view.jobs.items() if requested_replicas(job) is None}
+    phases = {name: examine(view, job, settings).phase for name, job in jobs.items()}
     return frozenset(name for name, phase in phases.items() if phase in (Phase.CHANGING, Phase.BROKEN))
 
 
@@ -83,9 +84,9 @@ def _as_asked(info: JobInfo, job: JobView, changing: bool) -> JobInfo:
     A change under way fixes the size for the policy, which may have to be what it was a moment ago: here
     the job may have any size still.
     """
-    wanted = requested_replicas(job)
-    if changing and wanted is None and info.model is not None and job.spec and job.spec.record.autoscale:
+    if changing and info.model is not None and job.spec and job.spec.record.autoscale:
         return replace(info, requested_replicas=None)
+    wanted = requested_replicas(job)
     return info if wanted is None else replace(info, requested_replicas=min(wanted, info.max_replicas))
 
 

@@ -35,6 +35,7 @@ from adaptdl_elastic.autoscaler.scaling_types import (
     Known,
     LetGo,
     Memory,
+    NodeUse,
     Observation,
     PoolMemory,
     Protect,
@@ -44,6 +45,7 @@ from adaptdl_elastic.autoscaler.scaling_types import (
 )
 
 _VANISH = 60.0  # seconds for which a released instance is believed to be gone, though it is shown
+_ABSENT = 15.0  # seconds without a registration after which a draining node is believed to have left
 _SETTLE = 2.0  # seconds between a drain request and the release of an idle node: plans may be under way
 
 
@@ -462,9 +464,9 @@ def _leave(market: _Market) -> tuple[Memory, list[Action], list[str]]:
                 if seen.now - entry.held >= _hold_every(seen, instance.pool, settings):
                     actions.append(Hold(instance.id))
                     known[instance.id] = replace(entry, held=seen.now)
-            elif instance.held:
+            elif instance.held and (node is not None or _left(entry, seen.now)):
                 actions.append(LetGo(instance.id))
-        elif node is None or (not node.busy and node.draining and seen.now - entry.leaving_since >= _SETTLE):
+        elif _left(entry, seen.now) if node is None else _empty(node, entry, seen.now):
             if not _released(entry, seen.now):
                 actions.append(Release(instance.id, entry.replace, entry.leaving))
                 known[instance.id] = replace(entry, released=seen.now)
@@ -472,6 +474,21 @@ def _leave(market: _Market) -> tuple[Memory, list[Action], list[str]]:
             waited = seen.now - entry.leaving_since
             warnings.append(f"{instance.id}: still has replicas {waited:.0f} s after it was asked to drain")
     return replace(market.memory, known=known), actions, warnings
+
+
+def _empty(node: NodeUse, entry: Known, now: float) -> bool:
+    """Whether a draining node has nothing on it, and plans that were under way are published."""
+    return not node.busy and node.draining and now - entry.leaving_since >= _SETTLE
+
+
+def _left(entry: Known, now: float) -> bool:
+    """Whether an instance without a registration has none for good.
+
+    Registrations hang on leases: after the store was away they may be missing for a moment, replicas at work.
+    """
+    if entry.registered is None or entry.absent is None:
+        return True
+    return now - entry.absent >= _ABSENT or (entry.deadline is not None and now >= entry.deadline)
 
 
 def _released(entry: Known, now: float) -> bool:

@@ -50,6 +50,7 @@ class Known:
     first_seen: float
     hourly_price: float = 0.0
     registered: float | None = None  # last seen as a node
+    absent: float | None = None  # since when it is no node, having been one
     leaving: str = ""  # why we drain or have released it
     leaving_since: float = 0.0
     deadline: float | None = None

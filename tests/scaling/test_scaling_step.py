@@ -351,3 +351,44 @@ def test_time_in_which_a_job_changes_is_no_time_of_low_use() -> None:
     assert len(world.running) == 4
     world.run(60)
     assert len(world.running) == 2
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_a_draining_node_whose_registration_is_away_for_a_moment_is_not_given_back(hooks: bool) -> None:
+    """After the store stood still leases are gone for about a second, and replicas work on."""
+    world = World(SPOT, hooks=hooks)
+    world.jobs = (waiting(replicas=1),)
+    world.until(lambda: len(world.running) == 1)
+    (victim,) = world.running
+    world.stuck = {victim}
+    if hooks:
+        world.provider.release(victim, replace=True)  # by somebody else
+    else:
+        world.provider.interrupt(victim, 300)
+    world.run(20, every=5)
+    for _ in range(10):
+        world.hidden = {victim}
+        world.run(14, every=7)
+        world.hidden = set()
+        world.run(5, every=5)
+    assert world.of(Release, LetGo) == []
+    world.hidden = {victim}
+    world.run(10, every=5)
+    assert world.of(Release, LetGo) == []
+    world.run(10, every=5)
+    assert world.of(Release, LetGo) != []
+
+
+def test_after_its_deadline_nobody_waits_for_the_registration_of_a_draining_node() -> None:
+    world = World(SPOT)
+    world.jobs = (waiting(replicas=1),)
+    world.until(lambda: len(world.running) == 1)
+    (victim,) = world.running
+    world.stuck = {victim}
+    world.provider.interrupt(victim, 12)
+    world.tick(5)
+    world.hidden = {victim}
+    world.tick(5)
+    assert world.of(Release) == []
+    world.tick(5)
+    assert len(world.of(Release)) == 1

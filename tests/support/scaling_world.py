@@ -61,6 +61,7 @@ class World:
         self.jobs: tuple[JobInfo, ...] = ()
         self.unsettled: frozenset[str] = frozenset()
         self.broken = False
+        self.hidden: set[str] = set()  # instances whose registration is away
         self.stuck: set[str] = set()  # instances whose replicas do not leave
         self.draining: dict[str, float | None] = {}
         self.at_risk: set[str] = set()
@@ -111,7 +112,7 @@ class World:
             i.id for i in self.provider.capacity().instances if i.state is not InstanceState.PENDING
         ]
         found = {}
-        for name in up:
+        for name in set(up) - self.hidden:
             drains = name in self.draining
             busy = (not drains or name in self.stuck) and bool(self.jobs)
             replicas = {self.jobs[0].name: 1} if busy else {}
