@@ -22,9 +22,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from adaptdl_elastic.agent.child import Command, become, run
@@ -36,6 +38,8 @@ _BOOT = "import sys; sys.path[:1] = []; from adaptdl_elastic.agent import forkse
 _CHUNK = 1 << 16
 _STREAMS = ("stdout", "stderr", "channel")
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # by the server
+_GRACE = 2.0  # seconds between SIGTERM and SIGKILL for what a replica that ended well has left behind
+_LAST_WAIT = 2.0  # seconds at most for those that were killed, at the server's end
 
 
 @dataclass(frozen=True)
@@ -158,12 +162,32 @@ def preload(modules: Sequence[str]) -> None:
     gc.freeze()  # a collection in a replica shall not copy every page
 
 
+def _has_members(group: int) -> bool:
+    """Whether a process group has anybody: what a replica leaves behind becomes a child of the server."""
+    try:
+        os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _children() -> list[int]:
+    """The server's children that have not been reaped."""
+    mine, found = str(os.getpid()), []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError):
+            if path.read_text(errors="replace").rpartition(")")[2].split()[1] == mine:
+                found.append(int(path.parent.name))
+    return found
+
+
 class _Server:
     """One thread, one selector: requests of the agent, and ends of replicas."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._pids: dict[int, int] = {}  # replica's id → pid
+        self._graces: dict[int, float] = {}  # process group → when it is killed
         self._buffer = b""
         self._descriptors: list[int] = []
         self._wake, self._waker = socket.socketpair()
@@ -178,7 +202,10 @@ class _Server:
             selector.register(self._socket, selectors.EVENT_READ)
             selector.register(self._wake, selectors.EVENT_READ)
             while True:
-                ready = {key.fileobj for key, _ in selector.select()}
+                due = min(self._graces.values(), default=None)
+                wait = None if due is None else max(0.0, due - time.monotonic())
+                ready = {key.fileobj for key, _ in selector.select(wait)}
+                self._end_graces()
                 if self._wake in ready:
                     with suppress(BlockingIOError):
                         self._wake.recv(_CHUNK)
@@ -251,6 +278,8 @@ class _Server:
                     del self._pids[number]
                     # what it has started and left behind: data loading processes, mostly
                     self._signal_group(pid, signal.SIGTERM if status == 0 else signal.SIGKILL)
+                    if status == 0:
+                        self._graces[pid] = time.monotonic() + _GRACE
                     self._send(op="exited", id=number, exit_code=os.waitstatus_to_exitcode(status))
 
     def _signal_group(self, pid: int | None, number: int) -> None:
@@ -263,9 +292,34 @@ class _Server:
             if pid in self._pids.values():
                 os.kill(pid, number)
 
+    def _end_graces(self) -> None:
+        """Kill what is left of groups whose time is over, and forget those of which nothing is left."""
+        for group, due in list(self._graces.items()):
+            if not _has_members(group):
+                del self._graces[group]
+            elif time.monotonic() >= due:
+                del self._graces[group]
+                self._signal_group(group, signal.SIGKILL)
+
     def _kill_all(self) -> None:
+        """Replicas with their groups, then whatever else has come to us: orphans in sessions of their own."""
         for pid in self._pids.values():
             self._signal_group(pid, signal.SIGKILL)
+        self._pids.clear()
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
+        while self._graces:
+            self._reap()
+            self._end_graces()
+            if self._graces:
+                left = min(self._graces.values()) - time.monotonic()
+                signal.sigtimedwait((signal.SIGCHLD,), max(0.0, left))
+        end = time.monotonic() + _LAST_WAIT
+        while (children := _children()) and time.monotonic() < end:
+            for pid in children:  # its own children come to us when it has gone
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            signal.sigtimedwait((signal.SIGCHLD,), max(0.0, end - time.monotonic()))
+            self._reap()
 
     def _send(self, **message: object) -> None:
         with suppress(OSError):

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -231,6 +232,47 @@ def test_what_a_replica_leaves_behind_is_killed(runner: Runner, tmp_path: Path) 
         assert os.read(life, 1) == b""
     finally:
         os.close(life)
+
+
+@contextmanager
+def alive(fifo: Path) -> Iterator[Callable[[], None]]:
+    """A process that opens the FIFO for writing says a line; the function waits until it is dead."""
+    os.mkfifo(fifo)
+    life = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+
+    def dead() -> None:
+        assert select.select([life], [], [], 60)[0], "it lives"
+        assert os.read(life, 1) == b""
+
+    try:
+        yield dead
+    finally:
+        os.close(life)
+
+
+STUBBORN = "trap '' TERM; exec 3> life; echo > begun; exec sleep 1000"
+
+
+def test_what_an_ended_replica_leaves_behind_is_killed_though_it_does_not_want_to_go(
+    runner: Runner, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "begun")
+    with alive(tmp_path / "life") as dead:
+        runner.start("exec", "sh", "-c", f"({STUBBORN}) & read line < begun; exit 0")
+        assert runner.wait() == 0
+        dead()
+
+
+def test_nothing_of_a_replica_survives_the_server(tmp_path: Path) -> None:
+    server = ForkServer.start(modules=())
+    runner = Runner(server, tmp_path)
+    os.mkfifo(tmp_path / "begun")
+    with alive(tmp_path / "life") as dead:
+        runner.start("exec", "sh", "-c", f'setsid sh -c "{STUBBORN}" & read line < begun; exit 0')
+        assert runner.wait() == 0
+        server.close()
+        dead()
+    assert server.process.returncode == 0
 
 
 @pytest.mark.parametrize("how", ["the agent goes", "the server is killed"])
