@@ -15,6 +15,7 @@ import selectors
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 OUT, ERR = 1, 2
 _KEPT_RUNS, _KEPT_FOR = 20, 86400.0  # whichever is more: logs of failed runs, where no --log-dir was given
 _CHUNK = 1 << 16
+_LINE_END = re.compile(rb"\r?\n|\r")
+MOMENT = 1.0  # seconds for which a line may keep its end to itself
+LONGEST = 1 << 16  # bytes that are shown at once
 
 
 class StreamOptionError(ValueError):
@@ -173,9 +177,10 @@ class Output:
 class Pump(threading.Thread):
     """Reads pipes, writes all of it to a file and line by line to the terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(name="output", daemon=True)
         self._selector = selectors.DefaultSelector()
+        self._clock = clock
         self._lock = threading.Lock()
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ)
@@ -186,14 +191,17 @@ class Pump(threading.Thread):
         """The end to write to; the reading one ends when every writer has closed."""
         read, write = os.pipe()
         with self._lock:
-            self._selector.register(read, selectors.EVENT_READ, _Flow(file, shown))
+            self._selector.register(read, selectors.EVENT_READ, Flow(file, shown))
         os.write(self._wake_write, b"\0")
         return write
 
     def run(self) -> None:
         """The thread."""
+        flows: set[Flow] = set()  # of which something is still to be shown
         while True:
-            ready = self._selector.select(0.2 if self._closing else None)
+            due = min((flow.due for flow in flows if flow.due is not None), default=None)
+            wait = None if due is None else max(0.0, due - self._clock())
+            ready = self._selector.select(min(0.2, wait or 0.2) if self._closing else wait)
             if self._closing and not any(key.data for key, _ in ready):
                 break
             for key, _ in ready:
@@ -201,12 +209,17 @@ class Pump(threading.Thread):
                 if key.data is None:
                     continue
                 if data:
-                    key.data.feed(data)
+                    key.data.feed(data, self._clock())
+                    flows.add(key.data)
                 else:
                     with self._lock:
                         self._selector.unregister(key.fd)
                     os.close(key.fd)
                     key.data.end()
+            for flow in list(flows):
+                flow.flush(self._clock())
+                if flow.due is None:
+                    flows.discard(flow)
 
     def close(self) -> None:
         """Carry what is there, then end."""
@@ -221,13 +234,23 @@ class Pump(threading.Thread):
         self._selector.close()
 
 
-class _Flow:
-    """One stream of one replica on its way."""
+class Flow:
+    """One stream of one replica on its way. Times are those of the pump's clock.
+
+    A line is shown when it ends, and what has not ended when it is older than `MOMENT`, or longer than
+    `LONGEST`. What ends in a carriage return is overwritten on a terminal by what follows: of a progress bar
+    the latest state is shown, once in a moment.
+    """
 
     def __init__(self, file: BinaryIO | None, shown: Callable[[bytes], None] | None) -> None:
-        self._file, self._shown, self._rest = file, shown, b""
+        self._file, self._shown = file, shown
+        self._rest: list[bytes] = []  # of the line that has not ended
+        self._size = 0
+        self._state = b""  # what a carriage return has ended, and nobody has seen yet
+        self._seen = False  # the beginning of this line has been shown
+        self.due: float | None = None  # when `flush` has something to show
 
-    def feed(self, data: bytes) -> None:
+    def feed(self, data: bytes, now: float) -> None:
         """Pass it on to those who still take it: a replica must never wait for one who does not."""
         if self._file is not None:
             try:
@@ -236,9 +259,52 @@ class _Flow:
                 logger.warning("%s is not written any more: %s", self._file.name, error)
                 self._file = None
         if self._shown is not None:
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            for line in lines:
-                self._show(line)
+            self._split(data)
+            if not (self._rest or self._state):
+                self.due = None
+            elif self.due is None:
+                self.due = now + MOMENT
+
+    def _split(self, data: bytes) -> None:
+        start = 0
+        for end in _LINE_END.finditer(data):
+            self._add(data[start : end.start()])
+            start = end.end()
+            line = self._take()
+            if end[0] == b"\r":
+                self._state = line or self._state
+            elif line or self._state:
+                self._show(line or self._state)
+                self._state = b""
+            elif not self._seen:
+                self._show(b"")
+            self._seen = False if end[0] != b"\r" else self._seen and not line
+        self._add(data[start:])
+
+    def _add(self, data: bytes) -> None:
+        for start in range(0, len(data), LONGEST):
+            piece = data[start : start + LONGEST]
+            if self._size + len(piece) > LONGEST:
+                self._show(self._take())
+                self._seen = True
+            self._rest.append(piece)
+            self._size += len(piece)
+
+    def _take(self) -> bytes:
+        line = b"".join(self._rest)
+        self._rest.clear()
+        self._size = 0
+        return line
+
+    def flush(self, now: float) -> None:
+        """Show what has waited for its end for long enough."""
+        if self.due is None or now < self.due:
+            return
+        self.due = None
+        text, self._state = self._take() or self._state, b""
+        if text:
+            self._show(text)
+            self._seen = True
 
     def _show(self, line: bytes) -> None:
         if self._shown is None:
@@ -251,9 +317,10 @@ class _Flow:
 
     def end(self) -> None:
         """There is no more to come."""
-        if self._rest:
-            self._show(self._rest)
-        self._rest = b""
+        self.due = None
+        last, self._state = self._take() or self._state, b""
+        if last:
+            self._show(last)
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
+import queue
 from typing import Any
 
 import pytest
 
-from adaptdl_elastic.agent.output import _Flow
+from adaptdl_elastic.agent import output
+from adaptdl_elastic.agent.output import LONGEST, MOMENT, Flow, Pump
 
 
 class Full(io.BytesIO):
@@ -19,9 +22,9 @@ class Full(io.BytesIO):
 
 def test_a_full_disk_and_a_closed_terminal_do_not_stop_each_other(caplog: pytest.LogCaptureFixture) -> None:
     shown: list[bytes] = []
-    flow = _Flow(Full(), shown.append)
-    flow.feed(b"one\ntw")
-    flow.feed(b"o\n")
+    flow = Flow(Full(), shown.append)
+    flow.feed(b"one\ntw", 0.0)
+    flow.feed(b"o\n", 0.0)
     assert shown == [b"one", b"two"]
     assert len(caplog.messages) == 1
 
@@ -30,9 +33,79 @@ def test_a_full_disk_and_a_closed_terminal_do_not_stop_each_other(caplog: pytest
 
     file = io.BytesIO()
     file.name = "stdout.log"  # type: ignore[misc]
-    flow = _Flow(file, closed)
-    flow.feed(b"one\n")
-    flow.feed(b"two\n")
+    flow = Flow(file, closed)
+    flow.feed(b"one\n", 0.0)
+    flow.feed(b"two\n", 0.0)
     assert file.getvalue() == b"one\ntwo\n"
     flow.end()
     assert len(caplog.messages) == 2
+
+
+def shows(*pieces: tuple[bytes, float]) -> list[bytes]:
+    """What is shown of these pieces at these times, before the end."""
+    shown: list[bytes] = []
+    flow = Flow(None, shown.append)
+    for data, now in pieces:
+        flow.flush(now)
+        flow.feed(data, now)
+    return shown
+
+
+def test_lines_end_with_or_without_a_carriage_return() -> None:
+    assert shows((b"one\ntwo\r\n\nthree\r", 0.0), (b"\nfour\n", 0.1)) == [
+        *(b"one", b"two", b"", b"three", b"four")
+    ]
+
+
+def test_a_progress_bar_is_shown_while_it_goes_on_and_not_each_of_its_states() -> None:
+    bar = [(b"\r%3d%%" % percent, percent / 10) for percent in range(101)]  # as tqdm writes it, 10 s long
+    shown = shows(*bar, (b"\ndone\n", 10.0))
+    states = [int(line.strip(b"%")) for line in shown[:-1]]
+    assert shown[-1] == b"done"
+    assert states == sorted(set(states))
+    assert (states[-1], 9 <= len(states) <= 11) == (100, True)
+
+
+def test_a_bar_that_ends_its_states_with_the_carriage_return() -> None:
+    bar = [(b"%d\r" % percent, percent / 10) for percent in range(25)]
+    assert shows(*bar, (b"\n", 2.5)) == [b"9", b"19", b"24"]
+
+
+def test_a_question_without_an_end_is_shown_after_a_moment_and_not_twice() -> None:
+    assert shows((b"are you", 0.0), (b" sure? ", MOMENT / 2)) == []
+    assert shows((b"are you", 0.0), (b" sure? ", MOMENT / 2), (b"", MOMENT)) == [b"are you sure? "]
+    pieces = [(b"are you sure? ", 0.0), (b"", MOMENT), (b"\n", 2 * MOMENT), (b"yes\n\n", 2 * MOMENT)]
+    assert shows(*pieces) == [b"are you sure? ", b"yes", b""]
+
+
+def test_a_line_without_an_end_costs_no_more_than_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting:
+        searched = 0
+
+        def finditer(self, data: bytes) -> Any:
+            self.searched += len(data)
+            return found(data)
+
+    found, counting = output._LINE_END.finditer, Counting()
+    monkeypatch.setattr(output, "_LINE_END", counting)
+    chunk, chunks, shown = b"x" * 65521, 305, list[bytes]()
+    flow = Flow(None, shown.append)
+    for _ in range(chunks):  # 20 MB
+        flow.feed(chunk, 0.0)
+        assert sum(map(len, flow._rest)) <= LONGEST
+    flow.feed(b"\n", 0.0)
+    assert counting.searched == chunks * len(chunk) + 1
+    assert b"".join(shown) == chunk * chunks
+    assert max(map(len, shown)) <= LONGEST
+    assert len(shown) <= chunks + 1
+
+
+def test_what_has_no_end_comes_through_the_pump() -> None:
+    shown: queue.Queue[bytes] = queue.Queue()
+    pump = Pump()
+    write = pump.pipe(None, shown.put)
+    os.write(write, b"\r 10%")
+    assert shown.get(timeout=200) == b" 10%"
+    os.close(write)
+    pump.close()
+    assert shown.empty()
