@@ -23,7 +23,11 @@ def parse_prices(text: str, source: str = "price table") -> dict[str, float]:
         except json.JSONDecodeError as error:
             raise ProviderError(f"{source}: line {error.lineno}: {error.msg}") from None
     else:
-        rows = (row for row in csv.reader(io.StringIO(text)) if row and not row[0].startswith("#"))
+        try:
+            lines = list(csv.reader(io.StringIO(text)))
+        except csv.Error as error:
+            raise ProviderError(f"{source}: is no CSV table: {error}") from None
+        rows = [row for row in lines if row and not row[0].startswith("#")]
         entries = [(row[0].strip(), row[1].strip() if len(row) == 2 else ",".join(row[1:])) for row in rows]
         entries = [entry for entry in entries if entry[0].lower() not in ("type", "instance_type")]
     return {name: _price(source, name, value) for name, value in entries}
@@ -32,7 +36,7 @@ def parse_prices(text: str, source: str = "price table") -> dict[str, float]:
 def read_prices(path: Path) -> dict[str, float]:
     """The table in a file."""
     try:
-        return parse_prices(path.read_text(), str(path))
+        return parse_prices(path.read_text(encoding="utf-8-sig"), str(path))
     except OSError as error:
         raise ProviderError(f"price table {path}: {error.strerror}") from None
     except UnicodeDecodeError:

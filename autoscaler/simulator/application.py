@@ -190,9 +190,9 @@ _COLUMNS = {
 def _read(path: Path, columns: tuple[str, ...]) -> Array:
     """The named columns of a CSV file of numbers, shape (rows, columns)."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # as spreadsheets write it, too
             rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise WorkloadError(f"can not read {path}: {error}") from None
     if not rows:
         raise WorkloadError(f"{path}: holds no rows")

@@ -127,9 +127,11 @@ def generate(
 def read_market(path: Path) -> Market:
     """A market from a CSV file; WorkloadError names the line that does not fit."""
     try:
-        return parse_market(path.read_text(), str(path))
+        return parse_market(path.read_text(encoding="utf-8-sig"), str(path))
     except OSError as error:
         raise WorkloadError(f"{path}: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise WorkloadError(f"{path}: is no CSV file: {error}") from None
 
 
 def parse_market(text: str, source: str = "market") -> Market:

@@ -35,14 +35,15 @@ def read_workload(path: Path) -> tuple[Submission, ...]:
     Raises WorkloadError that names the line for anything that is not a job.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8-sig")  # as spreadsheets write it, too
+        reader = csv.DictReader(text.splitlines())
+        rows = list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise WorkloadError(f"can not read workload {path}: {error}") from None
-    reader = csv.DictReader(text.splitlines())
     missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
     if missing:
         raise WorkloadError(f"{path}: columns {', '.join(missing)} are missing; need {','.join(COLUMNS)}")
-    jobs = tuple(_submission(path, number, row) for number, row in enumerate(reader, start=2))
+    jobs = tuple(_submission(path, number, row) for number, row in enumerate(rows, start=2))
     if not jobs:
         raise WorkloadError(f"{path}: holds no jobs")
     names = [job.name for job in jobs]
@@ -67,7 +68,14 @@ def _submission(path: Path, number: int, row: dict[str, str]) -> Submission:
     for column in ("name", "application"):
         if not row[column]:
             raise WorkloadError(f"{path}:{number}: {column} is empty")
-    replicas, batch_size = int(value("num_replicas", 1, 1e6)), int(value("batch_size", 1, 1e9))
+
+    def whole(column: str, most: float) -> int:
+        found = value(column, 1, most)
+        if found != int(found):
+            raise WorkloadError(f"{path}:{number}: {column} is {row[column]}, need a whole number")
+        return int(found)
+
+    replicas, batch_size = whole("num_replicas", 1e6), whole("batch_size", 1e9)
     return Submission(row["name"], value("time", 0, _LATEST), row["application"], replicas, batch_size)
 
 

@@ -98,3 +98,12 @@ def test_only_the_newest_launch_counts() -> None:
     assert trouble_of([activity("Successful"), activity("Failed")]) == ("", 0.0)
     assert trouble_of([activity("InProgress"), activity("Failed")])[0] == "no capacity"
     assert trouble_of([activity("Failed", "Terminating EC2 instance"), activity("Successful")]) == ("", 0.0)
+
+
+def test_a_file_that_is_no_table_and_one_that_a_spreadsheet_has_written(tmp_path: Path) -> None:
+    path = tmp_path / "prices.csv"
+    path.write_text("1" * 200_000)
+    with pytest.raises(ProviderError, match="is no CSV table"):
+        read_prices(path)
+    path.write_bytes(b"\xef\xbb\xbfg5.xlarge,1.006\n")
+    assert read_prices(path) == {"g5.xlarge": 1.006}

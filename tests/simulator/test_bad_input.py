@@ -10,8 +10,9 @@ from click.testing import CliRunner
 from adaptdl_elastic.autoscaler.commands.cluster import coordinator
 from adaptdl_elastic.autoscaler.simulator.application import read_application
 from adaptdl_elastic.autoscaler.simulator.cli import simulate
+from adaptdl_elastic.autoscaler.simulator.market import read_market
 from adaptdl_elastic.autoscaler.simulator.synthetic import write_applications
-from adaptdl_elastic.autoscaler.simulator.workload import WorkloadError
+from adaptdl_elastic.autoscaler.simulator.workload import WorkloadError, read_workload
 
 SMALL = ["--generate", "3", "--hours", "0.1", "--nodes", "2", "--rescale-cost", "1"]
 
@@ -158,6 +159,7 @@ def test_a_job_that_is_larger_than_the_cluster(tmp_path: Path, policy: str) -> N
         ("a,1e300,small,1,128", "time is 1e300, need at most"),
         ("a,0,small,1e300,128", "num_replicas is 1e300, need at most"),
         ("a,0,small,1,1e300", "batch_size is 1e300, need at most"),
+        ("a,0,small,1.5,128", "num_replicas is 1.5, need a whole number"),
     ],
 )
 def test_a_workload_that_nobody_lives_to_see(tmp_path: Path, row: str, message: str) -> None:
@@ -165,3 +167,33 @@ def test_a_workload_that_nobody_lives_to_see(tmp_path: Path, row: str, message: 
     workload = tmp_path / "w.csv"
     workload.write_text(f"name,time,application,num_replicas,batch_size\n{row}\n")
     assert message in refused("--workload", str(workload), "--apps", str(tmp_path / "apps"))
+
+
+ENDLESS = "1" * 200_000  # more than Python's reader of CSV takes for one field
+
+
+@pytest.mark.parametrize("content", [ENDLESS.encode(), b"\xff\xfe\x00"])
+def test_files_that_are_no_csv_at_all(tmp_path: Path, content: bytes) -> None:
+    folder = made(tmp_path)
+    (folder / "placements.csv").write_bytes(content)
+    with pytest.raises(WorkloadError, match=r"placements\.csv"):
+        read_application(folder)
+    for read_file in (read_workload, read_market):
+        path = tmp_path / "file.csv"
+        path.write_bytes(content)
+        with pytest.raises(WorkloadError, match=str(path)):
+            read_file(path)
+
+
+def test_files_that_a_spreadsheet_has_written(tmp_path: Path) -> None:
+    """They begin with a byte order mark."""
+    mark = b"\xef\xbb\xbf"
+    placements = made(tmp_path) / "placements.csv"
+    before = read_application(placements.parent).points
+    placements.write_bytes(mark + placements.read_bytes())
+    assert (read_application(placements.parent).points == before).all()
+    path = tmp_path / "w.csv"
+    path.write_bytes(mark + b"name,time,application,num_replicas,batch_size\na,0,small,2,128\n")
+    assert [(job.name, job.num_replicas) for job in read_workload(path)] == [("a", 2)]
+    path.write_bytes(mark + b"seconds,price,interruptions_per_hour\n0,1,0.25\n")
+    assert list(read_market(path).prices) == [1.0]
