@@ -13,6 +13,14 @@ and where they can not, the policy shares what there is.
 
 A deadline replaces v: the cheapest size, p r / g(r), among those that finish in time.
 
+What is not there yet has to boot, and a change makes a job pause. With b seconds of the one (none for
+slots that are there or coming) and q of the other, a job of r now, g(r) · b samples on, needs
+
+    T(s) = b + q + (W - g(r) b) / g(s)
+
+to its end at size s, and (v + p s) T(s) is what is least: a job that is nearly done buys nothing. Where
+no end is declared W is without bounds, and this is the above.
+
 *Utilisation* is the slots that are worth their price over the slots there are. It is kept in a band:
 above it nodes are asked for, below it for a while (`shrink_after`) nodes are let go, inside nothing
 moves. So a demand that wavers by less than the band's width never buys and sells.
@@ -49,6 +57,8 @@ class ScalingSettings:
     max_hourly_cost: float = math.inf
     deadlines: Mapping[str, float] = field(default_factory=dict)  # job, or "*", to seconds since the epoch
     deadline_margin: float = 0.1  # forecasts are taken for so much too good
+    boot: float = 120.0  # from an order to a node, until a pool has shown how long it takes
+    pause: float = 5.0  # that a change costs a job of which nothing is known
     boot_timeout: float = 600.0  # from an instance's order to its registration
     max_replacements: int = 3  # of instances that never became a node, in a row and pool
     drain_timeout: float = 600.0
@@ -114,6 +124,9 @@ class Demand:
         before: what each job was found to be worth at the last look; kept while it is nearly as good.
         unsettled: jobs of which a change is under way: one of a given size may be on its way to what it
             was worth before.
+        running: replicas of each job now.
+        idle: slots beyond those that are there or coming: they need not boot.
+        boot: seconds from an order to a node.
     """
 
     jobs: Sequence[JobInfo]
@@ -123,6 +136,9 @@ class Demand:
     most_slots: int
     before: Mapping[str, int] = field(default_factory=dict)
     unsettled: Collection[str] = ()
+    running: Mapping[str, int] = field(default_factory=dict)
+    idle: int = 0
+    boot: float = 0.0
 
     @cached_property
     def _free(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -140,11 +156,44 @@ class Demand:
             least = self.before.get(job.name, 0) if job.name in self.unsettled else 0
             return Want(job.name, max(_fixed(job, self.most_slots), least))
         settings, (counts, rates) = self.settings, self._free[job.name]
+        if not len(counts):
+            return Want(job.name, max(1, job.min_replicas))
         value = settings.hour_value
         if value is None:  # in slot hours: then it is all the same what one costs, were it nothing
             slot_price, value = 1.0, settings.slots_value
-        deadline, before = deadline_of(settings, job.name), self.before.get(job.name)
-        return _choose(job, counts, rates, slot_price, value, deadline, self.now, settings, before)
+        deadline, late = deadline_of(settings, job.name), False
+        if deadline is not None and job.remaining is not None:
+            seconds = self._seconds(job, counts, rates, job.remaining * (1 + settings.deadline_margin))
+            in_time = seconds <= max(deadline - self.now, 0.0)
+            late = not bool(in_time.any())
+            costs = seconds if late else np.where(in_time, slot_price * counts * seconds, np.inf)
+        else:
+            left = math.inf if job.remaining is None else job.remaining
+            costs = (value + slot_price * counts) * self._seconds(job, counts, rates, left)
+        best = int(np.argmin(costs))
+        kept = np.flatnonzero(counts == self.before.get(job.name))
+        if len(kept) and not late and costs[kept[0]] <= costs[best] * (1 + settings.hysteresis):
+            best = int(kept[0])
+        rest = None
+        if job.remaining is not None:
+            rest = float(self._seconds(job, counts, rates, job.remaining)[best])
+        return Want(job.name, int(counts[best]), float(rates[best]), rest, late)
+
+    def _seconds(self, job: JobInfo, counts: np.ndarray, rates: np.ndarray, left: float) -> np.ndarray:
+        """To the job's end at each size, `left` samples from here; without a known end, of each sample.
+
+        What has to boot comes later, and until then the job runs as it does; any other size than the
+        present one costs a pause.
+        """
+        if not math.isfinite(left):
+            return np.asarray(1 / rates)
+        running = self.running.get(job.name, 0)
+        rate = _rate(counts, rates, running)
+        boot = np.where(counts > running + self.idle, self.boot, 0.0)
+        pause = self.settings.pause if job.pause is None else job.pause
+        change = np.where((counts == running) | (running == 0), 0.0, pause)
+        later = boot + change + np.maximum(left - rate * boot, 0.0) / rates
+        return np.asarray(np.where(left <= rate * boot, left / max(rate, 1e-9), later))
 
 
 @dataclass(frozen=True)
@@ -235,33 +284,9 @@ def _most(job: JobInfo, slots: int, most_slots: int, exploration: float) -> int:
     return max(1, min(profiled, job.max_replicas, nodes * slots, most_slots))
 
 
-def _choose(
-    job: JobInfo,
-    counts: np.ndarray,
-    rates: np.ndarray,
-    slot_price: float,
-    value: float,
-    deadline: float | None,
-    now: float,
-    settings: ScalingSettings,
-    before: int | None,
-) -> Want:
-    if not len(counts):
-        return Want(job.name, max(1, job.min_replicas))
-    late = False
-    if deadline is not None and job.remaining is not None:
-        in_time = job.remaining * (1 + settings.deadline_margin) / rates <= max(deadline - now, 0.0)
-        late = not bool(in_time.any())
-        price = np.where(in_time, slot_price * counts / rates, np.inf)
-        best = int(np.argmax(rates)) if late else int(np.argmin(price))
-    else:
-        costs = (value + slot_price * counts) / rates
-        best = int(np.argmin(costs))
-        kept = np.flatnonzero(counts == before)
-        if len(kept) and costs[kept[0]] <= costs[best] * (1 + settings.hysteresis):
-            best = int(kept[0])
-    left = None if job.remaining is None else float(job.remaining / rates[best])
-    return Want(job.name, int(counts[best]), float(rates[best]), left, late)
+def _rate(counts: np.ndarray, rates: np.ndarray, replicas: int) -> float:
+    """Goodput at what a job has now."""
+    return float(np.interp(replicas, counts, rates)) if replicas else 0.0
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def remember(memory: Memory, seen: Observation, settings: ScalingSettings) -> Me
     if memory.updated is not None and seen.now < memory.updated:  # remembered by a clock ahead of ours
         memory = shifted(memory, seen.now - memory.updated)
     memory = account(memory, seen)
-    memory = _meet(memory, seen)
+    memory = _meet(memory, seen, settings)
     memory = _miss(memory, seen, settings)
     memory = _hear(memory, seen)
     memory = _fail(memory, seen, settings)
@@ -102,6 +102,15 @@ def shares(node: NodeUse | None) -> dict[str, float]:
     return {job: count / total for job, count in node.replicas.items() if count}
 
 
+def running_replicas(seen: Observation) -> dict[str, int]:
+    """Of each job, on all nodes of the provider."""
+    found: dict[str, int] = {}
+    for node in seen.nodes.values():
+        for job, count in node.replicas.items():
+            found[job] = found.get(job, 0) + count
+    return found
+
+
 def interruptions_per_hour(pool: PoolMemory) -> float:
     """Of one spot node: what was seen of late, and some hours without before it.
 
@@ -110,7 +119,7 @@ def interruptions_per_hour(pool: PoolMemory) -> float:
     return pool.recent_interruptions / (pool.recent_hours + PRIOR_HOURS)
 
 
-def _meet(memory: Memory, seen: Observation) -> Memory:
+def _meet(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memory:
     """Instances that are new, and instances that have become nodes."""
     known, pools = dict(memory.known), dict(memory.pools)
     for instance in seen.capacity.instances:
@@ -125,6 +134,9 @@ def _meet(memory: Memory, seen: Observation) -> Memory:
         if node is not None:
             if node.busy:
                 pool = replace(pool, failures=0)
+            if entry.registered is None and seen.now > (since := instance.launched or entry.first_seen):
+                took = min(seen.now - since, settings.boot_timeout)
+                pool = replace(pool, boot=took if pool.boot is None else (pool.boot + took) / 2)
             entry = replace(
                 entry,
                 registered=seen.now,

@@ -27,7 +27,12 @@ from adaptdl_elastic.autoscaler.scaling import (
     least_nodes,
     target,
 )
-from adaptdl_elastic.autoscaler.scaling_memory import interruptions_per_hour, remember, shares
+from adaptdl_elastic.autoscaler.scaling_memory import (
+    interruptions_per_hour,
+    remember,
+    running_replicas,
+    shares,
+)
 from adaptdl_elastic.autoscaler.scaling_types import (
     Action,
     Drain,
@@ -208,21 +213,28 @@ class _Market:
         rate = interruptions_per_hour(self.pool(pool.name)) if pool.preemptible else 0.0
         return rate * self.settings.interruption_cost / 3600
 
-    def usual(self) -> tuple[int, float]:
-        """(slots, price of a slot hour) of the node that would be bought next, else of the dearest one."""
+    def usual(self) -> tuple[int, float, float]:
+        """(slots, price of a slot hour, seconds to boot) of the next node, else of the dearest there is."""
         offers = self.offers()
         if offers:
             best = min(offers, key=lambda o: (o.slot_price, o.preemptible, o.pool))
-            return best.slots, best.slot_price
+            boot = self.pool(best.pool).boot
+            return best.slots, best.slot_price, self.settings.boot if boot is None else boot
         there = [i for i in self.seen.capacity.instances if i.state is not InstanceState.LEAVING]
         if there:
             dearest = max(there, key=lambda i: i.hourly_price / i.slots)
-            return dearest.slots, dearest.hourly_price / dearest.slots
+            return dearest.slots, dearest.hourly_price / dearest.slots, self.settings.boot
         pools = self.seen.capacity.pools
-        return (pools[0].slots, pools[0].hourly_price / pools[0].slots) if pools else (1, 0.0)
+        slots, price = (pools[0].slots, pools[0].hourly_price / pools[0].slots) if pools else (1, 0.0)
+        return slots, price, self.settings.boot
 
     def levels(self) -> list[Level]:
         """What there is, each at its own price, and what could be had."""
+        offers = [Level(offer.slot_price, offer.available * offer.slots) for offer in self.offers()]
+        return [*self.there(), *offers] or [Level(self.usual()[1], 0)]
+
+    def there(self) -> list[Level]:
+        """What there is and stays, and what was asked for."""
         slots: dict[float, int] = {}
 
         def add(price: float, count: int) -> None:
@@ -235,9 +247,7 @@ class _Market:
                 add(instance.hourly_price * dearer / instance.slots, instance.slots)
             if self.coming(pool):
                 add(pool.hourly_price * dearer / pool.slots, self.coming(pool) * pool.slots)
-        for offer in self.offers():
-            add(offer.slot_price, offer.available * offer.slots)
-        return [Level(price, count) for price, count in slots.items()] or [Level(self.usual()[1], 0)]
+        return [Level(price, count) for price, count in slots.items()]
 
     def wants(self) -> tuple[tuple[Want, ...], int]:
         """What each job is to have, and the slots that are worth their price."""
@@ -245,8 +255,20 @@ class _Market:
         largest = max((pool.slots for pool in self.seen.capacity.pools), default=1)
         most = min(most, self.settings.max_nodes * largest) + self.seen.other_slots
         seen = self.seen
+        slots, _, boot = self.usual()
+        running = running_replicas(seen)
+        there = sum(level.slots for level in self.there()) + seen.other_slots
         demand = Demand(
-            seen.jobs, self.usual()[0], self.settings, seen.now, most, self.memory.wanted, seen.unsettled
+            seen.jobs,
+            slots,
+            self.settings,
+            seen.now,
+            most,
+            self.memory.wanted,
+            seen.unsettled,
+            running,
+            max(0, there - sum(running.values())),
+            boot,
         )
         return clear(demand, self.levels(), self.seen.other_slots)
 
@@ -255,7 +277,7 @@ class _Market:
         return sum(self.supply(pool) for pool in self.seen.capacity.pools)
 
     def target(self, wanted: int) -> Target:
-        slots, _ = self.usual()
+        slots, _, _ = self.usual()
         total = max(0, wanted - self.seen.other_slots)
         low = self.memory.low_since
         sizes, fixed = self.sizes()

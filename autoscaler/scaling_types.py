@@ -78,6 +78,7 @@ class PoolMemory:
     instances: int = 0
     hours: float = 0.0
     cost: float = 0.0
+    boot: float | None = None  # seconds that its instances have taken of late to become nodes
 
 
 @dataclass(frozen=True)

@@ -193,3 +193,66 @@ def test_every_slot_is_worth_its_own_price(
         if filled > max(below, 0) and price < dearest:
             assert filled <= max(at(price), upto)
     assert filled <= max(at(level.slot_price) for level in ladder)
+
+
+def test_who_is_nearly_done_waits_for_nobody_to_boot() -> None:
+    rate = float(rates([1])[0])
+    settings = ScalingSettings(hour_value=100.0)
+    for left, more in ((11.0, False), (60.0, False), (120.0, False), (36000.0, True)):
+        running = {"train": 1}
+        demand = Demand([job(remaining=left * rate)], 1, settings, 0.0, 64, running=running, boot=120.0)
+        (want,) = demand.at(1.0)
+        assert (want.replicas > 1) is more
+        (there,) = Demand([job(remaining=left * rate)], 1, settings, 0.0, 64, running=running, idle=63).at(
+            1.0
+        )
+        assert there.replicas >= want.replicas
+
+
+@given(
+    st.floats(1.0, 1e5),
+    st.integers(0, 16),
+    st.integers(0, 8),
+    st.floats(0, 600),
+    st.floats(0, 60),
+    st.floats(0.1, 50),
+)
+def test_what_is_bought_saves_more_than_it_costs_boot_and_pause_included(
+    seconds: float, running: int, idle: int, boot: float, pause: float, value: float
+) -> None:
+    left = seconds * float(rates([1])[0])
+    info = job(remaining=left, pause=pause)
+    settings = ScalingSettings(hour_value=value)
+    demand = Demand([info], 1, settings, 0.0, 64, running={"train": running}, idle=idle, boot=boot)
+    (want,) = demand.at(1.0)
+    if running and want.replicas > running + idle:
+        before, after = rates([running, want.replicas])
+        ends = boot + pause + max(left - before * boot, 0.0) / after
+        saved = left / before - ends
+        assert saved * value >= want.replicas * ends - running * left / before - 1e-6
+        assert left > before * boot
+
+
+def test_a_deadline_counts_boot_and_pause() -> None:
+    (rate, fast) = (float(x) for x in rates([1, 8]))
+    info = job(remaining=fast * 1000.0, pause=30.0, max_replicas=8)
+    for spare, late in ((100.0, True), (1.0e5, False)):
+        settings = ScalingSettings(deadlines={"*": 1100.0 + spare})
+        (want,) = Demand([info], 4, settings, 0.0, 64, running={"train": 1}, boot=200.0).at(1.0)
+        assert want.late is late
+        assert want.seconds_left is not None
+        if late:
+            assert want.seconds_left == pytest.approx(230.0 + (info.remaining - 200.0 * rate) / fast)
+
+
+def test_noise_does_not_change_the_size_that_meets_a_deadline() -> None:
+    counts = sizes(64, 4)
+    seconds = 1e6 * 1.1 / rates(counts)
+    settings = ScalingSettings(deadlines={"train": float(seconds[5]) * 1.01}, hysteresis=0.05)
+    price = np.array(counts) * seconds
+    for before in counts:
+        (want,) = Demand([job()], 4, settings, 0.0, 64, {"train": before}).at(1.0)
+        k = counts.index(before)
+        good = seconds <= seconds[5] * 1.01
+        near = good[k] and price[k] <= price[good].min() * 1.05
+        assert want.replicas == (before if near else counts[int(np.argmin(np.where(good, price, np.inf)))])

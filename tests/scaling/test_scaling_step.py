@@ -392,3 +392,21 @@ def test_after_its_deadline_nobody_waits_for_the_registration_of_a_draining_node
     assert world.of(Release) == []
     world.tick(5)
     assert len(world.of(Release)) == 1
+
+
+def test_a_job_that_is_nearly_done_buys_one_node_and_a_long_one_many() -> None:
+    for left, many in ((2000.0, False), (1e7, True)):
+        world = World(DEMAND, boot=120.0)
+        world.jobs = (job(remaining=left),)
+        world.tick()
+        assert (world.desired["demand"] > 1) is many
+
+
+def test_how_long_a_boot_takes_is_measured() -> None:
+    world = World(DEMAND, boot=300.0)
+    world.jobs = (waiting(replicas=2),)
+    world.until(lambda: len(world.running) == 2)
+    world.run(30)
+    boot = world.memory.pools["demand"].boot
+    assert boot is not None
+    assert 300 <= boot <= 330
