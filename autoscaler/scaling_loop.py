@@ -36,6 +36,7 @@ from adaptdl_elastic.autoscaler.scaling_step import step
 from adaptdl_elastic.autoscaler.scaling_types import (
     Action,
     Drain,
+    Forecast,
     Hold,
     LetGo,
     Memory,
@@ -305,10 +306,9 @@ class Autoscaler:
         memory = self._memory
         jobs = []
         for name in sorted(set(memory.job_costs) | set(decision.forecasts)):
-            hourly, left = decision.forecasts.get(name, (0.0, None))
-            so_far = memory.job_costs.get(name, 0.0)
-            forecast = None if left is None else so_far + hourly * left / 3600
-            jobs.append(records.JobCost(name, so_far, hourly, forecast, left))
+            so_far, told = memory.job_costs.get(name, 0.0), decision.forecasts.get(name, Forecast(0.0))
+            end = None if told.cost_left is None else so_far + told.cost_left
+            jobs.append(records.JobCost(name, so_far, told.hourly, end, told.seconds_left))
         status = records.AutoscalerStatus(
             provider=self._provider.name,
             nodes=len(seen.nodes),

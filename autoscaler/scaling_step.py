@@ -36,6 +36,7 @@ from adaptdl_elastic.autoscaler.scaling_memory import (
 from adaptdl_elastic.autoscaler.scaling_types import (
     Action,
     Drain,
+    Forecast,
     Hold,
     Known,
     LetGo,
@@ -81,7 +82,7 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
         goal.nodes,
         goal.reason,
         tuple(dict.fromkeys(notes)),
-        _forecasts(seen, wanted),
+        _forecasts(seen, wanted, market.usual()[1]),
         sum(i.hourly_price for i in seen.capacity.instances),
     )
 
@@ -562,11 +563,24 @@ def _misjudged(seen: Observation) -> list[str]:
     return found
 
 
-def _forecasts(seen: Observation, wanted: Sequence[Want]) -> dict[str, tuple[float, float | None]]:
-    """For every job: what it costs per hour now, and the seconds to its end at the size it is to have."""
+def _forecasts(seen: Observation, wanted: Sequence[Want], slot_price: float) -> dict[str, Forecast]:
+    """For every job what it costs now, and to its end at the size that it is to have."""
     hourly: dict[str, float] = {job.name: 0.0 for job in seen.jobs}
     for instance in seen.capacity.instances:
         for job, share in shares(seen.nodes.get(instance.id)).items():
             hourly[job] = hourly.get(job, 0.0) + share * instance.hourly_price
-    left = {want.job: want.seconds_left for want in wanted}
-    return {job: (cost, left.get(job)) for job, cost in hourly.items()}
+    running, found = running_replicas(seen), {want.job: want for want in wanted}
+    return {
+        job: _forecast(cost, running.get(job, 0), found.get(job), slot_price) for job, cost in hourly.items()
+    }
+
+
+def _forecast(hourly: float, running: int, want: Want | None, slot_price: float) -> Forecast:
+    """What more it is to have costs as much as what would be bought next, from its order on."""
+    if want is None or want.seconds_left is None:
+        return Forecast(hourly)
+    if want.replicas >= running:
+        later = hourly + (want.replicas - running) * slot_price
+    else:
+        later = hourly * want.replicas / running
+    return Forecast(hourly, want.seconds_left, later * want.seconds_left / 3600)

@@ -149,6 +149,15 @@ Action = Request | Drain | Release | Protect | Hold | LetGo
 
 
 @dataclass(frozen=True)
+class Forecast:
+    """What a job costs an hour now, and from now to its declared end."""
+
+    hourly: float
+    seconds_left: float | None = None  # at the size that it is to have; None: no end is known
+    cost_left: float | None = None
+
+
+@dataclass(frozen=True)
 class Step:
     """One decision."""
 
@@ -157,7 +166,5 @@ class Step:
     target: int
     reason: str
     warnings: tuple[str, ...]
-    forecasts: Mapping[str, tuple[float, float | None]] = field(
-        default_factory=dict
-    )  # job: hourly, seconds left
+    forecasts: Mapping[str, Forecast] = field(default_factory=dict)  # by job
     hourly_cost: float = 0.0

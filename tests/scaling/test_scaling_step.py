@@ -273,10 +273,10 @@ def test_goodput_decides_the_size_and_the_forecast() -> None:
     assert len(small.running) == 1
     assert len(large.running) > 2
     assert large.last is not None
-    hourly, left = large.last.forecasts["train"]
-    assert hourly == pytest.approx(len(large.running))
-    assert left is not None
-    assert left > 0
+    told = large.last.forecasts["train"]
+    assert told.hourly == pytest.approx(len(large.running))
+    assert told.seconds_left is not None
+    assert told.seconds_left > 0
 
 
 def test_what_fails_is_tried_again() -> None:
@@ -410,3 +410,29 @@ def test_how_long_a_boot_takes_is_measured() -> None:
     boot = world.memory.pools["demand"].boot
     assert boot is not None
     assert 300 <= boot <= 330
+
+
+def test_what_a_job_will_cost_is_told_before_its_nodes_are_there() -> None:
+    """By the size that it is to have, not by what runs at the moment."""
+    world = World(DEMAND, settings=ScalingSettings(hour_value=100.0), boot=300.0)
+    world.jobs = (job(remaining=1e7),)
+    told = [world.tick().forecasts["train"] for _ in range(60)]
+    wanted = world.memory.wanted["train"]
+    first, last = told[0], told[-1]
+    assert (first.hourly, last.hourly) == (0.0, wanted)
+    assert first.seconds_left is not None
+    assert last.seconds_left is not None
+    assert last.cost_left == pytest.approx(wanted * last.seconds_left / 3600)
+    assert first.cost_left == pytest.approx(last.cost_left, rel=0.05)
+
+
+def test_what_a_job_will_cost_where_it_is_to_have_less() -> None:
+    world = World(DEMAND)
+    world.jobs = (waiting(replicas=4),)
+    world.until(lambda: len(world.running) == 4)
+    world.jobs = (job(remaining=1e6, max_profiled_replicas=1),)
+    world.tick()
+    told = world.tick().forecasts["train"]
+    assert told.hourly == pytest.approx(4.0)
+    assert told.seconds_left is not None
+    assert told.cost_left == pytest.approx(world.memory.wanted["train"] * told.seconds_left / 3600)
