@@ -135,7 +135,8 @@ class GoodputFunction:
         smallest atomic batch × replicas) to `max_batch_size` (the initial one when None). A total is
         divided equally and rounded up. With `accumulation`, what exceeds the largest atomic batch is
         accumulated, and a single replica that goes above the initial batch size accumulates at least
-        once, because two gradients are needed to estimate their variance.
+        once, because two gradients are needed to estimate their variance. No total is above
+        `max_batch_size` but for that rounding.
 
         Returns (goodput, atomic batch size, accumulation steps). Goodput is 0 where no batch size
         fits the bounds (the smallest atomic batch on every replica exceeds the maximum, or the
@@ -192,7 +193,8 @@ def _candidates(
     else:
         accum = np.zeros_like(local)
         atomic = np.maximum(np.ceil(local - _EPS), low)
-    return atomic, accum, np.broadcast_to(feasible, local.shape) & (atomic <= high)
+    share = np.ceil(np.divide(largest, replicas * (accum + 1)) - _EPS)  # the smallest may not fit passes
+    return atomic, accum, np.broadcast_to(feasible, local.shape) & (atomic <= np.minimum(high, share))
 
 
 def _grad_time(params: PerfParams, atomic_bsz: Array) -> Array:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams
+from adaptdl_elastic.torch._partition import local_batch
 from adaptdl_elastic.torch._profile import WINDOW, Key
 
 THRESHOLD = 1.05
@@ -45,6 +46,46 @@ class Limits:
     maximum: int | None  # None: the batch size stays as it is
     bounds: tuple[int, int] | None
     accumulation: bool
+
+
+def initial(limits: Limits, replicas: int) -> BatchSize:
+    """The batch size that was given, in equal shares rounded up, and what the bounds make of it.
+
+    Where they do not fit this number of replicas (`misfit`): no pass is above the largest; batches are
+    accumulated only where that is allowed, so the total may then be less than was given; and the smallest
+    counts only as far as the total stays within the maximum.
+    """
+    local = local_batch(limits.init, replicas)
+    if limits.bounds is None or limits.maximum is None:
+        return BatchSize(local, 0)
+    low, high = limits.bounds
+    passes = -(-local // high) if limits.accumulation else 1
+    atomic = min(-(-local // passes), high)
+    if atomic < low:
+        if replicas * passes * low <= limits.maximum:
+            atomic = low
+        elif passes > 1:
+            atomic, passes = high, passes - 1
+    return BatchSize(atomic, passes - 1)
+
+
+def misfit(limits: Limits, replicas: int) -> str | None:
+    """Why the batch size that was given can not be had on so many replicas; None: it can."""
+    if limits.bounds is None or limits.maximum is None:
+        return None
+    low, high = limits.bounds
+    local = local_batch(limits.init, replicas)
+    if local > high and not limits.accumulation:
+        return (
+            f"local_bsz_bounds={limits.bounds}: a batch of {limits.init} is {local} on each of {replicas} "
+            f"replicas, above the largest; raise it, or give gradient_accumulation=True"
+        )
+    if replicas * low > limits.maximum:
+        return (
+            f"local_bsz_bounds={limits.bounds}: the smallest on each of {replicas} replicas is "
+            f"{replicas * low}, above max_batch_size={limits.maximum}; raise that, or lower the smallest"
+        )
+    return None
 
 
 Times = Mapping[Key, tuple[float, float]]

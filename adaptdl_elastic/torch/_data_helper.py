@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from adaptdl_elastic import _session, collective
+from adaptdl_elastic import _session, checkpoint, collective
 from adaptdl_elastic.torch._checks import check_bounds, integer
+from adaptdl_elastic.torch._choice import Limits, initial, misfit
 from adaptdl_elastic.torch._loops import Loops, loops
 from adaptdl_elastic.torch._partition import Window, local_batch, share
 from adaptdl_elastic.torch._recovery import models, recovery
@@ -265,24 +266,27 @@ class AdaptiveDataLoaderHelper:
     ) -> None:
         """Have the batch size chosen while training, and make this the loader to train with.
 
+        A job is not given numbers of replicas that do not fit these limits once its goodput is known. Where
+        it has such a number all the same, e.g. after the loss of a node, in place or restarted, it says so
+        and goes on: no batch of a replica is above the largest, nothing is accumulated where that is not
+        allowed (so that the total may be below `batch_size`), and the smallest gives way to the maximum.
+
         Args:
-            max_batch_size: Largest batch size, over all replicas.
+            max_batch_size: Largest batch size, over all replicas (its equal shares are rounded up).
             local_bsz_bounds: Smallest and largest batch of one replica, as memory allows; None: no bound.
             gradient_accumulation: Whether several batches may be accumulated to one step.
 
         Raises:
-            ValueError: when the initial batch size does not fit these limits.
+            ValueError: when the initial batch size does not fit these limits, on the replicas that a job
+                begins with.
         """
         largest = integer(max_batch_size)
         bounds = check_bounds(self.batch_size, max_batch_size, largest, local_bsz_bounds)
-        if bounds is not None and not gradient_accumulation:
-            local = local_batch(self.batch_size, self.replicas)
-            if bounds[1] < local:
-                raise ValueError(
-                    f"local_bsz_bounds={local_bsz_bounds}: a batch of {self.batch_size} is {local} on each "
-                    f"of {self.replicas} replicas, above the largest; raise it, or give "
-                    f"gradient_accumulation=True"
-                )
+        if not isinstance(gradient_accumulation, bool):
+            raise TypeError(f"gradient_accumulation={gradient_accumulation!r}: give True or False")
+        problem = misfit(Limits(self.batch_size, largest, bounds, gradient_accumulation), self.replicas)
+        if problem is not None and _begins():
+            raise ValueError(problem)
         known = self._registry.training
         self._generation = None
         if known is not None and known is not self and known.adaptive:
@@ -319,6 +323,11 @@ class AdaptiveDataLoaderHelper:
             self._generation = session.generation
             self._atomic, self._accum = self._initial()
             if self.adaptive:
+                problem = misfit(self._limits, self.replicas)
+                if problem is not None and session.rank == 0:
+                    logger.warning(
+                        "%s; until there are others, a batch is %d", problem, self.current_batch_size
+                    )
                 best = session.metrics.best_batch_size() if session.rank == 0 else None
                 chosen = None if best is None else (best.atomic_bsz, best.accumulation_steps)
                 chosen = collective.broadcast(chosen, tag="batch size")
@@ -333,13 +342,13 @@ class AdaptiveDataLoaderHelper:
         return self._atomic
 
     def _initial(self) -> tuple[int, int]:
-        """The batch size that was given, on the replicas that there are, within the bounds."""
-        atomic = local_batch(self.batch_size, self.replicas)
-        if self._local_bounds is None:
-            return atomic, 0
-        low, high = self._local_bounds
-        passes = -(-atomic // high)
-        return max(-(-atomic // passes), low), passes - 1
+        """The batch size that was given, on the replicas that there are."""
+        given = initial(self._limits, self.replicas)
+        return given.atomic_bsz, given.accumulation_steps
+
+    @property
+    def _limits(self) -> Limits:
+        return Limits(self.batch_size, self._max_batch_size, self._local_bounds, self._accumulation)
 
     def _poll(self) -> Command | None:
         """In rank 0's control thread: a better batch size, if one was found."""
@@ -526,6 +535,12 @@ class AdaptiveDataLoaderHelper:
         }
         for name, value in values.items():
             writer.add_scalar(tag_prefix + name, value, global_step)
+
+
+def _begins() -> bool:
+    """Whether this is the first generation of a job, in which nothing has been trained yet."""
+    session = _session.current()
+    return session.generation == 0 and not session.joining and checkpoint.loaded_id() is None
 
 
 class AdaptiveDataLoaderMixin:

@@ -69,7 +69,7 @@ def brute_force(
         if accumulation and replicas == 1 and total > init * (1 + 1e-8):
             accum = max(accum, 1)
         atomic = max(math.ceil(local / (accum + 1) - 1e-8), bounds[0])
-        if atomic <= bounds[1]:
+        if atomic <= min(bounds[1], math.ceil(largest / replicas / (accum + 1) - 1e-8)):
             best = max(best, fn(nodes, replicas, atomic, accum))
     return best
 
