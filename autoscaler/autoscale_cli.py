@@ -195,6 +195,7 @@ def autoscale(
             max_hourly_cost=math.inf if max_hourly_cost is None else max_hourly_cost,
             deadlines=dict(_deadline(text, time.time()) for text in deadlines),
             boot_timeout=boot_timeout,
+            gap=max(ScalingSettings.gap, 3 * interval),
             max_interruptions=max_interruptions,
         )
     except ValueError as error:

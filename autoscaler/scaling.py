@@ -66,6 +66,7 @@ class ScalingSettings:
     back_off: float = 60.0  # after a pool had nothing to give; doubles up to `max_back_off`
     max_back_off: float = 1800.0
     interruption_cost: float = 180.0  # seconds of a node that an interruption costs
+    gap: float = 300.0  # without a look, after which what is missing is no interruption: nobody was there
     max_interruptions: float = 1.0  # per spot node and hour, above which spot is not bought
     hold_every: float = 30.0  # heartbeats of lifecycle hooks
     hysteresis: float = 0.05  # a size is left only for one that is cheaper by this fraction

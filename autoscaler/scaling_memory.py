@@ -79,6 +79,9 @@ def account(memory: Memory, seen: Observation) -> Memory:
     }
     jobs, total = dict(memory.job_costs), memory.cost
     for instance in seen.capacity.instances:
+        # what came since the last look, maybe long ago, is paid from its launch on
+        if memory.updated is not None:
+            elapsed = max(0.0, seen.now - max(memory.updated, instance.launched)) / HOUR
         cost = instance.hourly_price * elapsed
         pool = pools.get(instance.pool, PoolMemory())
         pools[instance.pool] = replace(
@@ -166,12 +169,16 @@ def _meet(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memor
 def _miss(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memory:
     """Instances that are gone: interrupted, or dead before they became nodes."""
     there = {instance.id for instance in seen.capacity.instances}
+    looked = memory.updated is not None and seen.now - memory.updated <= settings.gap
     known, pools = dict(memory.known), dict(memory.pools)
     for identifier in [name for name in known if name not in there]:
         entry = known.pop(identifier)
         pool = pools.get(entry.pool, PoolMemory())
+        if not looked:
+            continue  # whoever took it, and for what reason: a person may have emptied the group
         interrupted = entry.preemptible and entry.registered is not None
-        if interrupted and (not entry.leaving or entry.deadline is not None):
+        ours = entry.leaving not in ("", _REMOVED) and entry.deadline is None
+        if interrupted and not ours:
             pools[entry.pool] = replace(
                 pool,
                 interruptions=pool.interruptions + 1,

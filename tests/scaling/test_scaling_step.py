@@ -436,3 +436,44 @@ def test_what_a_job_will_cost_where_it_is_to_have_less() -> None:
     assert told.hourly == pytest.approx(4.0)
     assert told.seconds_left is not None
     assert told.cost_left == pytest.approx(world.memory.wanted["train"] * told.seconds_left / 3600)
+
+
+def test_what_came_while_nobody_looked_is_paid_from_its_launch() -> None:
+    world = World(DEMAND, boot=0)
+    world.jobs = (waiting(replicas=1),)
+    world.run(60)
+    before = world.memory.cost
+    world.now += 10 * 3600 - 60
+    world.provider.request("demand", 5)  # by a person
+    world.provider.capacity()
+    world.now += 59
+    world.tick(1)
+    assert world.memory.cost - before == pytest.approx(10 + 4 / 60, rel=1e-3)
+    assert world.memory.pools["demand"].hours == pytest.approx(world.memory.cost)
+
+
+def test_what_is_gone_after_nobody_looked_for_long_was_not_interrupted() -> None:
+    world = World(SPOT)
+    world.jobs = (waiting(replicas=8),)
+    world.run(1800)
+    for name in list(world.running):
+        world.provider._instances.pop(name)
+    world.now += 3600
+    world.tick()
+    assert world.memory.pools["spot"].interruptions == 0
+    world.run(600)
+    assert world.desired == {"spot": 8}
+
+
+def test_an_instance_taken_without_notice_that_is_seen_to_go_was_interrupted() -> None:
+    for ours, counted in ((False, 1), (True, 0)):
+        world = World(SPOT, hooks=True)
+        world.jobs = (waiting(replicas=2),)
+        world.until(lambda world=world: len(world.running) == 2)  # type: ignore[misc]
+        if ours:
+            world.jobs = (waiting(replicas=1),)
+        else:
+            world.provider.release(world.running[0], replace=True)  # as EC2 does: seen as terminating first
+        world.until(lambda world=world: bool(world.of(LetGo)))  # type: ignore[misc]
+        world.run(60)
+        assert world.memory.pools["spot"].interruptions == counted
