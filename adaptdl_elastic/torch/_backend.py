@@ -51,7 +51,7 @@ _TRANSFER = timedelta(seconds=60)  # that one tensor may take from one replica t
 _ABORT = 60.0  # seconds that an abort may take
 _LAUNCH = 1.0  # seconds that a thread may take to queue a collective, before it is aborted all the same
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-_SPIN, _PAUSE = 50, 0.0002  # looks without a pause at whether a collective has ended, then seconds between
+_SPIN, _PAUSE = 50, 0.00005  # looks without a pause at whether a collective has ended, then seconds between
 _LOOK, _GRACE = 0.05, 0.2  # seconds between looks for a death; that a transfer has to end by itself then
 
 
@@ -297,7 +297,7 @@ class Nccl(Group):
         if patience is not None:
             # The first collective is when NCCL connects: not in the middle of a step, where a death
             # would find a thread in it that nothing wakes. One communicator is all there will be.
-            patiently(self.session, self, lambda: self.first_collective(patience))
+            patiently(self.session, self, lambda: self.first_collective(patience), patience)
 
     def first_collective(self, patience: timedelta) -> None:
         """Make the communicator, with all others."""
@@ -439,12 +439,17 @@ def keep() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
 
 
-def patiently(session: Session | None, group: Group | None, transfer: Callable[[], None]) -> None:
-    """Run `transfer`, unless somebody dies meanwhile.
+def patiently(
+    session: Session | None,
+    group: Group | None,
+    transfer: Callable[[], None],
+    limit: timedelta | None = None,
+) -> None:
+    """Run `transfer`, unless somebody dies meanwhile, or it takes longer than `limit`.
 
     In a thread, because gloo does not notice when the other end dies in the middle of a tensor: then the
     thread is left to torch's time limit, and its group must never be freed. RuntimeError: what `transfer`
-    raises, or the loss of a replica.
+    raises, the loss of a replica, or the limit.
     """
     failed: list[BaseException] = []
     if group is not None:
@@ -460,22 +465,26 @@ def patiently(session: Session | None, group: Group | None, transfer: Callable[[
     if session is None:
         run()
     else:
-        _watch(session, group, threading.Thread(target=run, name="adaptdl-transfer", daemon=True))
+        _watch(session, group, threading.Thread(target=run, name="adaptdl-transfer", daemon=True), limit)
     if failed:
         raise failed[0]
 
 
-def _watch(session: Session, group: Group | None, thread: threading.Thread) -> None:
+def _watch(session: Session, group: Group | None, thread: threading.Thread, limit: timedelta | None) -> None:
+    began = time.monotonic()
     thread.start()
     while thread.is_alive():
         thread.join(_LOOK)
-        if thread.is_alive() and session.control.lost is not None:
+        why = session.control.lost
+        if why is None and limit is not None and time.monotonic() - began > limit.total_seconds():
+            why = f"the replicas did not meet within {limit}"
+        if why is not None and thread.is_alive():
             if group is not None:
                 group.interrupt()
             thread.join(_GRACE)
             if thread.is_alive():
                 session.scratch[STUCK] = True
-                raise PeerLostError(session.control.lost or "a replica is gone")
+                raise PeerLostError(why)
 
 
 def _set_timeout(timeout: timedelta) -> None:

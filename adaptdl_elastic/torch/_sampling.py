@@ -197,7 +197,8 @@ def _of_replicas(recordings: list[Recording], replicas: int) -> torch.Tensor:
     """
     variance: torch.Tensor | float = 0.0
     for recording in recordings:
-        recording.work.wait(_PATIENCE)  # the others have had it for long; they may have died since
+        # The others have had it for long; they may have died since. Without a limit it is the GPU that waits.
+        recording.work.wait(*(() if recording.own[0].is_cuda else (_PATIENCE,)))
         mean = _total(recording.average)
         # The norms are of buffers that were divided by R already: mean_r |g_r|² = R · Σ_r |g_r/R|².
         assert recording.reduced is not None
