@@ -220,8 +220,8 @@ def save_all_states(
 
     A background save with kind "periodic" is left out while an earlier one is still being written. A
     foreground save waits for an earlier one, and for `ADAPTDL_CHECKPOINT_TIMEOUT` (120 s) altogether.
-    Raises CheckpointSaveError, in the foreground only, when it could not be written; in the background
-    that is a warning and an event. In either case the checkpoint before is still there.
+    Raises CheckpointSaveError, in the foreground only, when it could not be copied or written; in the
+    background that is a warning and an event. In either case the checkpoint before is still there.
     """
     begun = time.monotonic()
     session = _session.current()
@@ -243,8 +243,15 @@ def save_all_states(
         elif done is not None:
             done(saved)
 
-    writes = {name: (_writer(state), state.expires) for name, state in states.items()}
-    step = session.step if step is None else step
+    step, path = session.step if step is None else step, manager.storage.path
+    try:
+        writes = {name: (_writer(state), state.expires) for name, state in states.items()}
+    except Exception as error:  # whatever a state dict or a user's `save` can raise is no end of the training
+        message = f"can not save a checkpoint to {path}: {_storage.reason(error)}"
+        finished(Saved("", path, kind, step, time.monotonic() - begun, error=message))
+        if background:
+            return None
+        raise CheckpointSaveError(message) from error
     job = manager.submit(
         kind, step, writes, finished, generation=session.generation, replicas=session.replicas
     )
@@ -252,7 +259,6 @@ def save_all_states(
         return None
     timeout = _timeout()
     if not job.done.wait(max(timeout - (time.monotonic() - begun), 0)):
-        path = manager.storage.path
         message = f"saving a checkpoint to {path} took longer than {timeout:g} s (ADAPTDL_CHECKPOINT_TIMEOUT)"
         finished(Saved("", path, kind, step, time.monotonic() - begun, error=message))
         raise CheckpointSaveError(message)

@@ -38,7 +38,8 @@ __all__ = ["Accumulator"]
 
 Sums = dict[Any, Any]
 
-_ALLOWED = "a number, a tensor, a numpy array, or a list, tuple or string that grows"
+_ALLOWED = "a number, a tensor, a numpy array of numbers, or a list, tuple or string that grows"
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 LINGER = 2
 """Epochs for which blocks are remembered after their own: a replica that joins may be that far behind."""
 
@@ -292,16 +293,54 @@ def _items(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sums:
 
 
 def _value(value: Any, key: Any) -> Any:
-    """A copy that holds on to no graph, no GPU and no caller's buffer; TypeError for what can not add up."""
+    """A copy that holds on to no graph, no GPU and no caller's buffer.
+
+    TypeError for what can not add up, and for what a checkpoint can not hold, be it deep in a list or a key.
+    """
+    _check_key(key, key)
+    if isinstance(value, torch.Tensor | np.generic | np.ndarray | list | tuple | str) or (
+        isinstance(value, _PLAIN) and value is not None and not isinstance(value, bytes)
+    ):
+        return _copied(value, key)
+    raise TypeError(f"can not add a {type(value).__name__} to {key!r}: a sum can be {_ALLOWED}")
+
+
+def _copied(value: Any, key: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return value.copy()
-    if isinstance(value, bool | int | float | complex | str | list | tuple):
-        return list(value) if isinstance(value, list) else value
-    raise TypeError(f"can not add a {type(value).__name__} to {key!r}: a sum can be {_ALLOWED}")
+    if isinstance(value, np.generic | np.ndarray):
+        if value.dtype.kind not in "biufc" or value.dtype.itemsize > 8 * (1 + (value.dtype.kind == "c")):
+            raise TypeError(
+                f"can not add {value.dtype} of numpy's to {key!r}: a checkpoint holds arrays of numbers of "
+                f"up to 64 bits; make a list of it"
+            )
+        if isinstance(value, np.generic):
+            return value.item()
+        return value.astype(value.dtype.newbyteorder("="), order="C", copy=True)
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, list | tuple | set):
+        parts = [_copied(part, key) for part in value]
+        return parts if isinstance(value, list) else tuple(parts) if isinstance(value, tuple) else set(parts)
+    if isinstance(value, dict):
+        for inner in value:
+            _check_key(inner, key)
+        return {inner: _copied(item, key) for inner, item in value.items()}
+    raise TypeError(
+        f"can not add a {type(value).__name__} in a list, tuple or dict to {key!r}: a checkpoint can hold "
+        f"numbers, strings, tensors and numpy arrays"
+    )
+
+
+def _check_key(part: Any, key: Any) -> None:
+    if isinstance(part, tuple):
+        for each in part:
+            _check_key(each, key)
+    elif not isinstance(part, _PLAIN) and not (isinstance(part, np.generic) and part.dtype.kind in "biufc"):
+        raise TypeError(
+            f"can not keep a sum under {key!r}, a {type(part).__name__}: a checkpoint can hold keys that are "
+            f"strings, numbers, None, or tuples of these"
+        )
 
 
 def _negative(value: Any, key: Any) -> Any:
@@ -323,9 +362,25 @@ def merge(a: Sums, b: Sums) -> Sums:
     return merged
 
 
-def _encode(sums: Sums) -> Sums:
-    return {k: {_NDARRAY: torch.from_numpy(v)} if isinstance(v, np.ndarray) else v for k, v in sums.items()}
+def _encode(value: Any) -> Any:
+    """`value` with a marked tensor in place of every numpy array, at any depth."""
+    if isinstance(value, np.ndarray):
+        return {_NDARRAY: torch.from_numpy(value)}
+    if isinstance(value, dict):
+        return {key: _encode(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        parts = [_encode(part) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    return value
 
 
-def _decode(sums: Sums) -> Sums:
-    return {k: v[_NDARRAY].numpy() if isinstance(v, dict) else v for k, v in sums.items()}
+def _decode(value: Any) -> Any:
+    """The inverse of `_encode`."""
+    if isinstance(value, dict):
+        if value.keys() == {_NDARRAY}:
+            return value[_NDARRAY].numpy()
+        return {key: _decode(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        parts = [_decode(part) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    return value

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import enum
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,78 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
         monkeypatch, ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "saved"), ADAPTDL_CHECKPOINT_INTERVAL="0"
     )
     _session.reset()
+
+
+class Kind(enum.Enum):
+    ONE = 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [np.arange(3.0)],
+        [{"a": (np.zeros((2, 2), np.uint16), 1)}],
+        np.arange(4)[::-1],
+        np.arange(3, dtype=">i4"),
+        ([np.float32(2), np.bool_(True)],),
+        [torch.ones(2), None, b"x", {1, 2}],
+    ],
+)
+def test_whatever_is_taken_comes_back_after_a_restart(script: Script, value: Any) -> None:
+    for _ in range(2):
+        sums = Accumulator()
+        sums["x"] += value
+        sums[("a", np.int64(1))] += 1
+        checkpoint.save_all_states()
+        script.restart()
+    sums = Accumulator()
+    sums["x"] += value  # counted before
+    sums[("a", np.int64(1))] += 1
+    with sums.synchronized():
+        assert sums[("a", 1)] == 1
+        np.testing.assert_equal(plain(sums["x"]), plain(value))
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain, value))
+    return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("s", np.array(["a"]), r"can not add <U1 of numpy's to 's'"),
+        ("t", [np.array(["2020-01-01"], dtype="M8[D]")], r"datetime64\[D\] of numpy's to 't'"),
+        ("l", np.zeros(1, np.longdouble), "float128 of numpy's to 'l'"),
+        ("o", [1, [object()]], "can not add a object in a list, tuple or dict to 'o'"),
+        ("d", [{Kind.ONE: 1}], "under 'd', a Kind"),
+        (Kind.ONE, 1, "under <Kind.ONE: 1>, a Kind"),
+        (("a", frozenset()), 1, "a frozenset"),
+        ("n", None, "can not add a NoneType to 'n'"),
+    ],
+)
+def test_what_no_checkpoint_can_hold_is_refused_where_it_is_added(
+    script: Script, key: Any, value: Any, message: str
+) -> None:
+    sums = Accumulator()
+    with pytest.raises(TypeError, match=message):
+        sums[key] += value
+    with pytest.raises(TypeError, match=message):
+        Accumulator({key: value})
+    with sums.synchronized(), pytest.raises(TypeError, match=message):
+        sums[key] = value
+    assert checkpoint.save_all_states() is not None
+
+
+def test_what_is_put_into_a_list_does_not_change_with_the_original(script: Script) -> None:
+    sums, array, tensor = Accumulator(), np.zeros(2), torch.zeros(2, requires_grad=True)
+    sums["x"] += [array, tensor]
+    array += 1
+    with sums.synchronized():
+        assert (sums["x"][0].tolist(), sums["x"][1].requires_grad) == ([0, 0], False)
 
 
 def loader() -> AdaptiveDataLoader[Any]:

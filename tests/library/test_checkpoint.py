@@ -670,6 +670,22 @@ def test_a_copy_shares_nothing_with_the_original_and_keeps_what_was_shared() -> 
     torch.load(file, weights_only=True)
 
 
+def test_a_state_that_can_not_be_copied_is_told_and_does_not_end_the_training(
+    script: Script, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    Number("n", 1)
+    checkpoint.save_all_states()
+    kinds = Kinds({"hook": print})
+    checkpoint.save_all_states(kind="periodic", background=True)
+    assert "TypeError: kinds.hook is a builtins.builtin_function" in caplog.text
+    events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    assert [event["kind"] for event in events if event["event"] == "checkpoint_failed"] == ["periodic"]
+    with pytest.raises(CheckpointSaveError, match=r"can not save a checkpoint to .*kinds\.hook"):
+        checkpoint.save_all_states()
+    kinds.content = {}
+    assert checkpoint.save_all_states() is not None
+
+
 def test_what_can_not_be_saved_is_named(script: Script) -> None:
     with pytest.raises(TypeError, match=r"model\.hooks\[1\] is a builtins\.function"):
         copy_to_host({"hooks": [1, lambda: None]}, "model")
