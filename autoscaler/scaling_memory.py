@@ -147,7 +147,7 @@ def _meet(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memor
                 worked=entry.worked or node.busy,
                 at_risk=entry.at_risk or node.at_risk,
             )
-        if node is not None and node.draining and not entry.leaving:
+        if node is not None and node.draining and node.announced and not entry.leaving:
             entry = replace(
                 entry,
                 leaving="it announced its end",

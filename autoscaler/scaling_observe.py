@@ -66,10 +66,12 @@ def node_uses(view: View) -> dict[str, NodeUse]:
             request = view.drains.get(node)
             deadlines = [record.deadline, request.record.deadline if request else None]
             before = found.get(record.instance)
+            asked = request is not None and (request.record.instance, request.record.deadline) != (None, None)
             found[record.instance] = NodeUse(
                 node,
                 {job: slots[node] for job, slots in holds.items() if slots.get(node)},
                 draining=view.draining(record) or (before is not None and before.draining),
+                announced=record.draining or asked or (before is not None and before.announced),
                 deadline=min((d for d in deadlines if d is not None), default=None),
                 at_risk=record.at_risk or (before is not None and before.at_risk),
                 slots=record.slots,

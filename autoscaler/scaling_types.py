@@ -16,6 +16,7 @@ class NodeUse:
     node: str
     replicas: Mapping[str, int] = field(default_factory=dict)  # by job; what is not yet ended counts
     draining: bool = False
+    announced: bool = True  # by itself or about its instance, not by a person who wants its work elsewhere
     deadline: float | None = None
     at_risk: bool = False
     slots: int = 0  # by its agent's word; 0: not known

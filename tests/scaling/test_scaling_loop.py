@@ -314,3 +314,37 @@ def test_nodes_bought_for_a_job_stay_while_its_change_to_them_lasts(store: Memor
     assert len(cluster.instances) == 4
     assert cluster.status().target == 4
     assert list(store.range(KEYS.drains).items) == []
+
+
+@pytest.mark.parametrize("by", ["a person", "itself", "an instance", "a deadline"])
+def test_who_drains_a_node_by_hand_keeps_its_machine(store: MemoryStore, by: str) -> None:
+    """Only a node's own word, or a drain that is about its instance or has a deadline, gives it back."""
+    cluster = Cluster(store)
+    cluster.submit(nodes=1)
+    cluster.tick()
+    cluster.tick()
+    (instance,) = cluster.instances
+    node = cluster.register(instance)
+    cluster.plan(node)
+    cluster.tick()
+    if by == "itself":
+        cluster.register(instance, draining=True)
+    else:
+        more = {"an instance": {"instance": instance}, "a deadline": {"deadline": cluster.now + 60}}.get(
+            by, {}
+        )
+        request = records.DrainRequest(node, "adaptdl drain", created=1.0, **more)  # type: ignore[arg-type]
+        store.put(KEYS.drain(node), records.encode(request))
+    cluster.tick()
+    cluster.plan(generation=1)
+    cluster.end(node, 0)
+    for _ in range(3):
+        cluster.tick()
+    assert (instance in cluster.instances) is (by == "a person")
+    if instance not in cluster.instances:
+        store.delete(KEYS.node(node, "train"))  # its agent is gone with it
+    for _ in range(20):
+        cluster.tick()
+    assert len(cluster.instances) == 1
+    if by == "a person":
+        assert store.get(KEYS.drain(node)) is not None
