@@ -140,7 +140,8 @@ class Where:
             return connect(endpoint, api=self.api, options=options), cluster
         except StoreAuthError as error:
             raise CommandError(
-                f"{error}; set ADAPTDL_ETCD_USER and ADAPTDL_ETCD_PASSWORD_FILE, or --ca/--cert/--key"
+                f"{error}; set ADAPTDL_ETCD_USER and ADAPTDL_ETCD_PASSWORD_FILE, "
+                f"or give --etcd-cert and --etcd-key"
             ) from error
         except StoreError as error:
             raise CommandError(f"{error} (store: {endpoint})") from error

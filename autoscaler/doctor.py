@@ -5,6 +5,7 @@ Each check is a function that returns findings and never raises for what it is t
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -12,10 +13,9 @@ import resource
 import secrets
 import shutil
 import socket
+import ssl
 import statistics
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,10 +23,16 @@ from email.utils import parsedate_to_datetime
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import urlsplit
+
+import urllib3
 
 from adaptdl_elastic.autoscaler.state import View
+from adaptdl_elastic.rendezvous._endpoints import TryAgainError
+from adaptdl_elastic.rendezvous._http import Http, HttpStatusError
+from adaptdl_elastic.rendezvous.addresses import address_towards
 from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.options import StoreOptions, parse_endpoints
+from adaptdl_elastic.rendezvous.options import DEFAULT_PORT, StoreOptions, parse_endpoints
 from adaptdl_elastic.rendezvous.store import Store, StoreAuthError, StoreError
 
 MAX_SKEW = 2.0  # seconds
@@ -110,16 +116,26 @@ def check_limits() -> list[Finding]:
     return found
 
 
-def check_address(local_addr: str | None) -> list[Finding]:
+def announced(local_addr: str | None, endpoint: str | None) -> str:
+    """By which address or name an agent that is started here makes itself known to others."""
+    if local_addr is not None:
+        return local_addr
+    try:
+        return address_towards(parse_endpoints(endpoint)) if endpoint else socket.gethostname()
+    except StoreError:  # what is no endpoint is found out elsewhere
+        return socket.gethostname()
+
+
+def check_address(local_addr: str | None, endpoint: str | None = None) -> list[Finding]:
     """Whether other nodes could reach us by the address that we would give them."""
-    name = local_addr or socket.gethostname()
+    name = announced(local_addr, endpoint)
     try:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
-    except OSError as problem:
+    except (OSError, UnicodeError) as problem:
         return [
             error(
                 "address",
-                f"{name} does not resolve ({problem.strerror or problem})",
+                f"{name} does not resolve ({getattr(problem, 'strerror', None) or problem})",
                 "give adaptdl-run --local-addr an address that other nodes can reach",
             )
         ]
@@ -131,20 +147,40 @@ def check_address(local_addr: str | None) -> list[Finding]:
                 "for several nodes give adaptdl-run --local-addr the address on their network",
             )
         ]
-    return [ok("address", f"{name} is {', '.join(addresses)}")]
+    return [ok("address", f"{name} is {', '.join(addresses)}" if addresses != [name] else name)]
 
 
 def check_ports(low: int, high: int, host: str = "") -> list[Finding]:
     """Whether the ports that agents and replicas are confined to can be listened on."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host or None, low, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as problem:
+        return [
+            error(
+                "ports",
+                f"nobody can listen on {host} ({getattr(problem, 'strerror', None) or problem})",
+                "see the finding about the address",
+            )
+        ]
     taken: list[int] = []
     for port in range(low, high + 1):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                sock.bind((host, port))
+                sock.bind((address[0], port, *address[2:]))
             except PermissionError:
                 return [error("ports", f"port {port} needs root", "choose ports from 1024 on: --port-range")]
-            except OSError:
+            except OSError as problem:
+                if problem.errno == errno.EADDRNOTAVAIL:
+                    return [
+                        error(
+                            "ports",
+                            f"{host} is no address of this machine",
+                            "give --local-addr one of those that `ip address` lists",
+                        )
+                    ]
                 taken.append(port)
     free = high - low + 1 - len(taken)
     if free < 2:
@@ -162,8 +198,19 @@ def check_ports(low: int, high: int, host: str = "") -> list[Finding]:
 def check_directory(path: Path) -> list[Finding]:
     """Whether checkpoints can be written, kept and renamed in a directory."""
     name = "checkpoint directory"
-    where = path if path.exists() else next(p for p in path.parents if p.exists())
-    if path.exists() and not path.is_dir():
+    try:
+        there = path.exists()
+        where = path if there else next(p for p in path.parents if p.exists())
+    except OSError as problem:
+        return [
+            error(
+                name,
+                f"{path} can not be looked at: {problem.strerror}",
+                f"let user {os.geteuid()} enter the directories above it (chmod +x), or choose another "
+                f"--checkpoint-path",
+            )
+        ]
+    if there and not path.is_dir():
         return [error(name, f"{path} is not a directory", "choose another --checkpoint-path")]
     probe = where / f".adaptdl-doctor-{secrets.token_hex(4)}"
     try:
@@ -186,7 +233,7 @@ def check_directory(path: Path) -> list[Finding]:
     free = shutil.disk_usage(where).free
     if free < MIN_FREE:
         return [warning(name, f"{path}: only {free >> 20} MiB are free", "free some space there")]
-    new = "" if path.exists() else " (will be made)"
+    new = "" if there else " (will be made)"
     return [ok(name, f"{path}{new} can be written to, {free >> 30} GiB free")]
 
 
@@ -197,31 +244,107 @@ def check_server(endpoint: str, options: StoreOptions) -> list[Finding]:
     """Every endpoint: does it answer, which version is it, and what is its time."""
     found: list[Finding] = []
     for url in parse_endpoints(endpoint, options.secure):
+        http = Http((url,), options, lambda _: False)
         try:
-            context = options.ssl_context() if url.startswith("https") else None
             started = time.time()
-            with urllib.request.urlopen(f"{url}/version", timeout=options.timeout, context=context) as answer:
-                said = json.loads(answer.read())
-                date = answer.headers.get("Date")
-                took = time.time() - started
-        except (OSError, ValueError) as problem:
-            reason = getattr(problem, "reason", problem)
-            found.append(
-                error(
-                    "store",
-                    f"{url} does not answer: {reason}",
-                    "is etcd running, does it listen on that address, is a firewall between?",
-                )
-            )
+            said, date = http.look("/version")
+            took = time.time() - started
+        except (HttpStatusError, urllib3.exceptions.HTTPError, OSError, ValueError) as problem:
+            found.append(_unreachable(url, problem, options))
             continue
+        finally:
+            http.close()
         found.append(_version(url, str(said.get("etcdserver", "?"))))
         if date:
-            found.append(_skew(url, parsedate_to_datetime(date).timestamp(), started + took / 2, took))
+            found.append(_clock(url, date, started + took / 2, took))
     return found
 
 
+_RENAME = "write the endpoint with a name that the certificate is for, or have it issued anew"
+_TRUST = (
+    ("Hostname mismatch", _RENAME),
+    ("IP address mismatch", _RENAME),
+    ("expired", "renew the server's certificate; or is the clock of this machine wrong?"),
+    ("not yet valid", "the clock of this machine or of the one that issued it is wrong: run an NTP client"),
+)
+
+
+def _unreachable(url: str, problem: Exception, options: StoreOptions) -> Finding:
+    """What is wrong with a server that does not answer as an etcd does; the remedy for just that."""
+    text = TryAgainError.from_error(problem).problem
+    if isinstance(problem, urllib3.exceptions.NameResolutionError | urllib3.exceptions.LocationParseError):
+        return error(
+            "store",
+            f"{url} does not answer: {text}",
+            "correct the name in --etcd (ADAPTDL_ETCD), or add it to DNS or /etc/hosts",
+        )
+    if isinstance(problem, urllib3.exceptions.NewConnectionError | urllib3.exceptions.ConnectTimeoutError):
+        return error(
+            "store",
+            f"{url} does not answer: {text}",
+            "is etcd running, does it listen on that address, is a firewall between?",
+        )
+    if isinstance(problem, urllib3.exceptions.TimeoutError):
+        return error("store", f"{url} does not answer: {text}", "see etcd's own log: it hangs, or is no etcd")
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        told = next((remedy for word, remedy in _TRUST if word in text), "")
+        given = f"is not the one of {options.ca}: give" if options.ca else "is not known here: give"
+        return error(
+            "store",
+            f"{url} shows a certificate that is not trusted: {text}",
+            told or f"the CA that has signed it {given} that one with --etcd-ca (ADAPTDL_ETCD_CA)",
+        )
+    if "alert" in text.lower() and url.startswith("https"):
+        return error(
+            "store",
+            f"{url} asks for a client certificate"
+            + (f" other than {options.cert}" if options.cert else "")
+            + f": {text}",
+            "give one that its CA has signed with --etcd-cert and --etcd-key (ADAPTDL_ETCD_CERT, _KEY)",
+        )
+    if isinstance(problem, urllib3.exceptions.SSLError | ssl.SSLError):
+        plain = url.replace("https://", "http://", 1)
+        return error(
+            "store",
+            f"{url} does not speak TLS: {text}",
+            f"write {plain} and leave --etcd-ca and --etcd-cert away, or have etcd listen on https",
+        )
+    if url.startswith("http:") and _speaks_tls(url, options.timeout):
+        secure = url.replace("http://", "https://", 1)
+        return error(
+            "store",
+            f"{url} speaks TLS, and was asked without",
+            f"write {secure}, and give its CA with --etcd-ca (ADAPTDL_ETCD_CA)",
+        )
+    return error(
+        "store", f"{url} answers, but not as an etcd does: {text}", "is this etcd's port for clients (2379)?"
+    )
+
+
+def _speaks_tls(url: str, timeout: float) -> bool:
+    parts = urlsplit(url)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # who it is does not matter here
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection((parts.hostname, parts.port or DEFAULT_PORT), timeout) as sock:
+            context.wrap_socket(sock).close()
+    except (OSError, ValueError) as problem:
+        return "alert" in str(problem).lower()
+    return True
+
+
+def _clock(url: str, date: str, ours: float, took: float) -> Finding:
+    try:
+        theirs = parsedate_to_datetime(date).timestamp()
+    except (ValueError, TypeError, OverflowError):
+        return warning(
+            "clock", f"{url} takes the date for {date!r:.60}", "does something stand between us and etcd?"
+        )
+    return _skew(url, theirs, ours, took)
+
+
 def _version(url: str, text: str) -> Finding:
-    parts = tuple(int(part) for part in text.split("-")[0].split(".") if part.isdigit())
+    parts = tuple(int(part) for part in text.split("-")[0].split(".") if part.isdecimal())
     if parts < (3, 4):
         return error("store", f"{url} is etcd {text}", "use etcd 3.4.22 or later")
     if (3, 5, 0) <= parts <= (3, 5, 2):
@@ -349,10 +472,10 @@ def _reachable(hosts: Iterable[str]) -> Iterator[Finding]:
     for host in hosts:
         try:
             socket.getaddrinfo(host, None)
-        except OSError as problem:
+        except (OSError, UnicodeError) as problem:
             yield error(
                 "peers",
-                f"{host} does not resolve here: {problem.strerror or problem}",
+                f"{host} does not resolve here: {getattr(problem, 'strerror', None) or problem}",
                 "have that node give its address with --local-addr, or fix DNS or /etc/hosts",
             )
 
@@ -390,8 +513,9 @@ def _marks(store: Store, keys: Keys, node: str, folder: Path) -> Iterator[Findin
             if time.time() - float(said["time"]) > FRESH:
                 store.delete(item.key)
                 continue
-            mark = folder / other
-            matches = mark.is_file() and mark.read_text() == said["token"]
+            matches = False
+            with suppress(OSError):
+                matches = (folder / other).read_text() == said["token"]
             (seen if matches else unseen).append(other)
     if unseen:
         yield error(
@@ -415,13 +539,17 @@ def check_checkpoints(view: View) -> list[Finding]:
         if job.checkpoint is None or "://" in job.checkpoint.record.path:
             continue
         record = job.checkpoint.record
-        if Path(record.path).exists():
+        try:
+            there = Path(record.path).exists()
+        except OSError:  # below a directory that we may not enter
+            there = False
+        if there:
             found.append(ok(f"checkpoint of {name}", f"{record.id} is here"))
         elif name in view.nodes:
             found.append(
                 error(
                     f"checkpoint of {name}",
-                    f"{record.path} is recorded in the store and is not on this machine",
+                    f"{record.path} is recorded in the store and can not be seen from this machine",
                     "replicas here will refuse to start: mount the directory that the others use",
                 )
             )

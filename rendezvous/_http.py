@@ -73,6 +73,16 @@ class Http:
 
         return self.endpoints.run(attempt, timeout or self.options.timeout, on_ambiguous)
 
+    def look(self, path: str) -> tuple[Json, str | None]:
+        """One GET at the first endpoint: the answer, and what the server takes the date for.
+
+        Raises HttpStatusError, or what urllib3, TLS and JSON raise: for who wants to know what is wrong.
+        """
+        response = self._pool.request(
+            "GET", self.endpoints.current + path, timeout=self.options.timeout, redirect=False
+        )
+        return _answer(response.status, response.data), response.headers.get("Date")
+
     def _once(
         self, url: str, data: bytes | None, headers: dict[str, str], timeout: float, first_line: bool
     ) -> Json:

@@ -45,9 +45,10 @@ def doctor(
     """Check this node and the store; every finding names its remedy. Exit code 1 when something fails."""
     from adaptdl_elastic.autoscaler import doctor as checks
 
-    found = [*checks.check_versions(), *checks.check_limits(), *checks.check_address(local_addr)]
+    endpoint = _endpoint(where)
+    found = [*checks.check_versions(), *checks.check_limits(), *checks.check_address(local_addr, endpoint)]
     if port_range is not None:
-        found += checks.check_ports(*_ports(port_range), local_addr or "")
+        found += checks.check_ports(*_ports(port_range), checks.announced(local_addr, endpoint))
     directory = None
     if checkpoint_path is not None and "://" not in checkpoint_path:
         directory = Path(checkpoint_path).absolute()
@@ -75,23 +76,38 @@ def _ports(text: str) -> tuple[int, int]:
     return low, high
 
 
+def _endpoint(where: Where) -> str | None:
+    try:
+        return where.locate()[0]
+    except CommandError:
+        return None  # it is said with what concerns the store
+
+
 def _store(where: Where, node: str, directory: Path | None) -> list[Any]:
     from adaptdl_elastic.autoscaler import doctor as checks
     from adaptdl_elastic.autoscaler.commands.report import read
     from adaptdl_elastic.rendezvous.keys import Keys
     from adaptdl_elastic.rendezvous.options import StoreOptions
-    from adaptdl_elastic.rendezvous.store import StoreError
+    from adaptdl_elastic.rendezvous.store import StoreAuthError, StoreError
 
     found: list[checks.Finding] = []
     try:
         endpoint, cluster = where.locate()
         options = StoreOptions.from_environment(ca=where.ca, cert=where.cert, key=where.key, user=where.user)
         found = checks.check_server(endpoint, options)
+        if all(finding.level is checks.Level.ERROR for finding in found):
+            return found
         store, _ = where.connect()
     except CommandError as problem:
-        if any(finding.level is checks.Level.ERROR for finding in found):
-            return found
-        return [*found, checks.error("store", problem.message, "give --etcd HOST:PORT of an etcd that runs")]
+        if isinstance(problem.__cause__, StoreAuthError):
+            remedy = (
+                "name a user of this etcd with --etcd-user (ADAPTDL_ETCD_USER), and the file that has its "
+                "password with ADAPTDL_ETCD_PASSWORD_FILE"
+            )
+            return [*found, checks.error("rights", str(problem.__cause__), remedy)]
+        remedy = "give --etcd HOST:PORT of an etcd that runs"
+        remedy = "is this etcd's port for clients (2379)?" if found else remedy
+        return [*found, checks.error("store", problem.message, remedy)]
     except StoreError as problem:
         return [checks.error("store", str(problem), "correct the option or variable named")]
     with store:

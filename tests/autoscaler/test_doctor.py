@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from coordinator_pump import Pump
+from forbidden import forbidden
+from ports import free_port
 
 from adaptdl_elastic.autoscaler import doctor
 from adaptdl_elastic.autoscaler.cli import adaptdl
@@ -45,6 +47,45 @@ def test_a_directory_that_may_not_be_written_to(tmp_path: Path) -> None:
     assert worst(doctor.check_directory(tmp_path)) is Level.ERROR
 
 
+def test_a_directory_below_one_that_may_not_be_entered(tmp_path: Path) -> None:
+    with forbidden(tmp_path / "no") as folder:
+        for path in (folder / "there", folder / "not" / "yet"):
+            (finding,) = doctor.check_directory(path)
+            assert (finding.level, "can not be looked at" in finding.detail) == (Level.ERROR, True)
+        pump = Pump()
+        pump.job("a")
+        pump.node("n0", "a")
+        record = CheckpointRecord("c1", str(folder / "there"))
+        pump.store.put(pump.keys.job("a", "checkpoint"), encode(record))
+        assert worst(doctor.check_checkpoints(pump.view())) is Level.ERROR
+
+
+@pytest.mark.parametrize("host", ["::1", "127.0.0.1", "", "localhost"])
+def test_ports_of_any_address(host: str) -> None:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+            sock.bind((host, 0))
+    except OSError:
+        pytest.skip("there is no such address here")
+    low = free_port()
+    (finding,) = doctor.check_ports(low, low + 20, host)
+    assert finding.level is Level.OK
+
+
+@pytest.mark.parametrize(("host", "word"), [("a..b", "a..b"), ("192.0.2.1", "no address of this machine")])
+def test_ports_of_what_is_no_address_here(host: str, word: str) -> None:
+    (finding,) = doctor.check_ports(29500, 29510, host)
+    assert (finding.level, word in finding.detail) == (Level.ERROR, True)
+
+
+def test_the_address_is_the_one_that_an_agent_gives_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "address_towards", lambda urls: {"http://etcd0:2379": "192.0.2.7"}[urls[0]])
+    (finding,) = doctor.check_address(None, "etcd0")
+    assert (finding.level, finding.detail) == (Level.OK, "192.0.2.7")
+    assert doctor.announced("mine", "etcd0") == "mine"
+    assert doctor.announced(None, "no endpoint!") == doctor.announced(None, None) == socket.gethostname()
+
+
 def test_ports_that_are_taken() -> None:
     with socket.socket() as first, socket.socket() as second:
         for sock in (first, second):
@@ -60,6 +101,7 @@ def test_ports_that_are_taken() -> None:
 def test_an_address_nobody_can_reach() -> None:
     assert doctor.check_address("127.0.0.1")[0].level is Level.WARNING
     assert doctor.check_address("no-such-host.invalid")[0].level is Level.ERROR
+    assert doctor.check_address("a..b")[0].level is Level.ERROR
 
 
 def test_clocks_that_differ_are_told() -> None:
