@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -139,6 +140,23 @@ def test_one_of_two_dies(start: Any, tmp_path: Path, dies: int) -> None:
     job.recover(dies)
     job.finish()
     applied(tmp_path, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_schedules(start: Any, tmp_path: Path, seed: int) -> None:
+    """Deaths and changes of size at random moments."""
+    choose = random.Random(seed)
+    job = start(choose.randint(2, 3), epochs=3, evaluate=1)
+    for _ in range(6):
+        count = len(job.running)
+        if count > 1 and choose.random() < 0.6:
+            job.recover(*choose.sample(range(count), choose.randint(1, count - 1)))
+        else:
+            job.rescale(choose.choice([n for n in range(1, 4) if n != count]))
+        job.drain()
+    job.finish()
+    applied(tmp_path, len(job.running), epochs=3)
 
 
 FAULTS: dict[str, list[list[Any]]] = {
