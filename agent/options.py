@@ -275,7 +275,7 @@ def parse_slots(text: str, count: Any) -> tuple[int, int]:
         slots = count(high)
         return parse_range("--nproc-per-node", f"{low}:{slots}")
     slots = count(text)
-    return slots, slots
+    return parse_range("--nproc-per-node", str(slots))  # torchrun's reading of numbers takes -1, too
 
 
 def count_devices(word: str) -> int:

@@ -100,7 +100,7 @@ def test_everything_after_the_script_is_the_scripts() -> None:
         ["--nnodes=0"], ["--nnodes=1:2:3"], ["--nproc-per-node=2:1"], ["--cluster=a/b"], ["--rdzv-id=a b"],
         ["--etcd=a:1", "--rdzv-endpoint=b:1"], ["--standalone", "--nnodes=2"], ["--checkpoint-timeout=0"],
         ["--no-python", "-m"], ["--local-ranks-filter=a"], ["--nproc-per-node=x"], ["--port-range=9:3"],
-        ["--checkpoint-interval=nan"],
+        ["--nproc-per-node=-1"], ["--checkpoint-interval=nan"],
     ],
 )  # fmt: skip
 def test_what_can_not_be_used_is_refused_with_what_was_given(arguments: list[str]) -> None:
