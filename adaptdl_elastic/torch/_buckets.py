@@ -53,8 +53,8 @@ class Norms:
     """Squared norms by parameter group, of gradients as they are or preconditioned.
 
     groups: returns the optimizer's (loading its state makes new ones). A preconditioned gradient is
-    divided a slice at a time, so that no copy of it comes to be. A parameter without a divisor yet counts
-    as zero.
+    divided a slice at a time, so that no copy of it comes to be. A parameter without a divisor counts as
+    zero, and is remembered in `lacking`.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Norms:
     ) -> None:
         self._groups = groups
         self._preconditioner = preconditioner
+        self.lacking: list[torch.Tensor] = []  # parameters without a divisor, since this was last emptied
         self._group_of: dict[int, int] = {}
         self._indexed = -1
 
@@ -112,6 +113,15 @@ class Norms:
                 first = offset
         return result
 
+    def divisible(self, params: Iterable[torch.Tensor]) -> bool:
+        """Whether any of these has a divisor now."""
+        group_of, groups = self._index(), self._groups()
+        return any(
+            self._preconditioner is None
+            or self._preconditioner(param, groups[group_of[id(param)]]) is not None
+            for param in params
+        )
+
     def _terms(
         self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]
     ) -> Iterable[torch.Tensor]:
@@ -120,6 +130,7 @@ class Norms:
             return
         divisor = self._preconditioner(param, group)
         if divisor is None:
+            self.lacking.append(param)
             return
         flat = (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
         chunk = _CHUNK.get(flat.device.type, _DEVICE_CHUNK)

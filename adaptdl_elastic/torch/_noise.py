@@ -53,6 +53,7 @@ _CELLS = 6  # of a size, before two become one of twice the size: borders are 1/
 _SIGNIFICANT = 5.0  # standard errors: rarely by chance, though there are ~30 borders and spreads of 8
 _DOUBT = 0.5  # so a trend of one standard error counts for two thirds
 _KNOWN, _VARIANCE = 0, 1  # places in `_Cell.seen`
+_NOTHING = 1e-150  # a squared norm below is none: its logarithm would hide every later change
 _RELEVANT = 0.25  # of a logarithm, or of |G|²: less would change the noise scale by less than a quarter
 
 
@@ -130,6 +131,14 @@ class _Cell:
     seen: Array  # Σ x of what changes are looked for in, shape [3]
     seen_sqr: Array  # Σ x²
 
+    @property
+    def holds_nothing(self) -> bool:
+        """Whether a gradient of zero is in it, as old checkpoints have of Adam's first step."""
+        mean = self.seen / self.count
+        spread = self.seen_sqr - self.count * mean**2
+        far = np.log(_NOTHING)
+        return bool((mean < far)[:2].any() or (spread > far**2)[:2].any())
+
     def add(self, other: _Cell) -> None:
         self.count += other.count
         self.weight += other.weight
@@ -159,13 +168,15 @@ class Moments:
     cells: list[_Cell] = field(default_factory=list, init=False)  # oldest first
 
     def add(self, measurement: Measurement) -> None:
-        """Take in a measurement."""
+        """Take in a measurement; one without any gradient tells nothing and is left out."""
         scale, sqr, var = measurement.scale, measurement.sqr, measurement.var
-        tiny = np.finfo(np.float64).tiny
         total, variance = float(measurement.mean_sqr.sum()), float(measurement.variance.sum())
+        least = 1e-3 * abs(total)  # estimates of what is positive may be negative, and have no logarithm
         # In units of the initial batch size: a larger batch is no change of the gradient's noise.
-        known = max(float(sqr.sum()) + scale * variance, tiny)
-        floor = max(scale * variance, 1e-3 * scale * abs(total), tiny)
+        known = max(float(sqr.sum()) + scale * variance, least)
+        floor = max(scale * variance, scale * least)
+        if min(known, floor) < _NOTHING:
+            return
         seen = np.array([np.log(known), np.log(floor), float(sqr.sum())])
         self.cells.append(_Cell(1, scale, scale * sqr, scale * var, seen, seen**2))
         self._cut()
@@ -293,10 +304,11 @@ class Moments:
                 f"the saved gradient statistics are of {state['groups']} parameter groups, the "
                 f"optimizer has {self.groups}: build it as it was when the checkpoint was written"
             )
-        self.cells = [
+        cells = [
             _Cell(int(count), float(weight), *(as_array(values) for values in arrays))
             for count, weight, *arrays in state["cells"]
         ]
+        self.cells = [cell for cell in cells if not cell.holds_nothing]
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,12 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE = timedelta(seconds=60)
 
+_SINGLES = 3  # successive batches of one sample that are no ends of epochs: a loss of shape [1], or all are
+
+
+class _SingleSampleError(Exception):
+    """It can not be split; other batches can."""
+
 
 @dataclass
 class _Pending:
@@ -47,7 +53,9 @@ class Sampler:
         self._pending: _Pending | None = None
         self._generator = torch.Generator()  # never the global one: the run must not depend on sampling
         self._split_works = True
-        self._kept_step = -1  # whose gradient the hook has kept
+        self._kept_step, self._kept_size = -1, 0.0  # whose gradient the hook has kept
+        self._singles = 0  # successive batches that seemed to be of one sample
+        self._said = False  # that the optimizer has no preconditioner
         self.news = False  # something has been measured since this was last reset
 
     def begin(self, batch: Batch, synchronised: bool) -> bool:
@@ -57,16 +65,21 @@ class Sampler:
         self._hook.recording = None
         if not self._sampled:
             return False
+        self._hook.norms.lacking.clear()
         if synchronised:
             self._hook.recording = Recording()
             self._recordings.append(self._hook.recording)
         single = batch.replicas == 1 and batch.micro_batches == 1
-        if single and not self._split_works:
-            if self._hook.kept is None or self._kept_step + 1 != self._gns.steps:
-                self._hook.kept = {}
-        else:
+        split = single and self._split_works and batch.local != 1  # all are 1, or this would not be even
+        if not single or split:
             self._hook.kept = None
-        return single and self._split_works
+        elif (
+            self._hook.kept is None
+            or self._kept_step + 1 != self._gns.steps
+            or self._kept_size != batch.size  # of another variance
+        ):
+            self._hook.kept = {}
+        return split
 
     def split(self, edges: list[Any], gradients: tuple[torch.Tensor | None, ...], local: int | None) -> None:
         """Measure V = |g±|²: walk the graph below `edges` once more with the samples' signs flipped."""
@@ -77,6 +90,9 @@ class Sampler:
             grads = torch.autograd.grad(
                 [e for e, _ in reached], params, signed, retain_graph=True, allow_unused=True
             )
+        except _SingleSampleError:
+            self._sampled = False  # the next step is due instead
+            return
         except (RuntimeError, ValueError) as error:
             self._split_works = False
             logger.warning(
@@ -90,6 +106,9 @@ class Sampler:
 
     def _signed(self, gradients: list[torch.Tensor], local: int | None) -> list[torch.Tensor]:
         count = local if local is not None else gradients[0].shape[0] if gradients[0].ndim else 0
+        self._singles = self._singles + 1 if count == 1 else 0
+        if 0 < self._singles < _SINGLES:
+            raise _SingleSampleError
         signs = balanced_signs(count, self._generator)
         signed = []
         for gradient in gradients:
@@ -122,16 +141,39 @@ class Sampler:
         """The step has been taken: send what has been measured of it on its way."""
         recordings = [r for r in self._recordings if r.own]
         step = self._gns.steps
-        if recordings and self._sampled:
+        if recordings and self._sampled and self._complete():
             finish = self._moments(recordings)
             if finish is None and self._hook.kept:
-                self._kept_step = step  # and compare the next one with it
+                self._kept_step, self._kept_size = step, scale  # and compare the next one with it
             else:
                 costly = bool(self._variances)
                 self._gns.measured(self._gns.costly_schedule if costly else self._gns.cheap_schedule)
             if finish is not None:
                 self._pending = _Pending(step, scale, self._unscaled(finish, recordings[0]))
         self.drop()
+
+    def _complete(self) -> bool:
+        """After the step: whether every gradient had what it is divided by before it. All replicas agree.
+
+        A parameter lacks it in its first step with a gradient, and after it has it.
+        """
+        norms = self._hook.norms
+        if not norms.lacking:
+            return True
+        if norms.divisible(norms.lacking):
+            return False
+        if norms.divisible(p for group in self._gns.optimizer.param_groups for p in group["params"]):
+            return True  # those without got no gradient
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "%s keeps no second moment of its gradients, which the noise scale of AdamScale is measured "
+                "with: nothing is measured, every gain is 1 and the learning rate is not scaled; pass "
+                "scaling_rule=AdaScale(), LinearScale() or SqrtScale() instead",
+                type(self._gns.optimizer).__name__,
+            )
+        self._gns.measured(self._gns.costly_schedule)
+        return False
 
     def collect(self) -> None:
         """Take in the measurement that is on its way, if any."""

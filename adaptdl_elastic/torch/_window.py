@@ -38,9 +38,10 @@ class Batch:
     micro_batches: int = 1  # of its window, on each replica
     accumulating: bool = False  # more of them follow before the optimizer steps
     weight: float = 1.0  # w of the module's docstring
-    even: bool = True  # every micro-batch of the window, on every replica, is of the same size
+    even: bool = True  # every micro-batch of the window, on every replica, is of one size, and not tiny
     local: int | None = None  # samples here; None: not known
-    scale: float = 1.0  # S: samples of the window relative to the initial batch size
+    size: float = 1.0  # S: samples of the window relative to the initial batch size
+    scale: float = 1.0  # what learning rates are scaled for: S, but 1 for the short end of an epoch
 
     @property
     def share(self) -> float:

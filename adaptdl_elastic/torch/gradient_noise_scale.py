@@ -43,6 +43,8 @@ class GradientNoiseScale:
     cheap_schedule = Schedule(longest=8)
     #: ... and between two that cost another backward pass (one replica, no accumulation).
     costly_schedule = Schedule(longest=40)
+    #: Steps before the first measurement.
+    settles_after = 0
 
     def __init__(
         self,
@@ -171,7 +173,7 @@ class GradientNoiseScale:
 
     def due(self) -> bool:
         """Whether this step is to be measured. The same on every replica."""
-        return self._steps >= self._next
+        return self._steps >= self._next and self._steps >= self.settles_after
 
     def measured(self, schedule: Schedule) -> None:
         """The present step is being measured; the next is due as `schedule` says."""
@@ -187,10 +189,15 @@ class GradientNoiseScale:
         self._factors = None
         return True
 
-    def advance(self, scale: float) -> None:
-        """The optimizer has stepped with a batch of `scale` initial ones."""
+    def advance(self, scale: float, size: float | None = None) -> None:
+        """The optimizer has stepped at a learning rate for `scale`, with `size` initial batches of samples.
+
+        size: `scale` unless given. It is less where the last batch of an epoch is shorter than the initial
+        one. Such a step is taken at the learning rate of the initial batch size, as it would be without us,
+        and is one iteration: AdaScale's gain, 1 at scale 1, goes with the learning rate of the step.
+        """
         self._progress += self.gain(scale)
-        self._samples += scale
+        self._samples += scale if size is None else size
         self._steps += 1
         self._accum_count = 0
 
@@ -226,12 +233,18 @@ class AdamGradientNoiseScale(GradientNoiseScale):
 
     Adam moves along g / P with P = √(v̂) + ε, so the moments are taken of that: |P⁻¹G|² and
     tr(P⁻¹ΣP⁻¹)/m₀. P is the one before the step, which does not depend on the step's own gradient: the
-    estimates stay unbiased given the past. The first step, which has no P yet, is not measured.
+    estimates stay unbiased given the past. Not measured are the first ten steps, and a step in which a
+    parameter that has a gradient has no P yet. After t steps v̂ is like χ²_t/t, and 1/v̂, which both
+    moments are proportional to, has the mean t/(t − 2): infinite at first, and single measurements of
+    10⁵ times what follows would stay in the means for hundreds of steps.
 
     For torch.optim.Adam, AdamW and other optimizers that keep `exp_avg_sq` (`max_exp_avg_sq` with
     amsgrad), and for RMSprop's `square_avg`. Source of the preconditioner: Kingma and Ba, *Adam*, 2015;
     of taking the noise scale in its metric: Pollux (OSDI 2021), section 3.1, and its implementation.
     """
+
+    #: Steps before the first measurement: P² is then within a fifth of what it settles to, on average.
+    settles_after = 10
 
     @property
     def preconditioner(self) -> Preconditioner | None:

@@ -263,7 +263,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if loader is not None and self.training:
             loader.train()
         if loader is None or not loader.training:  # a validation loop that did not turn gradients off
-            batch = Batch(replicas=replicas, scale=self.gns.accum_scale)
+            scale = self.gns.accum_scale
+            batch = Batch(replicas=replicas, size=scale, scale=scale)
         else:
             micro_batches = loader.accumulation_steps + 1
             if self.static_graph and (micro_batches > 1 or getattr(loader, "_accumulation", False)):
@@ -272,19 +273,22 @@ class AdaptiveDataParallel(DistributedDataParallel):
                     "pass is synchronised: leave it out, or autoscale with gradient_accumulation=False"
                 )
             initial, window = loader.batch_size, loader.window_samples
+            parts = replicas * micro_batches
+            full = parts * loader.current_local_bsz
             self._initial_batch_size = initial
             batch = Batch(
                 replicas=replicas,
                 micro_batches=micro_batches,
                 accumulating=loader.is_accum_step(),
                 weight=loader.gradient_weight,
-                even=replicas * micro_batches == 1
-                or window == replicas * micro_batches * loader.current_local_bsz,
+                # Half of a batch still tells something; the last one of an epoch may be a single sample.
+                even=window == full or (micro_batches == 1 and window % parts == 0 and 2 * window >= full),
                 local=loader.local_samples,
+                size=window / initial,
                 # The short end of an epoch keeps the learning rate that it would have without us.
                 scale=max(window / initial, 1.0),
             )
-            self.gns.set_accum_scale(batch.scale / micro_batches)
+            self.gns.set_accum_scale(batch.size / micro_batches)
         self._batch = batch
         self._hook.weight = batch.share
         return batch
@@ -335,9 +339,9 @@ class AdaptiveDataParallel(DistributedDataParallel):
 
     def end_step(self, factor: float | Array) -> None:
         """For scaling rules: the optimizer has stepped at learning rates times `factor`."""
-        self._sampler.close(self.scale)
+        self._sampler.close(self._batch.size)
         self._window.reset()
-        self.gns.advance(self.scale)
+        self.gns.advance(self.scale, self._batch.size)
         metrics = _session.current().metrics
         metrics.update_progress(self.gns.get_progress())
         if self._sampler.news:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
+import parallel_cases as cases
 import pytest
 import regression
 import replicas
 import torch
+from fake_loader import FakeLoader
+from regression import Run
 
 from adaptdl_elastic.torch._noise import Measurement
 from adaptdl_elastic.torch.gradient_noise_scale import AdamGradientNoiseScale, GradientNoiseScale
+from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
 SEEDS = 5
 LEARNING_RATES = pytest.mark.parametrize("lr", [0.0, 0.01, 0.1])
+
+
+def assert_true(found: dict[str, list[float]], tolerance: float) -> None:
+    """Every mean, of every group, within `tolerance` of the closed form."""
+    for name, relative in found.items():
+        assert relative == pytest.approx([1.0] * len(relative), abs=tolerance), name
 
 
 @pytest.mark.timeout(600)
@@ -23,23 +34,51 @@ LEARNING_RATES = pytest.mark.parametrize("lr", [0.0, 0.01, 0.1])
 @LEARNING_RATES
 def test_one_replica_splits_its_batch_by_signs(lr: float) -> None:
     """Where AdaptDL's differenced estimator has |G|² = 0 at a learning rate of 0.1."""
-    for name, relative in regression.train_seeds(lr, SEEDS).items():
-        assert relative == pytest.approx(1.0, abs=0.15), name
+    assert_true(regression.train_seeds(Run(lr), SEEDS), 0.15)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.slow
 @LEARNING_RATES
 def test_replicas_are_the_parts_of_a_batch(lr: float) -> None:
-    for found in replicas.run(regression.train_seeds, 2, lr, SEEDS, timeout=560):
-        for name, relative in found.items():
-            assert relative == pytest.approx(1.0, abs=0.05), name
+    for found in replicas.run(regression.train_seeds, 2, Run(lr), SEEDS, timeout=560):
+        assert_true(found, 0.05)
 
 
 @pytest.mark.usefixtures("alone")
 def test_measured_now_and_then_the_means_are_the_same() -> None:
-    for name, relative in regression.train_seeds(0.1, SEEDS, every_step=False).items():
-        assert relative == pytest.approx(1.0, abs=0.15), name
+    assert_true(regression.train_seeds(Run(0.1, every_step=False), SEEDS), 0.15)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("every_step", [True, False])
+def test_adam_on_one_replica(every_step: bool) -> None:
+    """In Adam's metric; the first step, which has none yet, is not measured."""
+    run = Run(3e-3, steps=300, settle=50, adam=True, every_step=every_step)
+    assert_true(regression.train_seeds(run, 2), 0.25)
+
+
+ELSEWHERE = {
+    "four replicas": (4, Run(0.01, steps=150)),
+    "adam, two replicas": (2, Run(3e-3, steps=300, settle=50, adam=True)),
+    "adam, by group, accumulating": (
+        2,
+        Run(3e-3, steps=200, settle=50, adam=True, by_group=True, micro_batches=2),
+    ),
+    "by group": (2, Run(0.01, steps=200, by_group=True)),
+    "by group, one replica": (1, Run(0.01, steps=300, by_group=True)),
+    "accumulating": (2, Run(0.01, steps=200, micro_batches=3)),
+    "accumulating on one replica": (1, Run(0.01, steps=300, micro_batches=4)),
+    "GradScaler": (2, Run(0.01, steps=200, loss_scale=1024.0)),
+    "GradScaler, adam, one replica": (1, Run(3e-3, steps=300, settle=50, adam=True, loss_scale=64.0)),
+}
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_estimates_are_those_of_the_closed_form(case: str) -> None:
+    count, run = ELSEWHERE[case]
+    for found in replicas.run(regression.train_seeds, count, run, 2):
+        assert_true(found, 0.25 if count == 1 else 0.1)
 
 
 @pytest.mark.usefixtures("alone")
@@ -51,6 +90,81 @@ def test_the_closed_form_is_right() -> None:
     sqr, var = problem.truth(delta)
     assert float(gradients.mean(0).square().sum()) == pytest.approx(sqr, rel=0.02)
     assert float(gradients.var(0).sum()) == pytest.approx(var, rel=0.02)
+
+
+def short_batches(
+    sizes: list[int],
+    steps: int,
+    batch_size: int = 64,
+    returns_loss: bool = False,
+    known: bool = True,
+) -> tuple[AdaptiveDataParallel, dict[int, list[tuple[float, float]]]]:
+    """Train at a learning rate of 0 on batches of `sizes` in turn; sqr and var measured, by size."""
+    problem = regression.Problem(features=64)
+
+    class Loss(regression.Halves):
+        def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+            output = super().forward(x)
+            return output if y is None else (0.5 * (output - y) ** 2).mean()
+
+    model = Loss(problem)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    adp = AdaptiveDataParallel(model, sgd)
+    cases.measure_always(adp)
+    adp._sampler._generator.manual_seed(0)
+    record, seen = adp.gns.record, dict[int, list[tuple[float, float]]]()
+
+    def keep(measurement: Measurement, step: int) -> bool:
+        told = float(measurement.sqr.sum()), float(measurement.var.sum()) * batch_size
+        seen.setdefault(sizes[step % len(sizes)], []).append(told)
+        return record(measurement, step)
+
+    adp.gns.record = keep  # type: ignore[method-assign]
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        size = sizes[step % len(sizes)]
+        x, y = problem.batch(size, generator)
+        with FakeLoader([[size]], batch_size, max(sizes)) if known else contextlib.nullcontext():
+            sgd.zero_grad()
+            (adp(x, y) if returns_loss else (0.5 * (adp(x) - y) ** 2).mean()).backward()
+            sgd.step()
+    adp._sampler.collect()
+    return adp, seen
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_variance_of_a_short_batch_is_that_of_its_samples() -> None:
+    """Not of the initial batch size, although the learning rate stays that of it."""
+    adp, seen = short_batches([64, 32], 800)
+    truth = regression.Problem(features=64).truth(torch.full((64,), 0.5))
+    for size in (64, 32):
+        sqr, var = np.mean(seen[size], axis=0)
+        assert (sqr, var) == (pytest.approx(truth[0], rel=0.1), pytest.approx(truth[1], rel=0.1)), size
+    assert adp.scale == 1.0
+    assert adp.gns.batches_seen == pytest.approx(400 * 1.5)
+    assert adp.gns.get_progress() == 800.0, "taken at the initial learning rate: an iteration each"
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("known", [True, False], ids=["of an elastic loader", "of another loader"])
+def test_a_last_batch_of_one_sample_is_not_measured_and_changes_nothing(known: bool) -> None:
+    adp, seen = short_batches([64, 64, 1], 30, known=known)
+    assert set(seen) == {64}
+    assert len(seen[64]) == 20
+    assert adp._sampler._split_works
+
+
+@pytest.mark.usefixtures("alone")
+def test_batches_of_one_sample_are_compared_with_their_predecessors() -> None:
+    _, seen = short_batches([1], 2000, batch_size=1)
+    truth = regression.Problem(features=64).truth(torch.full((64,), 0.5))
+    assert np.mean(seen[1], axis=0)[1] == pytest.approx(truth[1], rel=0.15)
+
+
+@pytest.mark.usefixtures("alone")
+def test_successive_gradients_of_different_sizes_are_not_compared() -> None:
+    _, seen = short_batches([64, 64, 64, 40], 41, returns_loss=True)
+    assert set(seen) == {64}
 
 
 def optimizer(groups: int = 1) -> torch.optim.Optimizer:
@@ -148,3 +262,45 @@ def test_statistics_survive_a_checkpoint() -> None:
     assert after.gain(4.0) == before.gain(4.0)
     with pytest.raises(ValueError, match="parameter groups"):
         GradientNoiseScale(None, optimizer(2)).load_state_dict(before.state_dict())
+
+
+def old_checkpoint(count: int) -> dict[str, Any]:
+    """Of a time when Adam's first step was taken for a gradient of zero; merged with others, or alone."""
+    gns = fed(2.0, 6.0)
+    for _ in range(20):
+        gns.record(Measurement(np.array([8.0]), np.array([6.0]), 1.0), 1)
+    state = gns.state_dict()
+    nothing = float(np.log(np.finfo(np.float64).tiny))
+    others = (count - 1) * np.log([8.0, 6.0])
+    seen = [*(nothing + others), 2.0 * (count - 1)]
+    square = [*(nothing**2 + (count - 1) * np.log([8.0, 6.0]) ** 2), 4.0 * (count - 1)]
+    state["moments"]["cells"].insert(
+        0, [count, float(count), [2.0 * (count - 1)], [6.0 * (count - 1)], seen, square]
+    )
+    return state
+
+
+def test_a_gradient_of_zero_is_no_measurement() -> None:
+    gns = fed(2.0, 6.0)
+    before = gns.state_dict()
+    gns.record(Measurement(np.zeros(1), np.zeros(1), 1.0), 1)
+    assert gns.state_dict() == before
+
+
+@pytest.mark.parametrize("count", [1, 2, 64])
+def test_gradients_of_zero_in_old_checkpoints_are_dropped(count: int) -> None:
+    state = old_checkpoint(count)
+    gns = GradientNoiseScale(None, optimizer())
+    gns.load_state_dict(state)
+    assert gns.state_dict()["moments"]["cells"] == state["moments"]["cells"][1:]
+
+
+def test_a_negative_estimate_does_not_hide_a_change() -> None:
+    """V of a first micro-batch may be far below zero, and with it |ḡ|² + (S − 1)·V."""
+    gns = GradientNoiseScale(None, optimizer())
+    rng = np.random.default_rng(0)
+    for step in range(400):
+        sqr = 100.0 if step < 200 else 1.0
+        variance = sqr * (-0.5 if step == 0 else rng.normal(1.0, 0.1))
+        gns.record(Measurement(np.array([2.0 * sqr]), np.array([variance]), 8.0), step)
+    assert gns.sqr_avg() == pytest.approx(1.0, rel=0.1)

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic._session import Identity
 from adaptdl_elastic.torch import scaling_rules
+from adaptdl_elastic.torch._noise import Schedule
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
 DDP_OPTIONS: list[dict[str, Any]] = [
@@ -591,3 +592,24 @@ def test_evaluation_without_no_grad_is_not_training() -> None:
     with FakeLoader([[4]], 4, 4) as loader:
         adp(cases.samples(4)[0])
         assert not loader.training
+
+
+@pytest.mark.usefixtures("alone")
+def test_adamscale_for_an_optimizer_without_second_moments_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = cases.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    adp = AdaptiveDataParallel(model, optimizer, scaling_rule=scaling_rules.AdamScale())
+    adp.gns.costly_schedule = Schedule(longest=40, patience=1)
+    for step in range(70):
+        x, y = cases.samples(16, step)
+        optimizer.zero_grad()
+        ((adp(x) - y) ** 2).mean().backward()
+        optimizer.step()
+    adp._sampler.collect()
+    assert not adp.gns.known
+    assert adp.gns.lr_gain(8.0).tolist() == [1.0]
+    assert caplog.text.count("SGD keeps no second moment") == 1
+    assert "AdaScale()" in caplog.text
+    assert adp.gns._next == 80, "it is not tried in every step"
