@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from adaptdl_elastic.autoscaler.policy import reasons
+from adaptdl_elastic.autoscaler.policy import objective, reasons
 from adaptdl_elastic.autoscaler.policy.placement import Board
-from adaptdl_elastic.autoscaler.policy.solve import solve
+from adaptdl_elastic.autoscaler.policy.solve import Solution, solve
 from adaptdl_elastic.autoscaler.policy.tables import Room, Tables, build, room_of
 from adaptdl_elastic.autoscaler.policy.types import Allocation, Decision, JobInfo, NodeInfo, Settings
 
@@ -30,30 +30,42 @@ def allocate(
     usable = [node for node in nodes if not node.draining and node.slots > 0]
     before = {job.name: dict(current.get(job.name, {})) for job in jobs}
     intact = _intact(jobs, usable, before)
-    pinned = [job for job in jobs if job.name in intact and _pinned(job, before[job.name])]
+    pinned = {
+        job.name: job.fixed_because or "it may not be preempted"
+        for job in jobs
+        if job.name in intact and _pinned(job, before[job.name])
+    }
     common = room_of(JobInfo(""), usable)
     plain = {job.name: job.limits is None and job.max_nodes is None for job in jobs}
     rooms = {job.name: common if plain[job.name] else room_of(job, usable) for job in jobs}
     pending = {job.name: why for job in jobs if (why := _impossible(job, len(usable), rooms[job.name]))}
-    fixed = {job.name for job in pinned}
-    free = [job for job in jobs if job.name not in fixed and job.name not in pending]
-    tables = build(free, usable, rooms, before, intact, now, settings)
 
-    board = Board(usable, before, stable_wanted=any(job.avoid_preemptible_nodes for job in jobs))
-    for job in pinned:
-        board.put(job.name, before[job.name])
-    capacity = sum(max(slots, 0) for slots in board.free.values())
-    solution = solve(tables, board, capacity, settings.time_limit)
+    def solved(pinned: Mapping[str, str]) -> tuple[Tables, Solution]:
+        free = [job for job in jobs if job.name not in pinned and job.name not in pending]
+        tables = build(free, usable, rooms, before, intact, now, settings)
+        board = Board(usable, before, stable_wanted=any(job.avoid_preemptible_nodes for job in jobs))
+        for name in pinned:
+            board.put(name, before[name])
+        capacity = sum(max(slots, 0) for slots in board.free.values())
+        return tables, solve(tables, board, capacity, settings.time_limit)
+
+    tables, solution = solved(pinned)
+    fresh = _fresh(
+        [job for job, kept in zip(tables.jobs, tables.kept, strict=True) if kept >= 0], now, settings
+    )
+    if _disturbed(jobs, fresh, before, solution.placed, now, settings):
+        pinned = {**pinned, **fresh}
+        tables, solution = solved(pinned)
     allocations = {job.name: solution.placed.get(job.name, {}) for job in jobs}
     changed = tuple(name for name, found in allocations.items() if found != before[name])
     decision = Decision(
         allocations=allocations,
         reasons={},
         changed=changed,
-        objective=float(sum(_speedup(tables, i, allocations[job.name]) for i, job in enumerate(free))),
+        objective=float(sum(_speedup(tables, i, allocations[job.name]) for i, job in enumerate(tables.jobs))),
         pending=pending,
     )
-    given = reasons.explain(decision, jobs, fixed, tables, solution.targets, before, now, settings)
+    given = reasons.explain(decision, jobs, pinned, tables, solution.targets, before, now, settings)
     return replace(decision, reasons=given, seconds=time.process_time() - started)
 
 
@@ -76,6 +88,37 @@ def _pinned(job: JobInfo, before: Allocation) -> bool:
     if job.requested_replicas is not None:
         return sum(before.values()) == job.requested_replicas and not job.preemptible
     return not job.preemptible
+
+
+def _fresh(jobs: Sequence[JobInfo], now: float, settings: Settings) -> dict[str, str]:
+    """Of running jobs those whose last change is too recent for another one for others' sake, and why."""
+    found = {}
+    for job in jobs:
+        if job.last_change is None:
+            continue
+        pause = settings.default_pause if job.pause is None else job.pause
+        ago, peace = now - job.last_change, objective.PAUSES * pause
+        if ago < peace:
+            others = f"it was changed {ago:.0f} s ago, and others wait"
+            found[job.name] = f"{others}: it is left in peace for {peace:.0f} s"
+    return found
+
+
+def _disturbed(
+    jobs: Sequence[JobInfo],
+    fresh: Collection[str],
+    before: Mapping[str, Allocation],
+    after: Mapping[str, Allocation],
+    now: float,
+    settings: Settings,
+) -> bool:
+    """Whether jobs start because they have waited too long, and `fresh` ones have less for it.
+
+    Where more jobs wait than there are slots somebody always has waited too long. If they pushed each other
+    out as soon as they could, pauses would be all that is ever done.
+    """
+    starts = any(objective.overdue(job, now, settings) and after.get(job.name) for job in jobs)
+    return starts and any(sum(after.get(n, {}).values()) < sum(before[n].values()) for n in fresh)
 
 
 def _impossible(job: JobInfo, nodes: int, room: Room) -> str:

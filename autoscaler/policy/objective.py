@@ -60,6 +60,11 @@ def remaining_work(job: JobInfo) -> float:
     return sum(longer) / len(longer) if longer else job.attained
 
 
+def overdue(job: JobInfo, now: float, settings: Settings) -> bool:
+    """Whether it has waited too long."""
+    return job.waiting_since is not None and now - job.waiting_since >= settings.max_wait
+
+
 def weights(remaining: Array, settings: Settings, jobs: Sequence[JobInfo]) -> Array:
     """How much each job's speedup counts, shape (jobs,)."""
     given = np.array([job.weight for job in jobs])

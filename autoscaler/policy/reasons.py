@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 def explain(
     decision: Decision,
     jobs: Sequence[JobInfo],
-    pinned: Collection[str],
+    pinned: Mapping[str, str],
     tables: Tables,
     targets: Sequence[int | None],
     before: Mapping[str, Allocation],
     now: float,
     settings: Settings,
 ) -> dict[str, Reason]:
-    """A reason per job."""
+    """A reason per job; why jobs keep what they have is in `pinned`."""
     rows = {job.name: row for row, job in enumerate(tables.jobs)}
     given = {}
     for job in jobs:
@@ -33,8 +33,7 @@ def explain(
         if job.name in decision.pending:
             given[job.name] = Reason(f"pending: {decision.pending[job.name]}")
         elif job.name in pinned:
-            why = job.fixed_because or "it may not be preempted"
-            given[job.name] = Reason(f"keeps its {replicas(sum(after.values()))}: {why}")
+            given[job.name] = Reason(f"keeps its {replicas(sum(after.values()))}: {pinned[job.name]}")
         else:
             row = rows[job.name]
             target = targets[row]

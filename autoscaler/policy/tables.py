@@ -119,7 +119,7 @@ def build(
 
 
 def _urgency(job: JobInfo, now: float, settings: Settings) -> float:
-    if job.waiting_since is not None and now - job.waiting_since >= settings.max_wait:
+    if job.waiting_since is not None and objective.overdue(job, now, settings):
         return objective.OVERDUE + (now - job.waiting_since)
     return objective.RUNS if job.requested_replicas is not None else 0.0
 

@@ -47,6 +47,62 @@ def test_jobs_that_must_span_nodes_take_turns_with_one_that_finds_no_room_beside
     assert longest <= 960.0
 
 
+def time_slices(slots: int, jobs: list[JobInfo], rounds: int = 400) -> tuple[int, float, float]:
+    """Starts on one node in so many minutes, and the longest time without and shortest with replicas."""
+    current: Mapping[str, Allocation] = {job.name: {} for job in jobs}
+    waiting: dict[str, float | None] = {job.name: 0.0 for job in jobs}
+    changed: dict[str, float | None] = dict.fromkeys(waiting)
+    starts, longest, shortest = 0, 0.0, float("inf")
+    for step in range(rounds):
+        now = 60.0 * step
+        asked = [replace(j, waiting_since=waiting[j.name], last_change=changed[j.name]) for j in jobs]
+        found = allocate(asked, [NodeInfo("n", slots)], current, now).allocations
+        for job in jobs:
+            name, had, has = job.name, current[job.name], found[job.name]
+            if dict(had) == dict(has):
+                continue
+            since, was = waiting[name], changed[name]
+            if not had and since is not None:
+                starts, longest = starts + 1, max(longest, now - since)
+            elif not has and was is not None:
+                shortest = min(shortest, now - was)
+            waiting[name], changed[name] = (None if has else now), now
+        current = found
+    return starts, longest, shortest
+
+
+@pytest.mark.parametrize("pause", [0.2, 30.0, 60.0])
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_crowd_for_one_slot_takes_turns_of_fifteen_pauses(pause: float, declared: bool) -> None:
+    left = 1e7 if declared else None
+    jobs = [
+        JobInfo(f"j{i}", model=MODEL, max_profiled_replicas=1, pause=pause, remaining=left) for i in range(20)
+    ]
+    starts, longest, shortest = time_slices(1, jobs)
+    assert shortest >= 15 * pause
+    assert starts * pause <= 400 * 60 / 15 + pause
+    assert longest <= 900.0 + 20 * (15 * pause + 60.0)
+    assert starts >= 20  # everybody has had a turn
+
+
+def test_who_has_just_been_changed_is_not_made_smaller_for_one_that_is_overdue() -> None:
+    grown = JobInfo(
+        "grown", max_replicas=4, model=MODEL, max_profiled_replicas=4, pause=30.0, last_change=900.0
+    )
+    late = rigid("late", min_replicas=2, max_replicas=2, waiting_since=0.0)
+    current = {"grown": {"n": 4}}
+    found = allocate([grown, late], [NodeInfo("n", 4)], current, 1000.0)
+    assert found.changed == ()
+    assert found.reasons["grown"].text == (
+        "keeps its 4 replicas: it was changed 100 s ago, and others wait: it is left in peace for 450 s"
+    )
+    found = allocate([grown, late], [NodeInfo("n", 4)], current, 1351.0)
+    assert sum(found.allocations["late"].values()) == 2
+    # who is not overdue waits neither for that nor for anybody
+    fresh = replace(late, waiting_since=999.0)
+    assert allocate([grown, fresh], [NodeInfo("n", 4)], current, 1000.0).allocations["late"]
+
+
 def test_who_lies_on_two_nodes_and_need_not_moves_together_at_once() -> None:
     # for itself none of them would: the pause is a tenth of the horizon, and one node is 9 % faster
     jobs = [rigid(f"wide{i}", max_nodes=2, pause=1e4) for i in range(8)]
