@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
+from adaptdl_elastic._checks import integer
+
 __all__ = ["check_bounds", "integer"]
-
-
-def integer(value: Any) -> int | None:
-    """`value` as Python's, if it is an integer (NumPy's are); None for anything else, True and False too."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
 
 
 def check_bounds(

@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch.distributed
 
 from adaptdl_elastic import _session, checkpoint, collective, env
+from adaptdl_elastic._checks import whole
 from adaptdl_elastic._session import Identity, Session
 from adaptdl_elastic.reducer import Reducer
 from adaptdl_elastic.torch import _ability, _backend
@@ -40,32 +42,66 @@ def init_process_group(
     any type.
 
     Args:
-        backend: Of `torch.distributed`: "gloo", "nccl", …
+        backend: Of `torch.distributed`: "gloo", "nccl", "cpu:gloo,cuda:nccl", …
         init_method: Where torch's own replicas meet; None: as the environment says.
         world_size: Number of replicas; None: as the environment says.
         rank: This replica's; None: as the environment says.
 
     Raises:
         RuntimeError: it was called before, or the others can not be reached.
-        ValueError: the environment contradicts itself.
+        ValueError, TypeError: an argument, or what the environment says, can not be. Nothing is changed
+            then.
     """
     if dist.is_initialized():
         raise RuntimeError(
             "torch's process group exists already: adaptdl_elastic.torch.init_process_group makes it, so "
             "leave torch.distributed.init_process_group out"
         )
-    if backend not in dist.Backend.backend_list and ":" not in str(backend):
-        raise ValueError(f"backend={backend!r}: there are {', '.join(dist.Backend.backend_list)}")
-    _keep_groups_in_children()
     session = _session.current()
-    if world_size is not None or rank is not None:
-        session.identity = Identity(
-            session.rank if rank is None else rank,
-            session.replicas if world_size is None else world_size,
-            session.nodes,
-            session.generation,
-            session.job,
+    backend = _checked_backend(backend)
+    if init_method is not None and not isinstance(init_method, str):
+        raise TypeError(f"init_method={init_method!r}: give a URL, e.g. tcp://10.0.0.1:29500")
+    before = session.identity
+    identity = _checked_identity(before, world_size, rank)
+    _keep_groups_in_children()
+    session.identity = identity
+    try:
+        _meet(session, backend, init_method)
+    except BaseException:
+        if not dist.is_initialized():
+            session.identity = before
+        raise
+
+
+def _checked_backend(backend: Any) -> str:
+    """In torch's spelling; ValueError for what it does not have."""
+    known = [name for name in dist.Backend.backend_list if name != "undefined"]
+    names = str(backend).lower().split(",")
+    several = len(names) > 1 or ":" in names[0]
+    parts = [name.partition(":") for name in names]
+    if not isinstance(backend, str) or any(
+        (name if several else device) not in known or (several and not (device and colon))
+        for device, colon, name in parts
+    ):
+        raise ValueError(
+            f"backend={backend!r}: there are {', '.join(known)}, or one for each kind of device, "
+            f"e.g. cpu:gloo,cuda:nccl"
         )
+    return ",".join(names)
+
+
+def _checked_identity(known: Identity, world_size: Any, rank: Any) -> Identity:
+    """Who this replica is, with what was given in place of what is known."""
+    replicas = known.replicas if world_size is None else whole("world_size", world_size, 1)
+    if rank is None and known.rank >= replicas:
+        raise ValueError(
+            f"world_size={world_size!r}, and this is rank {known.rank} by the environment: give the rank, too"
+        )
+    place = known.rank if rank is None else whole("rank", rank, 0, replicas - 1)
+    return replace(known, rank=place, replicas=replicas)
+
+
+def _meet(session: Session, backend: str, init_method: str | None) -> None:
     session.scratch["backend"] = backend
     _backend.kind(backend).place()
     _ability.begin(session, backend)

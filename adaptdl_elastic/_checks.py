@@ -1,0 +1,51 @@
+"""Checks of the arguments of public calls: what was given, and what is allowed, in one line."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+
+def integer(value: Any) -> int | None:
+    """`value` as Python's, if it is an integer (NumPy's are); None for anything else, True and False too."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """An integer from `least` to `most`, as Python's; ValueError otherwise."""
+    number = integer(value)
+    if number is None or number < least or (most is not None and number > most):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name}={value!r}: give an integer {limits}")
+    return number
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False; TypeError otherwise, since "no" counts as true."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: give True or False")
+    return value
+
+
+def positive(name: str, value: Any) -> float:
+    """A finite number above 0, as Python's; ValueError otherwise."""
+    number = real(value)
+    if number is None or not 0 < number < math.inf:
+        raise ValueError(f"{name}={value!r}: give a number above 0")
+    return number
+
+
+def real(value: Any) -> float | None:
+    """`value` as Python's, if it is a number (NumPy's and tensors of one are); None for anything else."""
+    if isinstance(value, bool | str | bytes):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
