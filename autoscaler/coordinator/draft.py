@@ -126,7 +126,9 @@ class Draft:
                 return False
             found, why = {}, f"{why}; {why_pending(spec, rooms(self.view, job), places, self.ledger)}"
         elif sum(found.values()) != plan.replicas:
-            why = f"{why}: {sum(found.values())} replicas are left of {plan.replicas}"
+            left = sum(found.values())
+            verb = "is" if left == 1 else "are"
+            why = f"{why}: {counted(left, 'replica')} {verb} left of {plan.replicas}"
         how, step = (transition, found) if transition else self.route(job, found)
         return self.publish(job, Change(step, cause, how, why, restarts, failed_step, midway=step != found))
 

@@ -171,6 +171,9 @@ def test_a_draining_node_is_left_in_an_orderly_way(pump: Pump) -> None:
     plan = pump.plan("a")
     assert "n0" not in pump.placed("a")
     assert (plan.cause, plan.transition) == (Cause.DRAIN, Transition.RESTART)
+    pump.agents[1].register(draining=True)
+    pump.settle()
+    assert pump.plan("a").reason.endswith("drains n1: 1 replica is left of 2")
 
 
 def test_a_request_drains_a_node_that_does_not_say_so_itself(pump: Pump) -> None:
