@@ -92,7 +92,11 @@ def utility(speedup: Array, settings: Settings) -> Array:
     p = settings.fairness
     if p == 1:
         return np.asarray(np.maximum(speedup, 0.0))
-    worth = np.log(positive) if p == 0 else np.sign(p) * positive**p
+    if p >= 0:
+        worth = np.log(positive) if p == 0 else positive**p
+    else:  # however little comes of it, to run is worth more than not to, and more is worth more
+        least = (RUNS / 2) ** (1 / p)
+        worth = -(np.maximum(positive, least) ** p) - np.maximum(0.0, least - positive)
     return np.asarray(np.where(speedup > 0, RUNS + worth, 0.0))
 
 

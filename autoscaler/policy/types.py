@@ -84,6 +84,10 @@ class Objective(str, Enum):
     SPEEDUP = "speedup"  # power mean of the speedups with exponent `fairness` (1: their plain sum)
 
 
+FAIREST, LEAST_FAIR = -20.0, 1.0
+"""Bounds of p: below them all but the worst speedup count for nothing, above them sharing does not pay."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """How to decide. The defaults are the ones that the simulator's benchmark found best."""
@@ -96,6 +100,10 @@ class Settings:
     horizon: float | None = None  # seconds within which a change must pay for its pause; None: by the pause
     hysteresis: float = 0.005  # a running job changes only for more than this relative gain
     time_limit: float = 2.0  # seconds the integer program may take
+
+    def __post_init__(self) -> None:
+        if not FAIREST <= self.fairness <= LEAST_FAIR:
+            raise ValueError(f"fairness {self.fairness:g} must be between {FAIREST:g} and {LEAST_FAIR:g}")
 
 
 @dataclass(frozen=True)

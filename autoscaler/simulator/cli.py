@@ -14,6 +14,7 @@ import numpy as np
 
 from adaptdl_elastic.autoscaler.cli import Finite
 from adaptdl_elastic.autoscaler.policy import Objective, Settings
+from adaptdl_elastic.autoscaler.policy.types import FAIREST, LEAST_FAIR
 from adaptdl_elastic.autoscaler.simulator.application import Application, read_application
 from adaptdl_elastic.autoscaler.simulator.baselines import OBEDIENT, POLICIES, make_policy
 from adaptdl_elastic.autoscaler.simulator.engine import FixedCluster, Options, Outcome, Simulation
@@ -97,7 +98,7 @@ EVENTS_PAY_BELOW = 10.0
 )
 @click.option(
     "--fairness",
-    type=Finite(),
+    type=Finite(min=FAIREST, max=LEAST_FAIR),
     default=1.0,
     show_default=True,
     help="Exponent p of the power mean of --objective speedup.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -389,3 +390,20 @@ def test_reasons_say_whose_choice_a_size_is() -> None:
     assert found.reasons["job"].text == "2 replicas: adaptdl scale: 2 replicas"
     found = allocate([job(preemptible=False)], cluster(4), {"job": {"node-0": 1}}, 0.0)
     assert found.reasons["job"].text == "keeps its 1 replica: it may not be preempted"
+
+
+@pytest.mark.parametrize("pause", [0.2, 30.0, 600.0])
+@pytest.mark.parametrize("p", [-1.0, -3.0, -5.0, -20.0])
+def test_whatever_the_fairness_it_is_worth_more_to_run_than_not(p: float, pause: float) -> None:
+    settings = Settings(objective=Objective.SPEEDUP, fairness=p, default_pause=pause)
+    jobs = [replace(job("new"), model=None), replace(job("known"), max_replicas=8, remaining=100.0)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = allocate(jobs, cluster(2), {}, 0.0, settings)
+    assert all(found.allocations.values())
+
+
+@pytest.mark.parametrize("p", [-1000.0, -20.5, 1.5, float("nan")])
+def test_a_fairness_that_no_numbers_can_hold_is_refused(p: float) -> None:
+    with pytest.raises(ValueError, match=r"fairness .* must be between -20 and 1"):
+        Settings(objective=Objective.SPEEDUP, fairness=p)

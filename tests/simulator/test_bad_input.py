@@ -54,7 +54,14 @@ def test_a_picture_of_no_known_kind() -> None:
         for option in ("--rescale-cost", "--interval", "--hours", "--fairness", "--declared-sigma")
         for value in ("nan", "inf", "-inf")
     ]
-    + [("--seed", "-1"), ("--declared-sigma", "1000"), ("--hours", "1e300"), ("--interval", "1e300")],
+    + [
+        ("--fairness", "-1000"),
+        ("--fairness", "2"),
+        ("--seed", "-1"),
+        ("--declared-sigma", "1000"),
+        ("--hours", "1e300"),
+        ("--interval", "1e300"),
+    ],
 )
 def test_numbers_that_are_none(option: str, value: str) -> None:
     line = refused(*SMALL, option, value)
@@ -63,6 +70,12 @@ def test_numbers_that_are_none(option: str, value: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_coordinator_is_as_fair_as_a_simulation_can_be() -> None:
+    result = CliRunner().invoke(coordinator, ["--etcd", "127.0.0.1:1", "--fairness", "-1000"])
+    assert result.exit_code == 2
+    assert "-1000.0 is not in the range -20<=x<=1" in result.output
+
+
 @pytest.mark.parametrize("option", ["--interval", "--fairness", "--default-pause"])
 def test_a_coordinator_asked_for_numbers_that_are_none(option: str, value: str) -> None:
     result = CliRunner().invoke(coordinator, ["--etcd", "127.0.0.1:1", option, value])
