@@ -323,6 +323,15 @@ class _Market:
             total += sum(i.hourly_price for i in staying) + self.coming(pool) * pool.hourly_price
         return total
 
+    def present(self) -> tuple[int, float]:
+        """(nodes, price per hour) of all there is, on its way out or not, and of what was asked for."""
+        coming = [(self.coming(pool), pool.hourly_price) for pool in self.seen.capacity.pools]
+        there = self.seen.capacity.instances
+        return (
+            len(there) + sum(count for count, _ in coming),
+            sum(i.hourly_price for i in there) + sum(count * price for count, price in coming),
+        )
+
     def _goes(self, instance: Instance) -> bool:
         entry = self.memory.known[instance.id]
         return bool(entry.leaving) and not entry.replace
@@ -382,9 +391,16 @@ def _resize(market: _Market, goal: Target) -> tuple[Memory, list[Action], list[s
 
 def _grow(market: _Market, slots: int, goal: Target) -> tuple[Memory, dict[str, Request], list[str]]:
     settings, pools = market.settings, {pool.name: pool for pool in market.seen.capacity.pools}
-    budget = settings.max_hourly_cost - market.hourly()
-    nodes = settings.max_nodes - sum(market.supply(pool) for pool in pools.values())
     broke = market.seen.now < market.memory.broke_until
+    back = {} if broke else _call_back(market, slots)
+    if back:
+        slots -= sum(i.slots for i in market.seen.capacity.instances if i.id in back)
+        now, known = market.seen.now, {**market.memory.known, **back}
+        market = replace(market, memory=replace(market.memory, known=known, changed=now))
+        if slots <= 0:
+            return market.memory, {}, []
+    there, hourly = market.present()
+    nodes, budget = settings.max_nodes - there, settings.max_hourly_cost - hourly
     offers = market.offers()
     bought = {} if broke else buy(offers, slots, nodes, budget)
     requests = {
@@ -395,9 +411,35 @@ def _grow(market: _Market, slots: int, goal: Target) -> tuple[Memory, dict[str, 
     warnings = []
     if got < slots:
         why = _why_not(settings, offers, slots, nodes, bought, broke)
+        leaving = there - market.have()
+        why += f", {leaving} that still leave included" if leaving > 0 and not broke else ""
         warnings.append(f"{slots - got} slots are wanted that can not be had: {why}")
     memory = market.memory if not bought else replace(market.memory, changed=market.seen.now)
     return memory, requests, warnings
+
+
+def _call_back(market: _Market, slots: int) -> dict[str, Known]:
+    """Nodes that were to leave because nobody wanted them: the most missed ones, until there are `slots`."""
+    seen, known, found = market.seen, market.memory.known, dict[str, Known]()
+    wild = {
+        pool.name for pool in seen.capacity.pools if market.pool(pool.name).closed or market.too_wild(pool)
+    }
+    nodes = market.settings.max_nodes - market.have()
+    budget = market.settings.max_hourly_cost - market.hourly()
+    there = [
+        i
+        for i in seen.capacity.instances
+        if known[i.id].spared
+        and known[i.id].released is None
+        and i.state is not InstanceState.LEAVING
+        and i.pool not in wild
+    ]
+    for instance in sorted(there, key=lambda i: _worth(i, known[i.id], seen), reverse=True):
+        if slots <= 0 or nodes <= 0 or instance.hourly_price > budget + 1e-9:
+            break
+        slots, nodes, budget = slots - instance.slots, nodes - 1, budget - instance.hourly_price
+        found[instance.id] = replace(known[instance.id], leaving="", leaving_since=0.0, spared=False)
+    return found
 
 
 def _why_not(
@@ -439,6 +481,7 @@ def _shrink(market: _Market, goal: Target) -> tuple[Memory, dict[str, Request]]:
             leaving=entry.leaving or goal.reason,
             leaving_since=entry.leaving_since if entry.leaving else seen.now,
             replace=False,
+            spared=entry.spared or not entry.leaving,
         )
     requests = {
         pool.name: Request(pool.name, market.asked(pool) - fewer[pool.name], goal.reason)

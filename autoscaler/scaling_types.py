@@ -16,11 +16,11 @@ class NodeUse:
     node: str
     replicas: Mapping[str, int] = field(default_factory=dict)  # by job; what is not yet ended counts
     draining: bool = False
-    announced: bool = True  # by itself or about its instance, not by a person who wants its work elsewhere
     deadline: float | None = None
     at_risk: bool = False
     slots: int = 0  # by its agent's word; 0: not known
     first: bool = False  # has rank 0 of a job, which can not leave without a restart
+    announced: bool = True  # by itself or about its instance, not by a person who wants its work elsewhere
 
     @property
     def busy(self) -> bool:
@@ -56,6 +56,7 @@ class Known:
     leaving_since: float = 0.0
     deadline: float | None = None
     replace: bool = False
+    spared: bool = False  # leaves because it is not worth its price, and for nothing else
     at_risk: bool = False
     held: float = 0.0  # last heartbeat
     worked: bool = False  # has had replicas

@@ -287,6 +287,8 @@ class MarketCluster:
         self.memory = done.memory
         for action in done.actions:
             self._act(action)
+        known = self.memory.known  # who is called back is asked to drain no more
+        self._draining = {name for name in self._draining if name not in known or known[name].leaving}
         self.history.append((now, len(nodes), done.hourly_cost))
 
     def _act(self, action: Action) -> None:

@@ -477,3 +477,60 @@ def test_an_instance_taken_without_notice_that_is_seen_to_go_was_interrupted() -
         world.until(lambda world=world: bool(world.of(LetGo)))  # type: ignore[misc]
         world.run(60)
         assert world.memory.pools["spot"].interruptions == counted
+
+
+def test_nodes_on_their_way_out_are_called_back_when_they_are_wanted_again() -> None:
+    world = World(DEMAND)
+    world.jobs = (waiting(replicas=4),)
+    world.until(lambda: len(world.running) == 4)
+    world.stuck = set(world.running)
+    world.jobs = (waiting(replicas=1),)
+    world.until(lambda: bool(world.of(Drain)))
+    world.jobs = (waiting(replicas=3),)
+    world.run(60)
+    assert sum(not entry.leaving for entry in world.memory.known.values()) == 3
+    assert len(world.asked) == 1
+    world.jobs = (waiting(replicas=5),)
+    world.run(120)
+    assert world.provider.launched == 5
+    assert world.desired == {"demand": 5}
+    assert world.of(Release) == []
+
+
+def test_who_has_a_notice_is_not_called_back() -> None:
+    world = World(SPOT)
+    world.jobs = (waiting(replicas=2),)
+    world.until(lambda: len(world.running) == 2)
+    world.stuck = set(world.running)
+    world.jobs = (waiting(replicas=1),)
+    world.until(lambda: bool(world.of(Drain)))
+    (victim,) = world.asked
+    world.provider.interrupt(victim, 600)
+    world.tick()
+    world.jobs = (waiting(replicas=2),)
+    world.run(60)
+    assert world.memory.known[victim].leaving
+    assert world.provider.launched == 3
+
+
+def test_nodes_on_their_way_out_count_for_the_limits() -> None:
+    """A node that still drains is still there and paid."""
+    for limit in ({"max_nodes": 2}, {"max_hourly_cost": 0.6}):
+        world = World(SPOT, settings=ScalingSettings(**limit))  # type: ignore[arg-type]
+        world.jobs = (waiting(replicas=2),)
+        world.until(lambda world=world: len(world.running) == 2)  # type: ignore[misc]
+        world.stuck = set(world.running)
+        world.jobs = (waiting(replicas=1),)
+        world.until(lambda world=world: bool(world.of(Drain)))  # type: ignore[misc]
+        (victim,) = world.asked
+        world.provider.interrupt(victim, 3600)  # it is not to be called back
+        world.tick()
+        world.jobs = (waiting(replicas=2),)
+        for _ in range(30):
+            step = world.tick()
+            assert len(world.provider.capacity().instances) == 2
+        assert any("1 that still leave included" in text for text in step.warnings)
+        world.stuck = set()
+        world.run(200)
+        assert world.desired == {"spot": 2}
+        assert len(world.running) == 2

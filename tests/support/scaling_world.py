@@ -64,6 +64,7 @@ class World:
         self.hidden: set[str] = set()  # instances whose registration is away
         self.stuck: set[str] = set()  # instances whose replicas do not leave
         self.draining: dict[str, float | None] = {}
+        self.asked: set[str] = set()  # of these, by the autoscaler
         self.at_risk: set[str] = set()
         self.log: list[object] = []
         self.last: Step | None = None
@@ -79,6 +80,9 @@ class World:
         self.memory = done.memory
         for action in done.actions:
             self._act(action)
+        for name in self.asked - {name for name, entry in self.memory.known.items() if entry.leaving}:
+            self.draining.pop(name, None)  # called back
+            self.asked.discard(name)
         self.last = done
         return done
 
@@ -127,6 +131,7 @@ class World:
                 self.provider.request(pool, desired)
             case Drain(instance, _, _, deadline):
                 self.draining[instance] = deadline
+                self.asked.add(instance)
             case Release(instance, replace, _):
                 self.provider.release(instance, replace)
             case Protect(instances):
