@@ -25,7 +25,7 @@ from adaptdl_elastic.rendezvous.keys import Keys, check_name
     show_default=True,
     help="Seconds between rounds of the policy that nothing asks for.",
 )
-@click.option("--fairness", type=Finite(min=-20, max=1), default=None, help="Exponent p of the power mean of the speedups.")
+@click.option("--fairness", type=Finite(min=-20, max=1), default=None, help="Exponent p of --objective speedup.")
 @click.option(
     "--objective",
     type=click.Choice(["completion", "speedup"]),
