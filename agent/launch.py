@@ -33,7 +33,7 @@ from adaptdl_elastic.rendezvous import runtime_file
 from adaptdl_elastic.rendezvous.addresses import NoPortError, address_towards, listen
 from adaptdl_elastic.rendezvous.connect import connect
 from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.options import StoreOptions, parse_endpoints
+from adaptdl_elastic.rendezvous.options import StoreOptionError, StoreOptions, parse_endpoints
 from adaptdl_elastic.rendezvous.plans import PlanStore
 from adaptdl_elastic.rendezvous.records import JobSpec, NodeRecord, Rescale
 from adaptdl_elastic.rendezvous.runtime_file import RuntimeFileError
@@ -57,13 +57,13 @@ def launch(options: Options, say: Callable[[str], None]) -> int:
     with ExitStack() as stack:
         redirects = Streams.parse("--redirects", options.redirects)
         tee = Streams.parse("--tee", options.tee)
+        if options.standalone:
+            _be_alone(options.job, stack)
         check_checkpoint_path(options.checkpoint_path)
         events = _open_event_log(options)
         stack.callback(events.close)
         share = SharePath(os.environ, options.job)
         stack.callback(share.close)
-        if options.standalone:
-            _check_alone(options.job)
         fork_server = start_fork_server()  # warms up while the rest of us starts
         stack.callback(fork_server.close)
         endpoint, store, password_file = _store(options, stack)
@@ -92,14 +92,17 @@ def launch(options: Options, say: Callable[[str], None]) -> int:
         return _run(options, found, endpoint, store, keys, fork_server, output, events, display, share)
 
 
-def _check_alone(job: str) -> None:
+def _be_alone(job: str, stack: ExitStack) -> None:
     """Two runs of one standalone job would write the same checkpoints and answer to the same name."""
+    lock = stack.enter_context(runtime_file.locked(job))
     other = runtime_file.find(job)
-    if other is not None:
-        raise LaunchError(
-            f"a standalone job {job!r} runs already (process {other.pid}): `adaptdl stop {job}` ends it, "
-            f"another --rdzv-id runs beside it"
-        )
+    if lock and other is None:
+        return
+    who = f" (process {other.pid})" if other is not None else ""
+    raise LaunchError(
+        f"a standalone job {job!r} runs already{who}: `adaptdl stop {job}` ends it, "
+        f"another --rdzv-id runs beside it"
+    )
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,8 @@ def _store(options: Options, stack: ExitStack) -> tuple[str, PlanStore, str]:
         store_options = StoreOptions.from_environment(os.environ, timeout=options.etcd_timeout, **given)
     try:
         store = connect(endpoint, api=options.etcd_api, options=store_options)  # type: ignore[arg-type]
+    except StoreOptionError:
+        raise
     except StoreError as error:
         raise LaunchError(f"no store: {error}; see --rdzv-endpoint and `adaptdl doctor`") from None
     stack.callback(store.close)

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import stat
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -107,6 +108,37 @@ def find(job: str | None = None, directory: Path | None = None) -> RuntimeFile |
         if job is None or record.job == job:
             return record
     return None
+
+
+@contextmanager
+def locked(job: str, directory: Path | None = None) -> Iterator[bool]:
+    """Whether nobody else of this user has the lock of this standalone job; it is held until the end.
+
+    The kernel frees it when its holder dies, however that goes.
+    """
+    path = private_directory(directory) / f"{check_name('job', job)}.lock"
+    while True:
+        try:
+            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise RuntimeFileError(
+                f"{path} can not be used ({error.strerror}): set XDG_RUNTIME_DIR to a directory of your own"
+            ) from None
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(number)
+            yield False
+            return
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(number)):
+                break
+        os.close(number)  # whoever had it has removed it meanwhile
+    try:
+        yield True
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(number)
 
 
 def access(endpoint: str, directory: Path | None = None) -> StoreOptions | None:

@@ -259,3 +259,15 @@ def test_a_standalone_job_that_runs_is_not_started_twice(tmp_path: Path) -> None
         assert run.wait() == 1
         assert run.text().count("\n") == 1
         assert f"a standalone job 'twice' runs already (process {os.getpid()})" in run.text()
+
+
+def test_of_two_that_are_started_at_once_one_runs(tmp_path: Path) -> None:
+    from adaptdl_elastic.rendezvous import runtime_file
+
+    with runtime_file.locked("twice", tmp_path / f"adaptdl-{os.getuid()}") as mine:
+        assert mine
+        done = run_agent(tmp_path, "--standalone", "--rdzv-id=twice", str(SCRIPTS / "plain.py"))
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "a standalone job 'twice' runs already: `adaptdl stop twice` ends it" in line
+    assert not (tmp_path / ".adaptdl").exists()

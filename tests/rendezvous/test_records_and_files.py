@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,37 @@ def test_a_directory_that_others_can_enter_is_not_trusted(tmp_path: Path):
 
 def _record() -> runtime_file.RuntimeFile:
     return runtime_file.RuntimeFile("127.0.0.1:1", "default", "job", os.getpid())
+
+
+def test_one_of_a_user_has_the_lock_of_a_job(tmp_path: Path):
+    with (
+        runtime_file.locked("job", tmp_path / "own") as mine,
+        runtime_file.locked("a", tmp_path / "own") as a,
+    ):
+        assert (mine, a) == (True, True)
+        with runtime_file.locked("job", tmp_path / "own") as theirs:
+            assert not theirs
+        with runtime_file.locked("job", tmp_path / "own") as theirs:
+            assert not theirs
+    with runtime_file.locked("job", tmp_path / "own") as mine:
+        assert mine
+    assert list((tmp_path / "own").iterdir()) == []
+
+
+def test_many_who_want_the_lock_at_once_have_it_one_at_a_time(tmp_path: Path):
+    inside, had = [], []
+
+    def want() -> None:
+        for _ in range(200):
+            with runtime_file.locked("job", tmp_path / "own") as mine:
+                if mine:
+                    inside.append(1)
+                    had.append(len(inside))
+                    inside.pop()
+
+    threads = [threading.Thread(target=want) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(had) == {1}
