@@ -13,11 +13,8 @@ from adaptdl_elastic.agent.options import OptionError, parse
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code is the job's (2: the command line can not be used)."""
-    logging.basicConfig(
-        level=os.environ.get("ADAPTDL_LOGLEVEL", "WARNING").upper(),
-        format="adaptdl-run: %(name)s: %(message)s",
-    )
     try:
+        logging.basicConfig(level=_log_level(), format="adaptdl-run: %(name)s: %(message)s")
         options = parse(arguments)
     except OptionError as error:
         print(f"adaptdl-run: error: {error}", file=sys.stderr)
@@ -53,6 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     finally:
         ignore_signals()
+
+
+def _log_level() -> int:
+    text = os.environ.get("ADAPTDL_LOGLEVEL") or "WARNING"
+    number = logging.getLevelName(text.upper())
+    if not isinstance(number, int):
+        raise OptionError(f"ADAPTDL_LOGLEVEL is {text!r}: write DEBUG, INFO, WARNING or ERROR")
+    return number
 
 
 if __name__ == "__main__":

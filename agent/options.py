@@ -17,6 +17,7 @@ from typing import Any
 
 from adaptdl_elastic.agent.torchrun_options import torchrun_parser
 from adaptdl_elastic.rendezvous.keys import check_name
+from adaptdl_elastic.rendezvous.options import StoreOptionError, parse_endpoints
 
 PROGRAM = "adaptdl-run"
 MANY_REPLICAS = 65536  # as many as the nodes have room for
@@ -122,7 +123,7 @@ def _add_ours(group: Any) -> None:
     add("--etcd-cert", metavar="PEM", help="client certificate (ADAPTDL_ETCD_CERT)")
     add("--etcd-key", metavar="PEM", help="its key (ADAPTDL_ETCD_KEY); user and password: environment only")
     add("--etcd-timeout", type=float, metavar="S", help="time-out of one operation (default 5)")
-    add("--cluster", default="default", help="several clusters share one etcd by name (default: default)")
+    add("--cluster", metavar="NAME", help="several share one etcd (ADAPTDL_CLUSTER; default: default)")
     add("--node-name", metavar="NAME", help="this node's name (default: the host's, made unique)")
     add("--port-range", metavar="LOW:HIGH", help="ports to listen on (default: any free one)")
     add("--checkpoint-path", metavar="DIR", help="default: ADAPTDL_CHECKPOINT_PATH, else ./.adaptdl/<job>")
@@ -143,12 +144,14 @@ def _add_ours(group: Any) -> None:
 def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> Options:
     """The checked options; OptionError when they can not be used, SystemExit for --help and the unknown."""
     made = parser()
-    return check(made.parse_args(arguments), _given(made, arguments), environ)
-
-
-def _given(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> set[str]:
-    """Which options were typed, by their destination."""
+    args = made.parse_args(arguments)
     typed = list(sys.argv[1:] if arguments is None else arguments)
+    ours = typed[: len(typed) - len(args.training_script_args)]
+    return check(args, _given(made, ours), environ)
+
+
+def _given(made: argparse.ArgumentParser, typed: Sequence[str]) -> set[str]:
+    """Which options were typed, by their destination."""
     names = {name: action.dest for action in made._actions for name in action.option_strings}
     return {names[word.partition("=")[0]] for word in typed if word.partition("=")[0] in names}
 
@@ -171,6 +174,11 @@ def check(
         raise OptionError(
             f"--nnodes={args.nnodes} needs an etcd that all nodes reach: --rdzv-endpoint HOST:PORT"
         )
+    if not standalone:
+        try:
+            parse_endpoints(endpoint or "")
+        except StoreOptionError as error:
+            raise OptionError(str(error)) from None
     path = args.checkpoint_path or environ.get("ADAPTDL_CHECKPOINT_PATH") or str(Path(".adaptdl") / job)
     if "://" not in path:
         path = str(Path(path).absolute())
@@ -193,7 +201,7 @@ def check(
         etcd_cert=args.etcd_cert,
         etcd_key=args.etcd_key,
         etcd_timeout=args.etcd_timeout,
-        cluster=check_option("--cluster", args.cluster),
+        cluster=check_option("--cluster", args.cluster or environ.get("ADAPTDL_CLUSTER") or "default"),
         node_name=check_option("--node-name", args.node_name) if args.node_name else None,
         local_addr=args.local_addr,
         port_range=parse_ports(args.port_range) if args.port_range else None,
@@ -231,7 +239,11 @@ def _mode(args: argparse.Namespace) -> str:
             raise OptionError(f"{args.training_script!r} is not a program that can be executed from here")
         return "exec"
     script = Path(args.training_script)
-    if not script.exists():
+    try:
+        there = script.exists()
+    except OSError as error:  # below a directory that may not be entered
+        raise OptionError(f"the script {args.training_script!r} can not be read: {error.strerror}") from None
+    if not there:
         raise OptionError(
             f"there is no script {args.training_script!r}: give a path that exists from {Path.cwd()}"
         )

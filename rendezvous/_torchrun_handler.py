@@ -45,7 +45,7 @@ _CHECK_IN = 0.5  # seconds between two looks at the view while the others connec
 class Options:
     """`--rdzv-conf key=value,...`; see docs/bare-metal.md."""
 
-    cluster: str = "default"
+    cluster: str = ""
     api: str = "auto"
     timeout: float = 900.0  # until min_nodes have come
     lease: float = 5.0
@@ -114,7 +114,7 @@ class AdaptdlEtcdHandler(RendezvousHandler):
         )
         parse_endpoints(self._endpoint, self._store_options.secure)
         self._run_id = params.run_id
-        self._keys = Keys(self._options.cluster)
+        self._keys = Keys(self._options.cluster or os.environ.get("ADAPTDL_CLUSTER") or "default")
         self._keys.torchrun(self._run_id)
         self._host = params.local_addr
         self._id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"

@@ -132,6 +132,8 @@ def _parse_endpoint(text: str, secure: bool) -> str:
         raise StoreOptionError(
             f"etcd endpoint {text!r} is not https, but a CA or client certificate was given"
         )
+    if port == 0:
+        raise StoreOptionError(f"etcd endpoint {text!r}: nobody listens on port 0")
     name = f"[{host}]" if ":" in host else host
     return f"{url.scheme}://{name}:{port or DEFAULT_PORT}"
 

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 BACKEND = "adaptdl-etcd"
 
 
+class RefusedError(SystemExit, ValueError):
+    """The options can not be used. torchrun lets it end the program: with one line, and no traceback."""
+
+
 def registration() -> Callable[[RendezvousParameters], RendezvousHandler]:
     """For the entry-point group `torchrun.handlers`."""
     return create_handler
@@ -28,4 +32,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     """The handler that torchrun's arguments ask for; it connects at its first rendezvous."""
     from adaptdl_elastic.rendezvous._torchrun_handler import AdaptdlEtcdHandler
 
-    return AdaptdlEtcdHandler(params)
+    try:
+        return AdaptdlEtcdHandler(params)
+    except ValueError as error:
+        raise RefusedError(f"torchrun: error: {error}") from None

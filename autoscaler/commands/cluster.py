@@ -25,7 +25,12 @@ from adaptdl_elastic.rendezvous.keys import Keys, check_name
     show_default=True,
     help="Seconds between rounds of the policy that nothing asks for.",
 )
-@click.option("--fairness", type=Finite(min=-20, max=1), default=None, help="Exponent p of --objective speedup.")
+@click.option(
+    "--fairness",
+    type=Finite(min=-20, max=1),
+    default=None,
+    help="Exponent p of the power mean of the speedups.",
+)
 @click.option(
     "--objective",
     type=click.Choice(["completion", "speedup"]),
@@ -206,11 +211,20 @@ def events(where: Where, as_json: bool, tail: int) -> None:
             event = json.loads(item.value)
         except ValueError:
             continue
+        if not isinstance(event, dict):  # another program's
+            continue
         if as_json:
             click.echo(json.dumps(event))
             continue
-        when = time.strftime("%H:%M:%S", time.localtime(event.pop("time", 0)))
+        when = _clock(event.pop("time", 0))
         name = event.pop("event", "?")
         event.pop("fence", None)
         text = "  ".join(f"{key}={value}" for key, value in event.items() if value not in (None, "", {}, []))
-        click.echo(f"{when}  {name:<10}  {text}", file=sys.stdout)
+        click.echo(f"{when}  {name!s:<10}  {text}", file=sys.stdout)
+
+
+def _clock(seconds: object) -> str:
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(seconds))  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, OSError):  # not of our writing
+        return "--:--:--"

@@ -8,10 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from forbidden import forbidden
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptdl_elastic.agent import options, torchrun_options
+from adaptdl_elastic.agent import cli, options, torchrun_options
 from adaptdl_elastic.agent.environ import SharePath
 from adaptdl_elastic.agent.output import StreamOptionError, Streams
 
@@ -166,3 +167,41 @@ def test_what_replicas_shared_goes_with_the_job_or_after_a_day_without_an_agent(
     given = SharePath({"ADAPTDL_SHARE_PATH": str(tmp_path / "given")}, "job", tmp_path)
     given.close(done=True)
     assert given.path.is_dir()
+
+
+def test_the_name_of_the_cluster_may_come_from_the_environment() -> None:
+    assert parse().cluster == "default"
+    assert parse(ADAPTDL_CLUSTER="night").cluster == "night"
+    assert parse("--cluster=day", ADAPTDL_CLUSTER="night").cluster == "day"
+    with pytest.raises(options.OptionError, match="a/b"):
+        parse(ADAPTDL_CLUSTER="a/b")
+
+
+def test_the_scripts_own_options_are_none_of_ours() -> None:
+    found = options.parse(["--standalone", __file__, "--master-port", "1234", "--rdzv-conf=x"], {})
+    assert found.script_args == ("--master-port", "1234", "--rdzv-conf=x")
+    assert found.notes == ()
+    assert len(options.parse(["--master-port", "1", __file__, "--master-port", "1"], {}).notes) == 1
+
+
+@pytest.mark.parametrize("endpoint", ["a b:1", "host:port", "http://host/path", "host:0", "host:99999"])
+def test_a_malformed_endpoint_is_a_bad_option(endpoint: str) -> None:
+    for arguments, environ in (([f"--etcd={endpoint}"], {}), (["--nnodes=1:2"], {"ADAPTDL_ETCD": endpoint})):
+        with pytest.raises(options.OptionError, match="endpoint"):
+            parse(*arguments, **environ)
+
+
+def test_a_script_below_a_directory_that_may_not_be_entered(tmp_path: Path) -> None:
+    with (
+        forbidden(tmp_path / "no") as folder,
+        pytest.raises(options.OptionError, match="can not be read: Permission denied"),
+    ):
+        options.parse([str(folder / "there")], {})
+
+
+def test_a_level_of_logs_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setenv("ADAPTDL_LOGLEVEL", "verbose")
+    assert cli.main([__file__]) == 2
+    assert capsys.readouterr().err == (
+        "adaptdl-run: error: ADAPTDL_LOGLEVEL is 'verbose': write DEBUG, INFO, WARNING or ERROR\n"
+    )

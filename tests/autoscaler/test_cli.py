@@ -238,6 +238,11 @@ def test_explain_and_events(world: World) -> None:
     names = {json.loads(line)["event"] for line in world.says("events", "--json").splitlines()}
     assert {"leader", "plan", "state"} <= names
     assert "plan" in world.says("events")
+    for number, garbage in enumerate(
+        ("[1]", '{"time": "now", "event": ["x"]}', '{"time": 1e300}', "no JSON")
+    ):
+        world.store.put(f"{world.keys.events}9999999999999-{number}", garbage)
+    assert len(world.says("events", "--tail", "4").splitlines()) == 2
 
 
 @pytest.mark.etcd

@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 
 from adaptdl_elastic.rendezvous import _torchrun_handler as module
 from adaptdl_elastic.rendezvous import membership as m
+from adaptdl_elastic.rendezvous import torchrun
 from adaptdl_elastic.rendezvous.memory import MemoryStore
 from adaptdl_elastic.rendezvous.records import encode
 
@@ -229,3 +230,27 @@ def test_a_lapsed_lease_disturbs_nobody(group: Group):
         assert time.monotonic() < deadline
         seen.wait(0.01)
     assert [handler.num_nodes_waiting() for handler in handlers] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "run_id", "config"),
+    [
+        ("e:1", "a/b", {}),
+        ("host:0", "job", {}),
+        ("e:1", "job", {"cluster": "a/b"}),
+        ("e:1", "job", {"grace": "y"}),
+    ],
+)
+def test_what_torchrun_can_not_use_ends_it_with_one_line(endpoint: str, run_id: str, config: dict[str, str]):
+    found = RendezvousParameters("adaptdl-etcd", endpoint, run_id, 1, 1, **config)
+    with pytest.raises(SystemExit) as caught:
+        torchrun.create_handler(found)
+    assert str(caught.value.code).startswith("torchrun: error: ")
+    assert "\n" not in str(caught.value.code)
+
+
+def test_the_cluster_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ADAPTDL_CLUSTER", "night")
+    for config, cluster in (({}, "night"), ({"cluster": "day"}, "day")):
+        found = RendezvousParameters("adaptdl-etcd", "e:1", "job", 1, 1, **config)
+        assert torchrun.create_handler(found)._keys.cluster == cluster
