@@ -107,6 +107,7 @@ class Autoscaler:
         self._said: frozenset[str] = frozenset()
         self._acted: set[Action] = set()  # what was said of the present decision
         self._lease: Lease | None = None
+        self._written: int | None = None  # revision of the status that is ours; None: not looked
 
     def stop(self) -> None:
         """End `run` after the present look; callable from a signal handler."""
@@ -142,8 +143,10 @@ class Autoscaler:
         self._memory = decision.memory
         failed = [] if self._options.dry_run else self._act(decision.actions)
         if self._options.dry_run:
-            self._tell(decision.actions, "would ")
+            for action in decision.actions:
+                self._tell(action, "would ")
         else:
+            self._sure()
             self._tidy(seen)
             self._publish(seen, decision, failed)
         self._warn((*decision.warnings, *failed, *self._too_slow(seen)))
@@ -203,12 +206,23 @@ class Autoscaler:
     # -- acting
 
     def _act(self, actions: Sequence[Action]) -> list[str]:
-        """Carry out what was decided; what failed, in words. It will be decided again."""
-        self._tell(actions, "")
+        """Carry out what was decided; what failed, in words. It will be decided again.
+
+        Each is told before it is done. StoreError, and the rest is left, once another one may rule.
+        """
+        before, self._acted = self._acted, set()
         failed: list[str] = []
-        for action in actions:
-            if not self._certain():
-                return [*failed, "what was decided is left: it is not certain that this autoscaler rules"]
+        for place, action in enumerate(actions):
+            try:
+                self._sure()
+            except StoreError:
+                for left in actions[place:]:
+                    if isinstance(left, Release):
+                        self._memory = not_done(self._memory, left.instance)
+                raise
+            if action not in before:
+                self._tell(action, "")
+            self._acted.add(action)
             try:
                 self._carry_out(action)
             except ProviderError as error:
@@ -265,16 +279,14 @@ class Autoscaler:
             if seen.capacity.instance(instance) and instance in known and known[instance].leaving
         }
         for node in self._drained - leaving:
+            self._sure()
             self._store.delete(self._keys.drain(node))
             self._drained.discard(node)
 
-    def _tell(self, actions: Sequence[Action], would: str) -> None:
-        """One event for each action that was not said at the last look already."""
-        for action in actions:
-            if action not in self._acted and not isinstance(action, (Hold, Protect)):
-                name = {Request: "request", Drain: "drain", Release: "release", LetGo: "let_go"}[type(action)]
-                self._event(f"{would}{name}", vars(action) | {"hourly_cost": self._hourly()})
-        self._acted = set(actions)
+    def _tell(self, action: Action, would: str) -> None:
+        if not isinstance(action, (Hold, Protect)):
+            name = {Request: "request", Drain: "drain", Release: "release", LetGo: "let_go"}[type(action)]
+            self._event(f"{would}{name}", vars(action) | {"hourly_cost": self._hourly()})
 
     def _hourly(self) -> float:
         return round(sum(known.hourly_price for known in self._memory.known.values()), 6)
@@ -290,7 +302,7 @@ class Autoscaler:
 
     def _event(self, event: str, fields: Mapping[str, Any]) -> None:
         self._say(event, fields)
-        if self._options.dry_run:
+        if self._options.dry_run or not self._certain():
             return
         now = self._clock()
         line = {"time": now, "event": f"autoscaler_{event}", **fields}
@@ -322,11 +334,24 @@ class Autoscaler:
             memory=_MEMORY.dump_json(memory).decode(),
             updated=seen.now,
         )
-        self._store.put(self._keys.autoscaler_status, records.encode(status))
+        key, text = self._keys.autoscaler_status, records.encode(status)
+        self._sure()
+        self._written = self._store.compare_and_swap(key, text, self._revision())
+        if self._written is None:
+            self._ruling = False  # whoever has written it knows more
+            raise StoreError("somebody else has written the autoscaler's status: what it says is read first")
+
+    def _revision(self) -> int:
+        """Of the status that our memory goes on from; 0: there is none."""
+        if self._written is None:
+            item = self._store.get(self._keys.autoscaler_status)
+            self._written = 0 if item is None else item.mod_revision
+        return self._written
 
     def _recall(self) -> Memory:
         """What the last autoscaler knew; pools that it had closed get another chance."""
         item = self._store.get(self._keys.autoscaler_status)
+        self._written = 0 if item is None else item.mod_revision
         if item is None:
             return Memory()
         try:
@@ -364,12 +389,16 @@ class Autoscaler:
             self._provider.take_over()
             self._ruling = True
             self._memory = self._recall()
-        if not self._certain():
-            raise StoreError("it is not certain that this autoscaler still rules: nothing is done")
+        self._sure()
 
     def _certain(self) -> bool:
         """Whether nobody else can be ruling."""
         return self._lease is None or self._lease.remaining() > 0
+
+    def _sure(self) -> None:
+        """StoreError where another one may rule: nothing may be written, or asked of the provider."""
+        if not self._certain():
+            raise StoreError("it is not certain that this autoscaler still rules: what was decided is left")
 
     def _campaign(self) -> None:
         """Become the only one; StoreError when that was given up."""

@@ -11,6 +11,7 @@ from scaling_cluster import KEYS, POOL, Cluster
 from scaling_world import World, waiting
 
 from adaptdl_elastic.autoscaler.providers.base import (
+    Capacity,
     InstanceState,
     NoPermissionError,
     NotOursError,
@@ -178,11 +179,39 @@ def test_who_is_stopped_in_the_middle_of_a_look_leaves_the_rest(
 ) -> None:
     cluster = ruling(store)
     cluster.submit()
-    left = iter([15.0, 0.0])
-    monkeypatch.setattr(lease_of(cluster), "remaining", lambda: next(left))
-    cluster.ruler._tick(first=False)
+    before = cluster.status()
+    left = iter([15.0])  # until it looks
+    monkeypatch.setattr(lease_of(cluster), "remaining", lambda: next(left, 0.0))
+    events = len(list(store.range(KEYS.events).items))
+    assert not cluster.ruler._tick(first=False)
     assert cluster.instances == []
-    assert "not certain" in cluster.status().warnings[-1]
+    assert cluster.events("request") == []
+    assert "not certain" in cluster.events("warning")[-1]["message"]
+    assert cluster.status() == before
+    assert len(list(store.range(KEYS.events).items)) == events
+
+
+def test_who_was_deposed_in_the_middle_of_a_look_does_not_write_over_his_successor(
+    store: MemoryStore,
+) -> None:
+    cluster = ruling(store)
+    cluster.submit()
+    theirs = records.AutoscalerStatus("successor", 9, 9, 9.0, 99.0)
+    look = cluster.provider.capacity
+
+    def hangs() -> Capacity:
+        store.put(KEYS.autoscaler_status, records.encode(theirs))
+        cluster.provider.capacity = look
+        return look()
+
+    cluster.provider.capacity = hangs
+    cluster.now += 10
+    assert not cluster.ruler._tick(first=False)
+    assert cluster.status() == theirs
+    assert "somebody else has written" in cluster.events("warning")[-1]["message"]
+    assert not cluster.ruler._tick(first=False)
+    assert cluster.provider.rule == ["take_over", "take_over"]
+    assert cluster.status().provider == "fake"
 
 
 def test_a_takeover_that_failed_is_made_good(store: MemoryStore) -> None:
