@@ -242,7 +242,6 @@ def test_a_backend_with_a_fault_is_found_out(
 @pytest.fixture
 def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str | None]]:
     """Run the self-test for 20 s at most; none of its processes may be left."""
-    mark = f"SELFTEST_OF={tmp_path}"
 
     def run(**variables: str) -> str | None:
         for name, value in {**variables, **PATH, "SELFTEST_OF": str(tmp_path)}.items():
@@ -250,7 +249,41 @@ def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         return _selftest.ask_processes("deferred", 20.0 if "DEFERRED_FAULT" in variables else 180.0)
 
     yield run
-    assert [pid for pid in pids() if pid != os.getpid() and mark in environment(pid)] == []
+    assert until(lambda: not marked(tmp_path))
+
+
+def test_the_self_test_ends_with_who_has_asked(tmp_path: Path) -> None:
+    """A replica may be killed at any time."""
+    script = (
+        "import deferred_backend\n"
+        "from adaptdl_elastic.torch import _selftest\n"
+        "_selftest.ask_processes('deferred', 180.0)\n"
+    )
+    mark = {"DEFERRED_FAULT": "hang", "SELFTEST_OF": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", script], env={**os.environ, **PATH, **mark}) as asker:
+        others = until(lambda: [pid for pid in marked(tmp_path) if "--role" in command(pid)])
+        asker.kill()
+    assert len(others) > 0
+    assert until(lambda: not marked(tmp_path))
+
+
+def until(found: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 200
+    while not (what := found()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return what
+
+
+def marked(folder: Path) -> list[int]:
+    return [pid for pid in pids() if pid != os.getpid() and f"SELFTEST_OF={folder}" in environment(pid)]
+
+
+def command(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
 
 
 def pids() -> list[int]:
