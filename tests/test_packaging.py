@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import configparser
+import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -101,3 +103,31 @@ def test_a_wheel_in_a_clean_environment_has_everything(tmp_path: Path) -> None:
         assert run.returncode == 0, (arguments, run.stderr)
     for script in ("adaptdl-run", "adaptdl"):
         assert (tmp_path / "venv" / "bin" / script).exists()
+    _install_as_the_page_says(wheel, tmp_path)
+
+
+def _install_as_the_page_says(wheel: Path, folder: Path) -> None:
+    """docs/bare-metal.md, but for downloading the dependencies: those of this environment are borrowed."""
+    page = (ROOT / "docs" / "bare-metal.md").read_text()
+    (block,) = re.findall(r"^```bash test=test_packaging\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert "pip install .\n" in block
+    text = block.replace("/opt/adaptdl", f"{folder}/opt").replace("install .\n", f"install {wheel}\n")
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))},
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PIP_NO_DEPS": "1",
+        "PIP_NO_INDEX": "1",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PYTHONPATH": sysconfig.get_path("purelib"),
+    }
+    text += "test $(command -v adaptdl-run) = $(dirname $(command -v adaptdl))/adaptdl-run\n"
+    text += f"test $(command -v adaptdl) = {folder}/opt/bin/adaptdl\n"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
