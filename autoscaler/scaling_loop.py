@@ -30,7 +30,7 @@ from adaptdl_elastic.autoscaler.providers.base import (
     UnknownPoolError,
 )
 from adaptdl_elastic.autoscaler.scaling import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling_memory import not_done, refused, shifted
+from adaptdl_elastic.autoscaler.scaling_memory import not_done, refused, running_replicas, shifted
 from adaptdl_elastic.autoscaler.scaling_observe import all_ended, observe
 from adaptdl_elastic.autoscaler.scaling_step import step
 from adaptdl_elastic.autoscaler.scaling_types import (
@@ -107,6 +107,7 @@ class Autoscaler:
         self._said: frozenset[str] = frozenset()
         self._acted: set[Action] = set()  # what was said of the present decision
         self._lease: Lease | None = None
+        self._sizes: Mapping[str, int] = {}  # of the jobs, at the last look
         self._written: int | None = None  # revision of the status that is ours; None: not looked
 
     def stop(self) -> None:
@@ -149,6 +150,7 @@ class Autoscaler:
             self._sure()
             self._tidy(seen)
             self._publish(seen, decision, failed)
+            self._bill(seen, decision)
         self._warn((*decision.warnings, *failed, *self._too_slow(seen)))
         least = max(self._settings.min_nodes, sum(pool.minimum for pool in seen.capacity.pools))
         over = all_ended(view, self._options.expected) and len(seen.capacity.instances) <= least
@@ -340,6 +342,22 @@ class Autoscaler:
         if self._written is None:
             self._ruling = False  # whoever has written it knows more
             raise StoreError("somebody else has written the autoscaler's status: what it says is read first")
+
+    def _bill(self, seen: Observation, decision: Step) -> None:
+        """Say what a job has cost, and will, when its size changes and when it ends."""
+        running, wanted = running_replicas(seen), {job.name for job in seen.jobs}
+        sizes = {name: running.get(name, 0) for name in wanted}
+        for name in sorted({*sizes, *self._sizes}):
+            size = sizes.get(name)
+            if size == self._sizes.get(name, 0):
+                continue
+            so_far, told = self._memory.job_costs.get(name, 0.0), decision.forecasts.get(name, Forecast(0.0))
+            fields: dict[str, Any] = {"job": name, "cost_so_far": round(so_far, 4)}
+            if size is not None:
+                fields |= {"replicas": size, "job_hourly_cost": round(told.hourly, 4)}
+                fields["forecast"] = None if told.cost_left is None else round(so_far + told.cost_left, 4)
+            self._event("job_ended" if size is None else "job_resized", fields)
+        self._sizes = sizes
 
     def _revision(self) -> int:
         """Of the status that our memory goes on from; 0: there is none."""

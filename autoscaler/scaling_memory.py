@@ -11,6 +11,7 @@ from adaptdl_elastic.autoscaler.scaling_types import Known, Memory, NodeUse, Obs
 
 _REMOVED = "its group removes it"
 FORGET_HOURS = 24.0  # after which an interruption counts 1/e
+KEEP_BILLS = 86400.0  # seconds after a job's end
 PRIOR_HOURS = 6.0  # of a spot node without an interruption, that a new pool is believed to have behind it
 
 
@@ -36,6 +37,7 @@ def shifted(memory: Memory, seconds: float) -> Memory:
         memory,
         known=known,
         pools={name: replace(pool, until=pool.until + seconds) for name, pool in memory.pools.items()},
+        job_runs={name: (run, last + seconds) for name, (run, last) in memory.job_runs.items()},
         updated=moved(memory.updated),
         changed=memory.changed + seconds,
         low_since=moved(memory.low_since),
@@ -55,7 +57,7 @@ def remember(memory: Memory, seen: Observation, settings: ScalingSettings) -> Me
     """What is known after this look."""
     if memory.updated is not None and seen.now < memory.updated:  # remembered by a clock ahead of ours
         memory = shifted(memory, seen.now - memory.updated)
-    memory = account(memory, seen)
+    memory = account(_forget(memory, seen), seen)
     memory = _meet(memory, seen, settings)
     memory = _miss(memory, seen, settings)
     memory = _hear(memory, seen)
@@ -95,6 +97,20 @@ def account(memory: Memory, seen: Observation) -> Memory:
         for job, share in shares(seen.nodes.get(instance.id)).items():
             jobs[job] = jobs.get(job, 0.0) + cost * share
     return replace(memory, pools=pools, job_costs=jobs, cost=total)
+
+
+def _forget(memory: Memory, seen: Observation) -> Memory:
+    """Bills of jobs that are no more, and of earlier runs under the same name."""
+    wanted = {job.name for job in seen.jobs}
+    runs: dict[str, tuple[str, float]] = {}
+    for name in {*memory.job_costs, *wanted} if seen.runs else ():
+        run, last = memory.job_runs.get(name, (seen.runs.get(name, ""), seen.now))
+        if seen.runs.get(name) == run and (name in wanted or seen.now - last < KEEP_BILLS):
+            runs[name] = (run, seen.now if name in wanted else last)
+    if not seen.runs:
+        return memory
+    costs = {name: cost for name, cost in memory.job_costs.items() if name in runs}
+    return replace(memory, job_costs=costs, job_runs=runs)
 
 
 def shares(node: NodeUse | None) -> dict[str, float]:

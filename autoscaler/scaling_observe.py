@@ -40,6 +40,7 @@ def observe(
         tuple(signals),
         sum(slots.values()),
         len(slots),
+        {name: job.spec.record.run for name, job in view.jobs.items() if job.spec is not None},
         changing,
     )
 

@@ -39,6 +39,7 @@ class Observation:
     signals: tuple[Signal, ...] = ()
     other_slots: int = 0  # of nodes that are none of the provider's
     other_nodes: int = 0
+    runs: Mapping[str, str] = field(default_factory=dict)  # of every job in the store; empty: not known
     unsettled: frozenset[str] = frozenset()  # jobs of which a change is under way: their size says nothing
 
 
@@ -90,6 +91,7 @@ class Memory:
     known: Mapping[str, Known] = field(default_factory=dict)
     pools: Mapping[str, PoolMemory] = field(default_factory=dict)
     job_costs: Mapping[str, float] = field(default_factory=dict)
+    job_runs: Mapping[str, tuple[str, float]] = field(default_factory=dict)  # whose they are, last wanted
     cost: float = 0.0
     updated: float | None = None
     changed: float = 0.0

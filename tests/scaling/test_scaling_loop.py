@@ -348,3 +348,48 @@ def test_who_drains_a_node_by_hand_keeps_its_machine(store: MemoryStore, by: str
     assert len(cluster.instances) == 1
     if by == "a person":
         assert store.get(KEYS.drain(node)) is not None
+
+
+def test_what_a_job_costs_is_said_when_its_size_changes_and_when_it_ends(store: MemoryStore) -> None:
+    cluster = Cluster(store)
+    cluster.submit(nodes=2)
+    cluster.tick()
+    cluster.tick()
+    nodes = [cluster.register(name) for name in cluster.instances]
+    cluster.plan(*nodes)
+    cluster.tick(1800)
+    cluster.tick(1800)
+    (resized,) = cluster.events("job_resized")
+    assert (resized["job"], resized["replicas"], resized["job_hourly_cost"]) == ("train", 2, 2.0)
+    cluster.finish()
+    for node in nodes:
+        cluster.end(node, 0)
+    cluster.tick()
+    cluster.tick()
+    (ended,) = cluster.events("job_ended")
+    assert ended["cost_so_far"] == pytest.approx(2.0, rel=0.01)
+    kinds = [json.loads(item.value)["event"] for item in store.range(KEYS.events).items]
+    assert kinds.count("autoscaler_job_ended") == 1
+
+
+def test_bills_go_by_run_and_are_forgotten_with_their_job(store: MemoryStore) -> None:
+    cluster = Cluster(store)
+    for name in ("train", "other"):
+        cluster.submit(name)
+    cluster.tick()
+    cluster.tick()
+    first, second = cluster.instances
+    cluster.plan(cluster.register(first))
+    cluster.plan(cluster.register(second, "other"), job="other")
+    cluster.tick(3600)
+    assert cluster.ruler._memory.job_costs == pytest.approx({"train": 1.0, "other": 1.0})
+    spec = records.JobSpec("train", "again", min_nodes=1, max_nodes=4, min_replicas=1, max_replicas=4)
+    store.put(KEYS.job("train", "spec"), records.encode(spec))
+    cluster.tick(0)
+    assert cluster.ruler._memory.job_costs == pytest.approx({"train": 0.0, "other": 1.0})
+    cluster.finish("other")
+    cluster.tick(60)
+    assert "other" in cluster.ruler._memory.job_costs
+    for _ in range(25):
+        cluster.tick(3600)
+    assert "other" not in cluster.ruler._memory.job_costs
