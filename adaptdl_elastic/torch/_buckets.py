@@ -115,12 +115,8 @@ class Norms:
 
     def divisible(self, params: Iterable[torch.Tensor]) -> bool:
         """Whether any of these has a divisor now."""
-        group_of, groups = self._index(), self._groups()
-        return any(
-            self._preconditioner is None
-            or self._preconditioner(param, groups[group_of[id(param)]]) is not None
-            for param in params
-        )
+        group_of, groups, divisor = self._index(), self._groups(), self._preconditioner
+        return divisor is None or any(divisor(p, groups[group_of[id(p)]]) is not None for p in params)
 
     def _terms(
         self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]
@@ -153,6 +149,14 @@ class Recording:
     work: Any = None
 
 
+@dataclass(frozen=True)
+class Instead:
+    """What counts of a replica whose last micro-batch only fills a gap: gradients by id of the parameter."""
+
+    gradients: dict[int, torch.Tensor]
+    factor: float
+
+
 @dataclass
 class HookState:
     """What the hook is told and what it tells. It holds no reference to the module: no cycle."""
@@ -161,6 +165,8 @@ class HookState:
     group: Any  # the process group
     world_size: int
     weight: float = 1.0  # what this replica's accumulated gradient is multiplied with before the sum
+    instead: Instead | None = None  # of the gradient that the backward pass brings, and of `weight`
+    reduced: bool = False  # the hook was called since this was last reset
     recording: Recording | None = None  # set: this backward pass is sampled
     kept: dict[int, torch.Tensor] | None = None  # the step's before, by bucket; None: not wanted
     absorb: bool = False  # a failed all-reduce leaves zeros and `failure`, instead of raising
@@ -236,7 +242,10 @@ def _finished(tensor: torch.Tensor) -> Future:
 def reduce_bucket(state: HookState, bucket: GradBucket) -> Future:
     """DDP communication hook: buffer ← Σ_r weight_r · buffer_r."""
     buffer = bucket.buffer()
-    if state.weight != 1.0:
+    state.reduced = True
+    if state.instead is not None:
+        _replace(bucket, state.instead)
+    elif state.weight != 1.0:
         buffer.mul_(state.weight)
     recording = state.recording
     if bucket.index() == 0 or state.failure is not None:
@@ -322,6 +331,16 @@ def _compare(norms: Norms, kept: dict[int, torch.Tensor], recording: Recording, 
         for grad in bucket.gradients()
     ]
     recording.change.append(norms.bucket(change, bucket.parameters(), views))
+
+
+def _replace(bucket: GradBucket, instead: Instead) -> None:
+    buffer = bucket.buffer()
+    buffer.zero_()
+    views = [buffer] if buffer.is_sparse else bucket.gradients()
+    for param, view in zip(bucket.parameters(), views, strict=True):
+        gradient = instead.gradients.get(id(param))
+        if gradient is not None:
+            view.copy_(gradient * instead.factor)
 
 
 def _reduce_own(state: HookState, recording: Recording) -> None:

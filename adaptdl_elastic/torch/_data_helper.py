@@ -187,6 +187,11 @@ class AdaptiveDataLoaderHelper:
         """Samples of a full optimizer step, over all replicas."""
         return self.replicas * self._atomic * (self._accum + 1 if self.training else 1)
 
+    @property
+    def micro_batch(self) -> int:
+        """Place of the batch just handed out among those of its optimizer step."""
+        return self._chunk
+
     def is_accum_step(self) -> bool:
         """Whether the batch just handed out is followed by others before the optimizer steps."""
         return self._chunk < self.accumulation_steps

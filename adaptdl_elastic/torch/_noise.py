@@ -21,8 +21,11 @@ it writes the same with B_small and B_big.) Three ways to V, by what a step comp
   half −1, at random. g± = (1/m) Σ sᵢ gᵢ has mean zero because the signs sum to zero, and
   V = |g±|² because E|g±|² = tr Σ / m. It is the split of a batch in two halves, (g₁ − g₂)/2, with
   one squared norm instead of two, and it costs one more backward pass through the graph that is
-  there, on sampled steps only. The weights do not move between the halves.
-* **Successive gradients**, V = |g₁ − g₂|²/2. Where the graph can not be walked twice: the
+  there, on sampled steps only. The weights do not move between the halves. Several backward passes
+  through one forward pass are measured as one; V of several forward passes is the sum of theirs, right
+  where their samples' gradients are uncorrelated (a GAN's real and generated ones).
+* **Successive gradients**, V = |g₁ − g₂|²/2. Where the graph can not be walked twice, or derivatives of
+  the outputs are part of the loss (a gradient penalty), which no walk from the outputs sees: the
   gradients of two successive steps are taken for parts of one batch of twice the size, as in AdaptDL's
   differenced estimator. Biased when weights move: the step −η·g₁ shifts G by −η·H·g₁, which makes
   g₁·g₂ too small by η·tr(HΣ)/m and |G|² with it. A last resort, and said in the log.

@@ -7,7 +7,7 @@ still under way. They are looked at when the next step begins, by when they have
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -48,8 +48,9 @@ class Sampler:
         self._batch = Batch()
         self._sampled = False
         self._recordings: list[Recording] = []
-        self._variances: list[torch.Tensor] = []  # of signed gradients
+        self._variances: dict[object, torch.Tensor] = {}  # of signed gradients, by forward pass
         self._first: torch.Tensor | None = None  # |g₁|² of the window's first micro-batch
+        self._mean: torch.Tensor | None = None  # |ḡ|², where the hook has not seen all of ḡ
         self._pending: _Pending | None = None
         self._generator = torch.Generator()  # never the global one: the run must not depend on sampling
         self._split_works = True
@@ -81,8 +82,16 @@ class Sampler:
             self._hook.kept = {}
         return split
 
-    def split(self, edges: list[Any], gradients: tuple[torch.Tensor | None, ...], local: int | None) -> None:
-        """Measure V = |g±|²: walk the graph below `edges` once more with the samples' signs flipped."""
+    def split(
+        self, key: object, edges: list[Any], gradients: Sequence[torch.Tensor | None], local: int | None
+    ) -> None:
+        """Measure V = |g±|²: walk the graph below `edges` once more with the samples' signs flipped.
+
+        gradients: of all backward passes through the forward pass `key` so far: halves of one loss that are
+        walked one after the other are measured as one.
+        """
+        if not self._split_works:
+            return
         reached = [(e, g) for e, g in zip(edges, gradients, strict=True) if g is not None]
         params = [p for group in self._gns.optimizer.param_groups for p in group["params"] if p.requires_grad]
         try:
@@ -94,15 +103,21 @@ class Sampler:
             self._sampled = False  # the next step is due instead
             return
         except (RuntimeError, ValueError) as error:
-            self._split_works = False
-            logger.warning(
-                "gradient noise is estimated from successive steps, less well at high learning rates, "
-                "while there is one replica and no accumulation: the batch can not be split (%s)",
-                str(error).splitlines()[0],
-            )
+            self.can_not_split(str(error).splitlines()[0])
             return
         pairs = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
-        self._variances.append(self._hook.norms.squares(pairs))
+        self._variances[key] = self._hook.norms.squares(pairs)
+
+    def can_not_split(self, reason: str) -> None:
+        """From the next step on, compare successive gradients instead."""
+        if not self._split_works:
+            return
+        self._split_works = self._sampled = False
+        logger.warning(
+            "gradient noise is estimated from successive steps, less well at high learning rates, "
+            "while there is one replica and no accumulation: the batch can not be split (%s)",
+            reason,
+        )
 
     def _signed(self, gradients: list[torch.Tensor], local: int | None) -> list[torch.Tensor]:
         count = local if local is not None else gradients[0].shape[0] if gradients[0].ndim else 0
@@ -123,9 +138,14 @@ class Sampler:
         return signed
 
     def first_part(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """The first micro-batch of a window has been accumulated; for one replica, its norm is a part's."""
+        """The gradient of the window's first micro-batch so far; for one replica, its norm is a part's."""
         if self._sampled and self._batch.replicas == 1 and self._batch.micro_batches > 1:
             self._first = self._hook.norms.squares(pairs)
+
+    def whole(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """The step's gradient so far; for one replica, after a pass that the hook was not called in."""
+        if self._sampled and self._batch.replicas == 1:
+            self._mean = self._hook.norms.squares(pairs)
 
     def drop(self) -> None:
         """Forget what has been measured of a step that will not be taken, or has been.
@@ -135,7 +155,7 @@ class Sampler:
         """
         coming = self._hook.recording
         self._recordings = [coming] if coming is not None and not coming.own else []
-        self._variances, self._first = [], None
+        self._variances, self._first, self._mean = {}, None, None
 
     def close(self, scale: float) -> None:
         """The step has been taken: send what has been measured of it on its way."""
@@ -195,11 +215,11 @@ class Sampler:
         first, variances = self._first, self._variances
         if replicas > 1:
             return lambda: _of_replicas(recordings, replicas)
-        mean = _total(recordings[-1].own)
+        mean = _total(recordings[-1].own) if self._mean is None else self._mean
         if parts > 1 and first is not None:
             return lambda: torch.stack([mean, (first - mean) / (parts - 1)])
         if variances:
-            return lambda: torch.stack([mean, _total(variances)])
+            return lambda: torch.stack([mean, _total(list(variances.values()))])
         change = recordings[-1].change
         if change and len(change) == len(recordings[-1].own):
             self._hook.kept = None

@@ -7,9 +7,11 @@ gradient is::
     ḡ = Σ_r Σ_a n_ra · g_ra / Σ_r Σ_a n_ra  =  1/(R·A) · Σ_r Σ_a w_ra · g_ra,
     w_ra = n_ra · R·A / Σ_r Σ_a n_ra
 
-The data loader knows w_ra; it is exactly 1 but for the uneven end of an epoch. The gradient that comes
-back into the module's outputs is multiplied with it, and the communication hook, which only sees the
-last micro-batch's backward pass, multiplies the sum with 1/(R·A).
+The data loader knows w_ra; it is exactly 1 but for the uneven end of an epoch. The model's outputs are
+left alone: what scripts differentiate them to is what it would be without us. It is the sum in `.grad` that
+is kept in units of the weight at hand: before the pass of micro-batch k + 1 it is multiplied with
+w_k/w_{k+1}, and the communication hook, which only sees the last micro-batch's pass, multiplies with
+w_last/(R·A) before it sums over the replicas. A micro-batch of weight 0, which fills a gap, adds nothing.
 
 Between the backward passes of a window the gradients are out of sight (`.grad` is None): clipping,
 GradScaler.unscale_, zero_grad and gradient norms in a user's loop, which all come once per batch,
@@ -27,6 +29,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from adaptdl_elastic.torch._buckets import Instead
+
 Gradients = tuple[torch.Tensor | None, ...]
 
 
@@ -36,6 +40,7 @@ class Batch:
 
     replicas: int = 1
     micro_batches: int = 1  # of its window, on each replica
+    place: int = 0  # of this micro-batch among them
     accumulating: bool = False  # more of them follow before the optimizer steps
     weight: float = 1.0  # w of the module's docstring
     even: bool = True  # every micro-batch of the window, on every replica, is of one size, and not tiny
@@ -55,37 +60,61 @@ class Window:
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._parameters = [p for p in parameters if p.requires_grad]
         self._hidden: list[torch.Tensor | None] | None = None
+        self._unit = 1.0  # what waits is Σ w·g divided by this, the weight of the last pass that counts
         self._synced = False  # `.grad` is already an average over the replicas
-        self.passes = 0  # backward passes that have ended since the window began
+        self._accumulated = False
+        self._place = -1  # of the last micro-batch that had a pass
 
     def reset(self) -> None:
         """The window has ended: stepped, or dropped."""
         self._hidden = None
-        self._synced = False
-        self.passes = 0
+        self._unit, self._place = 1.0, -1
+        self._synced = self._accumulated = False
 
     @property
     def under_way(self) -> bool:
         """Something has been accumulated that is not synchronised yet."""
-        return self.passes > 0 and not self._synced
+        return self._accumulated and not self._synced
 
-    def before_backward(self, batch: Batch) -> None:
-        """Bring back what is hidden, for the next gradient to be added."""
+    @torch.no_grad()
+    def before_backward(self, batch: Batch) -> Instead | None:
+        """Bring back what waits, for the next gradient to be added to it, in units of `batch.weight`.
+
+        Returns what the hook is to sum over replicas instead of what it gets, None where that is right.
+        """
+        if batch.weight == 0.0:
+            return self._set_aside(batch)
         self._show()
-        if self._synced and batch.micro_batches > 1:
-            # A second synchronised pass (D(real), then D(fake)): the hook will multiply the average
-            # that is there with 1/(R·A) and sum it over R replicas.
-            grads = [p.grad for p in self._parameters if p.grad is not None]
-            if grads:
-                torch._foreach_mul_(grads, float(batch.micro_batches))
+        factor = self._unit / batch.weight
+        if self._synced:
+            # A second synchronised pass (D(real), then D(fake)): each of R replicas is to add 1/R of the
+            # average that is there, which the hook will multiply with w/(R·A).
+            factor = batch.micro_batches / batch.weight
+        self._unit = batch.weight
+        grads = [p.grad for p in self._parameters if p.grad is not None] if factor != 1.0 else []
+        if grads:
+            torch._foreach_mul_(grads, factor)
+        return None
 
-    def after_backward(self, batch: Batch) -> None:
-        """Put the sum out of sight, unless it has been synchronised."""
-        self.passes += 1
+    @torch.no_grad()
+    def after_backward(self, batch: Batch, reduced: bool) -> bool:
+        """Put the sum out of sight, unless it is synchronised. Whether it was a micro-batch's first pass.
+
+        reduced: whether the communication hook was called.
+        """
+        first, self._place = batch.place != self._place, batch.place
         if batch.accumulating:
-            self._hide()
-        else:
+            self._accumulated = True
+            if batch.weight == 0.0:
+                self._drop()
+            else:
+                self._hide()
+        elif reduced:
+            self._hidden = None
             self._synced = True
+        elif self._synced:
+            self._finish_alone(batch)
+        return first
 
     def gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(parameter, its accumulated gradient) where there is one, hidden or not."""
@@ -95,11 +124,36 @@ class Window:
             if grad is not None:
                 yield param, grad
 
+    def _set_aside(self, batch: Batch) -> Instead:
+        """What is there already, which is all that counts when the pass to come does not."""
+        factor = 1.0 / batch.replicas if self._synced else self._unit * batch.share
+        if batch.accumulating:
+            return Instead({}, factor)  # no hook will ask
+        # Copies: with gradient_as_bucket_view gradients may lie where DDP puts the next.
+        kept = {id(param): grad.clone() for param, grad in self.gradients()}
+        self._drop()
+        return Instead(kept, factor)
+
+    def _finish_alone(self, batch: Batch) -> None:
+        """After a second pass through one forward pass, that DDP does not synchronise: as the hook would."""
+        if batch.replicas > 1:
+            raise RuntimeError(
+                "a second backward pass through one forward pass is not synchronised between replicas, nor "
+                "by DistributedDataParallel: add the losses up and call backward once, or call the model "
+                "again"
+            )
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        if batch.weight and grads:
+            torch._foreach_mul_(grads, batch.weight * batch.share)
+
+    def _drop(self) -> None:
+        for param in self._parameters:
+            param.grad = None
+
     def _hide(self) -> None:
         self._show()
         self._hidden = [p.grad for p in self._parameters]
-        for param in self._parameters:
-            param.grad = None
+        self._drop()
 
     def _show(self) -> None:
         if self._hidden is None:
@@ -107,18 +161,58 @@ class Window:
         for param, grad in zip(self._parameters, self._hidden, strict=True):
             if grad is None:
                 continue
-            if param.grad is not None:  # a second backward pass of one micro-batch
+            if param.grad is not None:  # of a loss that does not go through the module
                 grad.add_(param.grad)
             param.grad = grad
         self._hidden = None
 
 
+def accumulates(parameters: Iterable[torch.Tensor]) -> bool:
+    """Inside of a backward pass: whether it adds to `.grad` of any of these. torch.autograd.grad does not."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    if engine.is_checkpoint_valid():  # a plain backward(), which goes through all of the graph
+        return True
+    return any(map(_reached, parameters))
+
+
+def _reached(parameter: torch.Tensor) -> bool:
+    if not parameter.requires_grad:
+        return False
+    try:
+        edge = torch.autograd.graph.get_gradient_edge(parameter)
+        return bool(torch._C._will_engine_execute_node(edge.node))
+    except RuntimeError:  # torch.autograd.grad of this very parameter
+        return False
+
+
+def on_backward(output: Any, callback: Callable[[], None]) -> Any:
+    """`output`, with `callback` to be called when a backward pass comes to any tensor in it.
+
+    Before the pass goes on into the module, and perhaps several times in one pass. Nothing is copied.
+    Returns None when there is no tensor that needs a gradient.
+    """
+    tensors = _tensors(output)
+    if not tensors:
+        return None
+    if any(tensor.is_leaf for tensor in tensors):  # they outlast the pass, and so would a hook on them
+        tensors = [tensor.view_as(tensor) if tensor.is_leaf else tensor for tensor in tensors]
+        output = _replaced(output, iter(tensors))
+
+    def arrived(_: Gradients) -> None:
+        callback()
+
+    for node in dict.fromkeys(tensor.grad_fn for tensor in tensors):
+        assert node is not None
+        node.register_prehook(arrived)
+    return output
+
+
 class _Watch(torch.autograd.Function):
-    """The identity; on the way back it tells `callback` the gradients, then multiplies with `weight`."""
+    """The identity; on the way back it tells `callback` the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, callback: Callable[[Gradients], None], weight: float, *outputs: Any) -> Any:
-        ctx.callback, ctx.weight = callback, weight
+    def forward(ctx: Any, callback: Callable[[Gradients], None], *outputs: Any) -> Any:
+        ctx.callback = callback
         ctx.set_materialize_grads(False)
         # Copies, not views: a custom function's view must not be changed in place, an output may.
         return tuple(output.clone() for output in outputs)
@@ -126,17 +220,13 @@ class _Watch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         ctx.callback(grads)
-        if ctx.weight != 1.0:
-            grads = tuple(None if grad is None else grad * ctx.weight for grad in grads)
-        return (None, None, *grads)
+        return (None, *grads)
 
 
 _apply: Any = _Watch.apply  # untyped in torch
 
 
-def watch(
-    output: Any, weight: float, callback: Callable[[list[torch.autograd.graph.GradientEdge], Gradients], None]
-) -> Any:
+def watch(output: Any, callback: Callable[[list[torch.autograd.graph.GradientEdge], Gradients], None]) -> Any:
     """`output` with every tensor in it that needs a gradient replaced by an equal one that is watched.
 
     `callback(edges, gradients)` is called once per backward pass through them, before it goes on into
@@ -151,7 +241,7 @@ def watch(
     def arrived(gradients: Gradients) -> None:
         callback(edges, gradients)
 
-    return _replaced(output, iter(_apply(arrived, weight, *tensors)))
+    return _replaced(output, iter(_apply(arrived, *tensors)))
 
 
 def _parts(leaf: Any) -> dict[Any, Any]:

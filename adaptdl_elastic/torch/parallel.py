@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic.torch import _amp, _backend, _buckets
 from adaptdl_elastic.torch._sampling import Sampler
-from adaptdl_elastic.torch._window import Batch, Window, watch
+from adaptdl_elastic.torch._window import Batch, Window, accumulates, on_backward, watch
 from adaptdl_elastic.torch.gradient_noise_scale import AdamGradientNoiseScale, GradientNoiseScale
 from adaptdl_elastic.torch.scaling_rules import AdamScale, ScalingRuleBase, default_rule
 
@@ -75,6 +75,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         kind = AdamGradientNoiseScale if isinstance(self.scaling_rule, AdamScale) else GradientNoiseScale
         self.gns: GradientNoiseScale = kind(self, optimizer, mp_scaler)
         self._window = Window(model.parameters())
+        self._task = -1  # of the autograd engine: the last backward pass
         self._batch = Batch()
         self._initial_batch_size: int | None = None
         self._attach_hook()
@@ -279,6 +280,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
             batch = Batch(
                 replicas=replicas,
                 micro_batches=micro_batches,
+                place=loader.micro_batch,
                 accumulating=loader.is_accum_step(),
                 weight=loader.gradient_weight,
                 # Half of a batch still tells something; the last one of an epoch may be a single sample.
@@ -290,31 +292,58 @@ class AdaptiveDataParallel(DistributedDataParallel):
             )
             self.gns.set_accum_scale(batch.size / micro_batches)
         self._batch = batch
-        self._hook.weight = batch.share
+        self._hook.weight = batch.share * batch.weight
+        self._hook.instead = None
         return batch
 
     def _watch(self, output: Any, batch: Batch, split: bool) -> Any:
-        def arrived(edges: list[Any], gradients: tuple[torch.Tensor | None, ...]) -> None:
-            if split:
-                self._sampler.split(edges, gradients, batch.local)
-            if batch.micro_batches > 1:
-                self._window.before_backward(batch)
-                torch.autograd.Variable._execution_engine.queue_callback(ended)
+        """`output`, so that we know of backward passes through it."""
+        if split:  # one replica, no accumulation
+            so_far: list[torch.Tensor | None] = []
+            key = object()
 
-        def ended() -> None:
-            self._window.after_backward(batch)
-            if batch.accumulating:
-                self.gns.count_micro_batch()
-            if self._window.passes == 1:
-                self._sampler.first_part(self._window.gradients())
+            def whole() -> None:
+                self._sampler.whole(self._window.gradients())
 
-        watched = watch(output, batch.weight, arrived)
-        if watched is None and (batch.micro_batches > 1 or batch.weight != 1.0):
+            def arrived(edges: list[Any], gradients: tuple[torch.Tensor | None, ...]) -> None:
+                if accumulates(self.module.parameters()):
+                    if so_far:  # DDP calls its hook in the first pass through a forward pass only
+                        torch.autograd.Variable._execution_engine.queue_callback(whole)
+                    so_far[:] = _added(so_far, gradients)
+                    self._sampler.split(key, edges, so_far, batch.local)
+                elif torch.is_grad_enabled():
+                    self._sampler.can_not_split("its derivatives are part of the loss")
+
+            watched = watch(output, arrived)
+            return output if watched is None else watched
+        watched = on_backward(output, lambda: self._backward_begins(batch))
+        if watched is None:
             raise RuntimeError(
                 "the model's output holds no tensor that needs a gradient, in a tensor, tuple, list, dict or "
                 "dataclass: accumulation and uneven batches need one"
             )
-        return output if watched is None else watched
+        return watched
+
+    def _backward_begins(self, batch: Batch) -> None:
+        """A backward pass is about to go into the module: of a window of several, or an uneven one."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task or not accumulates(self.module.parameters()):
+            return
+        self._task = task
+        self._hook.reduced = False
+        self._hook.instead = self._window.before_backward(batch)
+
+        def ended() -> None:
+            self._hook.instead = None
+            first = self._window.after_backward(batch, self._hook.reduced)
+            if batch.accumulating and first:
+                self.gns.count_micro_batch()
+            if batch.accumulating and batch.place == 0:
+                self._sampler.first_part(self._window.gradients())
+            elif not (batch.accumulating or self._hook.reduced):
+                self._sampler.whole(self._window.gradients())
+
+        torch.autograd.Variable._execution_engine.queue_callback(ended)
 
     @property
     def stepping(self) -> bool:
@@ -429,6 +458,16 @@ def _why_irreparable(mp_scaler: Any) -> str | None:
             return "AdaptiveDataParallel was not given the GradScaler in use as mp_scaler"
         frame = frame.f_back
     return None
+
+
+def _added(
+    one: list[torch.Tensor | None], other: tuple[torch.Tensor | None, ...]
+) -> list[torch.Tensor | None]:
+    """Sums, where None is zero."""
+    return [
+        b if a is None else a if b is None else a + b
+        for a, b in zip(one or [None] * len(other), other, strict=True)
+    ]
 
 
 def _current_dataloader() -> Any:

@@ -40,6 +40,10 @@ class FakeLoader:
         parts = len(self.window) * _session.current().replicas
         return self.local_samples * parts / self.window_samples
 
+    @property
+    def micro_batch(self) -> int:
+        return self.chunk
+
     def is_accum_step(self) -> bool:
         return self.chunk < self.accumulation_steps
 

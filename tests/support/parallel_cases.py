@@ -286,3 +286,42 @@ def same_size_again(folder: str) -> bool:
     adp.reinit_process_group()
     steps(adp, second, 3, first=3)
     return bool(torch.equal(flat(straight), flat(remade)))
+
+
+def uneven_passes(options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two losses, one after the other, on [[4, 4], [1, 0]] samples; the gradient, and that of all nine."""
+    rank = dist.get_rank()
+    model, whole = linear(), linear()
+    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.0), **options)
+    window = [[4, 4], [1, 0]]
+    start = 0
+    for _ in range(2):  # with gradient_as_bucket_view the second window finds buckets filled
+        start = 0
+        with FakeLoader(window, 16, 4) as loader:
+            for loader.chunk, sizes in enumerate(window):
+                adp.zero_grad(set_to_none=False)
+                count = sizes[rank]
+                x, y = samples(count or 1, start + sum(sizes[:rank]) if count else 100)
+                (adp(x) - y).square().mean().backward()
+                (adp(3 * x) - y).square().mean().backward()
+                adp._optimizer.step()
+                start += sum(sizes)
+        ours = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    x, y = samples(9)
+    ((whole(x) - y).square().mean() + (whole(3 * x) - y).square().mean()).backward()
+    return ours, torch.cat([p.grad.flatten() for p in whole.parameters() if p.grad is not None])
+
+
+def unsynchronised_pass() -> str:
+    """What is said of two backward passes through one forward pass, with replicas and accumulation."""
+    model = linear()
+    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    with FakeLoader([[4, 4], [4, 4]], 16, 4) as loader:
+        for loader.chunk in range(2):
+            loss = adp(samples(4)[0]).square().mean()
+            loss.backward(retain_graph=True)
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                return str(error)
+    return ""

@@ -1,0 +1,246 @@
+"""Gradients of windows whose outputs are differentiated more than once, or not by backward()."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import parallel_cases as cases
+import pytest
+import replicas
+import torch
+from fake_loader import FakeLoader
+from torch import nn
+
+from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
+
+# torch's own, of DDP and derivatives of derivatives
+pytestmark = pytest.mark.filterwarnings("ignore:Grad strides do not match:UserWarning")
+
+Backward = Callable[[torch.Tensor], None]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def wrapped(model: nn.Module, **options: Any) -> AdaptiveDataParallel:
+    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.0), **options)
+    cases.measure_always(adp)
+    return adp
+
+
+def gradient(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def penalised(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """As WGAN-GP's: the derivative of the output is part of the loss."""
+    x = x.clone().requires_grad_()
+    output = model(x)
+    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    return output.square().mean() + ((slope.norm(dim=1) - 1) ** 2).mean()
+
+
+def once(loss: torch.Tensor) -> None:
+    loss.backward()
+
+
+def in_halves(loss: torch.Tensor) -> None:
+    (0.5 * loss).backward(retain_graph=True)
+    (0.5 * loss).backward()
+
+
+def squared(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def with_decay(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """A term that does not go through the outputs."""
+    return squared(model, x) + 0.1 * next(model.parameters()).square().sum()
+
+
+def two_inputs(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean() + model(2 * x).mean()
+
+
+SIZES = [[[8], [8]], [[8], [5]], [[8], [5], [3]], [[5]]]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("window", SIZES, ids=str)
+@pytest.mark.parametrize("backward", [once, in_halves])
+@pytest.mark.parametrize("loss", [penalised, squared, with_decay, two_inputs])
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
+def test_the_sum_is_the_whole_batchs_gradient(
+    window: list[list[int]], backward: Backward, loss: Any, options: dict[str, Any]
+) -> None:
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+    whole = net()
+    loss(whole, x[: sum(map(sum, window))]).backward()
+    model = net()
+    adp = wrapped(model, **options)
+    position = 0
+    with FakeLoader(window, 16, 8) as loader:
+        for loader.chunk, (count,) in enumerate(window):
+            adp.zero_grad()
+            backward(loss(adp, x[position : position + count]))
+            position += count
+    torch.testing.assert_close(gradient(model), gradient(whole))
+
+
+@pytest.mark.usefixtures("alone")
+def test_losses_of_one_micro_batch_may_come_one_after_the_other() -> None:
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+    whole, model = net(), net()
+    two_inputs(whole, x[:13]).backward()
+    adp = wrapped(model)
+    with FakeLoader([[8], [5]], 16, 8) as loader:
+        for loader.chunk, part in enumerate((x[:8], x[8:13])):
+            adp(part).square().mean().backward()
+            adp(2 * part).mean().backward()
+            assert adp.gns.accum_count == 1, "micro-batches are counted, not passes"
+    torch.testing.assert_close(gradient(model), gradient(whole))
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_differentiated_is_as_without_us() -> None:
+    """On uneven batches too."""
+    model = net()
+    adp = wrapped(model)
+    x = torch.randn(5, 6, requires_grad=True)
+    with FakeLoader([[8], [5]], 16, 8, chunk=1):
+        (ours,) = torch.autograd.grad(adp(x).sum(), x)
+        (through,) = torch.autograd.grad(adp(x).sum(), model[0].weight)
+    (theirs,) = torch.autograd.grad(model(x).sum(), x)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(through, torch.autograd.grad(model(x).sum(), model[0].weight)[0])
+    assert not adp.gns.accum_count
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_backward_pass_to_given_parameters_counts() -> None:
+    whole, model = net(), net()
+    x = torch.randn(16, 6)
+    whole(x).square().mean().backward()
+    adp = wrapped(model)
+    with FakeLoader([[8], [8]], 16, 8) as loader:
+        for loader.chunk, part in enumerate((x[:8], x[8:])):
+            adp(part).square().mean().backward(inputs=list(model.parameters()))
+    torch.testing.assert_close(gradient(model), gradient(whole))
+
+
+@pytest.mark.usefixtures("alone")
+def test_outputs_are_not_copied() -> None:
+    class Kept(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.output = super().forward(x)
+            return self.output
+
+    model = Kept(6, 1)
+    adp = wrapped(model)
+    with FakeLoader([[8], [8]], 16, 8):
+        assert adp(torch.randn(8, 6)) is model.output
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_parameter_that_is_an_output() -> None:
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), self.bias
+
+    whole, model = Model(6, 1), Model(6, 1)
+    whole.load_state_dict(model.state_dict())
+    x = torch.randn(16, 6)
+    (whole(x)[0] * whole(x)[1]).mean().backward()
+    adp = wrapped(model)
+    with FakeLoader([[8], [8]], 16, 8) as loader:
+        for loader.chunk, part in enumerate((x[:8], x[8:])):
+            output, bias = adp(part)
+            (output * bias).mean().backward()
+    torch.testing.assert_close(gradient(model), gradient(whole))
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
+def test_fillers_add_nothing_to_several_passes(options: dict[str, Any]) -> None:
+    """Real replicas, one of which has no sample in the last micro-batch."""
+    for ours, oracle in replicas.run(cases.uneven_passes, 2, options):
+        torch.testing.assert_close(ours, oracle)
+
+
+def test_a_second_pass_that_ddp_does_not_synchronise_is_said() -> None:
+    for message in replicas.run(cases.unsynchronised_pass, 2):
+        assert "call backward once" in message
+
+
+# The same, measured.
+
+
+def variance(backward: Backward, twice: bool = False) -> tuple[float, float]:
+    """Mean sqr and var at a learning rate of 0."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 1, bias=False)
+    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.0), name=f"{backward} {twice}")
+    cases.measure_always(adp)
+    adp._sampler._generator.manual_seed(0)
+    for _ in range(400):
+        x = torch.randn(16, 6, requires_grad=True)
+        adp.zero_grad()
+        output = adp(x)
+        if twice:
+            torch.autograd.grad(output.sum(), x, retain_graph=True)
+        backward((output - torch.randn(16, 1)).square().mean())
+        adp._optimizer.step()
+    adp._sampler.collect()
+    return adp.gns.sqr_avg(), adp.gns.var_avg()
+
+
+@pytest.mark.usefixtures("alone")
+def test_halves_of_a_loss_and_derivatives_on_the_side_are_measured_as_one_loss() -> None:
+    sqr, var = variance(once)
+    assert variance(in_halves) == (pytest.approx(sqr, rel=0.2), pytest.approx(var, rel=0.1))
+    assert variance(once, twice=True) == (pytest.approx(sqr, rel=0.2), pytest.approx(var, rel=0.1))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_gradient_penalty_is_measured_by_successive_gradients(caplog: pytest.LogCaptureFixture) -> None:
+    model = net()
+    adp = wrapped(model)
+    for _ in range(6):
+        adp.zero_grad()
+        penalised(adp, torch.randn(16, 6)).backward()
+        adp._optimizer.step()
+    adp._sampler.collect()
+    assert adp.gns.var_avg() > 0.0
+    assert caplog.text.count("its derivatives are part of the loss") == 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_first_micro_batch_is_all_of_its_passes() -> None:
+    """D(real) and D(fake), accumulating on one replica."""
+
+    def moments(joint: bool) -> tuple[float, float]:
+        torch.manual_seed(0)
+        model = nn.Linear(32, 1, bias=False)
+        nn.init.constant_(model.weight, 0.2)
+        adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.0), name=f"{joint}")
+        cases.measure_always(adp)
+        for _ in range(200):
+            with FakeLoader([[16], [16]], 32, 16) as loader:
+                for loader.chunk in range(2):
+                    losses = [
+                        (0.5 * (adp(torch.randn(16, 32)) - torch.randn(16, 1)) ** 2).mean() for _ in range(2)
+                    ]
+                    adp._optimizer.zero_grad()
+                    if joint:
+                        sum(losses).backward()  # type: ignore[union-attr]
+                    else:
+                        losses[0].backward()
+                        losses[1].backward()
+                    adp._optimizer.step()
+        adp._sampler.collect()
+        return adp.gns.sqr_avg(), adp.gns.var_avg()
+
+    together, apart = moments(True), moments(False)
+    assert apart == (pytest.approx(together[0], rel=1e-3), pytest.approx(together[1], rel=1e-3))
