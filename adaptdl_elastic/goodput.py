@@ -79,8 +79,13 @@ class GoodputFunction:
         grad_params: GradParams | tuple[Any, ...],
         init_batch_size: Any,
     ) -> None:
-        if np.any(np.asarray(init_batch_size) <= 0):
-            raise ValueError(f"init_batch_size must be positive, got {init_batch_size}")
+        _check("init_batch_size", init_batch_size, "positive", lambda x: (x > 0) & (x < np.inf))
+        for name, given, kind in (
+            ("perf_params", perf_params, PerfParams),
+            ("grad_params", grad_params, GradParams),
+        ):
+            if given is not None and (not isinstance(given, tuple | list) or len(given) != len(kind._fields)):
+                raise ValueError(f"{name} are ({', '.join(kind._fields)}), got {given!r}")
         self._perf_params = None if perf_params is None else PerfParams(*perf_params)
         self._grad_params = GradParams(*grad_params)
         self._init_batch_size = init_batch_size
@@ -94,7 +99,19 @@ class GoodputFunction:
     def evaluate(
         self, num_nodes: ArrayLike, num_replicas: ArrayLike, atomic_bsz: ArrayLike, accum_steps: ArrayLike
     ) -> Any:
-        """Goodput in samples (at the initial batch size) per second."""
+        """Goodput in samples (at the initial batch size) per second.
+
+        Raises ValueError for what is not a number, or below 1 (accumulation steps: below 0).
+        """
+        for name, given in (("num_nodes", num_nodes), ("num_replicas", num_replicas)):
+            _check(name, given, "at least 1", lambda x: x >= 1)
+        _check("atomic_bsz", atomic_bsz, "positive", lambda x: x > 0)
+        _check("accum_steps", accum_steps, "at least 0", lambda x: x >= 0)
+        return self._evaluate(num_nodes, num_replicas, atomic_bsz, accum_steps)
+
+    def _evaluate(
+        self, num_nodes: ArrayLike, num_replicas: ArrayLike, atomic_bsz: ArrayLike, accum_steps: ArrayLike
+    ) -> Any:
         batch_size = np.multiply(np.multiply(num_replicas, atomic_bsz), np.add(accum_steps, 1))
         throughput = self.throughput(num_nodes, num_replicas, atomic_bsz, accum_steps)
         return _in_kind(np.asarray(throughput * self.efficiency(batch_size)))
@@ -113,7 +130,11 @@ class GoodputFunction:
         return _in_kind(replicas * atomic * (accum + 1) / (accum * t_grad + t_opt))
 
     def efficiency(self, batch_size: ArrayLike) -> Any:
-        """Statistical efficiency relative to the initial batch size, 1 there, less above it."""
+        """Statistical efficiency relative to the initial batch size, 1 there, less above it.
+
+        Raises ValueError for a batch size that is not positive.
+        """
+        _check("batch_size", batch_size, "positive", lambda x: x > 0)
         scale = np.asarray(batch_size, dtype=float) / self._init_batch_size
         sqr, var = (np.maximum(np.asarray(x, dtype=float), 0.0) for x in self._grad_params)
         # gain/scale = (var + sqr) / (var + scale·sqr); without any statistics a sample is a sample only
@@ -142,16 +163,30 @@ class GoodputFunction:
         fits the bounds (the smallest atomic batch on every replica exceeds the maximum, or the
         largest one is too small to reach the initial batch size without accumulation).
 
-        Raises ValueError for num_nodes < 1, fewer replicas than nodes, or bounds in the wrong order.
+        Raises ValueError for num_nodes < 1, fewer replicas than nodes, parts of a replica, or bounds below 1,
+        without end, or in the wrong order.
         """
+        for name, given in (("num_nodes", num_nodes), ("num_replicas", num_replicas)):
+            _check(name, given, "a whole number of at least 1", lambda x: (x >= 1) & (x == np.floor(x)))
         nodes, replicas = np.broadcast_arrays(np.asarray(num_nodes), np.asarray(num_replicas))
-        if np.any(nodes < 1) or np.any(replicas < nodes):
+        if np.any(replicas < nodes):
             raise ValueError(f"need 1 <= num_nodes <= num_replicas, got {num_nodes!r} and {num_replicas!r}")
         init = self._init_batch_size
         max_bsz = init if max_batch_size is None else max_batch_size
-        low, high = atomic_bsz_range or (None, None)
+        try:
+            low, high = (None, None) if atomic_bsz_range is None else atomic_bsz_range
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"atomic_bsz_range={atomic_bsz_range!r}: give a pair (smallest, largest)"
+            ) from None
         low = 1 if low is None else low
         high = max_bsz if high is None else high
+        for name, given in (
+            ("max_batch_size", max_bsz),
+            ("atomic_bsz_range", low),
+            ("atomic_bsz_range", high),
+        ):
+            _check(name, given, "at least 1 and finite", lambda x: (x >= 1) & (x < np.inf))
         if np.any(np.less(max_bsz, init)) or np.any(np.less(high, low)):
             raise ValueError(
                 f"need max_batch_size >= init_batch_size, got {max_bsz!r} and {init!r}, and atomic_bsz_range "
@@ -162,10 +197,20 @@ class GoodputFunction:
         atomic, accum, valid = candidates(
             num_replicas if scalar else replicas, init, max_bsz, low, high, accumulation
         )
-        goodput = np.where(valid, self.evaluate(nodes, replicas, atomic, accum), 0.0)
+        goodput = np.where(valid, self._evaluate(nodes, replicas, atomic, accum), 0.0)
         best = np.argmax(goodput, axis=0)[np.newaxis]
         picked = [np.take_along_axis(x, best, axis=0)[0] for x in (goodput, atomic, accum)]
         return _in_kind(picked[0]), _in_kind(picked[1].astype(int)), _in_kind(picked[2].astype(int))
+
+
+def _check(name: str, given: Any, allowed: str, holds: Callable[[Array], Any]) -> None:
+    """ValueError unless `given` is numbers, all of which are as allowed; NaN never is."""
+    try:
+        fine = bool(np.all(holds(np.asarray(given, dtype=float))))
+    except (TypeError, ValueError):
+        fine = False
+    if not fine:
+        raise ValueError(f"{name} must be {allowed}, got {given!r}")
 
 
 @lru_cache(maxsize=4096)
@@ -258,6 +303,12 @@ def fit_perf_params(
 
     Raises ValueError when lengths differ or nothing valid was measured.
     """
+    for name, given in (("num_nodes", num_nodes), ("num_replicas", num_replicas), ("atomic_bsz", atomic_bsz)):
+        _check(name, given, "numbers", np.isreal)
+    for name, given in (("accum_step_time", accum_step_time), ("optim_step_time", optim_step_time)):
+        _check(name, given, "seconds", np.isreal)
+    if guess is not None and len(guess) != len(PerfParams._fields):
+        raise ValueError(f"guess are ({', '.join(PerfParams._fields)}), got {guess!r}")
     arrays = [np.atleast_1d(np.asarray(x, dtype=float)) for x in (num_nodes, num_replicas, atomic_bsz)]
     times = [np.atleast_1d(np.asarray(x, dtype=float)) for x in (accum_step_time, optim_step_time)]
     lengths = {x.shape for x in (*arrays, *times)}

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+
+from adaptdl_elastic._checks import integer
 
 VERSION = 1
 _CONFIG = ConfigDict(extra="ignore", allow_inf_nan=False)
@@ -164,9 +167,15 @@ def from_adaptdl(sched_hints: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def _numbers(name: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"{name}={value!r}: give a list of numbers")
+    return tuple(value)
+
+
 def _perf_params(value: Any) -> tuple[float, ...]:
     if not isinstance(value, Mapping):
-        return tuple(value)
+        return _numbers("perfParams", value)
     if set(value) != set(PERF_PARAMS):
         raise ValueError(
             f"perfParams needs exactly {', '.join(PERF_PARAMS)}, got {', '.join(map(str, value))}"
@@ -176,7 +185,7 @@ def _perf_params(value: Any) -> tuple[float, ...]:
 
 def _grad_params(value: Any) -> tuple[float, ...]:
     if not isinstance(value, Mapping):
-        return tuple(value)
+        return _numbers("gradParams", value)
     if not {"var"} < set(value) <= {"norm", "sqr", "var"} or len(value) != 2:
         raise ValueError(f"gradParams needs norm and var, got {', '.join(map(str, value))}")
     return (value["norm"] if "norm" in value else value["sqr"], value["var"])
@@ -185,16 +194,26 @@ def _grad_params(value: Any) -> tuple[float, ...]:
 _PARTS: dict[str, Callable[[Any], Any]] = {
     "perfParams": _perf_params,
     "gradParams": _grad_params,
-    "localBszBounds": tuple,
+    "localBszBounds": partial(_numbers, "localBszBounds"),
 }
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers as Python's."""
+    number = integer(value)
+    if number is None and hasattr(value, "item"):
+        return value.item()
+    if number is None:
+        raise TypeError(f"hints are numbers, lists of numbers and names, got {value!r}")
+    return number
 
 
 def post_sched_hints(sched_hints: Mapping[str, Any], job_key: str | None = None) -> bool:
     """Report hints of one's own, with AdaptDL's names, in place of the library's; whether an agent listens.
 
     What is not given stays what the library has measured. `job_key` is accepted for AdaptDL's sake: a
-    job can report for itself only. Raises ValueError for an unknown name, MalformedHintsError for a
-    value that does not fit.
+    job can report for itself only. Raises ValueError for an unknown name, MalformedHintsError or TypeError
+    for a value that does not fit.
     """
     from dataclasses import asdict
 
@@ -204,5 +223,5 @@ def post_sched_hints(sched_hints: Mapping[str, Any], job_key: str | None = None)
     hints = asdict(session.metrics.hints()) | from_adaptdl(sched_hints)
     if session.rank != 0:
         return False
-    text = encode(decode(json.dumps(hints)))
+    text = encode(decode(json.dumps(hints, default=_plain)))
     return session.send({"type": "hints", "hints": json.loads(text)})

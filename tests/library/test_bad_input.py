@@ -26,6 +26,7 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
     _session.reset()
 
 
+HINTS = sched_hints.post_sched_hints
 ANY: Any = None  # arguments that no type checker would let pass
 
 CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -44,6 +45,9 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a reduction that is none": (lambda: collective.allreduce(1, ANY or "max"), TypeError, "reduce_fn"),
     "a rank outside": (lambda: reducer.Reducer(2, 1), ValueError, "rank 2 of 1"),
     "hints that are none": (lambda: sched_hints.post_sched_hints(ANY or 5), TypeError, "dictionary.*got 5"),
+    "bounds in hints": (lambda: HINTS({"localBszBounds": 5}), TypeError, "localBszBounds=5: give a list"),
+    "a model in hints": (lambda: HINTS({"perfParams": 5}), TypeError, "perfParams=5: give a list"),
+    "an object in hints": (lambda: HINTS({"initBatchSize": DATA}), TypeError, "hints are numbers"),
     "decorating no function": (lambda: utils.print_exc(ANY or 5), TypeError, "got 5"),
     "a power that is no number": (lambda: AdamScale(ANY or "x"), ValueError, "power.*got 'x'"),
     "warm-up of nan epochs": (lambda: LEGWScale(math.nan, 9), ValueError, "base_warmup_epochs.*got nan"),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fresh import Script
 from hypothesis import given
@@ -473,10 +474,10 @@ def test_hints_of_ones_own(script: Script) -> None:
     session.metrics.set_batch_size(32)
     assert sched_hints.post_sched_hints(
         {
-            "initBatchSize": 64,
+            "initBatchSize": np.int64(64),
             "maxBatchSize": None,
             "localBszBounds": [8, 64],
-            "gradParams": {"norm": 1.0, "var": 2.0},
+            "gradParams": {"norm": np.float32(1.0), "var": 2.0},
             "perfParams": dict.fromkeys(sched_hints.PERF_PARAMS, 1.0),
         },
         "namespace/job",
