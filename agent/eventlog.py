@@ -4,36 +4,92 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import stat
+import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
 
+MOST = (
+    1 << 20
+)  # bytes that wait for the reader of a pipe; what comes when it has fallen so far behind is lost
+LAST_WAIT = 1.0  # seconds for which `close` waits for that reader
+
 
 class EventLog:
-    """Appends to a file (or a named pipe), and tells listeners; never in the way of training."""
+    """Appends to a file (or a named pipe), and tells listeners; never in the way of training.
 
-    def __init__(self, path: Path | None = None) -> None:
+    `say` gets one line when events are lost from here on.
+    """
+
+    def __init__(self, path: Path | None = None, say: Callable[[str], None] = lambda text: None) -> None:
         self._descriptor: int | None = None
+        self._path, self.say = path, say
+        self._waiting: deque[bytes] = deque()  # for the reader of a pipe
+        self._size = 0
+        self._lost = False
         self.listeners: list[Callable[[Event], None]] = []
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+                os.set_blocking(self._descriptor, False)
 
     def write(self, event: Event) -> None:
         """One event with its `time` and `event`."""
         if self._descriptor is not None:
             line = json.dumps(event, default=str).encode() + b"\n"
-            try:
-                os.write(self._descriptor, line)  # one call: lines of several writers do not mix
-            except OSError:
-                self.close()  # the disk is full, or the reader of a pipe has gone
+            if self._size + len(line) > MOST:
+                self._lose("its reader does not keep up: events are lost")
+            else:
+                self._waiting.append(line)
+                self._size += len(line)
+            self._carry()
         for listener in self.listeners:
             listener(event)
 
+    def _carry(self) -> None:
+        """Hand over what is taken at once."""
+        while self._waiting and self._descriptor is not None:
+            line = self._waiting[0]
+            try:
+                # one call: lines of several writers do not mix
+                written = os.write(self._descriptor, line)
+            except BlockingIOError:
+                return
+            except OSError as error:  # the disk is full, or the reader of a pipe has gone
+                self._lose(f"no event is written any more: {error.strerror}")
+                self._close()
+                return
+            self._size -= written
+            if written < len(line):
+                self._waiting[0] = line[written:]
+            else:
+                self._waiting.popleft()
+
+    def _lose(self, why: str) -> None:
+        if not self._lost:
+            self._lost = True
+            self.say(f"--event-log {self._path}: {why}")
+
     def close(self) -> None:
         """Close the file; later events reach only the listeners."""
+        end = time.monotonic() + LAST_WAIT
+        while self._waiting and self._descriptor is not None:
+            ready = select.select([], [self._descriptor], [], max(0.0, end - time.monotonic()))[1]
+            if not ready:
+                self._lose("its reader does not keep up: the last events are lost")
+                break
+            self._carry()
+        self._close()
+
+    def _close(self) -> None:
+        self._waiting.clear()
+        self._size = 0
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -58,6 +58,7 @@ def join_job(
         if once if ended else any(agent.run == spec.run for agent in agents):
             if not ended:
                 _check_command(spec, fresh)
+                _compare(spec, fresh, say)
             return spec
         if store.compare_and_swap(key, encode(fresh), found.mod_revision) is not None:
             _start_anew(store, keys, spec, status if ended else None, say)
@@ -115,6 +116,24 @@ def _check_command(spec: JobSpec, fresh: JobSpec) -> None:
         f"job {spec.job!r} runs `{theirs}`, and this node was to run `{ours}`: give all nodes the same "
         f"script and arguments (what differs between them in environment variables), or another --rdzv-id"
     )
+
+
+_OF_THE_JOB: dict[str, Callable[[JobSpec], str]] = {
+    "--nnodes": lambda spec: f"{spec.min_nodes}:{spec.max_nodes}",
+    "--max-restarts": lambda spec: str(spec.max_restarts),
+    "--rescale": lambda spec: spec.rescale.value,
+    "--rescale-timeout": lambda spec: f"{spec.rescale_timeout:g}",
+    "--checkpoint-timeout": lambda spec: f"{spec.checkpoint_timeout:g}",
+}
+
+
+def _compare(spec: JobSpec, fresh: JobSpec, say: Callable[[str], None]) -> None:
+    """What is said about the job as a whole counts when its run begins, and not later."""
+    pairs = {name: (told(spec), told(fresh)) for name, told in _OF_THE_JOB.items()}
+    pairs["--no-autoscale"] = ("off" if spec.autoscale else "on", "off" if fresh.autoscale else "on")
+    for name, (holds, given) in pairs.items():
+        if holds != given:
+            say(f"{name} {given} has no effect: job {spec.job!r} runs with {holds}, as its first agent said")
 
 
 def _check_versions(agents: list[NodeRecord], version: str) -> None:

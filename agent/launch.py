@@ -60,7 +60,7 @@ def launch(options: Options, say: Callable[[str], None]) -> int:
         if options.standalone:
             _be_alone(options.job, stack)
         check_checkpoint_path(options.checkpoint_path)
-        events = _open_event_log(options)
+        events = _open_event_log(options, say)
         stack.callback(events.close)
         share = SharePath(os.environ, options.job)
         stack.callback(share.close)
@@ -69,6 +69,7 @@ def launch(options: Options, say: Callable[[str], None]) -> int:
         endpoint, store, password_file = _store(options, stack)
         display = Display.of(options, say)
         events.listeners.append(display.event)
+        events.say = display.say
         stack.callback(display.close)
         output = Output(
             options.job,
@@ -118,6 +119,8 @@ class _Found:
 def _store(options: Options, stack: ExitStack) -> tuple[str, PlanStore, str]:
     """The endpoint, the connection, and where the password is of a private etcd, if one was asked for."""
     password_file = ""
+    if options.etcd_timeout is not None:  # for the coordinator that we may keep, too
+        os.environ["ADAPTDL_ETCD_TIMEOUT"] = f"{options.etcd_timeout:g}"
     given: dict[str, object] = {"ca": options.etcd_ca, "cert": options.etcd_cert, "key": options.etcd_key}
     if options.endpoint is None:
         try:
@@ -128,7 +131,7 @@ def _store(options: Options, stack: ExitStack) -> tuple[str, PlanStore, str]:
         store_options = _private(password_file)
     else:
         endpoint = options.endpoint
-        store_options = StoreOptions.from_environment(os.environ, timeout=options.etcd_timeout, **given)
+        store_options = StoreOptions.from_environment(os.environ, **given)
     try:
         store = connect(endpoint, api=options.etcd_api, options=store_options)  # type: ignore[arg-type]
     except StoreOptionError:
@@ -165,9 +168,9 @@ def check_checkpoint_path(path: str) -> None:
         ) from None
 
 
-def _open_event_log(options: Options) -> EventLog:
+def _open_event_log(options: Options, say: Callable[[str], None]) -> EventLog:
     try:
-        return EventLog(options.event_log)
+        return EventLog(options.event_log, say)
     except OSError as error:
         raise LaunchError(f"--event-log {options.event_log}: {error.strerror}") from None
 

@@ -271,3 +271,31 @@ def test_of_two_that_are_started_at_once_one_runs(tmp_path: Path) -> None:
     (line,) = done.stderr.splitlines()
     assert "a standalone job 'twice' runs already: `adaptdl stop twice` ends it" in line
     assert not (tmp_path / ".adaptdl").exists()
+
+
+def test_each_rank_has_its_own_redirects_and_tee(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, sys\n"
+        "for name in ('stdout', 'stderr'):\n"
+        "    print(os.environ['LOCAL_RANK'], name, file=getattr(sys, name), flush=True)\n"
+    )
+    options = ["--redirects=0:3,1:1", "--tee=2:1", "--log-dir=logs", "--rdzv-id=job", "--nproc-per-node=3"]
+    done = run_agent(tmp_path, "--standalone", *options, "script.py")
+    assert done.returncode == 0, done.stderr
+    logs = {
+        f"{path.parent.name} {path.stem}": path.read_text().splitlines()
+        for path in (tmp_path / "logs").glob("job_*/attempt_0/*/std*.log")
+    }
+    kept = {"0 stdout", "0 stderr", "1 stdout", "2 stdout"}
+    assert logs == {name: [name] for name in kept}
+    assert sorted(done.stdout.splitlines()) == ["[default2]:2 stdout"]
+    assert sorted(done.stderr.splitlines()) == ["1 stderr", "2 stderr"]
+
+
+def test_the_time_out_of_the_store_reaches_the_coordinator(tmp_path: Path) -> None:
+    arguments = ["--standalone", "--etcd-timeout=17", "--rdzv-id=job", TRAIN, *LONG]
+    with ElasticRun(arguments, tmp_path) as run:
+        run.wait_for_event("generation")
+        assert child(run, "coordinator").environ()["ADAPTDL_ETCD_TIMEOUT"] == "17"
+        hurry(run)
+        assert run.wait() == 0
