@@ -109,7 +109,8 @@ def coordinator(
             version=version("adaptdl-elastic"),
         )
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: served.stop())
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as a shell has it in the background
+                signal.signal(number, lambda *_: served.stop())
         if parent_fd is not None:
             stop_with_parent(parent_fd, served.stop)
         try:
