@@ -144,6 +144,8 @@ class Autoscaler:
         self._memory = decision.memory
         failed = [] if self._options.dry_run else self._act(decision.actions)
         if self._options.dry_run:
+            nodes = {"nodes": len(seen.capacity.instances), "target": decision.target}
+            self._event("target", nodes | {"reason": decision.reason})
             for action in decision.actions:
                 self._tell(action, "would ")
         else:

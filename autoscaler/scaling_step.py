@@ -71,7 +71,8 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
     memory, leaving, overdue = _leave(replace(market, memory=memory))
     actions = [*requests, *leaving, *_protect(seen, memory)]
     late = _late(wanted, seen, settings)
-    notes = [*seen.capacity.warnings, *warnings, *overdue, *late, *_misjudged(seen)]
+    short = _short(market, worth)
+    notes = [*seen.capacity.warnings, *short, *warnings, *overdue, *late, *_misjudged(seen)]
     return Step(
         replace(
             memory,
@@ -582,13 +583,51 @@ def _protect(seen: Observation, memory: Memory) -> list[Action]:
 
 
 def _late(wanted: Sequence[Want], seen: Observation, settings: ScalingSettings) -> list[str]:
+    """Deadlines that are not kept, and those by which nothing can be decided."""
     found = []
+    there = {job.name for job in seen.jobs}
+    for name in sorted(set(settings.deadlines) - {"*", *seen.runs, *there}):
+        known = ", ".join(sorted({*seen.runs, *there})) or "none"
+        found.append(f"--deadline {name}: there is no such job; there are: {known}")
+    for job in seen.jobs:
+        if deadline_of(settings, job.name) is None:
+            continue
+        if job.requested_replicas is not None:
+            if job.name not in seen.unsettled:
+                found.append(f"{job.name}: its size is given: its deadline changes nothing")
+        elif job.model is None:
+            found.append(
+                f"{job.name}: its deadline counts from when it is profiled: it has reported nothing yet"
+            )
+        elif job.remaining is None:
+            found.append(
+                f"{job.name}: declares no end, so its deadline is not looked at; "
+                "let it train in `remaining_epochs_until`, or give --hour-value"
+            )
     for want in wanted:
         if want.late and want.seconds_left is not None:
             end = deadline_of(settings, want.job) or 0.0
             over = f"was {seen.now - end:.0f} s ago" if end < seen.now else "can not be met"
             need = f"{want.replicas} replicas, the fastest, need {want.seconds_left:.0f} s more"
             found.append(f"{want.job}: its deadline {over}: {need}")
+    return found
+
+
+def _short(market: _Market, worth: int) -> list[str]:
+    """What --max-nodes and --min-nodes keep from being as it should."""
+    settings, pools = market.settings, market.seen.capacity.pools
+    found, most = [], sum(pool.maximum for pool in pools)
+    if pools and settings.min_nodes > most:
+        found.append(
+            f"--min-nodes {settings.min_nodes} is more than the pools may have: their Max is {most} in all"
+        )
+    largest = max((pool.slots for pool in pools), default=1)
+    if worth - market.seen.other_slots >= settings.max_nodes * largest and settings.max_nodes < most:
+        free = replace(market, settings=replace(settings, max_nodes=most)).wants()[1]
+        if free > worth:
+            found.append(
+                f"--max-nodes {settings.max_nodes} is the limit: {free} slots would be worth their price"
+            )
     return found
 
 

@@ -307,3 +307,44 @@ def test_a_cheap_pool_that_has_none_to_give_does_not_change_the_price_of_what_it
     assert world.of(Release) == [] or {
         a.instance.partition("-")[0] for a in world.of(Release) if isinstance(a, Release)
     } == {"demand"}
+
+
+# -- limits and deadlines that say what they do
+
+
+@pytest.mark.parametrize(
+    ("info", "deadlines", "said"),
+    [
+        (job(remaining=None), {"*": 5000.0}, "train: declares no end"),
+        (job(), {"nosuch": 5000.0}, "--deadline nosuch: there is no such job; there are: train"),
+        (JobInfo("train", max_replicas=8, remaining=1e6), {"*": 2000.0}, "has reported nothing yet"),
+        (waiting(replicas=2), {"train": 2000.0}, "its size is given"),
+    ],
+)
+def test_a_deadline_by_which_nothing_is_decided_is_said(
+    info: JobInfo, deadlines: dict[str, float], said: str
+) -> None:
+    world = World(DEMAND, settings=ScalingSettings(deadlines=deadlines))
+    world.jobs = (info,)
+    assert any(said in text for text in world.tick().warnings)
+    world = World(DEMAND, settings=ScalingSettings(deadlines={"train": 1e9}))
+    world.jobs = (job(),)
+    assert world.tick().warnings == ()
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_what_max_nodes_keeps_from_being_bought_is_said(most: int) -> None:
+    world = World(DEMAND, settings=ScalingSettings(max_nodes=most))
+    world.jobs = (waiting(replicas=8),)
+    world.run(300)
+    said = f"--max-nodes {most} is the limit: 8 slots would be worth their price"
+    assert any(said in text for text in world.tick().warnings)
+    world.jobs = (waiting(replicas=3),) if most else ()
+    assert not any("--max-nodes" in text for text in world.tick().warnings)
+
+
+def test_more_nodes_at_least_than_the_pools_may_have_is_said() -> None:
+    world = World(DEMAND, settings=ScalingSettings(min_nodes=12, max_nodes=20))
+    assert any(
+        "--min-nodes 12 is more than the pools may have: their Max is 10" in t for t in world.tick().warnings
+    )

@@ -145,6 +145,9 @@ def test_a_dry_run_says_and_does_nothing(store: MemoryStore) -> None:
     assert cluster.provider.calls == []
     assert not cluster.provider.ruled
     assert store.range("").items == before
+    (target,) = cluster.events("target")
+    assert (target["nodes"], target["target"]) == (0, 3)
+    assert "3 slots are worth their price" in target["reason"]
     (would,) = cluster.events("would request")
     assert (would["pool"], would["desired"]) == ("workers", 3)
 
@@ -388,6 +391,7 @@ def test_bills_go_by_run_and_are_forgotten_with_their_job(store: MemoryStore) ->
     cluster.tick(0)
     assert cluster.ruler._memory.job_costs == pytest.approx({"train": 0.0, "other": 1.0})
     cluster.finish("other")
+    cluster.end(f"node-{second}", 0, "other")
     cluster.tick(60)
     assert "other" in cluster.ruler._memory.job_costs
     for _ in range(25):
