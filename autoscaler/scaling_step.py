@@ -60,6 +60,7 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
     elapsed = 0.0 if memory.updated is None else max(0.0, seen.now - memory.updated)
     memory = remember(memory, seen, settings)
     memory = _forsake(_Market(seen, memory, settings))
+    memory = _relieve(_Market(seen, memory, settings))
     market = _Market(seen, memory, settings)
     wanted, worth = market.wants()
     goal = market.target(worth)
@@ -354,6 +355,24 @@ def _forsake(market: _Market) -> Memory:
                 why = entry.leaving or "nodes of its pool are interrupted too often"
                 since = entry.leaving_since if entry.leaving else market.seen.now
                 known[instance.id] = replace(entry, leaving=why, leaving_since=since, replace=False)
+    return replace(market.memory, known=known)
+
+
+def _relieve(market: _Market) -> Memory:
+    """Where a group has brought a replacement early, the one at risk goes once that is a node.
+
+    It is given back without one less desired: the group has one too many as it is.
+    """
+    known, seen = dict(market.memory.known), market.seen
+    for pool in seen.capacity.pools:
+        staying = [i for i in market.staying(pool) if not known[i.id].leaving]
+        risky = [i for i in staying if known[i.id].at_risk and i.state is InstanceState.RUNNING]
+        sound = sum(not known[i.id].at_risk and i.id in seen.nodes for i in staying)
+        spare = len(staying) - market.asked(pool) if pool.replaces_at_risk else 0
+        for instance in risky[: max(0, min(spare, sound + len(risky) - market.asked(pool)))]:
+            known[instance.id] = replace(
+                known[instance.id], leaving="its replacement has come", leaving_since=seen.now, replace=True
+            )
     return replace(market.memory, known=known)
 
 

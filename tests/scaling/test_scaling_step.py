@@ -143,15 +143,23 @@ def test_a_notice_about_a_node_that_is_not_worth_replacing() -> None:
     assert world.provider.launched == 2
 
 
-def test_one_more_for_a_while_is_not_fought() -> None:
+def test_one_more_is_not_fought_and_ends_when_it_is_a_node() -> None:
     pool = Pool("spot", desired=0, maximum=10, hourly_price=0.3, preemptible=True, replaces_at_risk=True)
     world = World(pool)
     world.jobs = (waiting(replicas=2),)
     world.until(lambda: len(world.running) == 2)
-    world.provider.recommend(world.running[0])
-    world.run(600)
-    assert len(world.running) == 3
-    assert world.of(Release) == []
+    (risky, other) = world.running
+    world.provider.recommend(risky)
+    world.run(50)
+    assert len(world.provider.capacity().instances) == 3
+    assert world.of(Drain) == []
+    world.until(lambda: risky not in world.running)
+    assert {a.instance for a in world.of(Drain) if isinstance(a, Drain)} == {risky}
+    world.run(3600)
+    assert len(world.running) == 2
+    assert other in world.running
+    assert world.desired == {"spot": 2}
+    assert world.provider.launched == 3
 
 
 def test_the_one_at_risk_goes_first() -> None:
