@@ -6,7 +6,13 @@ from typing import Any
 
 from adaptdl_elastic._checks import integer
 
-__all__ = ["check_bounds", "integer"]
+__all__ = ["check_bounds", "check_writer", "integer"]
+
+
+def check_writer(writer: Any) -> None:
+    """TypeError for what numbers can not be written to."""
+    if not callable(getattr(writer, "add_scalar", None)):
+        raise TypeError(f"writer={writer!r}: give a torch.utils.tensorboard.SummaryWriter")
 
 
 def check_bounds(

@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from adaptdl_elastic import _session, checkpoint, collective
-from adaptdl_elastic.torch._checks import check_bounds, integer
+from adaptdl_elastic._checks import flag, integer
+from adaptdl_elastic.torch._checks import check_bounds, check_writer
 from adaptdl_elastic.torch._choice import Limits, initial, misfit
 from adaptdl_elastic.torch._loops import Loops, loops
 from adaptdl_elastic.torch._partition import Window, local_batch, share
@@ -287,8 +288,7 @@ class AdaptiveDataLoaderHelper:
         """
         largest = integer(max_batch_size)
         bounds = check_bounds(self.batch_size, max_batch_size, largest, local_bsz_bounds)
-        if not isinstance(gradient_accumulation, bool):
-            raise TypeError(f"gradient_accumulation={gradient_accumulation!r}: give True or False")
+        flag("gradient_accumulation", gradient_accumulation)
         problem = misfit(Limits(self.batch_size, largest, bounds, gradient_accumulation), self.replicas)
         if problem is not None and _begins():
             raise ValueError(problem)
@@ -529,6 +529,7 @@ class AdaptiveDataLoaderHelper:
 
     def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:
         """Write batch sizes to a `torch.utils.tensorboard.SummaryWriter`. On rank 0 only."""
+        check_writer(writer)
         if _session.current().rank != 0:
             return
         if tag_prefix and not tag_prefix.endswith("/"):

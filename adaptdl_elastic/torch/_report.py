@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from typing import Any
 
 from adaptdl_elastic import _session
+
+_TAKEN = ("event", "time", "type")
 
 
 def world_size() -> int:
@@ -26,13 +29,25 @@ def report(**metrics: Any) -> None:
 
     Raises:
         TypeError: a value is neither a number nor a string.
+        ValueError: a name that is one of an event's own: event, time, type.
     """
     session = _session.current()
     fields: dict[str, Any] = {}
     for name, value in metrics.items():
-        if hasattr(value, "item"):
+        if name in _TAKEN:
+            raise ValueError(f"report({name}=…): every event has a field of that name already; use another")
+        if hasattr(value, "item") and getattr(value, "shape", None) in ((), (1,)):
             value = value.item()
-        if not isinstance(value, (numbers.Number, str, bool)) and value is not None:
-            raise TypeError(f"report({name}=…): a number or a string is needed, got {type(value).__name__}")
-        fields[name] = repr(value) if value != value else value  # NaN is not JSON
+        if not isinstance(value, (numbers.Real, str)) and value is not None:
+            raise TypeError(f"report({name}=…): a number or a string is needed, got {_described(value)}")
+        if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
+            value = float(value)
+        if isinstance(value, float) and not math.isfinite(value):
+            value = repr(value)  # JSON has no such numbers
+        fields[name] = value
     session.emit("metrics", **{"epoch": session.epoch, **fields})
+
+
+def _described(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ + ("" if shape is None else f" of shape {tuple(shape)}")

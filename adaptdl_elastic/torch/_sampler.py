@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import Sampler
 
 from adaptdl_elastic import _session
+from adaptdl_elastic._checks import flag, integer
 from adaptdl_elastic.torch import _partition
 
 if TYPE_CHECKING:
@@ -31,9 +32,12 @@ class ElasticSampler(Sampler[int]):
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int | None = None) -> None:
         if not hasattr(dataset, "__len__"):
             raise TypeError(f"a data set needs __len__ to be sampled from, {type(dataset).__name__} has none")
+        given = None if seed is None else integer(seed)
+        if seed is not None and given is None:
+            raise TypeError(f"seed={seed!r}: give an integer, or None for torch's")
         self.dataset = dataset
-        self.shuffle = shuffle
-        self.seed = seed
+        self.shuffle = flag("shuffle", shuffle)
+        self.seed = given
         self.epoch = 0
         self.index = 0
 
@@ -52,9 +56,10 @@ class ElasticSampler(Sampler[int]):
 
         An `index` beyond the length of the data set is in a further pass over it, in another order.
         """
-        if not (isinstance(epoch, int) and isinstance(index, int) and epoch >= 0 and index >= 0):
+        whole_epoch, whole_index = integer(epoch), integer(index)
+        if whole_epoch is None or whole_index is None or whole_epoch < 0 or whole_index < 0:
             raise ValueError(f"set_epoch({epoch!r}, {index!r}): both are integers that count from 0")
-        self.epoch, self.index = epoch, index
+        self.epoch, self.index = whole_epoch, whole_index
 
     def order(self) -> torch.Tensor:
         """The order of the present pass, for all replicas: int64 indices, shape (len(dataset),)."""

@@ -24,6 +24,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from adaptdl_elastic import _session
+from adaptdl_elastic._checks import flag
 from adaptdl_elastic.torch._data_helper import (
     AdaptiveDataLoaderHelper,
     AdaptiveDataLoaderMixin,
@@ -59,7 +60,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         **kwargs: As DataLoader's, except `sampler` and `batch_sampler`, which are made here.
 
     Raises:
-        ValueError: an argument that an elastic loader can not honour.
+        ValueError, TypeError: an argument that an elastic loader can not honour, or that can not be meant.
     """
 
     def __init__(
@@ -71,7 +72,8 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                     f"{name} was given: an elastic loader makes its own, because who gets which sample "
                     f"changes with the number of replicas. Order the data set instead, or use shuffle=True"
                 )
-        drop_last = bool(kwargs.pop("drop_last", False))
+        drop_last = flag("drop_last", kwargs.pop("drop_last", False))
+        flag("shuffle", shuffle)
         generator = kwargs.pop("generator", None)
         if not isinstance(generator, torch.Generator | None):
             raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")

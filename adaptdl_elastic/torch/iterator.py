@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic._checks import integer
 from adaptdl_elastic.torch._data_helper import AdaptiveDataLoaderMixin
 
 __all__ = ["AdaptiveBPTTIterator", "Batch"]
@@ -47,23 +48,20 @@ class AdaptiveBPTTIterator(AdaptiveDataLoaderMixin):
         dataset: Tokens as a one-dimensional tensor of integers, or a sequence of them.
         batch_size: Streams over all replicas, at first. Each replica gets an equal share, rounded up.
         bptt_len: Tokens of each stream in a batch; the last batch of an epoch may have fewer.
-        **kwargs: `max_batch_size` and `local_bsz_bounds`, both or neither, as for
-            `autoscale_batch_size`; `device`, where batches are put.
+        **kwargs: `max_batch_size`, and with it `local_bsz_bounds`, as for `autoscale_batch_size`;
+            `device`, where batches are put.
 
     Raises:
-        ValueError, TypeError: when the tokens are not one sequence of at least two, or `bptt_len` < 1.
+        ValueError, TypeError: when the tokens are not one sequence of at least two, or fewer than streams, or
+            `bptt_len` < 1.
     """
 
     def __init__(
         self, dataset: torch.Tensor | Sequence[int], batch_size: int, bptt_len: int, **kwargs: Any
     ) -> None:
-        tokens = dataset if isinstance(dataset, torch.Tensor) else torch.as_tensor(dataset)
-        if tokens.dim() != 1 or len(tokens) < 2 or tokens.is_floating_point():
-            raise ValueError(
-                f"a one-dimensional tensor of at least two integer tokens is needed, got {tokens.dtype} of "
-                f"shape {tuple(tokens.shape)}; a torchtext dataset has to be turned into one first"
-            )
-        if isinstance(bptt_len, bool) or not isinstance(bptt_len, int) or bptt_len < 1:
+        tokens = _tokens(dataset)
+        length = integer(bptt_len)
+        if length is None or length < 1:
             raise ValueError(
                 f"bptt_len={bptt_len!r}: give the number of tokens of a batch's streams, 1 or more"
             )
@@ -73,7 +71,13 @@ class AdaptiveBPTTIterator(AdaptiveDataLoaderMixin):
         if kwargs:
             raise TypeError(f"unknown arguments: {', '.join(sorted(kwargs))}")
         super().__init__(batch_size)
-        self._tokens, self._bptt_len = tokens, bptt_len
+        if self._elastic.batch_size > len(tokens) - 1:
+            raise ValueError(
+                f"batch_size={batch_size!r}: {len(tokens)} tokens make at most {len(tokens) - 1} streams"
+            )
+        if bounds is not None and max_batch_size is None:
+            raise ValueError(f"local_bsz_bounds={bounds!r} without max_batch_size: give that, too")
+        self._tokens, self._bptt_len = tokens, length
         self._state = _Layouts(f"adaptdl-bptt-{self._elastic.key}")
         checkpoint.load_state(self._state)
         if max_batch_size is not None:
@@ -135,6 +139,21 @@ class AdaptiveBPTTIterator(AdaptiveDataLoaderMixin):
     def _batch(self, positions: torch.Tensor) -> Batch:
         text, target = self._tokens[positions], self._tokens[positions + 1]
         return Batch(text.to(self._device), target.to(self._device))
+
+
+def _tokens(dataset: Any) -> torch.Tensor:
+    try:
+        tokens = dataset if isinstance(dataset, torch.Tensor) else torch.as_tensor(dataset)
+        got = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
+    except (TypeError, ValueError, RuntimeError):
+        tokens, got = torch.empty(0), f"a {type(dataset).__name__} of something else"
+    fine = tokens.dim() == 1 and len(tokens) > 1
+    if not fine or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise ValueError(
+            f"a one-dimensional tensor of at least two integer tokens is needed, got {got}; a torchtext "
+            f"dataset has to be turned into one first"
+        )
+    return tokens
 
 
 class _Layouts(checkpoint.TensorState):

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fresh import Script
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, checkpoint, collective, reducer, sched_hints, utils
 from adaptdl_elastic.torch.data import AdaptiveDataLoaderMixin
+from adaptdl_elastic.torch.iterator import AdaptiveBPTTIterator
 from adaptdl_elastic.torch.scaling_rules import AdamScale, LEGWScale
 
 DATA = TensorDataset(torch.zeros(10, 2))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+
+STREAM = Stream()
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +39,33 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
 
 
 HINTS = sched_hints.post_sched_hints
+LOADER, BPTT = adl.AdaptiveDataLoader, AdaptiveBPTTIterator
 ANY: Any = None  # arguments that no type checker would let pass
 
 CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a sampler of what has no length": (lambda: adl.ElasticSampler(ANY or 5), TypeError, "int has none"),
     "an epoch below 0": (lambda: adl.ElasticSampler(DATA).set_epoch(-1), ValueError, "-1, 0"),
+    "an epoch that is a truth": (lambda: adl.ElasticSampler(DATA).set_epoch(True), ValueError, "True, 0"),
+    "a seed": (lambda: adl.ElasticSampler(DATA, True, ANY or "x"), TypeError, "seed='x'"),
+    "a sampler's shuffle": (lambda: adl.ElasticSampler(DATA, ANY or "no"), TypeError, "shuffle='no'"),
+    "shuffle": (lambda: LOADER(DATA, shuffle=ANY or "no"), TypeError, "shuffle='no': give True or False"),
+    "shuffling a stream": (lambda: LOADER(STREAM, shuffle=ANY or "no"), TypeError, "shuffle='no'"),
+    "drop_last": (lambda: LOADER(DATA, drop_last="no"), TypeError, "drop_last='no': give True or False"),
+    "accumulation": (
+        lambda: LOADER(DATA).autoscale_batch_size(8, None, ANY or "no"), TypeError, "accumulation='no'"
+    ),
+    "no writer": (lambda: LOADER(DATA).to_tensorboard(None, 0), TypeError, "writer=None: give a"),
+    "no tokens": (lambda: BPTT(ANY, 4, 5), ValueError, "integer tokens.*got a NoneType"),
+    "words": (lambda: BPTT(ANY or ["a", "b"], 4, 5), ValueError, "integer tokens.*got a list"),
+    "truths as tokens": (lambda: BPTT(torch.ones(9).bool(), 4, 5), ValueError, r"got torch\.bool of shape"),
+    "more streams than tokens": (lambda: BPTT(range(10), 40, 5), ValueError, "batch_size=40: 10 tokens"),
+    "bounds of tokens only": (
+        lambda: BPTT(range(99), 4, 5, local_bsz_bounds=(1, 9)), ValueError, "without max_batch_size"
+    ),
+    "a length of a truth": (lambda: BPTT(range(99), 4, True), ValueError, "bptt_len=True"),
+    "reporting an event": (lambda: adl.report(event=3), ValueError, r"report\(event=…\): every event has"),
+    "reporting a vector": (lambda: adl.report(x=torch.zeros(2)), TypeError, r"got Tensor of shape \(2,\)"),
+    "reporting a complex number": (lambda: adl.report(x=1j), TypeError, "got complex"),
     "an epoch that is no number": (lambda: adl.ElasticSampler(DATA).set_epoch(ANY), ValueError, "None, 0"),
     "a loader of no data set": (lambda: adl.AdaptiveDataLoader(ANY or 5), ValueError, "int has no length"),
     "an argument that DataLoader lacks": (lambda: adl.AdaptiveDataLoader(DATA, foo=1), TypeError, "foo"),
@@ -63,3 +97,18 @@ def test_a_wrong_argument_is_named(name: str) -> None:
     with pytest.raises(error, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    sampler = adl.ElasticSampler(DATA, True, np.int64(3))  # type: ignore[arg-type]
+    sampler.set_epoch(np.int64(1), np.int64(3))  # type: ignore[arg-type]
+    assert (sampler.epoch, sampler.index, len(list(sampler))) == (1, 3, 7)
+    assert len(BPTT(range(101), 5, np.int64(7))) == 3  # type: ignore[arg-type]
+
+
+def test_what_json_has_no_number_for_is_reported_as_text(tmp_path: Path) -> None:
+    adl.report(
+        a=math.nan, b=-math.inf, c=np.float32(0.5), d=torch.tensor([2]), e=Fraction(1, 4), f=None, g=True
+    )
+    (event,) = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    assert [event[name] for name in "abcdefg"] == ["nan", "-inf", 0.5, 2, 0.25, None, True]
