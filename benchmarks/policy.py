@@ -16,36 +16,112 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from adaptdl_elastic.autoscaler.policy import GoodputModel, JobInfo, NodeInfo, Objective, Settings, allocate
 from adaptdl_elastic.goodput import GradParams, PerfParams
 
+CONFIG = ConfigDict(extra="ignore", allow_inf_nan=False, strict=True)
+Count = Annotated[int, Field(ge=1, le=10**9)]
+Amount = Annotated[float, Field(ge=0, le=1e30, strict=False)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, strict=False)]
+Theta = tuple[
+    Seconds, Seconds, Seconds, Seconds, Seconds, Seconds, Annotated[float, Field(ge=1, le=1e3, strict=False)]
+]
+
+
+@dataclass(frozen=True, config=CONFIG)
+class InstanceJob:
+    """A job of an instance; ValueError for bounds that contradict each other."""
+
+    name: Annotated[str, Field(min_length=1)]
+    perf_params: Theta
+    grad: tuple[Amount, Amount]
+    init_batch_size: Count
+    max_batch_size: Count
+    min_local_bsz: Count
+    max_local_bsz: Count
+    min_replicas: Annotated[int, Field(ge=0, le=10**6)]
+    max_replicas: Annotated[int, Field(ge=1, le=10**6)]
+
+    def __post_init__(self) -> None:
+        for low, high in (
+            ("min_replicas", "max_replicas"),
+            ("min_local_bsz", "max_local_bsz"),
+            ("init_batch_size", "max_batch_size"),
+        ):
+            least, most = getattr(self, low), getattr(self, high)
+            if least > most:
+                raise ValueError(f"{self.name}: {low} {least} is more than {high} {most}")
+        if sum(self.perf_params[:2]) < 1e-12:
+            raise ValueError(f"{self.name}: perf_params: steps that take no time at all")
+        if sum(self.grad) <= 0:
+            raise ValueError(f"{self.name}: grad: neither a gradient nor noise")
+
+
+@dataclass(frozen=True, config=CONFIG)
+class Instance:
+    """An allocation problem."""
+
+    name: Annotated[str, Field(min_length=1)]
+    num_nodes: Annotated[int, Field(ge=1, le=100_000)]
+    gpus_per_node: Annotated[int, Field(ge=1, le=1024)]
+    jobs: tuple[InstanceJob, ...]
+
+    def __post_init__(self) -> None:
+        names = [job.name for job in self.jobs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"jobs: {', '.join(twice[:3])} occur more than once")
+
+
+INSTANCE: TypeAdapter[Instance] = TypeAdapter(Instance)
+
+
+class InstanceError(ValueError):
+    """What is wrong with a file, in a line."""
+
+
+def read(path: Path) -> Instance:
+    """The instance in `path`; InstanceError says what is wrong with it."""
+    try:
+        return INSTANCE.validate_json(path.read_bytes())
+    except OSError as error:
+        raise InstanceError(f"{path}: can not be read: {error.strerror}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        text = first["msg"].removeprefix("Value error, ")
+        raise InstanceError(f"{path}: not an instance: {where + ': ' if where else ''}{text}") from None
+
+
 SETTINGS = Settings(objective=Objective.SPEEDUP, default_pause=0.0, hysteresis=0.0)
 
 
-def problem(instance: dict[str, Any]) -> tuple[list[JobInfo], list[NodeInfo]]:
+def problem(instance: Instance) -> tuple[list[JobInfo], list[NodeInfo]]:
     jobs = []
-    for job in instance["jobs"]:
+    for job in instance.jobs:
         model = GoodputModel(
-            PerfParams(*job["perf_params"]),
-            GradParams(*job["grad"]),
-            job["init_batch_size"],
-            job["max_batch_size"],
-            (job["min_local_bsz"], job["max_local_bsz"]),
+            PerfParams(*job.perf_params),
+            GradParams(*job.grad),
+            job.init_batch_size,
+            job.max_batch_size,
+            (job.min_local_bsz, job.max_local_bsz),
             True,
         )
-        most = job["max_replicas"]
+        most = job.max_replicas
         jobs.append(
-            JobInfo(job["name"], max(job["min_replicas"], 1), most, model=model, max_profiled_replicas=most)
+            JobInfo(job.name, max(job.min_replicas, 1), most, model=model, max_profiled_replicas=most)
         )
-    nodes = [NodeInfo(f"{i:05d}", instance["gpus_per_node"]) for i in range(instance["num_nodes"])]
+    nodes = [NodeInfo(f"{i:05d}", instance.gpus_per_node) for i in range(instance.num_nodes)]
     return jobs, nodes
 
 
-def solve(instance: dict[str, Any], repeat: int) -> dict[str, Any]:
+def solve(instance: Instance, repeat: int) -> dict[str, Any]:
     jobs, nodes = problem(instance)
     wall, cpu = [], []
     for _ in range(repeat):
@@ -58,7 +134,7 @@ def solve(instance: dict[str, Any], repeat: int) -> dict[str, Any]:
         for name, found in decision.allocations.items()
     }
     return {
-        "instance": instance["name"],
+        "instance": instance.name,
         "objective": decision.objective,
         "seconds": min(wall),
         "cpu_seconds": min(cpu),
@@ -96,6 +172,13 @@ def generate(num_jobs: int, num_nodes: int, slots: int, seed: int = 0) -> dict[s
     return {"name": name, "num_nodes": num_nodes, "gpus_per_node": slots, "jobs": jobs}
 
 
+def at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -104,8 +187,10 @@ def main() -> int:
     parser.add_argument(
         "--bounds", type=Path, help="a file with upper bounds by name (default: beside the instance)"
     )
-    parser.add_argument("--generate", nargs=3, type=int, metavar=("JOBS", "NODES", "SLOTS"))
-    parser.add_argument("--repeat", type=int, default=1, help="solve each so often, report the quickest")
+    parser.add_argument("--generate", nargs=3, type=at_least_one, metavar=("JOBS", "NODES", "SLOTS"))
+    parser.add_argument(
+        "--repeat", type=at_least_one, default=1, help="solve each so often, report the quickest"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON list on standard output")
     options = parser.parse_args()
     if options.generate:
@@ -116,14 +201,14 @@ def main() -> int:
     found = []
     for path in options.instances:
         try:
-            instance = json.loads(path.read_text(encoding="utf-8"))
-            result = solve(instance, options.repeat)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            print(f"{path}: not an instance: {type(error).__name__}: {error}", file=sys.stderr)
+            instance = read(path)
+        except InstanceError as error:
+            print(error, file=sys.stderr)
             return 2
+        result = solve(instance, options.repeat)
         bounds = options.bounds or path.parent / "bounds.json"
         if bounds.exists():
-            bound = json.loads(bounds.read_text(encoding="utf-8"))["bounds"].get(instance["name"])
+            bound = json.loads(bounds.read_text(encoding="utf-8"))["bounds"].get(instance.name)
             if bound:
                 result["gap"] = 1 - result["objective"] / bound
         found.append(result)

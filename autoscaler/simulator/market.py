@@ -148,7 +148,10 @@ def parse_market(text: str, source: str = "market") -> Market:
             ) from None
         earlier = rows[-1][0] if rows else -1.0
         if not (earlier < seconds < math.inf and 0 <= price < math.inf and 0 <= rate < math.inf):
-            raise WorkloadError(f"{source}: line {number}: seconds must grow, nothing may be negative")
+            raise WorkloadError(
+                f"{source}: line {number}: seconds must grow from line to line, and nothing may be "
+                "negative, infinite or nan"
+            )
         rows.append((seconds, price, rate))
     if not rows or rows[0][0] != 0:
         raise WorkloadError(f"{source}: the first row must be at 0 seconds")

@@ -59,7 +59,9 @@ def _submission(path: Path, number: int, row: dict[str, str]) -> Submission:
             found = float(row[column])
         except (TypeError, ValueError):
             raise WorkloadError(f"{path}:{number}: {column} is {row[column]!r}, need a number") from None
-        if not np.isfinite(found) or found < least:
+        if not np.isfinite(found):
+            raise WorkloadError(f"{path}:{number}: {column} is {row[column]}, need a finite number")
+        if found < least:
             raise WorkloadError(f"{path}:{number}: {column} is {row[column]}, need at least {least:g}")
         if found > most:
             raise WorkloadError(f"{path}:{number}: {column} is {row[column]}, need at most {most:g}")
