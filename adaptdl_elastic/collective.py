@@ -36,6 +36,7 @@ def initialize(
 
     Raises:
         RuntimeError: when it has been called already, or the others can not be reached.
+        ValueError, TypeError: when a rank, a number of replicas, a port or a host can not be one.
     """
     session = _session.current()
     if session.reducer is not None:
@@ -120,5 +121,7 @@ def _tag(kind: str, tag: str | None) -> str:
         while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
             frame = frame.f_back
         tag = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    elif not isinstance(tag, str):
+        raise TypeError(f"tag={tag!r}: give a string")
     epoch = _session.current().epoch
     return f"{kind} {tag}" if epoch is None else f"{kind} {tag} in epoch {epoch}"

@@ -28,6 +28,7 @@ from functools import cache
 from typing import Any
 
 from adaptdl_elastic import _wire
+from adaptdl_elastic._checks import integer, whole
 
 log = logging.getLogger(__name__)
 
@@ -126,8 +127,12 @@ class Reducer:
         publish: Callable[[int], None] | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        if not 0 <= rank < replicas:
-            raise ValueError(f"rank {rank} of {replicas} replicas: a rank counts from 0")
+        place, count = integer(rank), integer(replicas)
+        if place is None or count is None or not 0 <= place < count:
+            raise ValueError(f"rank {rank!r} of {replicas!r} replicas: a rank counts from 0")
+        rank, replicas, root_port = place, count, whole("root_port", root_port, 0, 65535)
+        if not isinstance(root_host, str):
+            raise TypeError(f"root_host={root_host!r}: give the name or address of rank 0's machine")
         self.rank, self.replicas, self.port = rank, replicas, root_port
         self.on_control, self.on_lost = on_control, on_lost
         self._trusted = secret is not None
