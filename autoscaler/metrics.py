@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from adaptdl_elastic.autoscaler.coordinator.job import this_run
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 from adaptdl_elastic.autoscaler.coordinator.types import CompareAndSwap, Decided, Say
-from adaptdl_elastic.autoscaler.state import JobView, View
+from adaptdl_elastic.autoscaler.state import BILL_SECONDS, JobView, View
 from adaptdl_elastic.rendezvous.records import JobCost, JobState, JobStatus, Plan
 from adaptdl_elastic.sched_hints import JobHints
 
@@ -175,7 +175,8 @@ class CoordinatorMetrics(Collector):
             jobs.add_metric([state.value], states.count(state))
         yield jobs
         if view.autoscaler is not None:
-            yield _gauge("adaptdl_hourly_cost", view.autoscaler.record.hourly_cost)
+            if view.bill_age <= BILL_SECONDS:
+                yield _gauge("adaptdl_hourly_cost", view.autoscaler.record.hourly_cost)
             yield _gauge("adaptdl_cost_total", view.autoscaler.record.cost_so_far)
 
 

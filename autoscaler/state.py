@@ -61,6 +61,10 @@ class JobView:
     unreadable: Mapping[str, int] = field(default_factory=_empty)  # plan, status, request: of the garbage
 
 
+BILL_SECONDS = 60.0
+"""After which what the autoscaler has said of an hour's price is no longer so: it is dead."""
+
+
 @dataclass(frozen=True)
 class Missing:
     """A registration that is no longer there."""
@@ -91,7 +95,16 @@ class View:
     def cost(self, job: str) -> records.JobCost | None:
         """What the autoscaler says of a job's nodes; None where none runs, or has seen no node of it."""
         jobs = self.autoscaler.record.jobs if self.autoscaler else ()
-        return next((cost for cost in jobs if cost.job == job), None)
+        found = next((cost for cost in jobs if cost.job == job), None)
+        if found is None or self.bill_age <= BILL_SECONDS:
+            return found
+        return replace(found, hourly=0.0, forecast=None, seconds_left=None)
+
+    @property
+    def bill_age(self) -> float:
+        """Seconds since the autoscaler has said what it pays, as it does every few seconds; 0: no telling."""
+        said = self.autoscaler.record.updated if self.autoscaler else 0.0
+        return max(0.0, self.wall - said) if said else 0.0
 
     def draining(self, node: records.NodeRecord) -> bool:
         """Whether a node is to be left, by its own word or by a request for it."""

@@ -11,7 +11,7 @@ from typing import Any
 from adaptdl_elastic.autoscaler.cli import CommandError, Where
 from adaptdl_elastic.autoscaler.coordinator.job import this_run
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan
-from adaptdl_elastic.autoscaler.state import JobView, Keeper, View, view_of
+from adaptdl_elastic.autoscaler.state import BILL_SECONDS, JobView, Keeper, View, view_of
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.records import JobState
 from adaptdl_elastic.rendezvous.store import CompactedError, Store
@@ -124,11 +124,14 @@ def cost_row(view: View, job: str) -> Row | None:
         "hourly": found.hourly,
         "forecast": found.forecast,
         "seconds_left": found.seconds_left,
+        "seconds_old": round(view.bill_age),
     }
 
 
 def cost_text(cost: Row) -> str:
     """The same for people."""
+    if cost["seconds_old"] > BILL_SECONDS:
+        return f"{cost['so_far']:.2f} {cost['seconds_old'] / 60:.0f} min ago: no autoscaler has looked since"
     text = f"{cost['so_far']:.2f} so far, {cost['hourly']:.2f} an hour now"
     if cost["forecast"] is not None:
         text += f"; {cost['forecast']:.2f} expected by its end in {cost['seconds_left'] / 60:.0f} min"

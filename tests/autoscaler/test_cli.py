@@ -124,6 +124,12 @@ def test_status_shows_what_a_job_has_cost_and_will(world: World) -> None:
         world.store.put(world.keys.autoscaler_status, encode(said))
         assert f"cost          {text}" in world.says("status", "mnist")
         assert world.json("status", "mnist")["cost"]["forecast"] == cost.forecast
+    dead = AutoscalerStatus("ec2", 2, 2, 6.0, 1.5, jobs=(known,), updated=time.time() - 7200)
+    world.store.put(world.keys.autoscaler_status, encode(dead))
+    assert "cost          1.50 120 min ago: no autoscaler has looked since\n" in world.says("status", "mnist")
+    old = world.json("status", "mnist")["cost"]
+    assert (old["so_far"], old["hourly"], old["forecast"]) == (1.5, 0.0, None)
+    assert old["seconds_old"] >= 7200
 
 
 @pytest.mark.etcd

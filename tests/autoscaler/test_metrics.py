@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,19 @@ def test_what_a_scrape_shows(pump: Pump) -> None:
     assert found["adaptdl_hourly_cost", ""] == 2.5
     assert found["adaptdl_job_cost_total", "a"] == 6.5
     assert found["adaptdl_job_cost_forecast", "a"] == 9.0
+
+
+@pytest.mark.parametrize(("age", "said"), [(30.0, True), (90.0, False)])
+def test_what_a_dead_autoscaler_paid_an_hour_is_not_said(pump: Pump, age: float, said: bool) -> None:
+    status = AutoscalerStatus("ec2", 1, 1, 2.5, 7.0, jobs=(JobCost("a", 6.5, 2.5, 9.0, 3600.0),))
+    pump.store.put(pump.keys.autoscaler_status, encode(replace(status, updated=pump.view().wall - age)))
+    registry = CollectorRegistry()
+    observe(pump, CoordinatorMetrics(registry))
+    found = samples(generate_latest(registry).decode())
+    assert (("adaptdl_hourly_cost", "") in found) is said
+    assert (("adaptdl_job_cost_forecast", "a") in found) is said
+    assert found["adaptdl_cost_total", ""] == 7.0
+    assert found["adaptdl_job_cost_total", "a"] == 6.5
 
 
 def test_every_metric_has_a_value_when_all_is_known(pump: Pump) -> None:
