@@ -123,7 +123,13 @@ def from_ray() -> bool:
 
 def rescale() -> str:
     """How the number of replicas may change, from `ADAPTDL_RESCALE`: "auto", "inplace" or "restart"."""
-    return os.environ.get("ADAPTDL_RESCALE") or "auto"
+    return _read(_way, "ADAPTDL_RESCALE") or "auto"
+
+
+def _way(text: str) -> str:
+    if text not in ("auto", "inplace", "restart"):
+        raise ValueError("auto, inplace or restart is needed")
+    return text
 
 
 def secret() -> bytes | None:
