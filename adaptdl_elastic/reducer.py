@@ -51,6 +51,10 @@ class PeerLostError(CollectiveError):
     """A replica that the collective needs is gone."""
 
 
+class PeerFinishedError(PeerLostError):
+    """A replica that the collective needs has come to its end, and others have not."""
+
+
 class CollectiveMismatchError(CollectiveError):
     """The replicas called different collectives."""
 
@@ -143,7 +147,7 @@ class Reducer:
         self._apart: CollectiveMismatchError | None = None  # the replicas have come apart
         self._calls: dict[int, _Call] = {}  # rank 0
         self._futures: dict[int, Future] = {}  # the others
-        self._lost: dict[int, str] = {}
+        self._lost: dict[int, PeerLostError] = {}
         self._closing = False
         self._send_locks: dict[int, threading.Lock] = {}
         self._peers: dict[int, socket.socket] = {}
@@ -279,7 +283,7 @@ class Reducer:
         if self.rank == 0:
             self._advance(sequence)
         elif lost is not None:
-            future._set(error=PeerLostError(lost))
+            future._set(error=lost)
         else:
             self._send(0, _CONTRIBUTION, sequence.to_bytes(8, "big") + payload)
         return future
@@ -297,7 +301,7 @@ class Reducer:
             del self._calls[sequence]
         try:
             if lost:
-                raise PeerLostError(self._lost[lost[0]])
+                raise self._lost[lost[0]]
             value = self._combine(call)
             payload = _wire.dumps(value)
         except Exception as error:  # the user's reduce_fn included: everybody must hear of it
@@ -395,7 +399,13 @@ class Reducer:
         elif kind == _CONTROL and self.on_control is not None:
             self.on_control(peer, _wire.loads(payload, self._trusted))
         elif kind == _GOODBYE:
-            self._gone(peer, f"rank {peer} has finished")
+            self._gone(
+                peer,
+                PeerFinishedError(
+                    f"rank {peer} has finished, and this replica has not: every replica must run the same "
+                    f"loops (is it for a variable that differs between replicas?)"
+                ),
+            )
             return False
         return True
 
@@ -421,20 +431,27 @@ class Reducer:
             closing = self._closing
         if closing:
             return
-        self._gone(peer, f"rank {peer} is gone ({reason})")
+        self._gone(peer, PeerLostError(f"rank {peer} is gone ({reason})"))
         if self.on_lost is not None:
             self.on_lost(peer)
 
-    def _gone(self, peer: int, reason: str) -> None:
+    def _gone(self, peer: int, reason: PeerLostError) -> None:
         with self._lock:
             self._lost[peer] = reason
             waiting = list(self._calls)
             futures = list(self._futures.values())
             self._futures.clear()
         for future in futures:
-            future._set(error=PeerLostError(reason))
+            future._set(error=reason)
         for sequence in waiting:
             self._advance(sequence)
+
+    @property
+    def finished(self) -> PeerFinishedError | None:
+        """Who has said goodbye, while this replica has not."""
+        with self._lock:
+            ended = [error for error in self._lost.values() if isinstance(error, PeerFinishedError)]
+            return ended[0] if ended and not self._closing else None
 
     def close(self) -> None:
         """Say goodbye and disconnect. Whoever still waits for a result gets a CollectiveError."""
@@ -472,7 +489,8 @@ class Reducer:
 
 
 _ERRORS: dict[str, type[CollectiveError]] = {
-    kind.__name__: kind for kind in (CollectiveError, PeerLostError, CollectiveMismatchError)
+    kind.__name__: kind
+    for kind in (CollectiveError, PeerLostError, PeerFinishedError, CollectiveMismatchError)
 }
 
 

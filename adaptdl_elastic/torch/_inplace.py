@@ -75,6 +75,9 @@ JOIN_VARIABLE = "ADAPTDL_JOIN"
 PATIENCE = 20.0
 """Seconds that those who have begun to switch wait for each other."""
 
+_WAITS, _CATCH_UP = (1, 3), timedelta(seconds=2)
+"""At which misses of each other those who train wait for the newcomers, and for how long."""
+
 _TRANSFER = 60.0  # seconds that one tensor may take from one replica to another
 
 _NEWCOMER, _RESCALER = "newcomer", "rescaler"  # in the session's scratch
@@ -89,12 +92,19 @@ class Plan:
         self.generation = int(message["generation"])
         self.newcomers: list[int] = list(message["newcomers"])
         self.attempt = 0  # previews that the newcomers were shown
+        self.missed = 0  # how often they were elsewhere when the change had been agreed on
         self.called_off = False
         self.tried = threading.Event()  # the switch was come to, or nobody wants it any more
 
     def meeting(self) -> Any:
         """The store where this generation meets."""
         return meeting(self.message["master_addr"], int(self.message["master_port"]), self.generation)
+
+    def loaders(self, store: Any, timeout: timedelta) -> list[str]:
+        """Wait in `store` until all newcomers have come to a data loop; the keys of their loaders."""
+        keys = [f"arrived/{self.attempt}/{rank}" for rank in self.newcomers]
+        store.wait(keys, timeout)
+        return [store.get(key).decode() for key in keys]
 
 
 class Rescaler:
@@ -158,12 +168,10 @@ class Rescaler:
                 command: Command = {"generation": plan.generation, "attempt": plan.attempt}
                 if plan.newcomers:
                     self._session.control.request({**command, "kind": "preview"})
-                    store.wait([f"arrived/{plan.attempt}/{rank}" for rank in plan.newcomers], _FOREVER)
+                    command["loaders"] = plan.loaders(store, _FOREVER)
                     if not self._wanted(plan):
                         return
                     command["at"] = json.loads(store.get(f"preview/{plan.attempt}"))
-                    arrived = [store.get(f"arrived/{plan.attempt}/{rank}") for rank in plan.newcomers]
-                    command["loaders"] = [loader.decode() for loader in arrived]
                 self._session.control.request({**command, "kind": "switch"})
                 plan.tried.wait()
                 plan.attempt += 1
@@ -204,10 +212,11 @@ class Rescaler:
         assert session.reducer is not None
         go, safe = False, _recovery.recovery(session)
         if session.rank == 0:
-            known, at = self._plans.get(generation), command.get("at")
-            go = known is not None and self._wanted(known) and at in (None, list(position[:2]))
-            go = go and known is not None and self._same_loader(known, command)
-        if not session.reducer.broadcast(go, tag="switch"):
+            known = self._plans.get(generation)
+            go = known is not None and self._wanted(known) and self._met(known, command)
+            go = go and known is not None and self._wanted(known)
+        attempt = session.reducer.broadcast(command["attempt"] if go else None, tag="switch")
+        if attempt is None:
             if session.rank == 0 and known is not None:
                 known.tried.set()
             return
@@ -232,7 +241,7 @@ class Rescaler:
         session.reducer.close()
         become(session, message, generation, new_rank)
         try:
-            form(session, plan.meeting(), command["attempt"], lambda: plan.called_off or safe.newer())
+            form(session, plan.meeting(), attempt, lambda: plan.called_off or safe.newer())
             donors = [rank for rank in range(session.replicas) if rank not in plan.newcomers]
             _transfer.give(session, plan.newcomers, donors)
             finish(session, position, began)
@@ -241,6 +250,22 @@ class Rescaler:
         plan.tried.set()
         self._plans = {g: p for g, p in self._plans.items() if g > generation}
         self._past = {}
+
+    def _met(self, plan: Plan, command: Command) -> bool:
+        """Rank 0: whether the newcomers wait where the script is, or come there within moments."""
+        if command.get("at") not in (None, list(command["position"][:2])):
+            # Where data loops are short the next boundary is always in another one: then the others wait.
+            plan.missed += 1
+            if plan.missed not in _WAITS:
+                return False
+            command["attempt"] = plan.attempt = plan.attempt + 1
+            self._preview(command)
+            try:
+                store = ImpatientStore(plan.meeting(), lambda: self._session.control.lost, _CATCH_UP)
+                command["loaders"] = plan.loaders(store, _CATCH_UP)
+            except RuntimeError:  # not in time: they get another preview
+                return False
+        return self._same_loader(plan, command)
 
     def _same_loader(self, plan: Plan, command: Command) -> bool:
         """Rank 0: whether the newcomers wait at a loop over our loader. Who does not is told to give up."""

@@ -288,11 +288,15 @@ class Recovery:
     def on_plan(self, message: Message) -> None:
         """The agent's plan of a generation without the dead. In the channel's thread."""
         # First: once the training thread has the plan, what is lost is a generation of the past.
-        if not self.waiting and int(message["generation"]) > self._session.generation:
-            self._session.control.lose("the agents say that a replica is gone")
+        session, generation = self._session, int(message["generation"])
+        if not self.waiting and generation > session.generation:
+            session.control.lose("the agents say that a replica is gone")
         with self._told:
             self._plans.append(message)
             self._told.notify_all()
+        reducer = session.reducer  # asked for first: if there is no later generation yet, it is of none
+        if reducer is not None and generation > session.generation:
+            pass  # who was stopped, or cut off, keeps its connections, and would be waited for
 
     def newer(self) -> bool:
         """Whether there is a plan of a generation after the present one, without somebody who has died."""
@@ -319,9 +323,13 @@ class Recovery:
             at_end: That loop has handed out all it had.
 
         Raises:
-            PeerLostError: what this replica has done can not be undone: it must restart.
+            PeerLostError: what this replica has done can not be undone: it must restart; or others have
+                come to the end of the script.
             SystemExit: the plan does without this replica.
         """
+        reducer = self._session.reducer
+        if reducer is not None and reducer.finished is not None:  # by its own will: that is no death
+            raise reducer.finished
         began, helper = time.monotonic(), helper or self._current()
         # what an evaluation loop leaves behind is no step
         self._failed = self.failed and (helper is None or helper.training or helper.training_unknown)

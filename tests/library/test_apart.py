@@ -51,7 +51,7 @@ def trained_alike(folder: Path, replicas: int, epochs: int) -> None:
 
 def test_loaders_that_are_made_when_first_needed(start: Any, tmp_path: Path) -> None:
     """On a replica that joins that is another epoch."""
-    job = start(1, kind="lazy", epochs=30, pace=0.05)
+    job = start(1, kind="lazy", epochs=150, pace=0.05)
     job.wait_for("step")
     while not seen(tmp_path, "evaluate"):
         job.wait_for("step")
@@ -60,13 +60,13 @@ def test_loaders_that_are_made_when_first_needed(start: Any, tmp_path: Path) -> 
     job.rescale(1)
     job.rescale(3)
     job.finish()
-    trained_alike(tmp_path, 3, 30)
-    assert seen(tmp_path, "evaluate") == {epoch: Counter(range(SIZE)) for epoch in range(1, 30)}
+    trained_alike(tmp_path, 3, 150)
+    assert seen(tmp_path, "evaluate") == {epoch: Counter(range(SIZE)) for epoch in range(1, 150)}
 
 
 def test_one_that_joins_at_another_loop_gives_up(start: Any, tmp_path: Path) -> None:
     """A variable of the script decided otherwise on it: training goes on without, and it says why."""
-    job = start(1, kind="fickle", epochs=40, pace=0.05)
+    job = start(1, kind="fickle", epochs=400, pace=0.05)
     while 1 not in seen(tmp_path, "train"):
         job.wait_for("step")
     job.plan(2)
@@ -76,7 +76,17 @@ def test_one_that_joins_at_another_loop_gives_up(start: Any, tmp_path: Path) -> 
     assert "is over loader 1 here, and over 0 on the running replicas" in newcomer.text()
     job.withdraw()
     job.finish()
-    trained_alike(tmp_path, 1, 40)
+    trained_alike(tmp_path, 1, 400)
+
+
+def test_one_that_does_not_stop_early_as_the_others_do(start: Any, tmp_path: Path) -> None:
+    job = start(2, kind="early", epochs=10**6, pace=0.05)
+    job.wait_for("step")
+    job.rescale(3)
+    job.wait_for("step", 3)
+    (tmp_path / "hurry").touch()
+    assert [each.join() for each in job.running] == [0, 0, 1]
+    assert "rank 0 has finished, and this replica has not" in job.running[2].text()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

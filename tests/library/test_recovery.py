@@ -232,6 +232,22 @@ def test_the_last_word_of_the_dead_reaches_one_of_two(
     evaluated(tmp_path, 3, 84)
 
 
+@pytest.mark.parametrize("tag", ["agreement", "end of data loop"])
+def test_who_is_silent_in_a_collective_of_the_library_is_not_waited_for(
+    start: Any, tmp_path: Path, tag: str
+) -> None:
+    """Rank 0 is stopped: its connections stay open, and only the agents find out."""
+    job = start(3, size=84, epochs=3, evaluate=1, torn=[tag, 1, "SIGSTOP"])
+    if tag == "agreement":
+        job.running[2].channel.send({"type": "checkpoint", "request": 7})
+    job.forsake(0)
+    job.plan_recovery()
+    job.wait_for("switched", 2)
+    job.finish()
+    applied(tmp_path, 2, epochs=3, size=84)
+    evaluated(tmp_path, 3, 84)
+
+
 def test_a_loader_that_is_made_in_every_epoch(start: Any, tmp_path: Path) -> None:
     """A death in the first window of the second one."""
     job = start(3, size=84, epochs=3, fresh=True, die=[2, "train", 1, 1])
@@ -250,6 +266,22 @@ def test_sums_from_outside_of_loops_that_came_to_one_of_two_are_not_lost(start: 
     job.wait_for("switched", 2)
     job.finish()
     applied(tmp_path, 2, epochs=3, size=84)
+
+
+def test_sums_that_are_passed_on_by_one_that_got_them_passed_on(start: Any, tmp_path: Path) -> None:
+    """The first of four dies when one has its sums, and that one when it has passed them on to one of two."""
+    sums = "adaptdl-accumulator-epoch0-0"
+    given = {"torn": [sums, 1], "torn then": ["sums", 1], "outside": "both"}
+    job = start(4, size=84, epochs=3, **given)
+    job.bury(0)
+    job.plan_recovery()
+    job.bury(0)
+    job.plan_recovery()
+    job.wait_for("switched", 2)
+    job.finish()
+    applied(tmp_path, 2, epochs=3, size=84)
+    shown = [line["sum"] for line in generations.records(tmp_path) if line["loop"] == "outside"]
+    assert Counter(shown) == {4: 3, 2: 4}  # one that told it before it died, and the two who live
 
 
 def test_sums_from_outside_of_loops_that_die_with_a_replica(start: Any, tmp_path: Path) -> None:

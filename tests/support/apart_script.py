@@ -2,6 +2,7 @@
 
 lazy: a loader is made when it is first needed, and that is in another epoch on a replica that joins.
 fickle: a variable that is another one on a replica that joins decides which loop comes first.
+early: such a variable decides that there have been enough epochs.
 alone: one replica has a data loop of its own. leave: one leaves an evaluation loop before the others.
 """
 
@@ -69,6 +70,8 @@ def main():
         if S["kind"] == "fickle" and joins:
             evaluate(evaluation, epoch)
         train(model, optimizer, data, epoch)
+        if S["kind"] == "early" and not joins and (OUT / "hurry").exists():
+            break
         if epoch > 0 and S["kind"] != "fickle":
             if evaluation is None:
                 evaluation = loader()

@@ -11,18 +11,19 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import generations
 import loop_script_path
+import psutil
 import torch.distributed
 
 from adaptdl_elastic.channel import Channel
 
 dist: Any = torch.distributed
-_PATIENCE = 200.0  # seconds: the first process may have to import torch on a busy machine
+PATIENCE = 200.0  # seconds: the first process may have to import torch on a busy machine
 
 
 class Process:
@@ -44,8 +45,9 @@ class Process:
     def _read(self, job: FakeAgent) -> None:
         for message in self.channel:
             job.messages.put((self, message, time.monotonic()))
+        job.messages.put((self, {"type": "gone"}, time.monotonic()))
 
-    def join(self, timeout: float = _PATIENCE) -> int:
+    def join(self, timeout: float = PATIENCE) -> int:
         self.process.join(timeout)
         assert self.process.exitcode is not None, f"rank {self.rank} still runs:\n{self.text()}"
         return int(self.process.exitcode)
@@ -66,6 +68,7 @@ class FakeAgent:
         self.stores: list[Any] = []
         self.generation = 0
         self.pending: list[Process] = []
+        self.staying: list[Process] = []  # when the planned generation begins
 
     def __enter__(self) -> FakeAgent:
         return self
@@ -108,18 +111,19 @@ class FakeAgent:
         given = self.variables(rank, replicas, generation, host, port)
         return Process(self, rank, {**self.environment, **given, **more})
 
-    def plan(self, replicas: int, **more: str) -> None:
-        """Begin generation g + 1 with so many replicas: survivors first, in their order."""
+    def plan(self, replicas: int, leave: Sequence[int] = (), **more: str) -> None:
+        """Begin generation g + 1 with so many replicas, without these: survivors first, in their order."""
         generation, old = self.generation + 1, self.running
         host, port = self._open()
-        ranks = [rank if rank < replicas else None for rank in range(len(old))]
-        newcomers = list(range(len(old), replicas))
+        self.staying = [each for rank, each in enumerate(old) if rank not in leave][:replicas]
+        ranks = [self.staying.index(each) if each in self.staying else None for each in old]
+        newcomers = list(range(len(self.staying), replicas))
         self.pending = [
             self._launch(rank, replicas, generation, host, port, ADAPTDL_JOIN="1", **more)
             for rank in newcomers
         ]
-        for rank, each in enumerate(old):
-            environ = {} if ranks[rank] is None else self.variables(rank, replicas, generation, host, port)
+        for rank, each in zip(ranks, old, strict=True):
+            environ = {} if rank is None else self.variables(rank, replicas, generation, host, port)
             each.channel.send(
                 {
                     "type": "plan", "generation": generation, "replicas": replicas, "nodes": 1,
@@ -135,7 +139,7 @@ class FakeAgent:
                 {"type": "plan", "generation": self.generation, "withdraw": True, "reason": "x"}
             )
 
-    def wait_for(self, kind: str, count: int = 1, timeout: float = _PATIENCE) -> list[Process]:
+    def wait_for(self, kind: str, count: int = 1, timeout: float = PATIENCE) -> list[Process]:
         """Until so many replicas have sent a message of that kind."""
         deadline, found = time.monotonic() + timeout, []
         while len(found) < count:
@@ -152,7 +156,7 @@ class FakeAgent:
         heard: Counter[str] = Counter()
         while any(heard[kind] < count for kind, count in counts.items()):
             try:
-                heard[self.messages.get(timeout=_PATIENCE)[1]["type"]] += 1
+                heard[self.messages.get(timeout=PATIENCE)[1]["type"]] += 1
             except queue.Empty:
                 raise AssertionError(f"only {dict(heard)} of {counts}:\n{self.outputs()}") from None
         return heard
@@ -171,13 +175,13 @@ class FakeAgent:
             while True:
                 self.messages.get_nowait()
 
-    def rescale(self, replicas: int) -> None:
+    def rescale(self, replicas: int, leave: Sequence[int] = ()) -> None:
         """A change in place, to its end."""
-        self.plan(replicas)
-        leavers = self.running[replicas:]
-        self.wait_for("switched", max(replicas, len(self.running)))
+        self.plan(replicas, leave)
+        leavers = [each for each in self.running if each not in self.staying]
+        self.wait_for("switched", len(self.running) + len(self.pending))
         self.generation += 1
-        self.running = self.running[:replicas] + self.pending
+        self.running = self.staying + self.pending
         self.pending = []
         for each in leavers:
             assert each.join() == 0, each.text()
@@ -218,7 +222,15 @@ class FakeAgent:
         assert self.running[rank].join() == -signal.SIGKILL, self.outputs()
         del self.running[rank]
 
-    def finish(self, timeout: float = _PATIENCE) -> None:
+    def forsake(self, rank: int) -> None:
+        """This one stops itself, and is killed when all is over."""
+        process = psutil.Process(self.running[rank].process.pid)
+        while process.status() != psutil.STATUS_STOPPED:
+            assert self.running[rank].process.is_alive(), self.outputs()
+            time.sleep(0.01)  # nobody tells but the process itself
+        del self.running[rank]
+
+    def finish(self, timeout: float = PATIENCE) -> None:
         (self.folder / "hurry").touch()
         for each in self.running:
             each.process.join(timeout)

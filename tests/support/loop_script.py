@@ -24,7 +24,7 @@ from adaptdl_elastic.torch.scaling_rules import LinearScale
 S = {
     "size": 61, "batch": 8, "epochs": 1, "shuffle": True, "workers": 0, "accumulate": 0, "evaluate": 0,
     "stop": None, "seed": 5, "drop_last": False, "stream": False, "persistent": False, "pace": 0.0,
-    "autoscale": 0, "torn": None, "die": None, "fresh": False, "outside": False,
+    "autoscale": 0, "torn": None, "torn then": None, "die": None, "fresh": False, "outside": False,
     **json.loads(os.environ.get("LOOP", "{}")),
 }  # fmt: skip
 OUT = Path(os.environ["OUT"])
@@ -84,8 +84,8 @@ def work(steps):
         time.sleep(S["pace"] * (5 if _session.current().step > steps / 2 else 1))
 
 
-def tear(tag, count):
-    """Die once the result of the `count`-th collective `tag` is sent to rank 1, and to nobody else."""
+def tear(tag, count, how="SIGKILL"):
+    """Send ourselves this signal once the result of the `count`-th collective `tag` has gone to rank 1 only."""
     combine, spread, left = Reducer._combine, Reducer._spread, [count]
 
     def combined(self, call):
@@ -96,14 +96,15 @@ def tear(tag, count):
         if left[0] > 0:
             return spread(self, kind, sequence, payload)
         self._send(1, kind, sequence.to_bytes(8, "big") + payload)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), getattr(signal, how))
 
     Reducer._combine, Reducer._spread = combined, spread_to_one
 
 
 def main():
-    if S["torn"] and adl.rank() == 0:
-        tear(*S["torn"])
+    for rank, torn in enumerate((S["torn"], S["torn then"])):
+        if torn and adl.rank() == rank and "ADAPTDL_JOIN" not in os.environ:
+            tear(*torn)
     if S["seed"] is not None:
         torch.manual_seed(S["seed"])
     adl.init_process_group("gloo")
