@@ -296,7 +296,7 @@ class Recovery:
             self._told.notify_all()
         reducer = session.reducer  # asked for first: if there is no later generation yet, it is of none
         if reducer is not None and generation > session.generation:
-            pass  # who was stopped, or cut off, keeps its connections, and would be waited for
+            reducer.abort()  # who was stopped, or cut off, keeps its connections, and would be waited for
 
     def newer(self) -> bool:
         """Whether there is a plan of a generation after the present one, without somebody who has died."""

@@ -85,7 +85,7 @@ def work(steps):
 
 
 def tear(tag, count, how="SIGKILL"):
-    """Send ourselves this signal once the result of the `count`-th collective `tag` has gone to rank 1 only."""
+    """Send ourselves a signal when rank 1 alone has the result of the `count`-th collective `tag`."""
     combine, spread, left = Reducer._combine, Reducer._spread, [count]
 
     def combined(self, call):
