@@ -248,9 +248,9 @@ def _fail(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memor
             continue  # agents end with their jobs
         what = "did not become a node" if entry.registered is None else "has had no agent any more"
         text = f"{what} for {settings.boot_timeout:.0f} s"
-        pool = _one_more_failure(
-            pools[entry.pool], settings, f"had no agent for {settings.boot_timeout:.0f} s"
-        )
+        pool = pools[entry.pool]
+        if not entry.worked:  # who has worked was well: its job's script may have failed
+            pool = _one_more_failure(pool, settings, f"had no agent for {settings.boot_timeout:.0f} s")
         pools[entry.pool] = pool
         known[instance.id] = replace(
             entry, leaving=f"it {text}", leaving_since=seen.now, replace=not pool.closed

@@ -542,3 +542,18 @@ def test_nodes_on_their_way_out_count_for_the_limits() -> None:
         world.run(200)
         assert world.desired == {"spot": 2}
         assert len(world.running) == 2
+
+
+def test_nodes_whose_agents_ended_after_work_close_no_pool() -> None:
+    """As when the script of one job fails while another job waits."""
+    world = World(DEMAND)
+    world.jobs = (waiting(replicas=6),)
+    world.until(lambda: len(world.running) == 6)
+    world.run(30)
+    before = set(world.running)
+    world.hidden = before
+    world.run(700)
+    assert world.memory.pools["demand"].closed == ""
+    assert not before & set(world.running)
+    world.run(300)
+    assert world.desired == {"demand": 6}
