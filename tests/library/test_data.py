@@ -1,0 +1,94 @@
+"""Samplers and loaders as a script sees them; positions and loops are in test_partition and test_loops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fresh import Script
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
+
+import adaptdl_elastic.torch as adl
+from adaptdl_elastic import _session
+from adaptdl_elastic._session import Identity
+
+
+@pytest.fixture(autouse=True)
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
+    yield Script(monkeypatch)
+    _session.reset()
+
+
+def on(replicas: int, rank: int = 0) -> None:
+    _session.current().identity = Identity(rank=rank, replicas=replicas)
+
+
+def shares(sampler: adl.ElasticSampler, replicas: int) -> list[list[int]]:
+    """What each replica gets from the sampler's position on."""
+    found = []
+    for rank in range(replicas):
+        on(replicas, rank)
+        found.append(list(sampler))
+        assert len(sampler) == len(found[-1])
+        assert (sampler.num_replicas, sampler.rank) == (replicas, rank)
+    return found
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 50), st.integers(1, 7), st.integers(0, 120), st.booleans())
+def test_the_replicas_share_what_is_left_of_a_pass(
+    size: int, replicas: int, index: int, shuffle: bool
+) -> None:
+    sampler = adl.ElasticSampler(range(size), shuffle, seed=1)
+    sampler.set_epoch(2, index)
+    parts = shares(sampler, replicas)
+    expected = sampler.order().tolist()[index % size :] if size else []
+    assert sorted(index for part in parts for index in part) == sorted(expected)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    for rank, part in enumerate(parts):
+        assert part == expected[rank::replicas]
+
+
+def test_the_order_depends_on_seed_epoch_and_pass_alone() -> None:
+    def order(seed: int | None, epoch: int, index: int, replicas: int) -> list[int]:
+        on(replicas)
+        sampler = adl.ElasticSampler(range(40), seed=seed)
+        sampler.set_epoch(epoch, index)
+        return sampler.order().tolist()
+
+    first = order(1, 0, 0, 1)
+    assert first == order(1, 0, 39, 3)
+    assert sorted(first) == list(range(40))
+    assert len({tuple(order(*where, 1)) for where in [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 40)]}) == 4
+    torch.manual_seed(5)
+    mine = order(None, 0, 0, 1)
+    torch.rand(3)  # draws of the script's own change nothing
+    assert order(None, 0, 0, 2) == mine == order(5, 0, 0, 1)
+    on(1)
+    assert adl.ElasticSampler(range(4), shuffle=False).order().tolist() == [0, 1, 2, 3]
+
+
+def test_a_loader_is_a_dataloader_of_its_share(script: Script) -> None:
+    loader = adl.AdaptiveDataLoader(
+        TensorDataset(torch.arange(10.0)), batch_size=4, collate_fn=lambda items: [int(x) for (x,) in items]
+    )
+    assert isinstance(loader, torch.utils.data.DataLoader)
+    assert adl.current_dataloader() is None
+    batches = []
+    for _ in adl.remaining_epochs_until(1):
+        for batch in loader:
+            assert adl.current_dataloader() is loader._elastic
+            batches.append(batch)
+        assert adl.current_dataloader() is None
+    assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert len(loader) == 3
+
+
+def test_the_batch_size_is_that_of_all_replicas(script: Script) -> None:
+    script.restart(ADAPTDL_NUM_REPLICAS="3")
+    loader = adl.AdaptiveDataLoader(TensorDataset(torch.arange(100.0)), batch_size=10)
+    assert (loader.current_local_bsz, loader.current_batch_size, loader.batch_size) == (4, 12, 10)
+    assert len(loader) == 9
