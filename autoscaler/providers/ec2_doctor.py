@@ -27,6 +27,7 @@ LEAST_HEARTBEAT = 30.0
 """Seconds between heartbeats that a hook has to wait: EC2's own least, and what looks every 10 s can hold."""
 _TAG = "adaptdl-elastic:doctor"
 _NOBODY = "i-00000000000000000"
+_NOT_TRIED = "autoscaling:SetDesiredCapacity"
 _NOTHING = "adaptdl-doctor"  # a process, a hook and a receipt that do not exist
 _CONTENTS = frozenset(
     {
@@ -95,13 +96,8 @@ def _group(clients: dict[str, Any], name: str) -> list[Check]:
         ]
     (group,) = found
     checks = [_set_up(group), _owner(group), *_hooks(autoscaling, name)]
-    desired = int(group["DesiredCapacity"])
     tag = {"ResourceId": name, "ResourceType": "auto-scaling-group", "Key": _TAG}
     attempts: list[tuple[str, Callable[[], Any]]] = [
-        (
-            "autoscaling:SetDesiredCapacity",
-            lambda: autoscaling.set_desired_capacity(AutoScalingGroupName=name, DesiredCapacity=desired),
-        ),
         (
             "autoscaling:CreateOrUpdateTags",
             lambda: autoscaling.create_or_update_tags(
@@ -111,10 +107,8 @@ def _group(clients: dict[str, Any], name: str) -> list[Check]:
         ("autoscaling:DeleteTags", lambda: autoscaling.delete_tags(Tags=[tag])),
         (
             "autoscaling:UpdateAutoScalingGroup",
-            lambda: autoscaling.update_auto_scaling_group(
-                AutoScalingGroupName=name,
-                NewInstancesProtectedFromScaleIn=bool(group.get("NewInstancesProtectedFromScaleIn", False)),
-            ),
+            # changes nothing: what was read a moment ago may be another's decision to change by now
+            lambda: autoscaling.update_auto_scaling_group(AutoScalingGroupName=name),
         ),
         *_refused(autoscaling, name),
         (
@@ -132,6 +126,13 @@ def _group(clients: dict[str, Any], name: str) -> list[Check]:
     return [
         *checks,
         *(_try(name, action, attempt) for action, attempt in attempts),
+        _policies(autoscaling, name),
+        Check(
+            f"{name}: {_NOT_TRIED}",
+            True,
+            "not tried, for it could undo what somebody else has just asked for: "
+            f"see to it that {_NOT_TRIED} is allowed",
+        ),
         _termination(clients, name),
     ]
 
@@ -227,6 +228,12 @@ def _hooks(autoscaling: Any, name: str) -> list[Check]:
             answer = autoscaling.describe_lifecycle_hooks(AutoScalingGroupName=name)
     except ProviderError:
         return []  # said where the right is tried
+    hooks = read.termination_hooks(answer.get("LifecycleHooks", []))
+    if not hooks:
+        none = (
+            "none for instances that leave: they may be gone before their replicas have moved, 2 min at most"
+        )
+        return [Check(f"{name}: hooks", True, none)]
     return [
         Check(
             f"{name}: hook {hook}",
@@ -238,8 +245,23 @@ def _hooks(autoscaling: Any, name: str) -> list[Check]:
                 else f", which is soon over: give it a HeartbeatTimeout of {LEAST_HEARTBEAT:g} or more"
             ),
         )
-        for hook, timeout in read.termination_hooks(answer.get("LifecycleHooks", [])).items()
+        for hook, timeout in hooks.items()
     ]
+
+
+def _policies(autoscaling: Any, name: str) -> Check:
+    """Whether anything else of EC2's own decides the group's size, too."""
+    action = "autoscaling:DescribePolicies"
+    try:
+        with explained(action, name):
+            found = autoscaling.describe_policies(AutoScalingGroupName=name)["ScalingPolicies"]
+    except ProviderError as error:
+        return Check(f"{name}: {action}", False, str(error))
+    others = ", ".join(sorted(policy["PolicyName"] for policy in found))
+    if others:
+        detail = f"it has scaling policies of its own ({others}), which undo the autoscaler's: delete them"
+        return Check(f"{name}: scaling policies", False, detail)
+    return Check(f"{name}: scaling policies", True, "none but the autoscaler decides its size")
 
 
 def _template(ec2: Any, group: read.Answer) -> Any:
@@ -248,7 +270,8 @@ def _template(ec2: Any, group: read.Answer) -> Any:
         return None
     name = template.get("LaunchTemplateName")
     pointer = {"LaunchTemplateName": name} if name else {"LaunchTemplateId": template["LaunchTemplateId"]}
-    return ec2.describe_launch_template_versions(**pointer, Versions=["$Default"])
+    version = str(template.get("Version") or "$Default")
+    return ec2.describe_launch_template_versions(**pointer, Versions=[version])
 
 
 def _spot_prices(ec2: Any) -> Any:

@@ -39,7 +39,7 @@ def test_all_is_well_and_nothing_is_changed(moto: Moto) -> None:
 
 
 ACTIONS = [
-    *("SetDesiredCapacity", "CreateOrUpdateTags", "DeleteTags", "UpdateAutoScalingGroup"),
+    *("CreateOrUpdateTags", "DeleteTags", "UpdateAutoScalingGroup", "DescribePolicies"),
     *("DescribeScalingActivities", "DescribeLifecycleHooks", "SuspendProcesses", "ResumeProcesses"),
     *("SetInstanceProtection", "RecordLifecycleActionHeartbeat", "CompleteLifecycleAction"),
 ]
@@ -98,6 +98,43 @@ def test_what_is_wrong_with_the_groups_is_named(moto: Moto) -> None:
     assert "its Max is 0" in found
     assert "its Min 3 is above its Max 1" in found
     assert "no auto-scaling group 'absent' in eu-central-1" in found
+
+
+def test_what_is_changed_meanwhile_is_not_undone(moto: Moto) -> None:
+    make_group(moto, "workers", desired=1)
+    client = moto.client("autoscaling")
+
+    class Busy(AutoScaling):
+        """Somebody else changes the group as soon as it has been read."""
+
+        def describe_auto_scaling_groups(self, **given: Any) -> Any:
+            answer = client.describe_auto_scaling_groups(**given)
+            client.update_auto_scaling_group(
+                AutoScalingGroupName="workers", DesiredCapacity=3, NewInstancesProtectedFromScaleIn=True
+            )
+            return answer
+
+    busy = Busy(client)
+    checks = check_aws(["workers"], connect_to=lambda s, *at: busy if s == "autoscaling" else connect(s, *at))
+    assert failing(checks) == []
+    (group,) = client.describe_auto_scaling_groups()["AutoScalingGroups"]
+    assert (group["DesiredCapacity"], group["NewInstancesProtectedFromScaleIn"]) == (3, True)
+    (said,) = [check for check in checks if check.name == "workers: autoscaling:SetDesiredCapacity"]
+    assert "not tried" in said.detail
+
+
+def test_others_that_decide_a_groups_size_are_named(moto: Moto) -> None:
+    make_group(moto, "workers")
+    moto.client("autoscaling").put_scaling_policy(
+        AutoScalingGroupName="workers",
+        PolicyName="on-cpu",
+        PolicyType="SimpleScaling",
+        AdjustmentType="ChangeInCapacity",
+        ScalingAdjustment=1,
+    )
+    _, to = thin_clients(moto)
+    (found,) = failing(check_aws(["workers"], connect_to=to))
+    assert "scaling policies of its own (on-cpu)" in found
 
 
 def test_who_rules_a_group_is_said(moto: Moto) -> None:
