@@ -7,6 +7,7 @@ its window is under way; other optimizers that share the scaler are not touched.
 
 from __future__ import annotations
 
+import gc
 import logging
 import types
 from typing import TYPE_CHECKING, Any
@@ -57,9 +58,9 @@ def _patch(scaler: Any, models: _Models) -> None:
         if not adp.stepping:
             return None
         models.stepped = True
-        before = adp.gns.steps
+        before = adp.gns.steps + adp.gns.skipped
         result = step(optimizer, *args, **kwargs)
-        if adp.gns.steps == before:
+        if adp.gns.steps + adp.gns.skipped == before:
             adp.skipped_step()
         return result
 
@@ -76,6 +77,41 @@ def _patch(scaler: Any, models: _Models) -> None:
     scaler.step = types.MethodType(patched_step, scaler)
     scaler.unscale_ = types.MethodType(patched_unscale, scaler)
     scaler.update = types.MethodType(patched_update, scaler)
+
+
+def skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Inside of `optimizer.step()`: whether it left parameters alone, because gradients were inf or nan.
+
+    Fused optimizers are called all the same, and told by GradScaler in this attribute. Asking waits for the
+    device, as GradScaler does for other optimizers.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
+
+
+def guard(adp: AdaptiveDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Have scalers that `adp` was not given say so in the middle of a window, where they find no gradients.
+
+    Nothing tells who uses a scaler: all there are in the process are looked up.
+    """
+    for scaler in [one for one in gc.get_objects() if issubclass(type(one), torch.amp.GradScaler)]:
+        if getattr(scaler, _ATTRIBUTE, None) is None:
+            _guard(scaler, adp, optimizer)
+
+
+def _guard(scaler: Any, adp: AdaptiveDataParallel, ours: torch.optim.Optimizer) -> None:
+    def guarded(method: Any) -> Any:
+        def call(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if optimizer is ours and scaler.is_enabled() and not adp.stepping:
+                raise RuntimeError(
+                    "gradients are accumulated, and AdaptiveDataParallel was not given the GradScaler in "
+                    "use: pass it as mp_scaler"
+                )
+            return method(optimizer, *args, **kwargs)
+
+        return types.MethodType(call, scaler)
+
+    scaler.step, scaler.unscale_ = guarded(scaler.step), guarded(scaler.unscale_)
 
 
 def loss_scale(scaler: Any) -> torch.Tensor | float:

@@ -394,6 +394,9 @@ class AdaptiveDataLoaderHelper:
             if state.trainer == self.key and (known is None or self._replaces(known)):
                 self.train()  # as is known from the epoch before, or to the replicas that were there
             self._loops, self._chunk, self._window = state, 0, None
+            if not (self._skipped or self.training):
+                for model in models(session):
+                    model.data_loop_begins()
             if state.index == 0 and not self._skipped:
                 state.start_progress = session.metrics.get_progress() if self.adaptive else 0.0
             self._mark = (*self._effort(), state.index)

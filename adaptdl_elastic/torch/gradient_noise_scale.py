@@ -91,6 +91,11 @@ class GradientNoiseScale:
         return float(np.maximum(self.raw_var_avg, 0.0).sum())
 
     @property
+    def groups(self) -> int:
+        """Parameter groups that the optimizer had."""
+        return self._moments.groups
+
+    @property
     def known(self) -> bool:
         """Whether anything has been measured yet. Until then every gain is 1."""
         return self._moments.known

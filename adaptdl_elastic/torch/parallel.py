@@ -75,6 +75,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         kind = AdamGradientNoiseScale if isinstance(self.scaling_rule, AdamScale) else GradientNoiseScale
         self.gns: GradientNoiseScale = kind(self, optimizer, mp_scaler)
         self._window = Window(model.parameters())
+        self._looked_for_scalers = False
         self._task = -1  # of the autograd engine: the last backward pass
         self._batch = Batch()
         self._initial_batch_size: int | None = None
@@ -89,6 +90,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
 
     def _attach_hook(self) -> None:
         """Register the communication hook with the reducer that DDP's constructor has just made."""
+        self._buffers_wait = False  # a broadcast of them was left out in the forward pass under way
+        self._buffers_are_shared = bool(self.broadcast_buffers)  # as torch understood its arguments
         optimizer = self._optimizer  # not self: the reducer keeps the hook, and would keep us, for ever
         norms = _buckets.Norms(lambda: optimizer.param_groups, self.gns.preconditioner)
         self._hook = _buckets.HookState(norms, self.process_group, self.process_group.size())
@@ -150,12 +153,13 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self.gns.reset_accumulation()
         super().zero_grad(set_to_none=True)
 
-    def sync_buffers(self) -> None:
+    def sync_buffers(self, limit: timedelta = timedelta(seconds=60)) -> None:
         """Give every replica rank 0's buffers (running means). A collective: call it on all of them.
 
-        Nothing where the script said `broadcast_buffers=False`.
+        limit: how long to wait for the others. Nothing where the script said `broadcast_buffers=False`, or
+        torch's newer `forward_sync_buffers=False`.
         """
-        if not self._ddp_kwargs.get("broadcast_buffers", True):
+        if not self._buffers_are_shared:
             return
         buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
         copies = [buffer.clone() for buffer in buffers]  # a broadcast that breaks leaves half of each
@@ -164,9 +168,9 @@ class AdaptiveDataParallel(DistributedDataParallel):
             return [dist.broadcast(one, 0, group=self.process_group, async_op=True) for one in copies]
 
         link = self._hook.link
-        works, limit = start() if link is None else link.queue(start), timedelta(seconds=60)
+        works = start() if link is None else link.queue(start)
         if link is not None:
-            link.wait(works, limit)  # everybody is here
+            link.wait(works, limit)
         else:
             for work in works:
                 work.wait(limit)
@@ -199,6 +203,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
     def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:
         """Write gradient statistics, gain, progress and learning-rate factors. On rank 0 only.
 
+        `Learning_Rate_Factor` is the mean over parameter groups, `Learning_Rate_Factor/0` the first one's.
         writer: a torch.utils.tensorboard.SummaryWriter. tag_prefix: put before the tags, with a slash.
         """
         if _session.current().rank != 0:
@@ -211,10 +216,10 @@ class AdaptiveDataParallel(DistributedDataParallel):
             "Scale": self.scale,
             "Progress": self.gns.get_progress(),
         }
-        factor = self.lr_factor
-        for index in range(len(self._optimizer.param_groups)):
-            value = factor if isinstance(factor, float | int) else factor[index]
-            scalars[f"Learning_Rate_Factor/{index}"] = float(value)
+        factor, groups = self.lr_factor, len(self._optimizer.param_groups)
+        scalars["Learning_Rate_Factor"] = _mean(factor)
+        if groups > 1 and not isinstance(factor, float | int):
+            scalars |= {f"Learning_Rate_Factor/{index}": float(factor[index]) for index in range(groups)}
         for tag, scalar in scalars.items():
             writer.add_scalar(prefix + tag, scalar, global_step)
 
@@ -222,18 +227,25 @@ class AdaptiveDataParallel(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output. Gradients are synchronised on the last micro-batch of a window only."""
+        if torch.compiler.is_compiling():
+            return _compiled_forward(self, inputs, kwargs)
+        begun = self._forward_begins()
+        output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if self._buffers_wait:  # DDP believes now that they are even
+            self._buffers_wait, self.require_forward_param_sync = False, True
+        return output if begun is None else self._watch(output, *begun)
+
+    def _forward_begins(self) -> tuple[Batch, bool] | None:
+        """What `_watch` needs to know of this pass; None where nobody need watch it."""
         if not torch.is_grad_enabled():
-            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+            return None
         batch = self._begin_batch()
         self.require_backward_grad_sync = not (batch.accumulating or self._user_no_sync)
         split = self._sampler.begin(batch, self.require_backward_grad_sync)
         # The first pass of a static graph does its all-reduce in a callback of the outermost backward.
         if self.static_graph and not getattr(self, "_static_graph_delay_allreduce_enqueued", True):
             split = False
-        output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        if split or batch.micro_batches > 1 or batch.weight != 1.0:
-            return self._watch(output, batch, split)
-        return output
+        return (batch, split) if split or batch.micro_batches > 1 or batch.weight != 1.0 else None
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """DDP's: in the second step of a generation it agrees on the order of buckets, by a collective."""
@@ -249,6 +261,24 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self.require_backward_grad_sync = False  # nothing of this step will be used
         return inputs, kwargs
 
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        """DDP's: whether to broadcast buffers now. Not in evaluation, where a replica may have no batch."""
+        broadcast = bool(super()._check_sync_bufs_pre_fwd())  # type: ignore[no-untyped-call]
+        self._buffers_wait = broadcast and _evaluating()
+        return broadcast and not self._buffers_wait
+
+    def data_loop_begins(self) -> None:
+        """Rank 0's buffers for all, where a loop is not known to train. A collective."""
+        if self.broadcast_buffers and self._hook.world_size > 1:
+            self.sync_buffers(timedelta(minutes=30))  # as long as torch itself waits for the others
+
+    def __getstate__(self) -> Any:
+        """Refuse to be copied: what it has of the optimizer and the process group exists once."""
+        raise TypeError(
+            "AdaptiveDataParallel can not be copied or pickled: copy its module, as in "
+            "copy.deepcopy(model.module) or AveragedModel(model.module)"
+        )
+
     def no_sync(self) -> Any:
         """As DistributedDataParallel's, for accumulation by hand; AdaptiveDataLoader's needs none."""
         return _NoSync(self)
@@ -263,7 +293,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         replicas = self._hook.world_size
         if loader is not None and self.training:
             loader.train()
-        if loader is None or not loader.training:  # a validation loop that did not turn gradients off
+        if loader is None or not (loader.training or loader.training_unknown):
+            # A validation loop that did not turn gradients off.
             scale = self.gns.accum_scale
             batch = Batch(replicas=replicas, size=scale, scale=scale)
         else:
@@ -338,6 +369,9 @@ class AdaptiveDataParallel(DistributedDataParallel):
             first = self._window.after_backward(batch, self._hook.reduced)
             if batch.accumulating and first:
                 self.gns.count_micro_batch()
+                if self._mp_scaler is None and not self._looked_for_scalers:
+                    self._looked_for_scalers = True
+                    _amp.guard(self, self._optimizer)
             if batch.accumulating and batch.place == 0:
                 self._sampler.first_part(self._window.gradients())
             elif not (batch.accumulating or self._hook.reduced):
@@ -353,6 +387,12 @@ class AdaptiveDataParallel(DistributedDataParallel):
 
     def begin_step(self, closure: bool = False) -> bool:
         """For scaling rules: whether the optimizer is to step now."""
+        if len(self._optimizer.param_groups) != self.gns.groups:
+            raise RuntimeError(
+                f"the optimizer has {len(self._optimizer.param_groups)} parameter groups now, and had "
+                f"{self.gns.groups} when AdaptiveDataParallel was made: add all groups before, with "
+                f"requires_grad or a learning rate of 0 for those that are to train later"
+            )
         if not self.stepping:
             if closure:
                 raise RuntimeError(
@@ -363,21 +403,29 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if self._hook.failure is not None:
             self.irreparable = _why_irreparable(self._mp_scaler)
             return False
+        loader = _current_dataloader()
+        if loader is not None and not loader.training:  # of a model in eval(), to freeze its BatchNorm
+            loader.train()
         self._sampler.collect()
         return True
 
     def end_step(self, factor: float | Array) -> None:
         """For scaling rules: the optimizer has stepped at learning rates times `factor`."""
+        if _amp.skipped(self._optimizer):
+            self.skipped_step()
+            return
         self._sampler.close(self._batch.size)
         self._window.reset()
         self.gns.advance(self.scale, self._batch.size)
-        metrics = _session.current().metrics
-        metrics.update_progress(self.gns.get_progress())
+        session, progress = _session.current(), self.gns.get_progress()
+        metrics, models = session.metrics, session.scratch.get("models", ())
+        if len(models) > 1:  # a GAN's judge may step more often: the job is as far as the one that has most
+            progress = max(model.gns.get_progress() for model in models)
+        metrics.update_progress(progress)
         if self._sampler.news:
             self._sampler.news = False
             metrics.update_grad_params(self.name, self.gns.sqr_avg(), self.gns.var_avg())
-        mean = factor if isinstance(factor, float | int) else float(sum(factor) / len(factor))
-        metrics.update_gain(self.name, self.gain, mean)
+        metrics.update_gain(self.name, self.gain, _mean(factor))
 
     def skipped_step(self) -> None:
         """For GradScaler: gradients were inf or nan, and the optimizer did not step."""
@@ -396,6 +444,29 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._window.reset()
         self._sampler.drop()
         return True
+
+
+# torch.compile(model): what we do around the module stays as it is. Compiled, it would be once more for
+# every micro-batch.
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _uncompiled_begin(adp: AdaptiveDataParallel) -> tuple[Batch, bool] | None:
+    return adp._forward_begins()
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _uncompiled_watch(adp: AdaptiveDataParallel, output: Any, batch: Batch, split: bool) -> Any:
+    return adp._watch(output, batch, split)
+
+
+@torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
+def _compiled_forward(adp: AdaptiveDataParallel, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    begun = _uncompiled_begin(adp)
+    output = DistributedDataParallel.forward(adp, *inputs, **kwargs)  # type: ignore[no-untyped-call]
+    if adp._buffers_wait:
+        adp._buffers_wait, adp.require_forward_param_sync = False, True
+    return output if begun is None else _uncompiled_watch(adp, output, *begun)
 
 
 class _NoSync:
@@ -458,6 +529,18 @@ def _why_irreparable(mp_scaler: Any) -> str | None:
             return "AdaptiveDataParallel was not given the GradScaler in use as mp_scaler"
         frame = frame.f_back
     return None
+
+
+def _evaluating() -> bool:
+    """Whether a data loop is under way that no model is trained in."""
+    loader = _current_dataloader()
+    if loader is None or loader.training:
+        return False
+    return not (loader.training_unknown and torch.is_grad_enabled())
+
+
+def _mean(factor: float | Array) -> float:
+    return float(factor) if isinstance(factor, float | int) else float(sum(factor) / len(factor))
 
 
 def _added(

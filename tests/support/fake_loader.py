@@ -19,6 +19,7 @@ class FakeLoader:
     current_local_bsz: int
     chunk: int = 0
     training: bool = False
+    training_unknown: bool = False
 
     def train(self) -> None:
         self.training = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -325,3 +326,24 @@ def unsynchronised_pass() -> str:
             except RuntimeError as error:
                 return str(error)
     return ""
+
+
+def evaluate_alone(options: dict[str, Any]) -> torch.Tensor:
+    """Running means that rank 0 evaluates with, which alone has a batch, and rank 1 would."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = sgd(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch has a new name for one
+        adp = AdaptiveDataParallel(model, optimizer, **options)
+    steps(adp, optimizer, 3)
+    adp.eval()
+    with FakeLoader([[1, 0]], 2, 1):
+        adp.data_loop_begins()  # as the helper's context does
+        with torch.no_grad():
+            if dist.get_rank() == 0:
+                adp(data(9)[0])
+        means = model.body[1].running_mean.clone()
+    adp.train()
+    steps(adp, optimizer, 2, first=3)  # and both go on
+    return means

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import parallel_cases as cases
 import pytest
 import replicas
@@ -21,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic._session import Identity
 from adaptdl_elastic.torch import scaling_rules
-from adaptdl_elastic.torch._noise import Schedule
+from adaptdl_elastic.torch._noise import Measurement, Schedule
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
 DDP_OPTIONS: list[dict[str, Any]] = [
@@ -578,7 +581,8 @@ def test_tensorboard_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     writer = Writer()
     adp.to_tensorboard(writer, 7, "train")
     assert writer.seen["train/Gain"] == 1.0
-    assert writer.seen["train/Learning_Rate_Factor/0"] == 1.0
+    assert writer.seen["train/Learning_Rate_Factor"] == 1.0
+    assert not [tag for tag in writer.seen if "Factor/" in tag], "one group: AdaptDL's tag says all"
     assert {"train/Gradient_Norm_Sqr", "train/Gradient_Variance", "train/Progress"} < writer.seen.keys()
     monkeypatch.setattr(_session.current(), "identity", Identity(rank=1, replicas=2))
     adp.to_tensorboard(None, 7)  # as the loader's: others than rank 0 need no writer
@@ -613,3 +617,141 @@ def test_adamscale_for_an_optimizer_without_second_moments_is_said_once(
     assert caplog.text.count("SGD keeps no second moment") == 1
     assert "AdaScale()" in caplog.text
     assert adp.gns._next == 80, "it is not tried in every step"
+
+
+@pytest.mark.usefixtures("alone")
+def test_factors_of_several_groups_are_told_apart_and_their_mean_by_adaptdls_tag() -> None:
+    seen: dict[str, float] = {}
+
+    class Writer:
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            seen[tag] = value
+
+    model = cases.linear()
+    groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+    adp = AdaptiveDataParallel(model, torch.optim.SGD(groups, lr=0.1))
+    sqr, var = np.array([1.0, 0.0]), np.array([0.0, 1.0])
+    adp.gns.record(Measurement(sqr + var, var, 1.0), 0)
+    adp._batch = type(adp._batch)(scale=3.0)
+    adp.to_tensorboard(Writer(), 7)
+    factors = {tag: value for tag, value in seen.items() if tag.startswith("Learning_Rate_Factor")}
+    assert factors == {
+        "Learning_Rate_Factor": pytest.approx(2.0),
+        "Learning_Rate_Factor/0": pytest.approx(1.0),
+        "Learning_Rate_Factor/1": pytest.approx(3.0),
+    }
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_in_eval_is_trained_if_its_optimizer_steps() -> None:
+    """To freeze BatchNorm's running means. Uneven batches weigh what they should from the first one on."""
+    model, whole = cases.linear(), cases.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    adp = AdaptiveDataParallel(model, optimizer)
+    adp.eval()
+    x, y = cases.samples(4)
+    with FakeLoader([[3]], 4, 3, training_unknown=True) as loader:
+        ((adp(x[:3]) - y[:3]) ** 2).mean().backward()
+        assert not loader.training
+        optimizer.step()
+        assert loader.training
+    assert adp.initial_batch_size == 4
+    theirs = torch.optim.SGD(whole.parameters(), lr=0.1)
+    ((whole(x[:3]) - y[:3]) ** 2).mean().backward()
+    theirs.step()
+    assert_close([p.detach() for p in model.parameters()], [p.detach() for p in whole.parameters()])
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_fused_optimizers_steps_with_inf_are_not_counted(clip: bool) -> None:
+    model = cases.linear()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    adp = AdaptiveDataParallel(model, optimizer, mp_scaler=scaler)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = adp(cases.samples(8)[0]).square().mean()
+        scaler.scale(loss * (float("inf") if step in (1, 2) else 1.0)).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert (adp.gns.steps, adp.gns.skipped, adp.gns.get_progress()) == (2, 2, 2.0)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("unscale", [False, True])
+def test_accumulating_with_a_gradscaler_that_was_not_given_names_the_remedy(unscale: bool) -> None:
+    model = cases.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    adp = AdaptiveDataParallel(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with FakeLoader([[4], [4]], 8, 4):
+        scaler.scale(adp(cases.samples(4)[0]).square().mean()).backward()
+        with pytest.raises(RuntimeError, match="pass it as mp_scaler"):
+            scaler.unscale_(optimizer) if unscale else scaler.step(optimizer)
+
+
+@pytest.mark.usefixtures("alone")
+def test_parameter_groups_that_come_later_are_refused() -> None:
+    model = cases.linear()
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    adp = AdaptiveDataParallel(model, optimizer)
+    optimizer.add_param_group({"params": [model.bias]})
+    adp(cases.samples(4)[0]).square().mean().backward()
+    with pytest.raises(RuntimeError, match="2 parameter groups now, and had 1"):
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps, torch.optim.swa_utils.AveragedModel])
+def test_copies_are_of_the_module(copied: Any) -> None:
+    model = cases.linear()
+    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match=r"AveragedModel\(model\.module\)"):
+        copied(adp)
+    copied(adp.module)
+
+
+@pytest.mark.usefixtures("alone")
+def test_progress_is_that_of_the_model_that_has_come_furthest() -> None:
+    """A WGAN's judge steps more often than its generator."""
+    made = []
+    for name in ("judge", "generator"):
+        model = cases.linear()
+        made.append(AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), name=name))
+    told = []
+    for step in range(6):
+        for adp in made if step % 3 == 2 else made[:1]:
+            adp(cases.samples(4)[0]).square().mean().backward()
+            adp._optimizer.step()
+            told.append(_session.current().metrics.get_progress())
+    assert told == sorted(told)
+    assert told[-1] == 6.0
+
+
+@pytest.mark.usefixtures("alone")
+def test_compiled_from_outside_with_accumulation() -> None:
+    """What we do around the module is not compiled: it would be anew for every micro-batch."""
+    model, whole = cases.linear(), cases.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    adp = AdaptiveDataParallel(model, optimizer)
+    compiled = torch.compile(adp, backend="aot_eager")
+    x, _ = cases.samples(48)
+    whole(x).square().mean().backward()
+    torch._dynamo.reset()
+    limited = torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True)
+    with limited, FakeLoader([[4]] * 12, 48, 4) as loader:
+        for loader.chunk in range(12):
+            compiled(x[4 * loader.chunk :][:4]).square().mean().backward()
+    assert_close([p.grad for p in model.parameters()], [p.grad for p in whole.parameters()])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"forward_sync_buffers": False}, {"broadcast_buffers": False}], ids=str
+)
+def test_evaluation_on_fewer_samples_than_replicas(options: dict[str, Any]) -> None:
+    """A replica without a batch does not leave the other one waiting, and buffers are rank 0's before."""
+    first, second = replicas.run(cases.evaluate_alone, 2, options)
+    assert (torch.equal(first, second)) == (not options)
