@@ -177,6 +177,8 @@ def autoscale(
     from adaptdl_elastic.autoscaler.scaling_loop import Autoscaler, LoopOptions, identity
     from adaptdl_elastic.rendezvous.keys import Keys, check_name
 
+    if any(not name.strip() for name in groups):
+        raise CommandError("--asg '': say the name of an auto-scaling group")
     if bool(groups) == bool(local):
         raise CommandError("say either --asg NAME (an auto-scaling group) or --local COMMAND")
     if not math.isfinite(interval):

@@ -331,7 +331,8 @@ def target(
     missing = math.ceil((wanted - have_slots) / slots - 1e-9)
     need = min(max(have + max(missing, 0), floor), settings.max_nodes)
     used = wanted / have_slots if have_slots else (math.inf if wanted else settings.high)
-    text = f"{wanted:g} slots are worth their price, {have_slots} are there"
+    text = "1 slot is worth its price" if wanted == 1 else f"{wanted:g} slots are worth their price"
+    text += f", {have_slots} {'is' if have_slots == 1 else 'are'} there"
     if need > have and (used > settings.high or have < floor):
         text += f", {floor} nodes are the least" if have < floor else ""
         if since_change < settings.grow_after and have:

@@ -47,7 +47,8 @@ def test_a_dry_run_prints_what_it_would_do(moto: Moto, store: MemoryStore) -> No
     assert "would request: pool workers, desired 2" in done.output
     assert desired(moto) == 0
     as_json = run("--asg", "workers", "--price", "g5.xlarge=1.006", "--dry-run", "--json")
-    (line,) = [json.loads(text) for text in as_json.output.splitlines()]
+    target, line = (json.loads(text) for text in as_json.output.splitlines())
+    assert (target["event"], target["target"]) == ("target", 2)
     assert (line["event"], line["pool"], line["desired"]) == ("would request", "workers", 2)
 
 
@@ -61,6 +62,7 @@ def test_a_dry_run_prints_what_it_would_do(moto: Moto, store: MemoryStore) -> No
         (("--asg", "workers", "--price", "g5.xlarge=cheap"), "not a price per hour"),
         (("--asg", "workers", "--prices", "/nowhere.csv"), "/nowhere.csv"),
         (("--asg", "nothing", "--price", "g5.xlarge=1"), "no auto-scaling group 'nothing'"),
+        (("--asg", "", "--price", "g5.xlarge=1"), "--asg '': say the name"),
         (("--asg", "workers", "--region", "us-west-2", "--price", "g5.xlarge=1"), "in us-west-2"),
         (("--asg", "workers", "--min-nodes", "3", "--max-nodes", "1"), "--min-nodes 3"),
         (("--asg", "workers", "--utilisation", "high"), "LOW:HIGH"),
