@@ -56,13 +56,14 @@ def initial(limits: Limits, replicas: int) -> BatchSize:
     counts only as far as the total stays within the maximum.
     """
     local = local_batch(limits.init, replicas)
-    if limits.bounds is None or limits.maximum is None:
+    if limits.bounds is None:
         return BatchSize(local, 0)
     low, high = limits.bounds
+    maximum = limits.init if limits.maximum is None else limits.maximum
     passes = -(-local // high) if limits.accumulation else 1
     atomic = min(-(-local // passes), high)
     if atomic < low:
-        if replicas * passes * low <= limits.maximum:
+        if replicas * passes * low <= maximum:
             atomic = low
         elif passes > 1:
             atomic, passes = high, passes - 1
