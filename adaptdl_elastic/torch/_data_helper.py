@@ -17,13 +17,9 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,71 +31,14 @@ from adaptdl_elastic.torch._choice import Limits, initial, misfit
 from adaptdl_elastic.torch._loops import Loops, loops
 from adaptdl_elastic.torch._partition import Window, local_batch, share
 from adaptdl_elastic.torch._recovery import models, recovery
+from adaptdl_elastic.torch._registry import registry
 
 if TYPE_CHECKING:
     from adaptdl_elastic.torch._control import Command
 
 logger = logging.getLogger(__name__)
 
-_SCRATCH = "data"
-_PACKAGE = str(Path(__file__).parents[1])
 _IDLE_PASSES = 10  # without progress, all steps left out, that end an epoch with autoscaling
-
-
-class LoaderRegistry:
-    """The loaders of a session."""
-
-    def __init__(self) -> None:
-        self._outside = 0  # made outside of epoch loops
-        self._inside: tuple[int | None, Counter[str]] = (None, Counter())  # epoch; made in it, by place
-        self.current: AdaptiveDataLoaderHelper | None = None  # whose loop is under way
-        self.training: AdaptiveDataLoaderHelper | None = None  # the one that models are trained with
-        self.unrepeatable = 0  # loaders that can not hand out the samples of a step again
-
-    def key(self) -> str:
-        """Of a new loader: what it is known by on other replicas, and when the script runs again.
-
-        Outside of epoch loops they are counted. Inside, what counts is where in the script one is made: it
-        may be made in every epoch, or only in the first one of each process, which for a replica that joins
-        is not the first of the others. Only what is made in the same place in one epoch is counted there.
-        """
-        epoch = _session.current().epoch
-        if epoch is None:
-            self._outside += 1
-            return str(self._outside - 1)
-        known, made = self._inside
-        if known != epoch:
-            self._inside = epoch, made = epoch, Counter()
-        place = _place()
-        made[place] += 1
-        return place if made[place] == 1 else f"{place}, number {made[place]}"
-
-
-def _place() -> str:
-    """Where in an epoch loop's body we are: the lines of the calls that led here, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    body, lines = loops().body, list[str]()
-    while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith(_PACKAGE):
-            lines.append(f"{Path(code.co_filename).name}:{frame.f_lineno}")
-        if code is body or code.co_name == "<module>":
-            break
-        frame = frame.f_back
-    return " of ".join(lines)
-
-
-def registry() -> LoaderRegistry:
-    """The loaders of this process's session."""
-    scratch = _session.current().scratch
-    found = scratch.setdefault(_SCRATCH, LoaderRegistry())
-    assert isinstance(found, LoaderRegistry)
-    return found
-
-
-def current_dataloader() -> AdaptiveDataLoaderHelper | None:
-    """The helper of the loader whose loop is under way in this process, None outside of data loops."""
-    return registry().current
 
 
 class AdaptiveDataLoaderHelper:

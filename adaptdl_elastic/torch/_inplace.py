@@ -60,6 +60,7 @@ from adaptdl_elastic.reducer import Reducer
 from adaptdl_elastic.torch import _ability, _backend, _recovery, _transfer
 from adaptdl_elastic.torch._loops import loops
 from adaptdl_elastic.torch._process_group import connect_torch, leave_torch, listening_host, relax_torch
+from adaptdl_elastic.torch._registry import current_dataloader
 from adaptdl_elastic.torch._store import ImpatientStore
 
 if TYPE_CHECKING:
@@ -269,8 +270,6 @@ class Rescaler:
 
     def _same_loader(self, plan: Plan, command: Command) -> bool:
         """Rank 0: whether the newcomers wait at a loop over our loader. Who does not is told to give up."""
-        from adaptdl_elastic.torch._data_helper import current_dataloader
-
         here, there = current_dataloader(), command.get("loaders", [])
         if here is None or all(loader == here.key for loader in there):
             return True

@@ -48,6 +48,7 @@ from adaptdl_elastic.reducer import LOOPS, Future, PeerLostError
 from adaptdl_elastic.torch import _backend, _transfer
 from adaptdl_elastic.torch._loops import loops
 from adaptdl_elastic.torch._process_group import disconnect_torch
+from adaptdl_elastic.torch._registry import current_dataloader, registry
 from adaptdl_elastic.torch._undo import (
     Before,
     OwnSums,
@@ -141,7 +142,6 @@ class Recovery:
     def why_not(self) -> str | None:
         """Why a death can not be survived in this generation; None: it can."""
         from adaptdl_elastic.torch import _inplace
-        from adaptdl_elastic.torch._data_helper import registry
 
         session = self._session
         if session.joining:
@@ -330,7 +330,7 @@ class Recovery:
         reducer = self._session.reducer
         if reducer is not None and reducer.finished is not None:  # by its own will: that is no death
             raise reducer.finished
-        began, helper = time.monotonic(), helper or self._current()
+        began, helper = time.monotonic(), helper or current_dataloader()
         # what an evaluation loop leaves behind is no step
         self._failed = self.failed and (helper is None or helper.training or helper.training_unknown)
         self._passed = False
@@ -351,11 +351,6 @@ class Recovery:
             else:
                 return
         raise PeerLostError(f"{reason}; the survivors have tried {_ATTEMPTS} times to go on together")
-
-    def _current(self) -> AdaptiveDataLoaderHelper | None:
-        from adaptdl_elastic.torch._data_helper import current_dataloader
-
-        return current_dataloader()
 
     def _check(self, failed: bool, helper: AdaptiveDataLoaderHelper | None, reason: str) -> None:
         why = None

@@ -33,6 +33,7 @@ import torch
 
 from adaptdl_elastic import _session, checkpoint, collective
 from adaptdl_elastic.torch._recovery import recovery
+from adaptdl_elastic.torch._registry import current_dataloader
 
 __all__ = ["Accumulator"]
 
@@ -281,8 +282,6 @@ class AccumulatorState(checkpoint.TensorState):
 
 
 def _in_data_loop() -> bool:
-    from adaptdl_elastic.torch.data import current_dataloader
-
     return current_dataloader() is not None
 
 

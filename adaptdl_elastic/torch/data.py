@@ -28,13 +28,13 @@ from adaptdl_elastic._checks import flag
 from adaptdl_elastic.torch._data_helper import (
     AdaptiveDataLoaderHelper,
     AdaptiveDataLoaderMixin,
-    current_dataloader,
     initial_seed,
 )
 from adaptdl_elastic.torch._data_iterable import iterate_stream, wrap_stream
 from adaptdl_elastic.torch._loops import loops
 from adaptdl_elastic.torch._partition import derive_seed
 from adaptdl_elastic.torch._recovery import Again
+from adaptdl_elastic.torch._registry import current_dataloader
 from adaptdl_elastic.torch._sampler import ElasticBatchSampler, ElasticSampler
 
 __all__ = [

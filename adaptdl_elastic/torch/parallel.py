@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
 from datetime import timedelta
@@ -15,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic.torch import _amp, _backend, _buckets
+from adaptdl_elastic.torch._arguments import OWNER, check_arguments
+from adaptdl_elastic.torch._registry import current_dataloader
 from adaptdl_elastic.torch._sampling import Sampler
 from adaptdl_elastic.torch._window import Batch, Window, accumulates, on_backward, watch
 from adaptdl_elastic.torch.gradient_noise_scale import AdamGradientNoiseScale, GradientNoiseScale
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["AdaptiveDataParallel"]
 
 logger = logging.getLogger(__name__)
-
-_OWNER = "_adaptdl_elastic"  # attribute of an optimizer: whose it is
 
 
 class AdaptiveDataParallel(DistributedDataParallel):
@@ -62,7 +61,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         name: str = "adaptdl-dataparallel",
         **ddp_kwargs: Any,
     ) -> None:
-        _check_arguments(model, optimizer, lr_scheduler, mp_scaler, scaling_rule, ddp_kwargs)
+        check_arguments(model, optimizer, lr_scheduler, mp_scaler, scaling_rule, ddp_kwargs)
         super().__init__(model, **ddp_kwargs)
         self._ddp_kwargs = ddp_kwargs
         self._user_no_sync = False
@@ -82,7 +81,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._attach_hook()
         self._state = _ParallelState(self, name)  # refuses a second one of a name, before anything is patched
         self.scaling_rule.initialize(self, optimizer, patch_optimizer=True)
-        setattr(optimizer, _OWNER, name)
+        setattr(optimizer, OWNER, name)
         if mp_scaler is not None:
             _amp.attach(mp_scaler, self, optimizer)
         checkpoint.load_state(self._state)
@@ -289,7 +288,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
             super().zero_grad(set_to_none=set_to_none)
 
     def _begin_batch(self) -> Batch:
-        loader = _current_dataloader()
+        loader = current_dataloader()
         replicas = self._hook.world_size
         if loader is not None and self.training:
             loader.train()
@@ -382,7 +381,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
     @property
     def stepping(self) -> bool:
         """Whether `optimizer.step()` now steps: not in the middle of an accumulation window."""
-        loader = _current_dataloader()
+        loader = current_dataloader()
         return loader is None or not loader.training or bool(loader.is_optim_step())
 
     def begin_step(self, closure: bool = False) -> bool:
@@ -403,7 +402,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if self._hook.failure is not None:
             self.irreparable = _why_irreparable(self._mp_scaler)
             return False
-        loader = _current_dataloader()
+        loader = current_dataloader()
         if loader is not None and not loader.training:  # of a model in eval(), to freeze its BatchNorm
             loader.train()
         self._sampler.collect()
@@ -533,7 +532,7 @@ def _why_irreparable(mp_scaler: Any) -> str | None:
 
 def _evaluating() -> bool:
     """Whether a data loop is under way that no model is trained in."""
-    loader = _current_dataloader()
+    loader = current_dataloader()
     if loader is None or loader.training:
         return False
     return not (loader.training_unknown and torch.is_grad_enabled())
@@ -551,56 +550,3 @@ def _added(
         b if a is None else a if b is None else a + b
         for a, b in zip(one or [None] * len(other), other, strict=True)
     ]
-
-
-def _current_dataloader() -> Any:
-    """The helper of the data loop that runs, or None."""
-    from adaptdl_elastic.torch.data import current_dataloader  # data knows parallel's session, not it
-
-    return current_dataloader()
-
-
-_DDP_KEYWORDS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
-
-
-def _check_arguments(
-    model: Any,
-    optimizer: Any,
-    lr_scheduler: Any,
-    mp_scaler: Any,
-    scaling_rule: Any,
-    ddp_kwargs: dict[str, Any],
-) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, DistributedDataParallel):
-        raise TypeError("pass the model itself: AdaptiveDataParallel is its DistributedDataParallel")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    owner = getattr(optimizer, _OWNER, None)
-    if owner is not None:
-        raise ValueError(
-            f"the optimizer is that of the AdaptiveDataParallel named {owner!r} already: make one for each, "
-            f"or put both models into one torch.nn.Module"
-        )
-    if lr_scheduler is not None:
-        if isinstance(lr_scheduler, type) or not callable(getattr(lr_scheduler, "state_dict", None)):
-            raise TypeError(f"lr_scheduler must be an object with a state_dict, got {lr_scheduler!r}")
-        if getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
-            raise ValueError("lr_scheduler is that of another optimizer: pass the one made for this one")
-    if mp_scaler is not None:
-        _amp.check(mp_scaler)
-    if scaling_rule is not None and not isinstance(scaling_rule, ScalingRuleBase):
-        raise TypeError(
-            f"scaling_rule must be an instance of a ScalingRuleBase, such as AdaScale(), got {scaling_rule!r}"
-        )
-    unknown = sorted(ddp_kwargs.keys() - _DDP_KEYWORDS)
-    if unknown:
-        raise TypeError(f"unknown argument {unknown[0]!r}: further ones are DistributedDataParallel's")
-    ours = {id(p) for p in model.parameters() if p.requires_grad}
-    if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
-        raise ValueError("the optimizer holds no parameter of the model that needs a gradient")
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "there is no process group: call adaptdl_elastic.torch.init_process_group('gloo' or 'nccl') first"
-        )
