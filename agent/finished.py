@@ -13,7 +13,7 @@ from typing import Protocol
 
 from adaptdl_elastic._storage import StorageError, reason
 from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.store import Store
+from adaptdl_elastic.rendezvous.store import Store, StoreError
 
 FINISHED = "finished.json"  # the note, beside the checkpoints
 _LOCK_TTL = 5.0  # seconds: an agent that dies while it puts checkpoints aside holds up others for so long
@@ -114,6 +114,5 @@ def _alone(store: Store, key: str) -> Iterator[None]:
                 timer.cancel()
         yield
     finally:
-        with suppress(Exception):
-            store.delete(key)
-        lease.revoke()
+        with suppress(StoreError):
+            lease.revoke()  # the key goes with it, when it is ours

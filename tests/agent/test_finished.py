@@ -15,6 +15,7 @@ from adaptdl_elastic._storage import Manifest, StorageError
 from adaptdl_elastic.agent import finished
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.memory import MemoryStore
+from adaptdl_elastic.rendezvous.store import StoreError
 
 KEYS = Keys("test")
 BUCKET = "checkpoints"
@@ -154,6 +155,22 @@ def test_who_comes_while_another_puts_them_aside_waits_for_it(
     assert not second.is_alive()
     assert len(job.said) == 1
     assert job.ids == []
+
+
+def test_who_gives_up_while_it_waits_lets_nobody_else_in(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, impatient = f"{KEYS.root}archiving/job", job.store.client()
+
+    def away(*what: object) -> None:
+        raise StoreError("away for a moment")
+
+    monkeypatch.setattr(impatient, "watch", away)
+    with finished._alone(job.store, key):
+        held = job.store.get(key)
+        assert held is not None
+        with pytest.raises(StoreError, match="away"), finished._alone(impatient, key):
+            pass
+        assert job.store.get(key) == held
+    assert job.store.get(key) is None
 
 
 def test_where_nobody_can_look_it_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
