@@ -27,10 +27,19 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False; TypeError otherwise, since "no" counts as true."""
-    if not isinstance(value, bool):
+    """`value` as Python's, if it is True or False (NumPy's are), 0 or 1, or None, which is False.
+
+    TypeError for anything else, since "no" counts as true. None is what torch's own DataLoader has for
+    shuffle, and 0 and 1 are what a command line of integers gives.
+    """
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    if getattr(getattr(value, "dtype", None), "kind", "") == "b" and not value.shape:  # has no __index__
+        return bool(value)
+    number = integer(value)
+    if number not in (0, 1):
         raise TypeError(f"{name}={value!r}: give True or False")
-    return value
+    return bool(number)
 
 
 def positive(name: str, value: Any) -> float:

@@ -227,7 +227,7 @@ class AdaptiveDataLoaderHelper:
         """
         largest = integer(max_batch_size)
         bounds = check_bounds(self.batch_size, max_batch_size, largest, local_bsz_bounds)
-        flag("gradient_accumulation", gradient_accumulation)
+        gradient_accumulation = flag("gradient_accumulation", gradient_accumulation)
         problem = misfit(Limits(self.batch_size, largest, bounds, gradient_accumulation), self.replicas)
         if problem is not None and _begins():
             raise ValueError(problem)
@@ -333,7 +333,8 @@ class AdaptiveDataLoaderHelper:
             if state.trainer == self.key and (known is None or self._replaces(known)):
                 self.train()  # as is known from the epoch before, or to the replicas that were there
             self._loops, self._chunk, self._window = state, 0, None
-            if not (self._skipped or self.training):
+            if not (self._skipped or self.training) and state.index == 0:
+                # Further on, who has come in the meantime would do it alone, and has rank 0's buffers.
                 for model in models(session):
                     model.data_loop_begins()
             if state.index == 0 and not self._skipped:

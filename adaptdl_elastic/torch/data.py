@@ -64,7 +64,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
     """
 
     def __init__(
-        self, dataset: Dataset[T_co], batch_size: int = 1, shuffle: bool = False, **kwargs: Any
+        self, dataset: Dataset[T_co], batch_size: int = 1, shuffle: bool | None = False, **kwargs: Any
     ) -> None:
         for name in ("sampler", "batch_sampler"):
             if kwargs.pop(name, None) is not None:
@@ -73,7 +73,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                     f"changes with the number of replicas. Order the data set instead, or use shuffle=True"
                 )
         drop_last = flag("drop_last", kwargs.pop("drop_last", False))
-        flag("shuffle", shuffle)
+        shuffle = flag("shuffle", shuffle)
         generator = kwargs.pop("generator", None)
         if not isinstance(generator, torch.Generator | None):
             raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")

@@ -51,6 +51,9 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "shuffle": (lambda: LOADER(DATA, shuffle=ANY or "no"), TypeError, "shuffle='no': give True or False"),
     "shuffling a stream": (lambda: LOADER(STREAM, shuffle=ANY or "no"), TypeError, "shuffle='no'"),
     "drop_last": (lambda: LOADER(DATA, drop_last="no"), TypeError, "drop_last='no': give True or False"),
+    "a shuffle of 2": (lambda: LOADER(DATA, shuffle=ANY or 2), TypeError, "shuffle=2: give True or False"),
+    "half a drop_last": (lambda: LOADER(DATA, drop_last=1.0), TypeError, "drop_last=1.0: give True or False"),
+    "truths": (lambda: LOADER(DATA, drop_last=np.array([True, False])), TypeError, "drop_last=array"),
     "accumulation": (
         lambda: LOADER(DATA).autoscale_batch_size(8, None, ANY or "no"), TypeError, "accumulation='no'"
     ),
@@ -110,6 +113,20 @@ def test_numbers_of_numpy_are_numbers() -> None:
     sampler.set_epoch(np.int64(1), np.int64(3))  # type: ignore[arg-type]
     assert (sampler.epoch, sampler.index, len(list(sampler))) == (1, 3, 7)
     assert len(BPTT(range(101), 5, np.int64(7))) == 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [None, False, True, 0, 1, np.False_, np.True_, np.int64(0), np.int64(1)])
+def test_what_plainly_means_true_or_false_is_taken(given: Any) -> None:
+    """torch's DataLoader has shuffle=None for its default, and argparse's type=int gives 0 and 1."""
+    meant = bool(given)
+    loader = LOADER(DATA, 4, given, drop_last=given)
+    loader.autoscale_batch_size(8, (1, 4), given)
+    held = (loader.sampler.shuffle, loader.drop_last, loader._elastic._accumulation)  # type: ignore[attr-defined]
+    assert all(value is meant for value in held), held
+    assert adl.ElasticSampler(DATA, given).shuffle is meant
+    assert len(loader) == (2 if meant else 3)
+    if not meant:
+        LOADER(STREAM, 4, given, drop_last=given)
 
 
 def test_what_json_has_no_number_for_is_reported_as_text(tmp_path: Path) -> None:
