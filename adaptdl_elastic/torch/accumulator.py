@@ -297,9 +297,8 @@ def _value(value: Any, key: Any) -> Any:
     TypeError for what can not add up, and for what a checkpoint can not hold, be it deep in a list or a key.
     """
     _check_key(key, key)
-    if isinstance(value, torch.Tensor | np.generic | np.ndarray | list | tuple | str) or (
-        isinstance(value, _PLAIN) and value is not None and not isinstance(value, bytes)
-    ):
+    summable = isinstance(value, (torch.Tensor, np.generic, np.ndarray, list, tuple, *_PLAIN))
+    if summable and value is not None and not isinstance(value, bytes):
         return _copied(value, key)
     raise TypeError(f"can not add a {type(value).__name__} to {key!r}: a sum can be {_ALLOWED}")
 
@@ -307,6 +306,10 @@ def _value(value: Any, key: Any) -> Any:
 def _copied(value: Any, key: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
+    if isinstance(value, str):  # numpy's, too; and str() of an enum's member is its name
+        return str.__str__(value)
+    if isinstance(value, np.bytes_):
+        return bytes(value)
     if isinstance(value, np.generic | np.ndarray):
         if value.dtype.kind not in "biufc" or value.dtype.itemsize > 8 * (1 + (value.dtype.kind == "c")):
             raise TypeError(

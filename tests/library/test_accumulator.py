@@ -32,6 +32,10 @@ class Kind(enum.Enum):
     ONE = 1
 
 
+class Word(str, enum.Enum):  # str() of which is "Word.ONE"
+    ONE = "one"
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -41,6 +45,9 @@ class Kind(enum.Enum):
         np.arange(3, dtype=">i4"),
         ([np.float32(2), np.bool_(True)],),
         [torch.ones(2), None, b"x", {1, 2}],
+        list(np.array(["a", "b"])),
+        ([np.str_("a"), {np.str_("b")}, {"c": np.str_("d")}], np.bytes_(b"e"), Word.ONE),
+        np.str_("ab"),
     ],
 )
 def test_whatever_is_taken_comes_back_after_a_restart(script: Script, value: Any) -> None:
@@ -61,6 +68,8 @@ def test_whatever_is_taken_comes_back_after_a_restart(script: Script, value: Any
 def plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
         return value.tolist()
+    if isinstance(value, str):
+        return str.__str__(value)
     if isinstance(value, list | tuple):
         return type(value)(map(plain, value))
     return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
@@ -70,6 +79,7 @@ def plain(value: Any) -> Any:
     ("key", "value", "message"),
     [
         ("s", np.array(["a"]), r"can not add <U1 of numpy's to 's'"),
+        ("b", np.bytes_(b"a"), "can not add a bytes_ to 'b'"),
         ("t", [np.array(["2020-01-01"], dtype="M8[D]")], r"datetime64\[D\] of numpy's to 't'"),
         ("l", np.zeros(1, np.longdouble), "float128 of numpy's to 'l'"),
         ("o", [1, [object()]], "can not add a object in a list, tuple or dict to 'o'"),
