@@ -428,11 +428,27 @@ class CheckpointManager:
             logger.log(level, "old checkpoints stay: %s", _storage.reason(error))
 
     def _prune(self, storage: Storage) -> None:
-        ids = storage.ids()
-        kept = [id for id in ids if id not in self._damaged][-self._keep :]
-        for checkpoint_id in ids:
-            if checkpoint_id < kept[0]:
-                storage.remove(checkpoint_id)
+        """Remove what is older than the newest `keep` checkpoints that are whole as far as is known.
+
+        Their manifests are read for that and no states. Nothing is removed while there are fewer: what has
+        no manifest then may be one that somebody is copying back.
+        """
+        ids, whole = storage.ids(), 0
+        for position in reversed(range(len(ids))):
+            whole += self._seems_whole(storage, ids[position])
+            if whole == self._keep:
+                for checkpoint_id in ids[:position]:
+                    storage.remove(checkpoint_id)
+                return
+
+    def _seems_whole(self, storage: Storage, checkpoint_id: str) -> bool:
+        """Whether nothing is wrong with it that `open` has found or its manifest shows."""
+        if checkpoint_id in self._damaged:
+            return False
+        try:
+            return storage.manifest(checkpoint_id).id == checkpoint_id
+        except DamagedError:
+            return False
 
 
 def _root_cause(error: BaseException) -> BaseException:

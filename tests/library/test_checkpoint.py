@@ -198,6 +198,58 @@ def test_a_recorded_checkpoint_that_is_damaged_falls_back(script: Script, tmp_pa
     assert Number("n").value == 1
 
 
+def lose_manifest(directory: Path, how: str) -> None:
+    path = directory / "manifest.json"
+    if how == "another's":
+        other = next(other for other in directory.parent.iterdir() if other != directory)
+        path.write_bytes((other / path.name).read_bytes())
+    elif how == "damaged":
+        path.write_bytes(path.read_bytes()[:-3])
+    else:
+        path.unlink()
+
+
+@pytest.mark.parametrize("how", ["missing", "damaged", "another's"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_as_many_whole_checkpoints_are_kept_whatever_lies_between_them(
+    script: Script, tmp_path: Path, how: str, when: str
+) -> None:
+    script.restart(ADAPTDL_CHECKPOINT_KEEP="3")
+    number = Number("n")
+    saved = [checkpoint.save_all_states() for _ in range(3)]
+    first, second, third = [result.id for result in saved if result]
+    lost = second if when == "before" else third  # nobody has tried to load the older one
+    if when == "before":
+        lose_manifest(tmp_path / "saved" / lost, how)
+    script.restart()
+    number = Number("n")
+    if when == "after":
+        lose_manifest(tmp_path / "saved" / lost, how)
+    whole = [id for id in (first, second, third) if id != lost]
+    for _ in range(4):
+        number.value += 1
+        newest = checkpoint.save_all_states()
+        assert newest is not None
+        whole = [*whole, newest.id][-3:]
+        assert [id for id in saved_ids(tmp_path) if id != lost] == whole
+        # it goes when it would go if it were whole: nobody who still writes is older than those
+        assert (lost in saved_ids(tmp_path)) == (whole[0] < lost)
+
+
+def test_what_has_no_manifest_stays_while_there_are_too_few_whole_checkpoints(
+    script: Script, tmp_path: Path
+) -> None:
+    Number("n")
+    checkpoint.save_all_states()
+    others = [tmp_path / "saved" / f"0000000{number}-g00000-someone" for number in (0, 1, 9)]
+    for other in others:  # one who copies an old checkpoint back, and one who is ahead
+        other.mkdir()
+        (other / "n.state").write_bytes(b"1")
+    checkpoint.save_all_states()
+    assert [other for other in others if not other.exists()] == []
+    assert len(saved_ids(tmp_path)) == 5
+
+
 def test_an_unreadable_path_is_an_error_and_not_a_fresh_start(script: Script, tmp_path: Path) -> None:
     (tmp_path / "saved").write_text("a file")
     with pytest.raises(CheckpointError, match="not starting afresh"):
