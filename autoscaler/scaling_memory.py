@@ -224,7 +224,7 @@ def _told(entry: Known, signal: Signal, now: float) -> Known:
         signal.deadline if entry.deadline is None else min(entry.deadline, signal.deadline or entry.deadline)
     )
     if entry.leaving:
-        return replace(entry, deadline=deadline, spared=False)
+        return replace(entry, deadline=deadline)
     return replace(entry, leaving=signal.reason, leaving_since=now, deadline=deadline, replace=True)
 
 

@@ -22,7 +22,7 @@ from adaptdl_elastic.autoscaler.scaling import (
     deadline_of,
     going,
 )
-from adaptdl_elastic.autoscaler.scaling_market import Market, missed, released
+from adaptdl_elastic.autoscaler.scaling_market import Market, released
 from adaptdl_elastic.autoscaler.scaling_memory import (
     interruptions_per_hour,
     remember,
@@ -167,13 +167,6 @@ def _resize(market: Market, goal: Target) -> tuple[Memory, list[Action], list[st
 def _grow(market: Market, slots: int, goal: Target) -> tuple[Memory, dict[str, Request], list[str]]:
     settings, pools = market.settings, {pool.name: pool for pool in market.seen.capacity.pools}
     broke = market.seen.now < market.memory.broke_until
-    back = {} if broke else _call_back(market, slots)
-    if back:
-        slots -= sum(i.slots for i in market.seen.capacity.instances if i.id in back)
-        now, known = market.seen.now, {**market.memory.known, **back}
-        market = replace(market, memory=replace(market.memory, known=known, changed=now))
-        if slots <= 0:
-            return market.memory, {}, []
     there, hourly = market.present()
     nodes, budget = settings.max_nodes - there, settings.max_hourly_cost - hourly
     offers = market.offers()
@@ -191,30 +184,6 @@ def _grow(market: Market, slots: int, goal: Target) -> tuple[Memory, dict[str, R
         warnings.append(f"{slots - got} slots are wanted that can not be had: {why}")
     memory = market.memory if not bought else replace(market.memory, changed=market.seen.now)
     return memory, requests, warnings
-
-
-def _call_back(market: Market, slots: int) -> dict[str, Known]:
-    """Nodes that were to leave because nobody wanted them: the most missed ones, until there are `slots`."""
-    seen, known, found = market.seen, market.memory.known, dict[str, Known]()
-    wild = {
-        pool.name for pool in seen.capacity.pools if market.pool(pool.name).closed or market.too_wild(pool)
-    }
-    nodes = market.settings.max_nodes - market.have()
-    budget = market.settings.max_hourly_cost - market.hourly()
-    there = [
-        i
-        for i in seen.capacity.instances
-        if known[i.id].spared
-        and known[i.id].released is None
-        and i.state is not InstanceState.LEAVING
-        and i.pool not in wild
-    ]
-    for instance in sorted(there, key=lambda i: missed(i, known[i.id], seen), reverse=True):
-        if slots <= 0 or nodes <= 0 or instance.hourly_price > budget + 1e-9:
-            break
-        slots, nodes, budget = slots - instance.slots, nodes - 1, budget - instance.hourly_price
-        found[instance.id] = replace(known[instance.id], leaving="", leaving_since=0.0, spared=False)
-    return found
 
 
 def _why_not(
@@ -256,7 +225,6 @@ def _shrink(market: Market, goal: Target) -> tuple[Memory, dict[str, Request]]:
             leaving=entry.leaving or goal.reason,
             leaving_since=entry.leaving_since if entry.leaving else seen.now,
             replace=False,
-            spared=entry.spared or not entry.leaving,
         )
     requests = {
         pool.name: Request(pool.name, market.asked(pool) - fewer[pool.name], goal.reason)

@@ -57,7 +57,6 @@ class Known:
     leaving_since: float = 0.0
     deadline: float | None = None
     replace: bool = False
-    spared: bool = False  # leaves because it is not worth its price, and for nothing else
     at_risk: bool = False
     held: float = 0.0  # last heartbeat
     worked: bool = False  # has had replicas

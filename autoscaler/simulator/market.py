@@ -290,8 +290,7 @@ class MarketCluster:
         self.memory = done.memory
         for action in done.actions:
             self._act(action)
-        known = self.memory.known  # who is called back is asked to drain no more
-        self._draining = {name for name in self._draining if name not in known or known[name].leaving}
+        self._draining &= {i.id for i in capacity.instances}  # who was asked to leave does, whatever comes
         self.history.append((now, len(nodes), done.hourly_cost))
 
     def _act(self, action: Action) -> None:

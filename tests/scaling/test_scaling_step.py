@@ -487,25 +487,24 @@ def test_an_instance_taken_without_notice_that_is_seen_to_go_was_interrupted() -
         assert world.memory.pools["spot"].interruptions == counted
 
 
-def test_nodes_on_their_way_out_are_called_back_when_they_are_wanted_again() -> None:
+def test_who_was_asked_to_leave_is_made_good_at_once_when_it_is_wanted_again() -> None:
+    """Its agent leaves for good: kept, the instance would be paid for nothing."""
     world = World(DEMAND)
-    world.jobs = (waiting(replicas=4),)
-    world.until(lambda: len(world.running) == 4)
-    world.stuck = set(world.running)
+    world.jobs = (waiting(replicas=2),)
+    world.until(lambda: len(world.running) == 2)
     world.jobs = (waiting(replicas=1),)
     world.until(lambda: bool(world.of(Drain)))
-    world.jobs = (waiting(replicas=3),)
+    (victim,) = world.asked
+    world.hidden.add(victim)  # its agent has ended
+    world.jobs = (waiting(replicas=2),)
     world.run(60)
-    assert sum(not entry.leaving for entry in world.memory.known.values()) == 3
-    assert len(world.asked) == 1
-    world.jobs = (waiting(replicas=5),)
-    world.run(120)
-    assert world.provider.launched == 5
-    assert world.desired == {"demand": 5}
-    assert world.of(Release) == []
+    assert victim not in world.running
+    assert world.provider.launched == 3
+    world.run(60)
+    assert len(world.running) == 2
 
 
-def test_who_has_a_notice_is_not_called_back() -> None:
+def test_who_has_a_notice_is_made_good() -> None:
     world = World(SPOT)
     world.jobs = (waiting(replicas=2),)
     world.until(lambda: len(world.running) == 2)
@@ -531,7 +530,7 @@ def test_nodes_on_their_way_out_count_for_the_limits() -> None:
         world.jobs = (waiting(replicas=1),)
         world.until(lambda world=world: bool(world.of(Drain)))  # type: ignore[misc]
         (victim,) = world.asked
-        world.provider.interrupt(victim, 3600)  # it is not to be called back
+        world.provider.interrupt(victim, 3600)
         world.tick()
         world.jobs = (waiting(replicas=2),)
         for _ in range(30):

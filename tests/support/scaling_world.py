@@ -64,7 +64,7 @@ class World:
         self.hidden: set[str] = set()  # instances whose registration is away
         self.stuck: set[str] = set()  # instances whose replicas do not leave
         self.draining: dict[str, float | None] = {}
-        self.asked: set[str] = set()  # of these, by the autoscaler
+        self.asked: set[str] = set()  # of these, by the autoscaler: their agents leave for good
         self.at_risk: set[str] = set()
         self.log: list[object] = []
         self.last: Step | None = None
@@ -80,9 +80,6 @@ class World:
         self.memory = done.memory
         for action in done.actions:
             self._act(action)
-        for name in self.asked - {name for name, entry in self.memory.known.items() if entry.leaving}:
-            self.draining.pop(name, None)  # called back
-            self.asked.discard(name)
         self.last = done
         return done
 
