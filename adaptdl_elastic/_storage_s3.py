@@ -102,9 +102,15 @@ class S3Storage(Storage):
 
     # --------------------------------------------------------------------------- a job that is done
 
-    def is_finished(self) -> bool:
-        """Whether `note_finished` has left its note."""
-        return self._note in self._keys(_NOTE)
+    def note(self) -> bytes | None:
+        """What `note_finished` has left, None when there is nothing."""
+        if self._note not in self._keys(_NOTE):
+            return None
+        try:
+            with self._get(self._note) as file:
+                return file.read()
+        except DamagedError:  # gone since
+            return None
 
     def note_finished(self, note: bytes) -> None:
         """Leave a note that the job which wrote these checkpoints is done, where there are any."""

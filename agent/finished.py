@@ -13,6 +13,7 @@ from typing import Protocol
 
 from adaptdl_elastic._storage import StorageError, reason
 from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.records import JobSpec, MalformedRecordError, decode
 from adaptdl_elastic.rendezvous.store import Store, StoreError
 
 FINISHED = "finished.json"  # the note, beside the checkpoints
@@ -22,8 +23,8 @@ _LOCK_TTL = 5.0  # seconds: an agent that dies while it puts checkpoints aside h
 class Kept(Protocol):
     """What can be done with the checkpoints of a job that is done. All raise StorageError."""
 
-    def is_finished(self) -> bool:
-        """Whether there is the note."""
+    def note(self) -> bytes | None:
+        """The note, None when there is none."""
 
     def note_finished(self, note: bytes) -> None:
         """Leave the note, where there is anything to be noted."""
@@ -36,8 +37,14 @@ class _Directory:
     def __init__(self, path: str) -> None:
         self._path = Path(path)
 
-    def is_finished(self) -> bool:
-        return (self._path / FINISHED).is_file()
+    def note(self) -> bytes | None:
+        path = self._path / FINISHED
+        try:
+            return path.read_bytes() if path.is_file() else None
+        except FileNotFoundError:  # another agent has just put it aside
+            return None
+        except OSError as error:
+            raise StorageError(reason(error)) from None
 
     def note_finished(self, note: bytes) -> None:
         try:
@@ -87,13 +94,33 @@ def archive_finished(
     others wait until it is done. StorageError when it can not be done.
     """
     found = kept(path)
-    if not found.is_finished():
+
+    def is_finished() -> bool:
+        note = found.note()
+        return note is not None and not _is_late(note, store, keys, job, path)
+
+    if not is_finished():
         return
     with _alone(store, f"{keys.root}archiving/{job}"):
-        if busy() or not found.is_finished():
+        if busy() or not is_finished():
             return
         archive = found.put_aside(f"finished-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
     say(f"job {job!r} has finished before: starting anew; its checkpoints are kept in {archive}")
+
+
+def _is_late(note: bytes, store: Store, keys: Keys, job: str, path: str) -> bool:
+    """Whether a later run than the noted one has begun with these checkpoints: they are of that run.
+
+    An agent that was cut off for longer than its lease may note that its run is done after another run has
+    put that one's checkpoints aside. Names of runs begin with when they began.
+    """
+    item = store.get(keys.job(job, "spec"))
+    try:
+        run = json.loads(note)["run"]
+        last = decode(JobSpec, item.value, item.key) if item is not None else None
+    except (ValueError, TypeError, KeyError, MalformedRecordError):
+        return False
+    return last is not None and last.checkpoint_path == path and isinstance(run, str) and run < last.run
 
 
 @contextmanager

@@ -348,11 +348,13 @@ def _run(
         ignore_signals()
         if watcher is not None:
             watcher.stop()
-        found.registration.close()
-        share.close(agent.job_done)
+        try:
+            if agent.job_done:  # while we are registered nobody puts aside, and no note comes too late for it
+                finished.note_finished(options.checkpoint_path, found.spec.run, display.say)
+        finally:
+            found.registration.close()
+            share.close(agent.job_done)
     output.keep = output.keep or agent.exit_code not in (0, STOPPED)
-    if agent.job_done:
-        finished.note_finished(options.checkpoint_path, found.spec.run, display.say)
     journal.flush()
     journal.emit("exit", exit_code=agent.exit_code, reason=agent.exit_reason)
     display.finish(agent.exit_code, agent.exit_reason, output.directory if output.keep else None)

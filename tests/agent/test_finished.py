@@ -6,15 +6,17 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from moto_process import REGION, Moto, running_moto
 
 from adaptdl_elastic import _storage
 from adaptdl_elastic._storage import Manifest, StorageError
-from adaptdl_elastic.agent import finished
+from adaptdl_elastic.agent import elastic, finished, launch
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.memory import MemoryStore
+from adaptdl_elastic.rendezvous.records import JobSpec, encode
 from adaptdl_elastic.rendezvous.store import StoreError
 
 KEYS = Keys("test")
@@ -119,6 +121,35 @@ def test_where_nothing_was_saved_nothing_is_noted(job: Job) -> None:
     assert job.said == []
 
 
+def spec(run: str, path: str) -> str:
+    return encode(JobSpec("job", run, (), 1, 1, 1, 1, checkpoint_path=path))
+
+
+def test_a_late_note_of_an_earlier_run_makes_no_other_run_finished(job: Job) -> None:
+    job.save(b"first")
+    job.end()
+    job.start()
+    job.store.put(KEYS.job("job", "spec"), spec("run-2", job.path))
+    saved = job.save(b"second")
+    job.end()  # an agent of run-1, which was cut off
+    job.start()
+    assert (job.ids, len(job.said)) == ([saved], 1)
+    finished.note_finished(job.path, "run-2", job.said.append)
+    job.start()
+    assert (job.ids, len(job.said)) == ([], 2)
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_run_before_the_noted_one_or_elsewhere_says_nothing(job: Job, other: bool) -> None:
+    job.save(b"one")
+    job.end()
+    job.store.put(
+        KEYS.job("job", "spec"), spec("run-2" if other else "run-0", "elsewhere" if other else job.path)
+    )
+    job.start()
+    assert job.ids == []
+
+
 def test_who_comes_while_another_puts_them_aside_waits_for_it(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,8 +165,8 @@ def test_who_comes_while_another_puts_them_aside_waits_for_it(
         def __init__(self, path: str) -> None:
             self._kept = kept(path)
 
-        def is_finished(self) -> bool:
-            return self._kept.is_finished()
+        def note(self) -> bytes | None:
+            return self._kept.note()
 
         def put_aside(self, name: str) -> str:
             begun.set()
@@ -186,3 +217,17 @@ def test_where_nobody_can_look_it_is_one_clear_error(monkeypatch: pytest.MonkeyP
     assert said in job.said[0]
     with pytest.raises(StorageError, match="names no bucket"):
         finished.kept("s3://")
+
+
+def test_that_a_job_is_done_is_noted_before_its_agent_goes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    order = Mock()
+    monkeypatch.setattr(launch, "ignore_signals", order.ignore_signals)
+    monkeypatch.setattr(elastic, "AdaptiveAgent", lambda *what: Mock(job_done=True, exit_code=0))
+    monkeypatch.setattr(finished, "note_finished", order.note)
+    options = Mock(slots=1, role="worker", max_restarts=0, job="job", standalone=True)
+    found = Mock(identity=None, registration=order.registration)
+    assert launch._run(options, found, "e:1", *(Mock() for _ in range(6)), order.share) == 0
+    names = [call[0] for call in order.mock_calls]
+    assert names == ["ignore_signals", "note", "registration.close", "share.close"]
