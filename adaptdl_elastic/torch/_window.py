@@ -16,6 +16,10 @@ w_last/(R·A) before it sums over the replicas. A micro-batch of weight 0, which
 Between the backward passes of a window the gradients are out of sight (`.grad` is None): clipping,
 GradScaler.unscale_, zero_grad and gradient norms in a user's loop, which all come once per batch,
 then have nothing to spoil.
+
+A window that has ended leaves in `.grad` what it counts, in units of 1: ḡ, or, where the script accumulates
+by hand in `no_sync`, this replica's 1/A · Σ_a w_ra · g_ra, of which the replicas' mean is ḡ. What is
+accumulated on top of either may have another A and other weights.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ class Batch:
     micro_batches: int = 1  # of its window, on each replica
     place: int = 0  # of this micro-batch among them
     accumulating: bool = False  # more of them follow before the optimizer steps
+    by_hand: bool = False  # the last of them, not synchronised: the script accumulates whole windows itself
     weight: float = 1.0  # w of the module's docstring
     even: bool = True  # every micro-batch of the window, on every replica, is of one size, and not tiny
     local: int | None = None  # samples here; None: not known
@@ -61,7 +66,8 @@ class Window:
         self._parameters = [p for p in parameters if p.requires_grad]
         self._hidden: list[torch.Tensor | None] | None = None
         self._unit = 1.0  # what waits is Σ w·g divided by this, the weight of the last pass that counts
-        self._synced = False  # `.grad` is already an average over the replicas
+        self._ended = False  # what waits is instead what windows that have ended left, in units of 1
+        self._synced = False  # and it is an average over the replicas
         self._accumulated = False
         self._place = -1  # of the last micro-batch that had a pass
 
@@ -69,12 +75,12 @@ class Window:
         """The window has ended: stepped, or dropped."""
         self._hidden = None
         self._unit, self._place = 1.0, -1
-        self._synced = self._accumulated = False
+        self._ended = self._synced = self._accumulated = False
 
     @property
     def under_way(self) -> bool:
         """Something has been accumulated that is not synchronised yet."""
-        return self._accumulated and not self._synced
+        return self._accumulated
 
     @torch.no_grad()
     def before_backward(self, batch: Batch) -> Instead | None:
@@ -86,9 +92,9 @@ class Window:
             return self._set_aside(batch)
         self._show()
         factor = self._unit / batch.weight
-        if self._synced:
-            # A second synchronised pass (D(real), then D(fake)): each of R replicas is to add 1/R of the
-            # average that is there, which the hook will multiply with w/(R·A).
+        if self._ended:
+            # A second synchronised pass (D(real), then D(fake)), or accumulation by hand: each of R replicas
+            # is to add 1/R of what is there, which the hook will multiply with w/(R·A).
             factor = batch.micro_batches / batch.weight
         self._unit = batch.weight
         grads = [p.grad for p in self._parameters if p.grad is not None] if factor != 1.0 else []
@@ -109,9 +115,13 @@ class Window:
                 self._drop()
             else:
                 self._hide()
+                self._ended = self._synced = False
+        elif batch.by_hand:
+            self._finish_by_hand(batch)
+            self._ended, self._synced, self._accumulated = True, False, False
         elif reduced:
             self._hidden = None
-            self._synced = True
+            self._ended, self._synced, self._accumulated = True, True, False
         elif self._synced:
             self._finish_alone(batch)
         return first
@@ -126,8 +136,10 @@ class Window:
 
     def _set_aside(self, batch: Batch) -> Instead:
         """What is there already, which is all that counts when the pass to come does not."""
-        factor = 1.0 / batch.replicas if self._synced else self._unit * batch.share
-        if batch.accumulating:
+        factor = 1.0 / batch.replicas if self._ended else self._unit * batch.share
+        if batch.accumulating or batch.by_hand:
+            if self._ended or batch.by_hand:
+                self._hide()
             return Instead({}, factor)  # no hook will ask
         # Copies: with gradient_as_bucket_view gradients may lie where DDP puts the next.
         kept = {id(param): grad.clone() for param, grad in self.gradients()}
@@ -145,6 +157,18 @@ class Window:
         grads = [p.grad for p in self._parameters if p.grad is not None]
         if batch.weight and grads:
             torch._foreach_mul_(grads, batch.weight * batch.share)
+
+    def _finish_by_hand(self, batch: Batch) -> None:
+        """The window has ended, and stays this replica's: the next may have another A and other weights."""
+        if batch.weight == 0.0:
+            self._drop()
+            self._show()
+            factor = 1.0 if self._ended else self._unit / batch.micro_batches
+        else:
+            factor = batch.weight / batch.micro_batches
+        grads = [p.grad for p in self._parameters if p.grad is not None] if factor != 1.0 else []
+        if grads:
+            torch._foreach_mul_(grads, factor)
 
     def _drop(self) -> None:
         for param in self._parameters:

@@ -155,6 +155,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
     def sync_buffers(self, limit: timedelta = timedelta(seconds=60)) -> None:
         """Give every replica rank 0's buffers (running means). A collective: call it on all of them.
 
+        Rank 0 is that of the process group, which may be one of the script's own.
+
         limit: how long to wait for the others. Nothing where the script said `broadcast_buffers=False`, or
         torch's newer `forward_sync_buffers=False`.
         """
@@ -164,7 +166,9 @@ class AdaptiveDataParallel(DistributedDataParallel):
         copies = [buffer.clone() for buffer in buffers]  # a broadcast that breaks leaves half of each
 
         def start() -> list[Any]:
-            return [dist.broadcast(one, 0, group=self.process_group, async_op=True) for one in copies]
+            return [
+                dist.broadcast(one, group=self.process_group, group_src=0, async_op=True) for one in copies
+            ]
 
         link = self._hook.link
         works = start() if link is None else link.queue(start)
@@ -312,6 +316,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
                 micro_batches=micro_batches,
                 place=loader.micro_batch,
                 accumulating=loader.is_accum_step(),
+                by_hand=self._user_no_sync and not loader.is_accum_step(),
                 weight=loader.gradient_weight,
                 # Half of a batch still tells something; the last one of an epoch may be a single sample.
                 even=window == full or (micro_batches == 1 and window % parts == 0 and 2 * window >= full),

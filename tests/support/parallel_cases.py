@@ -6,6 +6,7 @@ import copy
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -347,3 +348,53 @@ def evaluate_alone(options: dict[str, Any]) -> torch.Tensor:
     adp.train()
     steps(adp, optimizer, 2, first=3)  # and both go on
     return means
+
+
+Plan = Sequence[tuple[bool, Sequence[Sequence[int]]]]
+
+
+def by_hand(plans: Sequence[Plan], options: dict[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The gradient of each plan's windows, (synchronised, [micro-batches][replicas]), and what it should be.
+
+    The script steps after all of them only: it is the sum of what each alone would leave.
+    """
+    rank = dist.get_rank()
+    model, whole = linear(), linear()
+    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.0), **options)
+    found = []
+    for plan in plans:
+        adp.zero_grad()
+        whole.zero_grad()
+        start = 0
+        for synchronised, window in plan:
+            x, y = samples(sum(map(sum, window)), start)
+            (whole(x) - y).square().mean().backward()
+            with FakeLoader(window, 8, 4) as loader, nullcontext() if synchronised else adp.no_sync():
+                for loader.chunk, sizes in enumerate(window):
+                    count = sizes[rank]
+                    x, y = samples(count or 1, start + sum(sizes[:rank]) if count else 100)
+                    (adp(x) - y).square().mean().backward()
+                    start += sum(sizes)
+        found.append((_gradient(model), _gradient(whole)))
+        adp._optimizer.step()
+    return found
+
+
+def _gradient(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def buffers_of_some() -> float | None:
+    """What a buffer is after `sync_buffers` in a process group of ranks 1 and 2 only, whose first is 1."""
+    rank = dist.get_rank()
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return None
+    model = linear()
+    model.register_buffer("own", torch.zeros(()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    adp = AdaptiveDataParallel(model, optimizer, process_group=group)
+    own: Any = model.own
+    own.fill_(rank)
+    adp.data_loop_begins()
+    return float(own)

@@ -755,3 +755,7 @@ def test_evaluation_on_fewer_samples_than_replicas(options: dict[str, Any]) -> N
     """A replica without a batch does not leave the other one waiting, and buffers are rank 0's before."""
     first, second = replicas.run(cases.evaluate_alone, 2, options)
     assert (torch.equal(first, second)) == (not options)
+
+
+def test_buffers_in_a_process_group_without_global_rank_0() -> None:
+    assert replicas.run(cases.buffers_of_some, 3) == [None, 1.0, 1.0]

@@ -169,6 +169,27 @@ def test_fillers_add_nothing_to_several_passes(options: dict[str, Any]) -> None:
         torch.testing.assert_close(ours, oracle)
 
 
+EVEN = [[4, 4]]
+BY_HAND: dict[str, cases.Plan] = {
+    "an epoch's end, then an even batch": [(False, EVEN), (False, [[3, 1]]), (True, EVEN)],
+    "an end with a filler, then an even batch": [(False, EVEN), (False, [[1, 0]]), (True, EVEN)],
+    "a filler first": [(False, [[1, 0]]), (False, [[3, 1]]), (True, EVEN)],
+    "synchronised at the end": [(False, EVEN), (False, [[3, 1]]), (True, [[1, 0]])],
+    "accumulation, then none": [(False, [[4, 4], [1, 0]]), (True, EVEN)],
+    "none, then accumulation": [(False, [[3, 1]]), (True, [[4, 4], [2, 1]])],
+    "none, then fillers first": [(False, [[3, 1]]), (True, [[1, 0], [4, 4], [1, 0]])],
+    "synchronised in between": [(True, [[3, 1]]), (False, [[2, 1]]), (True, [[4, 4], [2, 1]])],
+    "synchronised each time": [(True, [[4, 4], [1, 0]]), (True, [[4, 4], [2, 1]]), (True, EVEN)],
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
+def test_accumulating_by_hand_weighs_uneven_batches_like_all(options: dict[str, Any]) -> None:
+    for found in replicas.run(cases.by_hand, 2, list(BY_HAND.values()), options):
+        for name, (ours, oracle) in zip(BY_HAND, found, strict=True):
+            torch.testing.assert_close(ours, oracle, msg=lambda text, name=name: f"{name}: {text}")
+
+
 def test_a_second_pass_that_ddp_does_not_synchronise_is_said() -> None:
     for message in replicas.run(cases.unsynchronised_pass, 2):
         assert "call backward once" in message
