@@ -105,6 +105,19 @@ def test_in_evaluation_loops_and_short_epochs(start: Any, tmp_path: Path) -> Non
     assert seen == Counter({(epoch, sample): 1 for epoch in range(40) for sample in range(80)})
 
 
+def test_a_newcomer_in_mid_evaluation_broadcasts_no_buffers_alone(start: Any, tmp_path: Path) -> None:
+    """The others did that when the loop began. Only where deaths are not survived is it DDP's to do."""
+    job = start(1, batch=SIZE, epochs=2, evaluate=1, mortal=True, **{"evaluation pace": 0.3})
+    job.rescale(2)  # the training loop is one step: this is in the first evaluation loop
+    job.finish()
+    evaluated = [line for line in generations.records(tmp_path) if line["loop"] == "evaluate"]
+    assert {line["replicas"] for line in evaluated if line["epoch"] == 0} == {1, 2}, (
+        "it was not amid the loop"
+    )
+    seen = Counter((line["epoch"], sample) for line in evaluated for sample in line["samples"])
+    assert seen == Counter({(epoch, sample): 1 for epoch in range(2) for sample in range(SIZE)})
+
+
 @pytest.mark.parametrize("trouble", ["crash", "hang", "collective"])
 def test_a_newcomer_in_trouble_never_stops_the_training(start: Any, tmp_path: Path, trouble: str) -> None:
     job = start(2)

@@ -25,6 +25,7 @@ S = {
     "size": 61, "batch": 8, "epochs": 1, "shuffle": True, "workers": 0, "accumulate": 0, "evaluate": 0,
     "stop": None, "seed": 5, "drop_last": False, "stream": False, "persistent": False, "pace": 0.0,
     "autoscale": 0, "torn": None, "torn then": None, "die": None, "fresh": False, "outside": False,
+    "mortal": False, "evaluation pace": 0.0,
     **json.loads(os.environ.get("LOOP", "{}")),
 }  # fmt: skip
 OUT = Path(os.environ["OUT"])
@@ -52,6 +53,8 @@ class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.w = torch.nn.Parameter(torch.zeros(S["size"], dtype=torch.float64))
+        if S["mortal"]:
+            self.register_buffer("mean", torch.zeros(()))
 
     def forward(self, index):
         return self.w[index]
@@ -124,7 +127,9 @@ def main():
     evaluation = adl.AdaptiveDataLoader(Numbers(), batch_size=10)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model = adl.AdaptiveDataParallel(model, optimizer, scaling_rule=LinearScale())
+    # A job that changes in place, but does not survive deaths, lets DDP broadcast buffers.
+    ddp = {"find_unused_parameters": True} if S["mortal"] else {}
+    model = adl.AdaptiveDataParallel(model, optimizer, scaling_rule=LinearScale(), **ddp)
     trouble = os.environ.get("TROUBLE")
     if trouble == "crash":
         raise RuntimeError("trouble")
@@ -168,6 +173,8 @@ def main():
                     model(batch)
                 record(epoch=epoch, loop="evaluate", samples=batch.tolist(), local=len(batch))
                 sums["seen"] += len(batch)
+                if not (OUT / "hurry").exists():
+                    time.sleep(S["evaluation pace"])
             assert others["kept"] == 2, "a loop's end has changed what a block had changed"
         with sums.synchronized():
             assert not S["evaluate"] or sums["seen"] == S["size"], sums["seen"]
