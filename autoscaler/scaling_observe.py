@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from adaptdl_elastic.autoscaler.coordinator.job import Phase, examine, requested_replicas
-from adaptdl_elastic.autoscaler.coordinator.policy import policy_inputs
+from adaptdl_elastic.autoscaler.coordinator.job import Condition, Phase, examine, requested_replicas
+from adaptdl_elastic.autoscaler.coordinator.policy import ask, described
 from adaptdl_elastic.autoscaler.coordinator.reports import model, own_hints
-from adaptdl_elastic.autoscaler.coordinator.slots import used
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, used
+from adaptdl_elastic.autoscaler.coordinator.types import Memory as Rounds
 from adaptdl_elastic.autoscaler.coordinator.types import Settings
 from adaptdl_elastic.autoscaler.policy.types import JobInfo
 from adaptdl_elastic.autoscaler.providers.base import Capacity, Signal
@@ -20,11 +21,7 @@ def observe(
     view: View, capacity: Capacity, signals: Sequence[Signal], expected: Sequence[str] = ()
 ) -> Observation:
     """What one decision is made of. `expected`: jobs to have a node for before they are in the store."""
-    asked, _, _ = policy_inputs(view)
-    changing = _unsettled(view)
-    asked = tuple(_as_asked(info, view.jobs[info.name], info.name in changing) for info in asked)
-    known = {job.name for job in asked}
-    waiting = [info for name, job in view.jobs.items() if name not in known and (info := without_nodes(job))]
+    jobs, changing, warnings = _jobs(view)
     coming = [JobInfo(name) for name in expected if name not in view.jobs or view.jobs[name].spec is None]
     nodes = node_uses(view)
     slots: dict[str, int] = {}
@@ -36,21 +33,59 @@ def observe(
         view.wall,
         capacity,
         nodes,
-        (*asked, *waiting, *coming),
+        (*jobs, *coming),
         tuple(signals),
         sum(slots.values()),
         len(slots),
         {name: job.spec.record.run for name, job in view.jobs.items() if job.spec is not None},
         changing,
+        warnings,
     )
 
 
-def _unsettled(view: View) -> frozenset[str]:
-    """Jobs whose plan is not yet, or no longer, what runs, and whose size nobody has said."""
-    settings = Settings()
-    jobs = {name: job for name, job in view.jobs.items() if requested_replicas(job) is None}
-    phases = {name: examine(view, job, settings).phase for name, job in jobs.items()}
-    return frozenset(name for name, phase in phases.items() if phase in (Phase.CHANGING, Phase.BROKEN))
+def _jobs(view: View) -> tuple[list[JobInfo], frozenset[str], tuple[str, ...]]:
+    """(what is to be decided about, jobs of which a change is under way, warnings).
+
+    Changing is a job whose plan is not yet, or no longer, what runs, and whose size nobody has said. One
+    that can not be dealt with keeps what it has, as with the coordinator, and stops nobody else.
+    """
+    settings, conditions, broken = Settings(), dict[str, Condition](), dict[str, str]()
+    for name, job in view.jobs.items():
+        try:
+            conditions[name] = examine(view, job, settings)
+        except Exception as error:
+            broken[name] = described(error)
+    question = ask(view, conditions, Rounds(), Ledger(view), settings)
+    broken |= question.broken
+    asked = {info.name: info for info in question.jobs}
+    found: list[JobInfo] = []
+    changing: set[str] = set()
+    for name, job in view.jobs.items():
+        try:
+            if name in broken:
+                continue
+            phase = conditions[name].phase if requested_replicas(job) is None else None
+            unsettled = phase in (Phase.CHANGING, Phase.BROKEN)
+            info = _as_asked(asked[name], job, unsettled) if name in asked else without_nodes(job)
+        except Exception as error:
+            broken[name] = described(error)
+            continue
+        found += [] if info is None else [info]
+        changing |= {name} if unsettled else set()
+    found += [info for name in sorted(broken) if (info := _as_planned(view.jobs[name])) is not None]
+    warnings = (
+        f"{name}: keeps what it has, for nothing can be decided about it: {broken[name]}"
+        for name in sorted(broken)
+    )
+    return found, frozenset(changing), tuple(warnings)
+
+
+def _as_planned(job: JobView) -> JobInfo | None:
+    """A job of which only its plan is believed; None when it has nothing, or wants nothing."""
+    size = 0 if job.plan is None else sum(p.replicas for p in job.plan.record.placements)
+    if not size or _wants_nothing(job):
+        return None
+    return JobInfo(job.job, max_replicas=size, requested_replicas=size)
 
 
 def node_uses(view: View) -> dict[str, NodeUse]:
@@ -95,15 +130,10 @@ def _as_asked(info: JobInfo, job: JobView, changing: bool) -> JobInfo:
 
 def without_nodes(job: JobView) -> JobInfo | None:
     """A job that waits and has no node to be asked about on; None when it wants none."""
-    if job.spec is None:
+    if job.spec is None or _wants_nothing(job):
         return None
     spec = job.spec.record
-    status = job.status.record if job.status is not None else None
-    if status is not None and status.run == spec.run and status.state.ended:
-        return None
     request = job.request.record if job.request is not None else None
-    if request is not None and request.stop:
-        return None
     hints = own_hints(job)
     return JobInfo(
         name=job.job,
@@ -117,6 +147,11 @@ def without_nodes(job: JobView) -> JobInfo | None:
         remaining=None if hints is None else hints.remaining_samples,
         weight=spec.weight,
     )
+
+
+def _wants_nothing(job: JobView) -> bool:
+    """Whether it has ended, is to stop, or is no job."""
+    return job.spec is None or _ended(job) or (job.request is not None and job.request.record.stop)
 
 
 def all_ended(view: View, expected: Sequence[str]) -> bool:

@@ -67,7 +67,7 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
     actions = [*requests, *leaving, *_protect(seen, memory)]
     late = _late(wanted, seen, settings)
     short = _short(market, worth)
-    notes = [*seen.capacity.warnings, *short, *warnings, *overdue, *late, *_misjudged(seen)]
+    notes = [*seen.capacity.warnings, *seen.warnings, *short, *warnings, *overdue, *late, *_misjudged(seen)]
     return Step(
         replace(
             memory,

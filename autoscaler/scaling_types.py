@@ -41,6 +41,7 @@ class Observation:
     other_nodes: int = 0
     runs: Mapping[str, str] = field(default_factory=dict)  # of every job in the store; empty: not known
     unsettled: frozenset[str] = frozenset()  # jobs of which a change is under way: their size says nothing
+    warnings: tuple[str, ...] = ()  # about jobs that nothing can be decided about
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from coordinator_pump import Pump, elastic
 from fake_agents import hints_of
 from prometheus_client import CollectorRegistry
 
+from adaptdl_elastic.autoscaler import scaling_observe
 from adaptdl_elastic.autoscaler.coordinator import core, urgent
 from adaptdl_elastic.autoscaler.coordinator import job as jobs
 from adaptdl_elastic.autoscaler.coordinator import policy as questions
@@ -21,7 +22,13 @@ from adaptdl_elastic.autoscaler.coordinator.types import CompareAndSwap, DeleteP
 from adaptdl_elastic.autoscaler.metrics import CoordinatorMetrics
 from adaptdl_elastic.autoscaler.policy import allocate
 from adaptdl_elastic.autoscaler.policy.types import Decision
-from adaptdl_elastic.autoscaler.state import Keeper
+from adaptdl_elastic.autoscaler.providers.base import Capacity, Pool
+from adaptdl_elastic.autoscaler.scaling import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling_observe import observe
+from adaptdl_elastic.autoscaler.scaling_step import step
+from adaptdl_elastic.autoscaler.scaling_types import Memory as Remembered
+from adaptdl_elastic.autoscaler.scaling_types import Request
+from adaptdl_elastic.autoscaler.state import Keeper, View, view_of
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.records import JobState, Placement
@@ -164,6 +171,42 @@ def test_a_job_that_breaks_the_policy_is_asked_about_without_its_model(pump: Pum
     broken = [fields for event, fields in pump.said if event == "job_broken"]
     assert [fields["job"] for fields in broken] == ["a"]
     assert "FloatingPointError: its curve makes no sense" in broken[0]["message"]
+
+
+@pytest.mark.parametrize("where", ["examine", "question", "size"])
+def test_the_autoscaler_leaves_alone_what_it_can_not_deal_with_and_says_so(
+    pump: Pump, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elastic(pump)
+    pump.job("b")
+    pump.node("n9", "b")
+    pump.settle()
+    module, name, at = {
+        "examine": (scaling_observe, "examine", 1),
+        "question": (questions, "_job", 1),
+        "size": (scaling_observe, "_as_asked", 1),
+    }[where]
+    works = getattr(module, name)
+
+    def breaks(*arguments: Any, **named: Any) -> Any:
+        if arguments[at].job == "a":
+            raise ZeroDivisionError("nobody has thought of this")
+        return works(*arguments, **named)
+
+    monkeypatch.setattr(module, name, breaks)
+    pool = Pool("p", slots=4, hourly_price=1.0, minimum=0, maximum=4, desired=0)
+    seen = observe(_view(pump), Capacity((pool,)), ())
+    assert {info.name: info.requested_replicas for info in seen.jobs} == {
+        "a": sum(p.replicas for p in pump.plan("a").placements),
+        "b": None,
+    }
+    said = step(seen, Remembered(), ScalingSettings()).warnings
+    error = "ZeroDivisionError: nobody has thought of this"
+    assert f"a: keeps what it has, for nothing can be decided about it: {error}" in said
+
+
+def _view(pump: Pump) -> View:
+    return view_of(pump.keys, pump.store.range(pump.keys.root), 0.0, 0.0)
 
 
 @pytest.mark.parametrize("generation", ["²", "9" * 5000, "1_0", "٣"])
@@ -362,6 +405,11 @@ def _survives(seed: int) -> None:
                     json.dumps(dict(fields), allow_nan=False)
         assert now <= decided.wake_at <= now + 1e6, seed
         now += garbage.random.choice((0.5, 5.0, 70.0, 1000.0))
+    pool = Pool("p", slots=4, hourly_price=1.0, minimum=0, maximum=4, desired=0)
+    seen = observe(keeper.view(now, now + 1e9), Capacity((pool,)), ())
+    assert seen.warnings == (), seed
+    orders = step(seen, Remembered(), ScalingSettings()).actions
+    assert all(isinstance(order, Request) and 0 < order.desired <= 4 for order in orders), seed
     metrics = CoordinatorMetrics(CollectorRegistry())
     metrics.leading(True)
     metrics.decided(keeper.view(now, now + 1e9), decided, 0.1)
