@@ -259,18 +259,20 @@ class Flow:
                 logger.warning("%s is not written any more: %s", self._file.name, error)
                 self._file = None
         if self._shown is not None:
-            self._split(data)
+            ended = self._split(data)
             if not (self._rest or self._state):
                 self.due = None
-            elif self.due is None:
+            elif self.due is None or (ended and not self._state):  # what is left has just begun
                 self.due = now + MOMENT
 
-    def _split(self, data: bytes) -> None:
-        start = 0
+    def _split(self, data: bytes) -> bool:
+        """Whether a line has ended, and what waits now is of another."""
+        start, ended = 0, False
         for end in _LINE_END.finditer(data):
             self._add(data[start : end.start()])
             start = end.end()
             line = self._take()
+            ended = ended or end[0] != b"\r"
             if end[0] == b"\r":
                 self._state = line or self._state
             elif line or self._state:
@@ -280,6 +282,7 @@ class Flow:
                 self._show(b"")
             self._seen = False if end[0] != b"\r" else self._seen and not line
         self._add(data[start:])
+        return ended
 
     def _add(self, data: bytes) -> None:
         for start in range(0, len(data), LONGEST):

@@ -57,6 +57,19 @@ def test_lines_end_with_or_without_a_carriage_return() -> None:
     ]
 
 
+def test_lines_of_a_fast_writer_are_not_cut() -> None:
+    line, size = b"x" * 996, 65536
+    data, shown = (line + b"\n") * 20_000, list[bytes]()
+    flow = Flow(None, shown.append)
+    for step, start in enumerate(range(0, len(data), size)):  # each piece ends within a line, for 3 s
+        flow.feed(data[start : start + size], step / 100)
+        flow.flush(step / 100)
+    assert set(shown) == {line}
+    flow.feed(b"and then", 4.0)
+    flow.flush(4.0 + MOMENT)
+    assert shown[-1] == b"and then"
+
+
 def test_a_progress_bar_is_shown_while_it_goes_on_and_not_each_of_its_states() -> None:
     bar = [(b"\r%3d%%" % percent, percent / 10) for percent in range(101)]  # as tqdm writes it, 10 s long
     shown = shows(*bar, (b"\ndone\n", 10.0))
