@@ -39,6 +39,7 @@ MAIN, LOOPS, AGREEMENT = range(3)
 """Streams: of most collectives; of beginnings and ends of data loops; of agreements on what to do where."""
 
 _CONTRIBUTION, _RESULT, _FAILURE, _CONTROL, _GOODBYE = range(5)
+_TORN_DOWN = "the collectives have been torn down"
 CONNECT_TIMEOUT = 120.0
 _CANCEL_INTERVAL = 0.1  # seconds
 
@@ -148,7 +149,7 @@ class Reducer:
         self._calls: dict[int, _Call] = {}  # rank 0
         self._futures: dict[int, Future] = {}  # the others
         self._lost: dict[int, PeerLostError] = {}
-        self._closing = False
+        self._closing = self._aborted = False
         self._send_locks: dict[int, threading.Lock] = {}
         self._peers: dict[int, socket.socket] = {}
         if replicas == 1:
@@ -265,8 +266,8 @@ class Reducer:
             return future
         payload = b"" if self.rank == 0 else _wire.dumps((tag, value))
         with self._lock:
-            if self._closing:
-                raise CollectiveError("the collectives have been torn down")
+            if self._closing:  # after `abort` for the same reason as what it has ended
+                raise (PeerLostError if self._aborted else CollectiveError)(_TORN_DOWN)
             if self._apart is not None:
                 future = Future()
                 future._set(error=self._apart)
@@ -470,7 +471,7 @@ class Reducer:
         When it returns no message of theirs will be handed to anybody any more.
         """
         with self._lock:
-            self._closing = True
+            self._closing = self._aborted = True
         self._hang_up()
         if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join()
@@ -485,7 +486,7 @@ class Reducer:
         with self._lock:
             waiting = [*self._futures.values(), *(call.future for call in self._calls.values())]
         for future in waiting:
-            future._set(error=kind("the collectives have been torn down"))
+            future._set(error=kind(_TORN_DOWN))
 
 
 _ERRORS: dict[str, type[CollectiveError]] = {

@@ -142,6 +142,7 @@ def _die_of(error: BaseException) -> NoReturn:
     """What the interpreter does with an error that nobody caught, without our frames in it."""
     trace = _users(error.__traceback__)
     error = error.with_traceback(trace)
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     sys.excepthook(type(error), error, trace)
     if not isinstance(error, KeyboardInterrupt):
         sys.exit(1)

@@ -132,6 +132,8 @@ class Control:
         with contextlib.suppress(Exception):
             checkpoint.flush(env.checkpoint_interval() or 30.0)
         under_agent = self.session.channel is not None
+        if self.session.reducer is not None and hasattr(sys, "last_value"):
+            self.session.reducer.abort()  # an error that nobody caught is no end of which others should hear
         self.session.close()
         if under_agent and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # too late to stop what has ended

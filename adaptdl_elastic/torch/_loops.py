@@ -16,7 +16,7 @@ from typing import Any
 
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic._session import Session
-from adaptdl_elastic.reducer import LOOPS
+from adaptdl_elastic.reducer import LOOPS, PeerFinishedError, PeerLostError
 
 _SCRATCH = "loops"
 
@@ -63,6 +63,8 @@ class Loops(checkpoint.TensorState):
         self.finished_loops = state_dict["finished_loops"]
         self.index = state_dict["index"]
         self.start_progress = state_dict["start_progress"]
+        if not isinstance(state_dict["seeds"], dict):
+            raise ValueError("it was saved by an older version, which numbered data loaders in another way")
         self.seeds = dict(state_dict["seeds"])
         self.samples = state_dict["samples"]
         self._session.step = state_dict["step"]
@@ -129,20 +131,30 @@ class Loops(checkpoint.TensorState):
         self.announce((self.finished, self.entered), what)
         return True
 
-    def announce(self, place: tuple[int, int], what: str) -> None:
+    def announce(self, place: tuple[int, int], what: str, wait: bool = False) -> None:
         """Tell the others that this replica has come to `place`, unless they were told.
+
+        Args:
+            wait: Until all others have come there, or one of them has died.
 
         Raises:
             CollectiveMismatchError: another one has come to another place.
+            PeerFinishedError: another one has ended instead.
         """
         reducer = self._session.reducer
         if place <= self.announced:
             return
         self.announced = place
-        if reducer is not None:
+        if reducer is None:
+            return
+        try:
             told = reducer.allreduce_async(None, _first, what, LOOPS)
-            if told.done():
+            if wait or told.done():
                 told.result()
+        except PeerFinishedError:
+            raise
+        except PeerLostError:  # the next boundary finds it, and deals with it
+            return
 
     def _pass(self) -> None:
         """Pass the beginning of an epoch or a data loop."""

@@ -328,7 +328,8 @@ class Recovery:
             SystemExit: the plan does without this replica.
         """
         reducer = self._session.reducer
-        if reducer is not None and reducer.finished is not None:  # by its own will: that is no death
+        # By its own will: that is no death. Not so before a generation has come about.
+        if self.armed and reducer is not None and reducer.finished is not None:
             raise reducer.finished
         began, helper = time.monotonic(), helper or current_dataloader()
         # what an evaluation loop leaves behind is no step

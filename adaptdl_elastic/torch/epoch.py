@@ -65,7 +65,8 @@ def _run(until: int) -> Iterator[int]:
         if ran:
             safe = recovery(session)
             safe.look_round()
-            state.announce((state.finished, 0), "the end of the epochs")
+            # Waiting, because nobody's end may come before another one's last loop or epoch.
+            state.announce((state.finished, 0), "the end of the epochs", wait=True)
             safe.guarded(lambda: session.control.save("exit"))
         elif until and session.channel is None and session.rank == 0 and checkpoint.loaded_id():
             print(

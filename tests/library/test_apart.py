@@ -115,3 +115,19 @@ def test_a_checkpoint_while_one_has_left_an_evaluation_loop(start: Any, tmp_path
     job.running[0].channel.send({"type": "checkpoint", "request": 1})
     job.wait_for("saved")
     job.finish()
+
+
+def test_nobody_ends_before_the_others_have_come_to_the_end(start: Any, tmp_path: Path) -> None:
+    """What follows the last loop takes one replica longer than the end takes another."""
+    job = start(2, kind="slow", epochs=2, rank=1)
+    job.finish()
+    trained_alike(tmp_path, 2, 2)
+
+
+def test_an_error_is_not_taken_for_an_end(start: Any, tmp_path: Path) -> None:
+    """Who waits for one that has failed is not told that it had finished: it comes to its own end."""
+    job = start(2, kind="fail", epochs=2, rank=1)
+    failed, waiting = job.running[1], job.running[0]
+    assert failed.join() == 1
+    assert "ArithmeticError: by this replica" in failed.text()
+    assert waiting.join() == 0, waiting.text()

@@ -324,3 +324,16 @@ def test_a_forked_child_does_not_keep_a_killed_replicas_connections_open(world: 
     finally:
         leave.set()
         child.join()
+
+
+def test_who_has_been_aborted_has_lost_the_others_whatever_it_calls_next() -> None:
+    """A collective that begins after `abort` ends as those that it found under way: both are survived."""
+    world = World(2)
+    one = world.reducers[1]
+    waiting = one.allreduce_async(1)
+    one.abort()
+    with pytest.raises(PeerLostError):
+        waiting.result(60)
+    with pytest.raises(PeerLostError):
+        one.allreduce(2)
+    world.reducers[0].close()

@@ -4,8 +4,10 @@ lazy: a loader is made when it is first needed, and that is in another epoch on 
 fickle: a variable that is another one on a replica that joins decides which loop comes first.
 early: such a variable decides that there have been enough epochs.
 alone: one replica has a data loop of its own. leave: one leaves an evaluation loop before the others.
+slow: one needs longer than the others for what follows the last loop. fail: one ends with an error there.
 """
 
+import atexit
 import json
 import os
 import time
@@ -57,6 +59,8 @@ def pause():
 
 
 def main():
+    if S["kind"] == "slow":
+        atexit.register((OUT / f"ended-{os.environ['RANK']}").touch)  # after all that comes later
     torch.manual_seed(int(os.environ.get("SEED", os.getpid())))  # of its own: orders have to be agreed on
     adl.init_process_group("gloo")
     net = torch.nn.Linear(4, 1)
@@ -77,6 +81,12 @@ def main():
                 evaluation = loader()
             if S["kind"] != "alone" or adl.rank() == S["rank"]:
                 evaluate(evaluation, epoch)
+        if epoch + 1 == S["epochs"] and adl.rank() == S["rank"]:
+            if S["kind"] == "fail":
+                raise ArithmeticError("by this replica")
+            end = time.monotonic() + 3
+            while S["kind"] == "slow" and not (OUT / "ended-0").exists() and time.monotonic() < end:
+                time.sleep(0.01)
     torch.save(net.state_dict(), OUT / f"weights-{adl.rank()}")
 
 

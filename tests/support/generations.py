@@ -79,8 +79,9 @@ def main(script: str, environment: dict[str, str], output: str) -> None:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        sys.last_value = error  # as the interpreter does
         code = 1
     import atexit
 
