@@ -301,6 +301,7 @@ class Target:
     keep: float = math.inf  # slots below which nothing goes of its own accord
     floor: int = 0  # nodes, the same
     most: int = 1_000_000  # nodes above which something goes whatever is kept
+    settled: bool = False  # only nodes go that no job has, or is to have, of which a change is under way
 
 
 def target(

@@ -20,6 +20,7 @@ from adaptdl_elastic.autoscaler.scaling import (
 from adaptdl_elastic.autoscaler.scaling_memory import interruptions_per_hour, running_replicas
 from adaptdl_elastic.autoscaler.scaling_types import Known, Memory, Observation, PoolMemory
 
+_PATIENCE = 5  # times --shrink-after, for which jobs that change one after the other can hold everything
 _VANISH = 60.0  # seconds for which a released instance is believed to be gone, though it is shown
 
 
@@ -86,10 +87,11 @@ class Market:
         there = len(self.staying(pool)) - self._early(pool)
         return there + self.coming(pool) - self.giving_back(pool)
 
-    def candidates(self) -> list[tuple[Pool, Instance | None]]:
+    def candidates(self, settled: bool = False) -> list[tuple[Pool, Instance | None]]:
         """What could go, in the order in which it would: what has not come (None), then the least missed.
 
-        Of each pool at most so many as are above its minimum.
+        Of each pool at most so many as are above its minimum. `settled`: of the nodes only those that no
+        job has, or is to have, of which a change is under way.
         """
         pools = {pool.name: pool for pool in self.seen.capacity.pools}
         spare = {name: max(0, self.supply(pool) - pool.minimum) for name, pool in pools.items()}
@@ -98,15 +100,23 @@ class Market:
             found += [(pool, None)] * min(self.coming(pool), spare[pool.name])
             spare[pool.name] -= min(self.coming(pool), spare[pool.name])
         there = [i for p in pools.values() for i in self.staying(p) if not self.goes(i)]
+        there = [i for i in there if not (settled and self._changes(i))]
         for instance in sorted(there, key=lambda i: missed(i, self.memory.known[i.id], self.seen)):
             if spare[instance.pool] > 0:
                 spare[instance.pool] -= 1
                 found.append((pools[instance.pool], instance))
         return found
 
-    def sizes(self) -> tuple[list[int], tuple[int, int]]:
+    def _changes(self, instance: Instance) -> bool:
+        """Whether a job of which a change is under way has it, or is to have it."""
+        node = self.seen.nodes.get(instance.id)
+        return node is not None and any(
+            job in node.planned or node.replicas.get(job) for job in self.seen.unsettled
+        )
+
+    def sizes(self, settled: bool = False) -> tuple[list[int], tuple[int, int]]:
         """Slots of the candidates, and (nodes, slots) of those that can not go."""
-        sizes = [pool.slots if i is None else i.slots for pool, i in self.candidates()]
+        sizes = [pool.slots if i is None else i.slots for pool, i in self.candidates(settled)]
         nodes, slots = 0, 0
         for pool in self.seen.capacity.pools:
             kept = sorted(i.slots for i in self.staying(pool) if not self.goes(i))
@@ -207,18 +217,32 @@ class Market:
         """How many nodes there should be for so many slots, those of others included."""
         slots, _, _ = self.usual()
         total = max(0, wanted - self.seen.other_slots)
-        low = self.memory.low_since
-        sizes, fixed = self.sizes()
-        return target(
-            total,
-            slots,
-            sizes,
-            self.settings,
-            since_change=self.seen.now - self.memory.changed,
-            low_for=0.0 if low is None else self.seen.now - low,
-            fixed=fixed,
-            least=max(0, least_nodes(self.seen.jobs) - self.seen.other_nodes),
+        low_for, low_ever = (
+            0.0 if low is None else self.seen.now - low
+            for low in (self.memory.low_since, self.memory.low_began)
         )
+
+        def goal(low_for: float, settled: bool) -> Target:
+            sizes, fixed = self.sizes(settled)
+            return target(
+                total,
+                slots,
+                sizes,
+                self.settings,
+                since_change=self.seen.now - self.memory.changed,
+                low_for=low_for,
+                fixed=fixed,
+                least=max(0, least_nodes(self.seen.jobs) - self.seen.other_nodes),
+            )
+
+        usual = goal(low_for, False)
+        if usual.nodes != self.have() or not low_for < self.settings.shrink_after <= low_ever / _PATIENCE:
+            return usual
+        forced = goal(low_ever, True)
+        if forced.nodes >= usual.nodes:
+            return usual
+        why = f"low for {low_ever:.0f} s, in which some job was changing nearly all the time"
+        return replace(forced, reason=f"{forced.reason} ({why})", settled=True)
 
     def afford(self, goal: Target) -> Target:
         """No more nodes than the budget bears: prices may have risen since they were bought."""
@@ -240,7 +264,7 @@ class Market:
         text = (
             f"{there:.2f} per hour are more than --max-hourly-cost {budget:g}: {self.have()} -> {nodes} nodes"
         )
-        return replace(goal, nodes=nodes, reason=text, keep=math.inf, most=nodes)
+        return replace(goal, nodes=nodes, reason=text, keep=math.inf, most=nodes, settled=False)
 
     def hourly(self) -> float:
         """Of everything that is there or asked for and stays."""

@@ -41,6 +41,7 @@ def shifted(memory: Memory, seconds: float) -> Memory:
         updated=moved(memory.updated),
         changed=memory.changed + seconds,
         low_since=moved(memory.low_since),
+        low_began=moved(memory.low_began),
         broke_until=memory.broke_until + seconds,
     )
 

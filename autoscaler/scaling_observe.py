@@ -91,8 +91,12 @@ def _as_planned(job: JobView) -> JobInfo | None:
 def node_uses(view: View) -> dict[str, NodeUse]:
     """Every node that runs on an instance, by instance."""
     holds = {name: used(view, job) for name, job in view.jobs.items()}
-    plans = (job.plan.record for job in view.jobs.values() if job.plan is not None)
-    first = {plan.placements[0].node for plan in plans if plan.placements}
+    plans = {name: job.plan.record for name, job in view.jobs.items() if job.plan is not None}
+    first = {plan.placements[0].node for plan in plans.values() if plan.placements}
+    planned: dict[str, set[str]] = {}
+    for name, plan in plans.items():
+        for placement in plan.placements:
+            planned.setdefault(placement.node, set()).add(name)
     found: dict[str, NodeUse] = {}
     for agents in view.nodes.values():
         for node, seen in agents.items():
@@ -112,6 +116,7 @@ def node_uses(view: View) -> dict[str, NodeUse]:
                 at_risk=record.at_risk or (before is not None and before.at_risk),
                 slots=record.slots,
                 first=node in first,
+                planned=frozenset(planned.get(node, ())),
             )
     return found
 

@@ -72,6 +72,7 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
         replace(
             memory,
             low_since=_low_since(seen, memory, elapsed, goal, settings),
+            low_began=_began(memory.low_began, seen, goal, settings),
             wanted={want.job: want.replicas for want in wanted},
         ),
         tuple(actions),
@@ -87,11 +88,16 @@ def _low_since(
     seen: Observation, memory: Memory, elapsed: float, goal: Target, settings: ScalingSettings
 ) -> float | None:
     """Since when utilisation is below the band; time in which a job changes does not count."""
+    since = _began(memory.low_since, seen, goal, settings)
+    changing = seen.unsettled and since is not None and memory.low_since is not None
+    return since + elapsed if changing and since is not None else since
+
+
+def _began(since: float | None, seen: Observation, goal: Target, settings: ScalingSettings) -> float | None:
+    """Since when utilisation is below the band, having been so `since`."""
     if goal.utilisation >= settings.low:
         return None
-    if memory.low_since is None:
-        return seen.now
-    return memory.low_since + (elapsed if seen.unsettled else 0.0)
+    return seen.now if since is None else since
 
 
 def _forsake(market: Market) -> Memory:
@@ -211,8 +217,8 @@ def _why_not(
 def _shrink(market: Market, goal: Target) -> tuple[Memory, dict[str, Request]]:
     """First what has not come, then the instances that are missed least."""
     seen, known = market.seen, dict(market.memory.known)
-    candidates = market.candidates()
-    sizes, fixed = market.sizes()
+    candidates = market.candidates(goal.settled)
+    sizes, fixed = market.sizes(goal.settled)
     fewer: dict[str, int] = {}
     gone = [candidates[place] for place in going(sizes, goal.keep, goal.floor, goal.most, fixed)]
     for pool, instance in gone:

@@ -20,6 +20,7 @@ class NodeUse:
     at_risk: bool = False
     slots: int = 0  # by its agent's word; 0: not known
     first: bool = False  # has rank 0 of a job, which can not leave without a restart
+    planned: frozenset[str] = frozenset()  # jobs whose plan has it, though they may have nothing on it yet
     announced: bool = True  # by itself or about its instance, not by a person who wants its work elsewhere
 
     @property
@@ -95,7 +96,8 @@ class Memory:
     cost: float = 0.0
     updated: float | None = None
     changed: float = 0.0
-    low_since: float | None = None
+    low_since: float | None = None  # since when use is low; time in which a job changes does not count
+    low_began: float | None = None  # the same, where it does
     broke_until: float = 0.0  # the budget was exceeded: nothing is bought before
     wanted: Mapping[str, int] = field(default_factory=dict)  # by job, at the last look
 

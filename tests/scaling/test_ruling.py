@@ -311,7 +311,9 @@ def test_everything_that_we_have_dated_moves_with_the_clock() -> None:
         )
     }
     pools = {"p": PoolMemory(until=60.0, trouble_seen=70.0)}
-    memory = Memory(known, pools, updated=80.0, changed=90.0, low_since=95.0, broke_until=99.0)
+    memory = Memory(
+        known, pools, updated=80.0, changed=90.0, low_since=95.0, low_began=94.0, broke_until=99.0
+    )
     later = shifted(memory, 1000.0)
     assert shifted(later, -1000.0) == memory
     assert later.known["i"] == replace(
@@ -319,6 +321,7 @@ def test_everything_that_we_have_dated_moves_with_the_clock() -> None:
     )
     assert later.pools["p"] == replace(pools["p"], until=1060.0)
     assert (later.updated, later.changed, later.low_since, later.broke_until) == (1080, 1090, 1095, 1099)
+    assert later.low_began == 1094
     assert shifted(Memory(), 5.0).updated is None
 
 

@@ -18,8 +18,10 @@ from adaptdl_elastic.autoscaler.providers.base import (
 from adaptdl_elastic.autoscaler.providers.static import StaticProvider
 from adaptdl_elastic.autoscaler.scaling import ScalingSettings
 from adaptdl_elastic.autoscaler.scaling_loop import LoopOptions
+from adaptdl_elastic.autoscaler.scaling_observe import node_uses
 from adaptdl_elastic.autoscaler.scaling_step import step
 from adaptdl_elastic.autoscaler.scaling_types import Memory, Observation
+from adaptdl_elastic.autoscaler.state import view_of
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.memory import MemoryStore
 from adaptdl_elastic.rendezvous.store import StoreError
@@ -65,6 +67,7 @@ def test_an_interrupted_node_gets_a_drain_request_that_goes_with_it(store: Memor
     (victim,) = cluster.instances
     node = cluster.register(victim)
     cluster.plan(node)
+    assert node_uses(view_of(KEYS, store.range(KEYS.root), 0.0, 0.0))[victim].planned == {"train"}
     cluster.provider.interrupt(victim, 120)
     deadline = cluster.now + 120
     cluster.tick(1)

@@ -10,7 +10,7 @@ from scaling_world import World, job, waiting
 
 from adaptdl_elastic.autoscaler.providers.base import Pool, ProviderError
 from adaptdl_elastic.autoscaler.scaling import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling_types import Drain, Hold, LetGo, Release, Request
+from adaptdl_elastic.autoscaler.scaling_types import Drain, Hold, LetGo, NodeUse, Release, Request
 
 DEMAND = Pool("demand", desired=0, maximum=10, hourly_price=1.0, instance_type="g5.xlarge")
 SPOT = Pool("spot", desired=0, maximum=10, hourly_price=0.3, preemptible=True, instance_type="g5.xlarge")
@@ -351,7 +351,7 @@ def test_time_in_which_a_job_changes_is_no_time_of_low_use() -> None:
     world.jobs = (waiting(replicas=3), waiting("other", 1))
     world.until(lambda: len(world.running) == 4)
     world.jobs = (waiting(replicas=1), waiting("other", 1))
-    for _ in range(10):
+    for _ in range(7):
         world.unsettled = frozenset({"other"})
         world.run(60)
         world.unsettled = frozenset()
@@ -359,6 +359,39 @@ def test_time_in_which_a_job_changes_is_no_time_of_low_use() -> None:
     assert len(world.running) == 4
     world.run(60)
     assert len(world.running) == 2
+
+
+def test_jobs_that_change_for_ever_do_not_hold_the_cluster_for_ever() -> None:
+    world = World(DEMAND)
+    world.jobs = (waiting("a", 6),)
+    world.until(lambda: len(world.running) == 6)
+    world.jobs, world.unsettled = (waiting("a", 2), waiting("c", 1)), frozenset({"c"})
+    world.run(590)
+    assert len(world.running) == 6
+    reasons = [world.tick().reason for _ in range(10)]
+    assert any("6 -> 3 nodes (low for 600 s" in reason for reason in reasons)
+    assert len(world.running) == 3
+    world.run(1200)
+    assert len(world.running) == 3
+
+
+def test_what_a_changing_job_has_or_is_to_have_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(DEMAND)
+    world.jobs = (waiting("a", 4),)
+    world.until(lambda: len(world.running) == 4)
+    holds, waits, *_ = sorted(world.running)
+    works = world._nodes
+
+    def nodes() -> dict[str, NodeUse]:
+        found = works()
+        found[holds] = replace(found[holds], replicas={"c": 1})
+        found[waits] = replace(found[waits], replicas={}, planned=frozenset({"c"}))
+        return found
+
+    monkeypatch.setattr(world, "_nodes", nodes)
+    world.jobs, world.unsettled = (waiting("a", 1), waiting("c", 1)), frozenset({"c"})
+    world.run(1200)
+    assert sorted(world.running) == [holds, waits]
 
 
 @pytest.mark.parametrize("hooks", [False, True])
