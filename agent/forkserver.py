@@ -38,7 +38,7 @@ _BOOT = "import sys; sys.path[:1] = []; from adaptdl_elastic.agent import forkse
 _CHUNK = 1 << 16
 _STREAMS = ("stdout", "stderr", "channel")
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # by the server
-_GRACE = 2.0  # seconds between SIGTERM and SIGKILL for what a replica that ended well has left behind
+_GRACE = 2.0  # seconds between SIGTERM and SIGKILL for what replicas have left behind
 _LAST_WAIT = 2.0  # seconds at most for those that were killed, at the server's end
 
 
@@ -118,8 +118,8 @@ class ForkServer:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         return [_news(json.loads(line)) for line in lines]
 
-    def close(self, timeout: float = 5.0) -> None:
-        """Kill what still runs, and wait for the server's end."""
+    def close(self, timeout: float = 4 * (_GRACE + _LAST_WAIT)) -> None:
+        """Kill what still runs, and wait for the server's end: a little more than both waits at most."""
         self._socket.close()
         if not self._used:
             self.process.kill()  # it may be in the middle of its imports
@@ -302,24 +302,25 @@ class _Server:
                 self._signal_group(group, signal.SIGKILL)
 
     def _kill_all(self) -> None:
-        """Replicas with their groups, then whatever else has come to us: orphans in sessions of their own."""
+        """Replicas with their groups at once; orphans in sessions of their own have `_GRACE` to end by."""
         for pid in self._pids.values():
             self._signal_group(pid, signal.SIGKILL)
         self._pids.clear()
         signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
-        while self._graces:
-            self._reap()
-            self._end_graces()
-            if self._graces:
-                left = min(self._graces.values()) - time.monotonic()
-                signal.sigtimedwait((signal.SIGCHLD,), max(0.0, left))
-        end = time.monotonic() + _LAST_WAIT
-        while (children := _children()) and time.monotonic() < end:
+        asked, kill_at = set[int](), time.monotonic() + _GRACE
+        end = kill_at + _LAST_WAIT
+        while ((children := _children()) or self._graces) and (now := time.monotonic()) < end:
             for pid in children:  # its own children come to us when it has gone
                 with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            signal.sigtimedwait((signal.SIGCHLD,), max(0.0, end - time.monotonic()))
+                    if now >= kill_at:
+                        os.kill(pid, signal.SIGKILL)
+                    elif pid not in asked and os.getpgid(pid) not in self._graces:
+                        os.kill(pid, signal.SIGTERM)
+                        asked.add(pid)
+            # those who come to us by another's end are not told of
+            signal.sigtimedwait((signal.SIGCHLD,), min(0.1, (end if now >= kill_at else kill_at) - now))
             self._reap()
+            self._end_graces()
 
     def _send(self, **message: object) -> None:
         with suppress(OSError):

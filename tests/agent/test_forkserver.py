@@ -275,6 +275,30 @@ def test_nothing_of_a_replica_survives_the_server(tmp_path: Path) -> None:
     assert server.process.returncode == 0
 
 
+UPLOADER = "trap 'echo done >&3; exit 0' TERM; exec 3> life; echo > begun; sleep 1000 & wait"
+
+
+@pytest.mark.parametrize("then", ["read line < go", "exec sleep 1000"])
+def test_what_has_detached_itself_can_end_in_an_orderly_way(tmp_path: Path, then: str) -> None:
+    server = ForkServer.start(modules=())
+    runner = Runner(server, tmp_path)
+    (tmp_path / "uploader").write_text(UPLOADER)
+    for name in ("begun", "life", "go"):
+        os.mkfifo(tmp_path / name)
+    life = os.open(tmp_path / "life", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        runner.start("exec", "sh", "-c", f"setsid sh uploader & {then}")
+        assert (tmp_path / "begun").read_text() == "\n"
+        if "go" in then:
+            (tmp_path / "go").write_text("\n")
+            assert runner.wait() == 0
+        server.close()
+        assert os.read(life, 10) == b"done\n"
+        assert os.read(life, 1) == b""  # and nothing of it lives
+    finally:
+        os.close(life)
+
+
 @pytest.mark.parametrize("how", ["the agent goes", "the server is killed"])
 def test_replicas_end_with_the_agent_and_with_the_server(tmp_path: Path, how: str) -> None:
     server = ForkServer.start(modules=())
