@@ -246,6 +246,7 @@ def job_spec(options: Options) -> JobSpec:
         min_nodes=options.min_nodes,
         max_nodes=options.max_nodes,
         min_replicas=options.min_nodes,  # what a node takes at least stands in its own registration
+        min_slots=options.min_slots,
         max_replicas=options.slots if options.max_nodes == 1 else MANY_REPLICAS,
         max_restarts=options.max_restarts,
         rescale=Rescale(options.rescale),

@@ -155,10 +155,10 @@ class Demand:
     def _want(self, job: JobInfo, slot_price: float) -> Want:
         if job.name not in self._free:
             least = self.before.get(job.name, 0) if job.name in self.unsettled else 0
-            return Want(job.name, max(_fixed(job, self.most_slots), least))
+            return Want(job.name, max(_fixed(job, self.slots, self.most_slots), least))
         settings, (counts, rates) = self.settings, self._free[job.name]
         if not len(counts):
-            return Want(job.name, max(1, job.min_replicas))
+            return Want(job.name, _least(job, self.slots))
         value = settings.hour_value
         if value is None:  # in slot hours: then it is all the same what one costs, were it nothing
             slot_price, value = 1.0, settings.slots_value
@@ -250,9 +250,32 @@ def least_nodes(jobs: Sequence[JobInfo]) -> int:
     return sum(job.min_nodes for job in jobs if job.min_nodes > 1)
 
 
-def _fixed(job: JobInfo, most_slots: int) -> int:
+def _fixed(job: JobInfo, slots: int, most_slots: int) -> int:
     """A job that says its size, or says nothing yet and so gets its least."""
-    return min(max(job.requested_replicas or 0, job.min_replicas, job.min_nodes), max(most_slots, 1))
+    return min(max(job.requested_replicas or 0, _least(job, slots)), max(most_slots, 1))
+
+
+def _fewest(job: JobInfo, slots: int) -> int:
+    """Replicas on a node at least: by its nodes' word, else by its own, on nodes of so many slots."""
+    if job.limits:
+        return max(1, min(limit.min_slots for limit in job.limits.values()))
+    return max(1, min(job.min_slots, slots))
+
+
+def _least(job: JobInfo, slots: int) -> int:
+    """The smallest size of a job on nodes of so many slots."""
+    return int(taken(job, max(1, job.min_replicas, job.min_nodes * _fewest(job, slots)), slots))
+
+
+def taken(job: JobInfo, replicas: int | np.ndarray, slots: int) -> np.ndarray:
+    """Slots that a job takes for so many replicas, on nodes of `slots`.
+
+    On as few nodes as hold them each has its least: what that comes to is more than was wanted, where
+    nodes are taken whole (`--nproc-per-node=4`).
+    """
+    fewest = _fewest(job, slots)
+    nodes = np.ceil(np.asarray(replicas) / max(slots, fewest)).astype(int)
+    return np.asarray(np.maximum(replicas, nodes * fewest))
 
 
 def deadline_of(settings: ScalingSettings, job: str) -> float | None:
@@ -273,14 +296,15 @@ def _curves(
     table = goodputs(models, np.ceil(every / slots).astype(int), every).goodput
     found = []
     for job, top, row in zip(jobs, tops, table, strict=True):
-        usable = (every <= top) & (every >= min(job.min_replicas, top)) & (row > 0)
+        usable = (every <= top) & (every >= min(_least(job, slots), top)) & (row > 0)
+        usable &= taken(job, every, slots) == every
         found.append((every[usable], row[usable]))
     return found
 
 
 def _most(job: JobInfo, slots: int, most_slots: int, exploration: float) -> int:
     """The largest size that may be tried."""
-    profiled = int(exploration * max(job.max_profiled_replicas, job.min_replicas, 1))
+    profiled = int(exploration * max(job.max_profiled_replicas, _least(job, slots)))
     nodes = job.max_nodes if job.max_nodes is not None else most_slots
     return max(1, min(profiled, job.max_replicas, nodes * slots, most_slots))
 

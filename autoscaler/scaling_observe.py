@@ -15,6 +15,7 @@ from adaptdl_elastic.autoscaler.policy.types import JobInfo
 from adaptdl_elastic.autoscaler.providers.base import Capacity, Signal
 from adaptdl_elastic.autoscaler.scaling_types import NodeUse, Observation
 from adaptdl_elastic.autoscaler.state import JobView, View
+from adaptdl_elastic.rendezvous.records import MOST_SLOTS
 
 
 def observe(
@@ -146,6 +147,7 @@ def without_nodes(job: JobView) -> JobInfo | None:
         max_replicas=spec.max_replicas,
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
+        min_slots=max(1, min(spec.min_slots, MOST_SLOTS)),
         model=None if hints is None else model(hints),
         max_profiled_replicas=0 if hints is None else hints.max_profiled_replicas,
         requested_replicas=request.replicas if request is not None else None,

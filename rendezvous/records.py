@@ -138,6 +138,7 @@ class JobSpec:
     max_nodes: int = 1
     min_replicas: int = 1
     max_replicas: int = 1
+    min_slots: int = 1  # replicas on a node at least, by its first agent: for who is to bring nodes
     max_restarts: int = 3
     rescale: Rescale = Rescale.AUTO
     rescale_timeout: float = 60.0

@@ -61,6 +61,7 @@ class JobInfo:
     min_nodes: int = 1
     max_nodes: int | None = None
     limits: Mapping[str, NodeLimit] | None = None  # nodes it can use; None: every node, without limit
+    min_slots: int = 1  # replicas on a node at least, where there is none yet to say so: for the autoscaler
     model: GoodputModel | None = None  # None: not profiled yet, gets its minimum
     max_profiled_replicas: int = 0  # it is tried on at most twice as many
     requested_replicas: int | None = None  # exactly so many (a person said so, or it can not adapt)

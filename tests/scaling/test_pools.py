@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scaling_world import World, job, waiting
 
-from adaptdl_elastic.autoscaler.policy.types import JobInfo
+from adaptdl_elastic.autoscaler.policy.types import JobInfo, NodeLimit
 from adaptdl_elastic.autoscaler.providers.base import Capacity, Instance, InstanceState, Pool
-from adaptdl_elastic.autoscaler.scaling import ScalingSettings, going, target
+from adaptdl_elastic.autoscaler.scaling import ScalingSettings, going, taken, target
 from adaptdl_elastic.autoscaler.scaling_step import step
 from adaptdl_elastic.autoscaler.scaling_types import Memory, NodeUse, Observation, Release, Request
 
@@ -125,6 +125,34 @@ def test_two_jobs_of_several_nodes_share_none() -> None:
     world.jobs = tuple(JobInfo(name, max_replicas=8, min_replicas=2, min_nodes=2) for name in "ab")
     world.run(300)
     assert world.desired == {"large": 4}
+
+
+@pytest.mark.parametrize("modelled", [True, False])
+@pytest.mark.parametrize("registered", [True, False])
+def test_jobs_that_take_nodes_whole_share_none(modelled: bool, registered: bool) -> None:
+    """As with --nnodes=1:4 --nproc-per-node=4: of one replica each, both would fit on one node of four."""
+    world = World(LARGE, settings=ScalingSettings(slots_value=0.1))
+    facts = {"limits": {"n": NodeLimit(4, 4)}} if registered else {"min_slots": 4}
+    more = {"max_nodes": 4, "max_profiled_replicas": 1 if modelled else 0, **facts}
+    more |= {} if modelled else {"model": None}
+    world.jobs = tuple(job(name, **more) for name in "ab")
+    world.run(300)
+    assert world.desired == {"large": 2}
+    assert dict(world.memory.wanted) == {"a": 4, "b": 4}
+    world.run(600)
+    assert world.desired == {"large": 2}
+
+
+@given(st.integers(0, 40), st.integers(1, 9), st.integers(1, 8), st.booleans())
+def test_what_a_job_takes_is_the_next_size_that_nodes_can_hold(
+    replicas: int, least: int, slots: int, registered: bool
+) -> None:
+    """By trying every number of nodes; one that needs more than a node has is on nodes that have it."""
+    limits = {"n": NodeLimit(least)} if registered else None
+    fewest, most = (least, max(least, slots)) if registered else (min(least, slots), slots)
+    info = JobInfo("t", limits=limits, min_slots=1 if registered else least)
+    held = {size for nodes in range(42) for size in range(nodes * fewest, nodes * most + 1)}
+    assert taken(info, replicas, slots) == min(size for size in held if size >= replicas)
 
 
 def test_nodes_of_others_count_for_it() -> None:

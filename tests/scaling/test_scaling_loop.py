@@ -9,6 +9,8 @@ import scaling_world
 from scaling_cluster import KEYS, POOL, Cluster
 
 from adaptdl_elastic import sched_hints
+from adaptdl_elastic.agent import options
+from adaptdl_elastic.agent.launch import job_spec
 from adaptdl_elastic.autoscaler.providers.base import (
     Capacity,
     ProviderError,
@@ -18,7 +20,7 @@ from adaptdl_elastic.autoscaler.providers.base import (
 from adaptdl_elastic.autoscaler.providers.static import StaticProvider
 from adaptdl_elastic.autoscaler.scaling import ScalingSettings
 from adaptdl_elastic.autoscaler.scaling_loop import LoopOptions
-from adaptdl_elastic.autoscaler.scaling_observe import node_uses
+from adaptdl_elastic.autoscaler.scaling_observe import node_uses, observe
 from adaptdl_elastic.autoscaler.scaling_step import step
 from adaptdl_elastic.autoscaler.scaling_types import Memory, Observation
 from adaptdl_elastic.autoscaler.state import view_of
@@ -88,6 +90,13 @@ def test_an_interrupted_node_gets_a_drain_request_that_goes_with_it(store: Memor
     store.delete(KEYS.node(node, "train"))
     cluster.tick()
     assert store.get(KEYS.drain(node)) is None
+
+
+def test_it_is_told_what_a_job_without_nodes_takes_of_one(store: MemoryStore) -> None:
+    command = ["--nnodes=1:4", "--nproc-per-node=4", "--etcd=e:1", "--rdzv-id=train", __file__]
+    store.put(KEYS.job("train", "spec"), records.encode(job_spec(options.parse(command, {}))))
+    (info,) = observe(view_of(KEYS, store.range(KEYS.root), 0.0, 0.0), Capacity((POOL,)), ()).jobs
+    assert (info.min_replicas, info.min_slots) == (1, 4)
 
 
 def test_an_expected_job_gets_its_first_node(store: MemoryStore) -> None:
