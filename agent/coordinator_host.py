@@ -155,9 +155,9 @@ class Holder:
 class CoordinatorHost:
     """Keeps a coordinator while this agent holds one of the two places, and claims one that is free.
 
-    `claim(key, other)` is to create `key` for us, unless we hold `other`; `release(key)` is to give it up,
-    which happens when no coordinator can be kept here. `settled` is when, by `clock`, this
-    agent may begin to keep one that stands by: the start of a job has enough to do.
+    `claim(key, other)` is to create `key` for us, unless our node holds `other`; `release(key)` is to give it
+    up, which happens when no coordinator can be kept here, or both places have come to one node. `settled`
+    is when, by `clock`, this agent may begin to keep one that stands by: the start of a job has enough to do.
     """
 
     def __init__(
@@ -182,6 +182,9 @@ class CoordinatorHost:
     def mind(self, first: str | None, second: str | None, leader: str | None) -> None:
         """Act on who holds the two places and who leads, as last heard; None: nobody."""
         holders = Holder.parse(first), Holder.parse(second)
+        if holders[1] == self._me and holders[0] is not None and holders[0].node == self._me.node:
+            self._release(self._second)  # both claimed at the same moment; they would be lost together
+            holders = holders[0], None
         now, wanted, self.due = self._clock(), self._wanted(*holders, leader), None
         if self._child is not None and self._child.failed:
             self._child.close()

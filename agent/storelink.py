@@ -249,9 +249,12 @@ class Registration:
         return record if record.agent != self.record.agent else None
 
     def claim(self, key: str, value: str, unless: str) -> None:
-        """Create a key that vanishes with this agent, if nobody has it and we have not the key `unless`."""
+        """Create a key that vanishes with this agent, if nobody has it and none of our node has `unless`.
+
+        Values are "node/agent".
+        """
         other = self._store.get(unless)
-        if other is None or other.value != value:
+        if other is None or other.value.rpartition("/")[0] != value.rpartition("/")[0]:
             self._store.compare_and_swap(key, value, 0, self._held())
 
     def release(self, key: str, value: str) -> None:

@@ -132,6 +132,28 @@ def test_who_has_lost_its_place_claims_it_again_while_its_coordinator_goes_on() 
     assert not child.closed
 
 
+@pytest.mark.parametrize("first", [NEIGHBOUR, ME])
+def test_of_two_places_on_one_node_the_second_is_given_up(first: Holder) -> None:
+    """Two agents of a node claimed at the same moment, or one whose claim was under way."""
+    world = World(now=SETTLED)
+    world.mind(first if first == ME else FAR, ME, leads=True)
+    (child,) = world.children
+    world.released.clear()
+    for _ in range(2):  # the store has not taken it yet
+        assert world.mind(first, ME, leads=True) == []
+        assert (set(world.released), len(world.children)) == ({SECOND}, 1)
+    assert (world.host._child is child) == (first == ME)
+    assert world.mind(first, None, leads=True) == []
+    assert world.mind(first, FAR, leads=True) == []
+    assert len(world.children) == 1
+
+
+def test_who_holds_the_first_place_keeps_it_whoever_has_the_second() -> None:
+    world = World(now=SETTLED)
+    world.mind(ME, NEIGHBOUR, leads=True)
+    assert (world.released, len(world.children)) == ([], 1)
+
+
 def test_a_third_coordinator_is_ended() -> None:
     world = World(now=SETTLED)
     world.mind(ME, None, leads=True)
@@ -203,6 +225,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, starter: Starter, log: Path) -> Iterat
     try:
         yield said
     finally:
+        child._closing.set()  # before it ends: or it would be started again, and end, in a series
         starter.ends.set()
         child.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before

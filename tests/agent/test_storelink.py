@@ -100,6 +100,16 @@ class Heard:
         return self.queue.get(timeout=SOON)
 
 
+@pytest.mark.parametrize(("first", "taken"), [("here/other", False), ("there/other", True), (None, True)])
+def test_no_two_agents_of_a_node_keep_the_coordinators(
+    store: MemoryStore, registration: Registration, first: str | None, taken: bool
+) -> None:
+    if first is not None:
+        store.put(KEYS.coordinator_host, first)
+    registration.claim(KEYS.coordinator_second, "here/me", KEYS.coordinator_host)
+    assert (store.get(KEYS.coordinator_second) is not None) == taken
+
+
 @pytest.fixture
 def heard() -> Iterator[Heard]:
     made = Heard()
