@@ -264,18 +264,17 @@ def _fewest(job: JobInfo, slots: int) -> int:
 
 def _least(job: JobInfo, slots: int) -> int:
     """The smallest size of a job on nodes of so many slots."""
-    return int(taken(job, max(1, job.min_replicas, job.min_nodes * _fewest(job, slots)), slots))
+    return taken(job, max(1, job.min_replicas, job.min_nodes * _fewest(job, slots)), slots)
 
 
-def taken(job: JobInfo, replicas: int | np.ndarray, slots: int) -> np.ndarray:
+def taken(job: JobInfo, replicas: int, slots: int) -> int:
     """Slots that a job takes for so many replicas, on nodes of `slots`.
 
     On as few nodes as hold them each has its least: what that comes to is more than was wanted, where
     nodes are taken whole (`--nproc-per-node=4`).
     """
     fewest = _fewest(job, slots)
-    nodes = np.ceil(np.asarray(replicas) / max(slots, fewest)).astype(int)
-    return np.asarray(np.maximum(replicas, nodes * fewest))
+    return max(replicas, -(-replicas // max(slots, fewest)) * fewest)
 
 
 def deadline_of(settings: ScalingSettings, job: str) -> float | None:
@@ -297,7 +296,8 @@ def _curves(
     found = []
     for job, top, row in zip(jobs, tops, table, strict=True):
         usable = (every <= top) & (every >= min(_least(job, slots), top)) & (row > 0)
-        usable &= taken(job, every, slots) == every
+        fewest = _fewest(job, slots)
+        usable &= every >= -(-every // max(slots, fewest)) * fewest  # as `taken` has it
         found.append((every[usable], row[usable]))
     return found
 
