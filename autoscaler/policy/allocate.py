@@ -53,7 +53,8 @@ def allocate(
     fresh = _fresh(
         [job for job, kept in zip(tables.jobs, tables.kept, strict=True) if kept >= 0], now, settings
     )
-    if _disturbed(jobs, fresh, before, solution.placed, now, settings):
+    able = [job for job in jobs if job.name not in pending]
+    if _disturbed(able, fresh, before, solution.placed, now, settings):
         pinned = {**pinned, **fresh}
         tables, solution = solved(pinned)
     allocations = {job.name: solution.placed.get(job.name, {}) for job in jobs}
@@ -97,7 +98,7 @@ def _fresh(jobs: Sequence[JobInfo], now: float, settings: Settings) -> dict[str,
         if job.last_change is None:
             continue
         pause = settings.default_pause if job.pause is None else job.pause
-        ago, peace = now - job.last_change, objective.PAUSES * pause
+        ago, peace = now - job.last_change, min(objective.PAUSES * pause, settings.max_wait)
         if ago < peace:
             others = f"it was changed {ago:.0f} s ago, and others wait"
             found[job.name] = f"{others}: it is left in peace for {peace:.0f} s"
@@ -115,10 +116,15 @@ def _disturbed(
     """Whether jobs start because they have waited too long, and `fresh` ones have less for it.
 
     Where more jobs wait than there are slots somebody always has waited too long. If they pushed each other
-    out as soon as they could, pauses would be all that is ever done.
+    out as soon as they could, pauses would be all that is ever done. But a last change need not be a turn: it
+    may be a recovery, or a new coordinator's first look, and come again and again. So nobody is held up for
+    longer than twice what turns of `max_wait` would take if all who wait had theirs before.
     """
-    starts = any(objective.overdue(job, now, settings) and after.get(job.name) for job in jobs)
-    return starts and any(sum(after.get(n, {}).values()) < sum(before[n].values()) for n in fresh)
+    late = [job for job in jobs if objective.overdue(job, now, settings)]
+    waits = [now - (job.waiting_since or 0.0) for job in late if after.get(job.name)]
+    if not waits or max(waits) >= settings.max_wait * (1 + 2 * len(late)):
+        return False
+    return any(sum(after.get(n, {}).values()) < sum(before[n].values()) for n in fresh)
 
 
 def _impossible(job: JobInfo, nodes: int, room: Room) -> str:

@@ -103,6 +103,28 @@ def test_who_has_just_been_changed_is_not_made_smaller_for_one_that_is_overdue()
     assert allocate([grown, fresh], [NodeInfo("n", 4)], current, 1000.0).allocations["late"]
 
 
+def test_nobody_is_left_in_peace_for_longer_than_others_have_to_wait() -> None:
+    slow = JobInfo("slow", model=MODEL, max_profiled_replicas=1, pause=1e7, last_change=900.0)
+    late = JobInfo("late", model=MODEL, max_profiled_replicas=1, waiting_since=0.0)
+    current = {"slow": {"n": 1}}
+    found = allocate([slow, late], [NodeInfo("n", 1)], current, 1799.0)
+    assert found.changed == ()
+    assert found.reasons["slow"].text.endswith("it is left in peace for 900 s")
+    assert allocate([slow, late], [NodeInfo("n", 1)], current, 1800.0).allocations["late"]
+
+
+@pytest.mark.parametrize("others", [0, 3])
+def test_whose_last_change_comes_again_and_again_is_not_left_in_peace_for_ever(others: int) -> None:
+    # it recovers every minute; one that can never run is nobody to wait for
+    late = [JobInfo(f"late{i}", model=MODEL, waiting_since=float(i)) for i in range(1 + others)]
+    late.append(JobInfo("never", 9, 9, model=MODEL, waiting_since=0.0))
+    current, bound = {"ill": {"n": 1}}, 900.0 * (1 + 2 * (1 + others))
+    for now, changed in ((bound - 60, False), (bound + others, True)):
+        ill = JobInfo("ill", model=MODEL, max_profiled_replicas=1, pause=60.0, last_change=now - 10)
+        found = allocate([ill, *late], [NodeInfo("n", 1)], current, now)
+        assert bool(found.changed) == changed
+
+
 def test_who_lies_on_two_nodes_and_need_not_moves_together_at_once() -> None:
     # for itself none of them would: the pause is a tenth of the horizon, and one node is 9 % faster
     jobs = [rigid(f"wide{i}", max_nodes=2, pause=1e4) for i in range(8)]
