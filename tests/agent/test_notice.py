@@ -47,19 +47,18 @@ def test_a_notice_is_a_plan_within_seconds_and_nothing_is_lost(
     """`first` has rank 0: a checkpoint and a restart. Without `second` it goes on in place."""
     services = {name: FakeImds(f"i-{name}") for name in ("first", "second")}
     try:
-        runs = {
-            name: cluster.start(
+        runs = {}
+        for name, service in services.items():
+            runs[name] = cluster.start(
                 name,
                 TRAIN,
                 *LONG,
                 env={
-                    "AWS_EC2_METADATA_SERVICE_ENDPOINT": services[name].endpoint,
+                    "AWS_EC2_METADATA_SERVICE_ENDPOINT": service.endpoint,
                     "AWS_EC2_METADATA_DISABLED": "false",
                 },
             )
-            for name in services
-        }
-        runs["first"].wait_for_event("generation")
+            runs["first"].wait_for_event("generation")  # and so it has rank 0
         grown = cluster.scale(2, runs["first"])
         assert grown["placements"] == {"first": 1, "second": 1}
         (survivor,) = set(runs) - {victim}

@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from coordinator_pump import share_policy
 from fake_agents import FakeAgent, spec_of, submit
 
+from adaptdl_elastic import sched_hints
 from adaptdl_elastic.autoscaler.cli import CommandError, Where, adaptdl
 from adaptdl_elastic.autoscaler.commands.report import layout
 from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
@@ -72,6 +73,14 @@ class World:
             while not done():
                 next(changes)
 
+    def reported(self) -> bool:
+        """Whether the agent's own report of the present generation is there: it comes after `running`."""
+        plan, hints = (self.store.get(self.keys.job("mnist", name)) for name in ("plan", "hints"))
+        if plan is None or hints is None:
+            return False
+        generation = records.decode(Plan, plan.value).generation
+        return sched_hints.decode(hints.value).generation == generation
+
     def json(self, *arguments: str) -> Any:
         result = self.run(*arguments, "--json")
         assert result.exit_code == 0, result.output
@@ -88,6 +97,7 @@ def world(etcd: EtcdServer, keys: Keys) -> Iterator[World]:
     with ExitStack() as stack:
         world = World(etcd, keys, stack)
         assert world.says("scale", "mnist", "--replicas", "2", "--wait", "--timeout", "120")
+        world.until(world.reported)
         yield world
 
 
