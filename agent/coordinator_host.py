@@ -63,10 +63,7 @@ class CoordinatorChild:
                     return
                 code = process.wait()
                 told, what = "", f"the coordinator ended with code {code}{_last_words(self._log)}"
-            except (
-                OSError,
-                subprocess.SubprocessError,
-            ) as error:  # no descriptor, memory, process left
+            except (OSError, subprocess.SubprocessError) as error:  # no descriptor, memory, process left
                 what = f"no coordinator can be started here: {error}"
             if self._closing.is_set():
                 return

@@ -14,9 +14,7 @@ from typing import Any
 
 Event = dict[str, Any]
 
-MOST = (
-    1 << 20
-)  # bytes that wait for the reader of a pipe; what comes when it has fallen so far behind is lost
+MOST = 1 << 20  # bytes that wait for the reader of a pipe; what comes beyond that is lost
 LAST_WAIT = 1.0  # seconds for which `close` waits for that reader
 
 

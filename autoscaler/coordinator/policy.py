@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,19 +44,6 @@ class Question:
     fingerprint: Any  # two questions with the same one need not both be asked, unless
     forecasts: Mapping[str, float]  # by job, the goodput it predicts for what it has, is another
     broken: Mapping[str, str] = field(default_factory=dict)  # jobs that nothing can be asked about, and why
-
-
-def policy_inputs(
-    view: View, settings: Settings | None = None
-) -> tuple[tuple[JobInfo, ...], tuple[NodeInfo, ...], Mapping[str, Allocation]]:
-    """(jobs, nodes, current) as the policy would be asked about this view now."""
-    settings = settings or Settings()
-    conditions: dict[str, Condition] = {}
-    for name, job in view.jobs.items():
-        with suppress(Exception):  # its status says what is wrong with it
-            conditions[name] = jobs.examine(view, job, settings)
-    question = ask(view, conditions, Memory(), Ledger(view), settings)
-    return question.jobs, question.nodes, question.current
 
 
 def ask(

@@ -9,7 +9,6 @@ import pytest
 from coordinator_pump import Pump
 from fake_agents import GOOD_PERF, FakeAgent
 
-from adaptdl_elastic.autoscaler.coordinator.policy import policy_inputs
 from adaptdl_elastic.autoscaler.policy import allocate
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams
 from adaptdl_elastic.sched_hints import ProfileEntry
@@ -113,7 +112,7 @@ def test_what_others_have_measured_is_told_at_the_jobs_own_speed(pump: Pump) -> 
     sizes = [size for size in (1, 2) if size <= max(plan.replicas, 2)]
     slow = tuple(2 * x for x in GOOD_PERF[:6]) + GOOD_PERF[6:]
     report(pump, "young", slow, profile=tuple(measured(GOOD_PERF, s, 9, slower=2.0) for s in sizes))
-    infos = {info.name: info for info in policy_inputs(pump.view(), pump.settings)[0]}
+    infos = {info.name: info for info in pump.question().jobs}
     model = infos["young"].model
     assert model is not None
     assert model.corrections is not None
@@ -131,7 +130,7 @@ def test_among_others_the_latest_report_counts(pump: Pump) -> None:
     report(pump, "second", GOOD_PERF, profile=(measured(GOOD_PERF, 4, 10),))
     pump.settle()
     running(pump, "young", curve_key="k")
-    infos = {info.name: info for info in policy_inputs(pump.view(), pump.settings)[0]}
+    infos = {info.name: info for info in pump.question().jobs}
     model = infos["young"].model
     assert model is not None
     assert model.corrections is not None

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from coordinator_pump import Pump, share_policy
 
-from adaptdl_elastic.autoscaler.coordinator.policy import policy_inputs
 from adaptdl_elastic.autoscaler.policy.types import Decision
 from adaptdl_elastic.rendezvous.records import (
     Cause,
@@ -154,16 +153,16 @@ def test_an_agent_that_leaves_takes_no_other_job_from_its_node(pump: Pump) -> No
         pump.job(job)
         pump.node("n0", job, 4)
     pump.settle()
-    _, nodes, _ = policy_inputs(pump.view(), pump.settings)
+    nodes = pump.question().nodes
     assert not nodes[0].draining
     pump.agents[0].register(draining=True)
     pump.settle()
-    _, nodes, _ = policy_inputs(pump.view(), pump.settings)
+    nodes = pump.question().nodes
     assert not nodes[0].draining
     assert pump.placed("a") == {}
     assert pump.placed("b")["n0"] >= 1
     pump.store.put(pump.keys.drain("n0"), encode(DrainRequest("n0", "maintenance")))
-    assert policy_inputs(pump.view(), pump.settings)[1][0].draining
+    assert pump.question().nodes[0].draining
 
 
 def test_slots_of_another_job_are_used_only_after_release(pump: Pump) -> None:

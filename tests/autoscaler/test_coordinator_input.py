@@ -6,7 +6,6 @@ import pytest
 from coordinator_pump import Pump, elastic
 from fake_agents import hints_of
 
-from adaptdl_elastic.autoscaler.coordinator.policy import policy_inputs
 from adaptdl_elastic.autoscaler.coordinator.reports import model
 from adaptdl_elastic.autoscaler.policy import allocate
 from adaptdl_elastic.autoscaler.policy.objective import remaining_work
@@ -143,7 +142,7 @@ def test_jobs_of_one_script_share_what_they_have_measured(pump: Pump) -> None:
     for job in ("young", "other"):
         pump.node("n0", job, 4, reports=False)
     pump.settle()
-    found, _, _ = policy_inputs(pump.view(), pump.settings)
+    found = pump.question().jobs
     infos = {info.name: info for info in found}
     assert infos["young"].max_profiled_replicas == 4
     assert infos["young"].model is not None
@@ -167,7 +166,7 @@ def test_a_job_that_says_nothing_of_its_length_is_measured_by_those_of_its_kind(
     agent = pump.node("n0", "young", 1)
     pump.settle()
     agent.report(pump.plan("young"), samples_done=2000.0, remaining_samples=None)
-    found, _, _ = policy_inputs(pump.view(), pump.settings)
+    found = pump.question().jobs
     (info,) = found
     assert sorted(info.kind_totals) == [1000.0, 5000.0]
     assert info.attained == 2000.0

@@ -148,13 +148,7 @@ def test_random_schedules(start: Any, tmp_path: Path, seed: int) -> None:
     """Deaths and changes of size at random moments."""
     choose = random.Random(seed)
     job = start(choose.randint(2, 3), epochs=3, evaluate=1)
-    for _ in range(6):
-        count = len(job.running)
-        if count > 1 and choose.random() < 0.6:
-            job.recover(*choose.sample(range(count), choose.randint(1, count - 1)))
-        else:
-            job.rescale(choose.choice([n for n in range(1, 4) if n != count]))
-        job.drain()
+    job.wander(choose, 3)
     job.finish()
     applied(tmp_path, len(job.running), epochs=3)
 

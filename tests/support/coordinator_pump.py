@@ -11,8 +11,10 @@ from typing import Any
 from fake_agents import FakeAgent, spec_of, submit
 
 from adaptdl_elastic.autoscaler.coordinator.core import decide, decide_at_once
-from adaptdl_elastic.autoscaler.coordinator.policy import Policy
+from adaptdl_elastic.autoscaler.coordinator.job import examine
+from adaptdl_elastic.autoscaler.coordinator.policy import Policy, Question, ask
 from adaptdl_elastic.autoscaler.coordinator.rounds import Answer, Round, compute
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 from adaptdl_elastic.autoscaler.coordinator.types import (
     CompareAndSwap,
     Decided,
@@ -122,6 +124,12 @@ class Pump:
     def view(self) -> View:
         self.keeper.load(self.store.range(self.keys.root), self.clock())
         return self.keeper.view(self.clock(), self.clock(), self.steady_since)
+
+    def question(self) -> Question:
+        """What the policy would be asked about all jobs now."""
+        view = self.view()
+        conditions = {name: examine(view, job, self.settings) for name, job in view.jobs.items()}
+        return ask(view, conditions, Memory(), Ledger(view), self.settings)
 
     def decide(self) -> int:
         """One decision, carried out; how many writes it made."""

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import random
 import signal
 import socket
 import threading
@@ -221,6 +222,16 @@ class FakeAgent:
         """This one kills itself."""
         assert self.running[rank].join() == -signal.SIGKILL, self.outputs()
         del self.running[rank]
+
+    def wander(self, choose: random.Random, most: int, times: int = 6) -> None:
+        """Deaths and changes of size, up to so many replicas, as `choose` has it."""
+        for _ in range(times):
+            count = len(self.running)
+            if count > 1 and choose.random() < 0.6:
+                self.recover(*choose.sample(range(count), choose.randint(1, count - 1)))
+            else:
+                self.rescale(choose.choice([n for n in range(1, most + 1) if n != count]))
+            self.drain()
 
     def forsake(self, rank: int) -> None:
         """This one stops itself, and is killed when all is over."""
