@@ -124,14 +124,17 @@ _OF_THE_JOB: dict[str, Callable[[JobSpec], str]] = {
     "--rescale": lambda spec: spec.rescale.value,
     "--rescale-timeout": lambda spec: f"{spec.rescale_timeout:g}",
     "--checkpoint-timeout": lambda spec: f"{spec.checkpoint_timeout:g}",
+    "--weight": lambda spec: f"{spec.weight:g}",
+    "--no-autoscale": lambda spec: "off" if spec.autoscale else "on",
+    "--no-preempt": lambda spec: "off" if spec.preemptible else "on",
+    "--avoid-preemptible-nodes": lambda spec: "on" if spec.avoid_preemptible_nodes else "off",
 }
 
 
 def _compare(spec: JobSpec, fresh: JobSpec, say: Callable[[str], None]) -> None:
     """What is said about the job as a whole counts when its run begins, and not later."""
-    pairs = {name: (told(spec), told(fresh)) for name, told in _OF_THE_JOB.items()}
-    pairs["--no-autoscale"] = ("off" if spec.autoscale else "on", "off" if fresh.autoscale else "on")
-    for name, (holds, given) in pairs.items():
+    for name, told in _OF_THE_JOB.items():
+        holds, given = told(spec), told(fresh)
         if holds != given:
             say(f"{name} {given} has no effect: job {spec.job!r} runs with {holds}, as its first agent said")
 

@@ -254,6 +254,9 @@ def job_spec(options: Options) -> JobSpec:
         checkpoint_path=options.checkpoint_path,
         checkpoint_timeout=options.checkpoint_timeout,
         autoscale=options.autoscale,
+        preemptible=options.preemptible,
+        avoid_preemptible_nodes=options.avoid_preemptible_nodes,
+        weight=options.weight,
         curve_key=_digest(options),
         created=time.time(),
     )

@@ -18,6 +18,7 @@ from typing import Any
 from adaptdl_elastic.agent.torchrun_options import torchrun_parser
 from adaptdl_elastic.rendezvous.keys import check_name
 from adaptdl_elastic.rendezvous.options import StoreOptionError, parse_endpoints
+from adaptdl_elastic.rendezvous.records import HEAVIEST
 
 PROGRAM = "adaptdl-run"
 MANY_REPLICAS = 65536  # as many as the nodes have room for
@@ -71,6 +72,9 @@ class Options:
     max_restarts: int
     hang_timeout: float | None
     autoscale: bool
+    preemptible: bool
+    avoid_preemptible_nodes: bool
+    weight: float
     event_log: Path | None
     plot: Path | None
     summary: bool | None  # None: when a person is watching
@@ -136,6 +140,9 @@ def _add_ours(group: Any) -> None:
     add("--hang-timeout", type=float, metavar="S", help="a replica that hangs so long is killed (0: never)")
     add("--once", action="store_true", help="a job that has ended is not started anew: exit as it did")
     add("--no-autoscale", action="store_true", help="only `adaptdl scale` changes the size")
+    add("--weight", type=float, default=1.0, metavar="W", help="what its goodput is worth beside other jobs'")
+    add("--no-preempt", action="store_true", help="once it runs, it keeps the replicas that it has")
+    add("--avoid-preemptible-nodes", action="store_true", help="spot instances last")
     add("--event-log", type=Path, metavar="FILE", help="append one JSON object per event")
     add("--plot", type=Path, metavar="FILE.png", help="draw the run when it has ended")
     add("--summary", action=argparse.BooleanOptionalAction, help="sum the run up (default: on a terminal)")
@@ -214,6 +221,9 @@ def check(
         max_restarts=args.max_restarts,
         hang_timeout=args.hang_timeout,
         autoscale=not args.no_autoscale,
+        preemptible=not args.no_preempt,
+        avoid_preemptible_nodes=args.avoid_preemptible_nodes,
+        weight=args.weight,
         event_log=args.event_log,
         plot=args.plot,
         summary=args.summary,
@@ -316,6 +326,8 @@ _OFF_AT_ZERO = ("checkpoint_interval", "hang_timeout")
 def _check_numbers(args: argparse.Namespace) -> None:
     if args.max_restarts < 0:
         raise OptionError(f"--max-restarts={args.max_restarts} must not be negative; 0 means none")
+    if not 0 < args.weight <= HEAVIEST:
+        raise OptionError(f"--weight={args.weight:g} must be above 0 and at most {HEAVIEST:g}; a job has 1")
     for name in (
         "checkpoint_timeout",
         "checkpoint_interval",

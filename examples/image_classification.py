@@ -2,7 +2,8 @@
 
 python examples/image_classification.py                                      one process, no launcher
 adaptdl-run --standalone --nproc-per-node=1:2 examples/image_classification.py
-adaptdl-run --nnodes=1:8 --rdzv-endpoint=etcd0:2379 examples/image_classification.py
+adaptdl-run --nnodes=1:8 --rdzv-endpoint=etcd0:2379 --checkpoint-path=/shared/images \\
+    examples/image_classification.py
 """
 
 from __future__ import annotations

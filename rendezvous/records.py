@@ -80,6 +80,9 @@ class JobState(str, Enum):
         return self in (JobState.STOPPED, JobState.DONE, JobState.FAILED)
 
 
+HEAVIEST = 1e6
+"""The largest weight a job may have."""
+
 INSISTS = "--rescale=inplace"
 """In the reason of a job that keeps its size because a change could not be made in place."""
 

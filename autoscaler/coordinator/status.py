@@ -12,7 +12,7 @@ from adaptdl_elastic.autoscaler.coordinator.job import Condition, Phase
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, Room, holding, smallest
 from adaptdl_elastic.autoscaler.coordinator.types import Settings
 from adaptdl_elastic.autoscaler.state import JobView, View
-from adaptdl_elastic.rendezvous.records import Cause, JobSpec, JobState, JobStatus, Plan
+from adaptdl_elastic.rendezvous.records import HEAVIEST, Cause, JobSpec, JobState, JobStatus, Plan
 
 MAX_PAUSES = 5
 WAITED_STEP = 60.0
@@ -20,7 +20,6 @@ WAITED_STEP = 60.0
 LONGEST = 1e7
 """Seconds beyond which no wait and no pause counts: who says so has not measured it."""
 _MOST = 10**9  # replicas and nodes that bounds may speak of
-_HEAVIEST = 1e6
 _MOST_WRONG = 1e6  # of measured over predicted: beyond it the prediction was none
 _PLANNED = (Cause.POLICY, Cause.MANUAL, Cause.JOIN, Cause.DRAIN)
 
@@ -198,8 +197,8 @@ def impossible(spec: JobSpec) -> str | None:
         return f"max_replicas {spec.max_replicas} and max_nodes {spec.max_nodes} must be at least 1"
     if max(spec.min_nodes, spec.max_nodes, spec.min_replicas, spec.max_replicas) > _MOST:
         return f"its bounds speak of more than {_MOST} nodes or replicas"
-    if not 0 < spec.weight <= _HEAVIEST:
-        return f"weight {spec.weight:g} must be above 0, and {_HEAVIEST:g} at most"
+    if not 0 < spec.weight <= HEAVIEST:
+        return f"weight {spec.weight:g} must be above 0, and {HEAVIEST:g} at most"
     if spec.min_nodes > spec.max_replicas:
         return f"min_nodes {spec.min_nodes} is more than max_replicas {spec.max_replicas}"
     return None

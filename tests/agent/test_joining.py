@@ -170,11 +170,12 @@ def test_who_says_otherwise_about_the_job_as_a_whole_is_told(store: MemoryStore)
     first = replace(spec("run-1"), min_nodes=1, max_nodes=8)
     joining.join_job(store, KEYS, first, "1.0", pytest.fail)
     joining.join_job(store, KEYS, replace(first, run="run-2"), "1.0", pytest.fail)
-    other = replace(first, run="run-2", min_nodes=2, max_nodes=4, max_restarts=9, autoscale=False)
+    other = replace(first, run="run-2", min_nodes=2, max_nodes=4, max_restarts=9, autoscale=False, weight=3.0)
     said: list[str] = []
     assert joining.join_job(store, KEYS, other, "1.0", said.append).run == "run-1"
     assert said == [
         "--nnodes 2:4 has no effect: job 'job' runs with 1:8, as its first agent said",
         f"--max-restarts 9 has no effect: job 'job' runs with {first.max_restarts}, as its first agent said",
+        "--weight 3 has no effect: job 'job' runs with 1, as its first agent said",
         "--no-autoscale on has no effect: job 'job' runs with off, as its first agent said",
     ]

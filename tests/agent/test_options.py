@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from adaptdl_elastic.agent import cli, options, torchrun_options
 from adaptdl_elastic.agent.environ import SharePath
+from adaptdl_elastic.agent.launch import job_spec
 from adaptdl_elastic.agent.output import StreamOptionError, Streams
 
 
@@ -90,6 +91,13 @@ def test_an_interval_of_nothing_means_no_periodic_checkpoints() -> None:
     assert parse("--checkpoint-interval=0").checkpoint_interval == 0
 
 
+def test_what_the_job_is_beside_others_reaches_its_spec() -> None:
+    plain = job_spec(parse("--standalone"))
+    assert (plain.weight, plain.preemptible, plain.avoid_preemptible_nodes) == (1.0, True, False)
+    found = job_spec(parse("--standalone", "--weight=2.5", "--no-preempt", "--avoid-preemptible-nodes"))
+    assert (found.weight, found.preemptible, found.avoid_preemptible_nodes) == (2.5, False, True)
+
+
 def test_everything_after_the_script_is_the_scripts() -> None:
     found = options.parse(["--standalone", __file__, "--nnodes", "x", "--", "-m"], {})
     assert found.script_args == ("--nnodes", "x", "--", "-m")
@@ -101,7 +109,8 @@ def test_everything_after_the_script_is_the_scripts() -> None:
         ["--nnodes=0"], ["--nnodes=1:2:3"], ["--nproc-per-node=2:1"], ["--cluster=a/b"], ["--rdzv-id=a b"],
         ["--etcd=a:1", "--rdzv-endpoint=b:1"], ["--standalone", "--nnodes=2"], ["--checkpoint-timeout=0"],
         ["--no-python", "-m"], ["--local-ranks-filter=a"], ["--nproc-per-node=x"], ["--port-range=9:3"],
-        ["--nproc-per-node=-1"], ["--checkpoint-interval=nan"],
+        ["--nproc-per-node=-1"], ["--checkpoint-interval=nan"], ["--weight=0"], ["--weight=nan"],
+        ["--weight=1e+09"],
     ],
 )  # fmt: skip
 def test_what_can_not_be_used_is_refused_with_what_was_given(arguments: list[str]) -> None:

@@ -4,7 +4,7 @@ A fenced block of `bash` or `python` names in its info string how it is run:
 
     test=make      every line is a `make` target that exists
     test=shell     as it stands, in a directory that has the repository's examples/
-    test=etcd      the same, with a real etcd in the place of etcd0:2379
+    test=etcd      the same, with a real etcd in the place of etcd0:2379, and a folder in that of /shared
     test=job       the same, while a job called `images` runs there
     test=module    a Python block, as a script
     test=<file>    this block is run by tests/…/<file>.py, which reads it from the page
@@ -65,7 +65,7 @@ def run(snippet: Snippet, directory: Path, endpoint: str = "", timeout: float = 
     }
     if endpoint:
         environment["ADAPTDL_ETCD"] = endpoint
-    text = snippet.text.replace("etcd0:2379", endpoint or "etcd0:2379")
+    text = snippet.text.replace("etcd0:2379", endpoint or "etcd0:2379").replace("/shared", str(directory))
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text],
         cwd=directory,
