@@ -158,11 +158,14 @@ def scale(job: str, where: Where, replicas: int | None, auto: bool, wait: bool, 
     """Choose JOB's size by hand, or hand it back to the policy."""
     if (replicas is None) == (not auto):
         raise click.UsageError("say either --replicas N or --auto")
+    if auto and wait:
+        raise click.UsageError("--wait is for --replicas N: with --auto the policy may well keep the size")
     if replicas is not None and replicas < 1:
         raise click.UsageError(f"--replicas {replicas} is less than 1; adaptdl stop {job} saves and ends it")
 
     def check(view: View, found: JobView) -> None:
         assert found.spec is not None
+        _not_ended(job)(view, found)
         least, most = fewest(view, found), found.spec.record.max_replicas
         if replicas is not None and not least <= replicas <= most:
             raise CommandError(f"{job} was started for {least} to {most} replicas, not {replicas}")

@@ -201,9 +201,10 @@ def test_stop_waits_for_the_end_and_says_when_it_is_over_already(world: World) -
     world.says("stop", "mnist", "--wait", "--timeout", "120")
     assert world.json("ls") == []
     assert world.json("ls", "--all")[0]["state"] == "stopped"
-    again = world.run("stop", "mnist")
-    assert again.exit_code == 1
-    assert "already ended: stopped" in again.output
+    for late in (("stop", "mnist"), ("scale", "mnist", "--replicas", "2"), ("scale", "mnist", "--auto")):
+        again = world.run(*late)
+        assert again.exit_code == 1
+        assert "already ended: stopped" in again.output
 
 
 @pytest.mark.etcd
@@ -284,6 +285,7 @@ def test_mistakes_are_one_clear_line(world: World, arguments: tuple[str, ...], m
     ("arguments", "code", "message"),
     [
         (("scale", "a"), 2, "say either --replicas N or --auto"),
+        (("scale", "a", "--auto", "--wait"), 2, "--wait is for --replicas N"),
         (("scale", "a", "--replicas", "0"), 2, "--replicas 0 is less than 1; adaptdl stop a saves"),
         (("nope",), 2, "No such command 'nope'"),
         (("ls", "--etcd", "127.0.0.1:1"), 1, "can not be reached"),
