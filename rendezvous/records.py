@@ -429,6 +429,7 @@ class LeaderRecord:
     host: str = ""
     pid: int = 0
     version: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)  # that it decides by, for who explains its plans
 
 
 @cache

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import click
+from pydantic import TypeAdapter, ValidationError
 
 from adaptdl_elastic.autoscaler.cli import Where, json_option, store_options
-from adaptdl_elastic.autoscaler.commands.report import find_job, load
+from adaptdl_elastic.autoscaler.commands.report import find_job, read
+from adaptdl_elastic.autoscaler.coordinator.types import Settings
+from adaptdl_elastic.autoscaler.policy.types import Settings as PolicySettings
+from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.records import LeaderRecord, MalformedRecordError, decode
+from adaptdl_elastic.rendezvous.store import Store
 
 
 @click.command()
@@ -19,9 +26,25 @@ def explain(job: str, where: Where, as_json: bool) -> None:
     from adaptdl_elastic.autoscaler import explain as why
     from adaptdl_elastic.autoscaler.policy import allocate
 
-    view = load(where, job)
-    found = why.explain(view, find_job(view, job, where.locate(job)[1]), allocate)
+    store, cluster = where.connect(job)
+    with store:
+        view, settings = read(store, Keys(cluster)), leaders_settings(store, Keys(cluster))
+    found = why.explain(view, find_job(view, job, where.locate(job)[1]), allocate, settings)
     if as_json:
         click.echo(json.dumps(why.as_json(found), indent=2))
     else:
         click.echo("\n".join(why.lines(found)))
+
+
+def leaders_settings(store: Store, keys: Keys) -> Settings:
+    """What the coordinator that leads decides by; the defaults where there is none that says so."""
+    found = store.get(keys.coordinator_leader)
+    try:
+        told = dict(decode(LeaderRecord, found.value, found.key).settings) if found else {}
+        policy = told.pop("policy", None)
+        return replace(
+            TypeAdapter(Settings).validate_python(told),
+            policy=None if policy is None else TypeAdapter(PolicySettings).validate_python(policy),
+        )
+    except (MalformedRecordError, ValidationError, TypeError):
+        return Settings()

@@ -11,6 +11,7 @@ and HiGHS let go of the interpreter's lock for most of it.)
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -94,7 +95,9 @@ class Coordinator:
         self._ttl, self._clock, self._wall = ttl, clock, wall
         self._observers = tuple(observers)
         self._identity = identity or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._record = LeaderRecord(self._identity, socket.gethostname(), os.getpid(), version)
+        self._record = LeaderRecord(
+            self._identity, socket.gethostname(), os.getpid(), version, dataclasses.asdict(settings)
+        )
         self._follower = Follower(store, keys, clock)
         self._stopped = threading.Event()
         self._computing: threading.Thread | None = None  # of the last round of the policy

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -18,13 +19,24 @@ from fake_agents import FakeAgent, spec_of, submit
 
 from adaptdl_elastic import sched_hints
 from adaptdl_elastic.autoscaler.cli import CommandError, Where, adaptdl
+from adaptdl_elastic.autoscaler.commands.explain import leaders_settings
 from adaptdl_elastic.autoscaler.commands.report import layout
 from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
 from adaptdl_elastic.autoscaler.coordinator.types import Settings
+from adaptdl_elastic.autoscaler.policy.types import Objective
+from adaptdl_elastic.autoscaler.policy.types import Settings as PolicySettings
 from adaptdl_elastic.rendezvous import records, runtime_file
 from adaptdl_elastic.rendezvous.connect import connect
 from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.records import AutoscalerStatus, CheckpointRecord, JobCost, Plan, encode
+from adaptdl_elastic.rendezvous.memory import MemoryStore
+from adaptdl_elastic.rendezvous.records import (
+    AutoscalerStatus,
+    CheckpointRecord,
+    JobCost,
+    LeaderRecord,
+    Plan,
+    encode,
+)
 from adaptdl_elastic.rendezvous.runtime_file import RuntimeFile
 from adaptdl_elastic.rendezvous.server import EtcdServer
 from adaptdl_elastic.rendezvous.store import Store
@@ -260,6 +272,29 @@ def test_explain_and_events(world: World) -> None:
     ):
         world.store.put(f"{world.keys.events}9999999999999-{number}", garbage)
     assert len(world.says("events", "--tail", "4").splitlines()) == 2
+
+
+@pytest.mark.etcd
+def test_explain_goes_by_what_the_leader_decides_by(world: World) -> None:
+    assert leaders_settings(world.store, world.keys) == Settings(interval=0.5, min_gap=0.0)
+
+
+@pytest.mark.parametrize(
+    "told",
+    ["garbage", '{"v":1,"id":"a","settings":{"interval":"x"}}', '{"v":1,"id":"a","settings":[1]}', None],
+)
+def test_a_leader_that_does_not_say_what_it_decides_by(told: str | None) -> None:
+    store, keys = MemoryStore(), Keys("c")
+    if told is not None:
+        store.put(keys.coordinator_leader, told)
+    assert leaders_settings(store, keys) == Settings()
+
+
+def test_the_policys_settings_are_told_whole() -> None:
+    store, keys = MemoryStore(), Keys("c")
+    settings = Settings(policy=PolicySettings(objective=Objective.SPEEDUP, fairness=-1.0))
+    store.put(keys.coordinator_leader, encode(LeaderRecord("a", settings=asdict(settings))))
+    assert leaders_settings(store, keys) == settings
 
 
 @pytest.mark.etcd
