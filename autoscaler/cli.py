@@ -33,7 +33,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": (f"{_HERE}.commands.doctor:doctor", "Check this node and the store, and name the remedies."),
     "coordinator": (f"{_HERE}.commands.cluster:coordinator", "Serve every job of a cluster."),
     "simulate": (f"{_HERE}.simulator.cli:simulate", "Replay a workload against a policy."),
-    "autoscale": (f"{_HERE}.autoscale_cli:autoscale", "Let a cloud give and take nodes."),
+    "autoscale": (f"{_HERE}.commands.autoscale:autoscale", "Let a cloud give and take nodes."),
 }
 
 F = TypeVar("F", bound=Callable[..., Any])

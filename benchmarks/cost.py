@@ -30,7 +30,7 @@ from typing import Any
 from adaptdl_elastic.autoscaler.policy.allocate import allocate
 from adaptdl_elastic.autoscaler.policy.types import Settings
 from adaptdl_elastic.autoscaler.providers.base import Pool
-from adaptdl_elastic.autoscaler.scaling import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 from adaptdl_elastic.autoscaler.simulator.application import read_application
 from adaptdl_elastic.autoscaler.simulator.engine import Options
 from adaptdl_elastic.autoscaler.simulator.market import NOTICE, Market, fixed, generate, read_market

@@ -49,8 +49,8 @@ from ec2_demo_story import (
 from moto_process import Moto, make_group, running_moto  # the stage has put the tests' fakes on the path
 
 from adaptdl_elastic.autoscaler.providers.ec2 import Ec2Provider
-from adaptdl_elastic.autoscaler.scaling import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling_loop import Autoscaler, LoopOptions
+from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.loop import Autoscaler, LoopOptions
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.connect import connect
 from adaptdl_elastic.rendezvous.server import EtcdServer

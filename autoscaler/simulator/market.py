@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from adaptdl_elastic.autoscaler.policy.types import JobInfo, NodeInfo
 from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState, Pool
 from adaptdl_elastic.autoscaler.providers.fake import FakeProvider
-from adaptdl_elastic.autoscaler.scaling_types import (
+from adaptdl_elastic.autoscaler.scaling.types import (
     Action,
     Drain,
     Hold,
@@ -160,7 +160,7 @@ def parse_market(text: str, source: str = "market") -> Market:
 
 
 Scaler = Callable[[Observation, Memory], Step]
-"""Decides: `scaling_step.step` with its settings, or one that stands in for it."""
+"""Decides: `scaling.step.step` with its settings, or one that stands in for it."""
 
 
 class MarketCluster:

@@ -10,8 +10,8 @@ import numpy as np
 
 from adaptdl_elastic.autoscaler.policy.types import JobInfo, Settings
 from adaptdl_elastic.autoscaler.providers.base import Pool
-from adaptdl_elastic.autoscaler.scaling import HOUR, ScalingSettings
-from adaptdl_elastic.autoscaler.scaling_step import step
+from adaptdl_elastic.autoscaler.scaling.economics import HOUR, ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.step import step
 from adaptdl_elastic.autoscaler.simulator.application import Application
 from adaptdl_elastic.autoscaler.simulator.engine import FixedCluster, Options, PolicyFunction, Simulation
 from adaptdl_elastic.autoscaler.simulator.job import SimJob

@@ -13,7 +13,6 @@ from coordinator_pump import Pump, elastic
 from fake_agents import hints_of
 from prometheus_client import CollectorRegistry
 
-from adaptdl_elastic.autoscaler import scaling_observe
 from adaptdl_elastic.autoscaler.coordinator import core, urgent
 from adaptdl_elastic.autoscaler.coordinator import job as jobs
 from adaptdl_elastic.autoscaler.coordinator import policy as questions
@@ -23,11 +22,12 @@ from adaptdl_elastic.autoscaler.metrics import CoordinatorMetrics
 from adaptdl_elastic.autoscaler.policy import allocate
 from adaptdl_elastic.autoscaler.policy.types import Decision
 from adaptdl_elastic.autoscaler.providers.base import Capacity, Pool
-from adaptdl_elastic.autoscaler.scaling import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling_observe import observe
-from adaptdl_elastic.autoscaler.scaling_step import step
-from adaptdl_elastic.autoscaler.scaling_types import Memory as Remembered
-from adaptdl_elastic.autoscaler.scaling_types import Request
+from adaptdl_elastic.autoscaler.scaling import observe as scaling_observe
+from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.observe import observe
+from adaptdl_elastic.autoscaler.scaling.step import step
+from adaptdl_elastic.autoscaler.scaling.types import Memory as Remembered
+from adaptdl_elastic.autoscaler.scaling.types import Request
 from adaptdl_elastic.autoscaler.state import Keeper, View, view_of
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.keys import Keys

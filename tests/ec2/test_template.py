@@ -92,7 +92,7 @@ def test_the_python_and_the_units_inside_are_whole(template: dict[str, Any], nam
 
 
 def test_commands_inside_have_the_options_they_use(template: dict[str, Any]) -> None:
-    from adaptdl_elastic.autoscaler.autoscale_cli import autoscale
+    from adaptdl_elastic.autoscaler.commands.autoscale import autoscale
 
     known = {option for parameter in autoscale.params for option in parameter.opts}
     line = re.search(r"adaptdl autoscale (.*?)\nRestart", user_data(template, "HeadTemplate"), re.DOTALL)

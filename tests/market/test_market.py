@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from adaptdl_elastic.autoscaler.policy import Settings
 from adaptdl_elastic.autoscaler.policy.allocate import allocate
 from adaptdl_elastic.autoscaler.providers.base import Pool
-from adaptdl_elastic.autoscaler.scaling import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 from adaptdl_elastic.autoscaler.simulator.application import Application
 from adaptdl_elastic.autoscaler.simulator.engine import Options
 from adaptdl_elastic.autoscaler.simulator.market import Market, busy_fraction, fixed, generate, parse_market

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 from moto_process import Moto, make_group
 
-from adaptdl_elastic.autoscaler.autoscale_cli import autoscale
 from adaptdl_elastic.autoscaler.cli import CommandError, Where
+from adaptdl_elastic.autoscaler.commands.autoscale import autoscale
 from adaptdl_elastic.autoscaler.providers.ec2_owner import OWNER_TAG
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.keys import Keys
@@ -141,14 +141,14 @@ def test_the_group_of_another_cluster_is_refused_in_one_line(moto: Moto, store: 
     ],
 )
 def test_deadlines(text: str, expected: Any) -> None:
-    from adaptdl_elastic.autoscaler.autoscale_cli import _deadline
+    from adaptdl_elastic.autoscaler.commands.autoscale import _deadline
 
     assert _deadline(text, 100.0) == expected
 
 
 @pytest.mark.parametrize("text", ["", "train=", "2x", "5", "h"])
 def test_what_is_no_deadline(text: str) -> None:
-    from adaptdl_elastic.autoscaler.autoscale_cli import _deadline
+    from adaptdl_elastic.autoscaler.commands.autoscale import _deadline
 
     with pytest.raises(CommandError, match="2h30m"):
         _deadline(text, 100.0)

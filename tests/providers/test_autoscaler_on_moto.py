@@ -9,8 +9,8 @@ from moto_process import Moto, make_group
 from thin_aws import AutoScaling
 
 from adaptdl_elastic.autoscaler.providers.ec2 import Ec2Provider
-from adaptdl_elastic.autoscaler.scaling import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling_loop import Autoscaler
+from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.loop import Autoscaler
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.memory import MemoryStore

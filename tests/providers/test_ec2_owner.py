@@ -12,8 +12,8 @@ from moto_process import Moto, make_group
 from adaptdl_elastic.autoscaler.providers.base import NotOursError
 from adaptdl_elastic.autoscaler.providers.ec2 import RULED_TAG, Ec2Provider
 from adaptdl_elastic.autoscaler.providers.ec2_owner import OWNER_TAG, tags_of
-from adaptdl_elastic.autoscaler.scaling import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling_loop import Autoscaler, LoopOptions, identity
+from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.loop import Autoscaler, LoopOptions, identity
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.memory import MemoryStore
 

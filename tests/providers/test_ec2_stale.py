@@ -9,9 +9,9 @@ from moto_process import Moto, make_group
 from scaling_world import waiting
 
 from adaptdl_elastic.autoscaler.providers.ec2 import Ec2Provider
-from adaptdl_elastic.autoscaler.scaling import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling_step import step
-from adaptdl_elastic.autoscaler.scaling_types import Drain, Memory, NodeUse, Observation, Release, Request
+from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.step import step
+from adaptdl_elastic.autoscaler.scaling.types import Drain, Memory, NodeUse, Observation, Release, Request
 
 
 class Pages:

@@ -20,9 +20,9 @@ from adaptdl_elastic.autoscaler.providers.base import (
     UnknownPoolError,
 )
 from adaptdl_elastic.autoscaler.providers.fake import FakeProvider
-from adaptdl_elastic.autoscaler.scaling_loop import LoopOptions
-from adaptdl_elastic.autoscaler.scaling_memory import shifted
-from adaptdl_elastic.autoscaler.scaling_types import Known, Memory, PoolMemory, Release
+from adaptdl_elastic.autoscaler.scaling.loop import LoopOptions
+from adaptdl_elastic.autoscaler.scaling.memory import shifted
+from adaptdl_elastic.autoscaler.scaling.types import Known, Memory, PoolMemory, Release
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.memory import MemoryStore
 from adaptdl_elastic.rendezvous.store import Lease

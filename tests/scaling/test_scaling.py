@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scaling_world import MODEL, job, waiting
 
 from adaptdl_elastic.autoscaler.policy.curves import goodputs
-from adaptdl_elastic.autoscaler.scaling import (
+from adaptdl_elastic.autoscaler.scaling.economics import (
     Demand,
     Level,
     Offer,

@@ -18,11 +18,11 @@ from adaptdl_elastic.autoscaler.providers.base import (
     UnknownPoolError,
 )
 from adaptdl_elastic.autoscaler.providers.static import StaticProvider
-from adaptdl_elastic.autoscaler.scaling import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling_loop import LoopOptions
-from adaptdl_elastic.autoscaler.scaling_observe import node_uses, observe
-from adaptdl_elastic.autoscaler.scaling_step import step
-from adaptdl_elastic.autoscaler.scaling_types import Memory, Observation
+from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.loop import LoopOptions
+from adaptdl_elastic.autoscaler.scaling.observe import node_uses, observe
+from adaptdl_elastic.autoscaler.scaling.step import step
+from adaptdl_elastic.autoscaler.scaling.types import Memory, Observation
 from adaptdl_elastic.autoscaler.state import view_of
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.memory import MemoryStore

@@ -4,7 +4,8 @@ lazy: a loader is made when it is first needed, and that is in another epoch on 
 fickle: a variable that is another one on a replica that joins decides which loop comes first.
 early: such a variable decides that there have been enough epochs.
 alone: one replica has a data loop of its own. leave: one leaves an evaluation loop before the others.
-slow: one needs longer than the others for what follows the last loop. fail: one ends with an error there.
+slow: one needs longer than the others for what follows the last loop. fail: one ends with an error there,
+once the other one waits for it.
 """
 
 import atexit
@@ -17,6 +18,7 @@ import torch
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session
+from adaptdl_elastic.reducer import LOOPS
 
 S = {"kind": "", "epochs": 4, "size": 48, "rank": 0, "pace": 0.0, **json.loads(os.environ["LOOP"])}
 OUT = Path(os.environ["OUT"])
@@ -58,6 +60,12 @@ def pause():
         time.sleep(S["pace"])
 
 
+def awaited():
+    """Whether the other replica has come to the end, and waits for this one, which is rank 0."""
+    calls = _session.current().reducer._calls
+    return any(sequence >> 56 == LOOPS and call.contributions for sequence, call in list(calls.items()))
+
+
 def main():
     if S["kind"] == "slow":
         atexit.register((OUT / f"ended-{os.environ['RANK']}").touch)  # after all that comes later
@@ -81,9 +89,11 @@ def main():
                 evaluation = loader()
             if S["kind"] != "alone" or adl.rank() == S["rank"]:
                 evaluate(evaluation, epoch)
+        if S["kind"] == "fail" and epoch + 1 == S["epochs"] and adl.rank() == 0:
+            while not awaited():
+                time.sleep(0.001)
+            raise ArithmeticError("by this replica")
         if epoch + 1 == S["epochs"] and adl.rank() == S["rank"]:
-            if S["kind"] == "fail":
-                raise ArithmeticError("by this replica")
             end = time.monotonic() + 3
             while S["kind"] == "slow" and not (OUT / "ended-0").exists() and time.monotonic() < end:
                 time.sleep(0.01)

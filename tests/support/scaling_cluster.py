@@ -7,8 +7,8 @@ from typing import Any
 
 from adaptdl_elastic.autoscaler.providers.base import Pool
 from adaptdl_elastic.autoscaler.providers.fake import FakeProvider
-from adaptdl_elastic.autoscaler.scaling import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling_loop import Autoscaler, LoopOptions
+from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.loop import Autoscaler, LoopOptions
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.memory import MemoryStore

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from adaptdl_elastic.autoscaler.policy.types import GoodputModel, JobInfo
 from adaptdl_elastic.autoscaler.providers.base import Capacity, InstanceState, Pool
 from adaptdl_elastic.autoscaler.providers.fake import FakeProvider
-from adaptdl_elastic.autoscaler.scaling import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling_step import step
-from adaptdl_elastic.autoscaler.scaling_types import (
+from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.step import step
+from adaptdl_elastic.autoscaler.scaling.types import (
     Drain,
     Hold,
     LetGo,

@@ -173,8 +173,8 @@ def autoscale(
     Runs beside the coordinator until it is stopped (Ctrl-C, SIGTERM); nodes stay when it goes.
     """
     from adaptdl_elastic.autoscaler.providers.base import ProviderError
-    from adaptdl_elastic.autoscaler.scaling import ScalingSettings
-    from adaptdl_elastic.autoscaler.scaling_loop import Autoscaler, LoopOptions, identity
+    from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
+    from adaptdl_elastic.autoscaler.scaling.loop import Autoscaler, LoopOptions, identity
     from adaptdl_elastic.rendezvous.keys import Keys, check_name
 
     if any(not name.strip() for name in groups):

@@ -29,11 +29,11 @@ from adaptdl_elastic.autoscaler.providers.base import (
     TryLaterError,
     UnknownPoolError,
 )
-from adaptdl_elastic.autoscaler.scaling import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling_memory import not_done, refused, running_replicas, shifted
-from adaptdl_elastic.autoscaler.scaling_observe import all_ended, observe
-from adaptdl_elastic.autoscaler.scaling_step import step
-from adaptdl_elastic.autoscaler.scaling_types import (
+from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.memory import not_done, refused, running_replicas, shifted
+from adaptdl_elastic.autoscaler.scaling.observe import all_ended, observe
+from adaptdl_elastic.autoscaler.scaling.step import step
+from adaptdl_elastic.autoscaler.scaling.types import (
     Action,
     Drain,
     Forecast,

@@ -13,7 +13,7 @@ from adaptdl_elastic.autoscaler.coordinator.types import Memory as Rounds
 from adaptdl_elastic.autoscaler.coordinator.types import Settings
 from adaptdl_elastic.autoscaler.policy.types import JobInfo
 from adaptdl_elastic.autoscaler.providers.base import Capacity, Signal
-from adaptdl_elastic.autoscaler.scaling_types import NodeUse, Observation
+from adaptdl_elastic.autoscaler.scaling.types import NodeUse, Observation
 from adaptdl_elastic.autoscaler.state import JobView, View
 from adaptdl_elastic.rendezvous.records import MOST_SLOTS
 

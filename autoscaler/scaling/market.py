@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState, Pool
-from adaptdl_elastic.autoscaler.scaling import (
+from adaptdl_elastic.autoscaler.scaling.economics import (
     Demand,
     Level,
     Offer,
@@ -17,8 +17,8 @@ from adaptdl_elastic.autoscaler.scaling import (
     least_nodes,
     target,
 )
-from adaptdl_elastic.autoscaler.scaling_memory import interruptions_per_hour, running_replicas
-from adaptdl_elastic.autoscaler.scaling_types import Known, Memory, Observation, PoolMemory
+from adaptdl_elastic.autoscaler.scaling.memory import interruptions_per_hour, running_replicas
+from adaptdl_elastic.autoscaler.scaling.types import Known, Memory, Observation, PoolMemory
 
 _PATIENCE = 5  # times --shrink-after, for which jobs that change one after the other can hold everything
 _VANISH = 60.0  # seconds for which a released instance is believed to be gone, though it is shown

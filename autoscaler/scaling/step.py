@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from adaptdl_elastic.autoscaler.providers.base import InstanceState
-from adaptdl_elastic.autoscaler.scaling import (
+from adaptdl_elastic.autoscaler.scaling.economics import (
     Offer,
     ScalingSettings,
     Target,
@@ -22,14 +22,14 @@ from adaptdl_elastic.autoscaler.scaling import (
     deadline_of,
     going,
 )
-from adaptdl_elastic.autoscaler.scaling_market import Market, released
-from adaptdl_elastic.autoscaler.scaling_memory import (
+from adaptdl_elastic.autoscaler.scaling.market import Market, released
+from adaptdl_elastic.autoscaler.scaling.memory import (
     interruptions_per_hour,
     remember,
     running_replicas,
     shares,
 )
-from adaptdl_elastic.autoscaler.scaling_types import (
+from adaptdl_elastic.autoscaler.scaling.types import (
     Action,
     Drain,
     Forecast,

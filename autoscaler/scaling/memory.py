@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 
 from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState, Pool, Signal, SignalKind
-from adaptdl_elastic.autoscaler.scaling import HOUR, ScalingSettings
-from adaptdl_elastic.autoscaler.scaling_types import Known, Memory, NodeUse, Observation, PoolMemory
+from adaptdl_elastic.autoscaler.scaling.economics import HOUR, ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.types import Known, Memory, NodeUse, Observation, PoolMemory
 
 _REMOVED = "its group removes it"
 FORGET_HOURS = 24.0  # after which an interruption counts 1/e
