@@ -22,10 +22,10 @@ from adaptdl_elastic.rendezvous.records import HEAVIEST
 
 PROGRAM = "adaptdl-run"
 MANY_REPLICAS = 65536  # as many as the nodes have room for
-# torchrun's options that have no meaning where plans come from a coordinator, and why
+# torchrun's options that have no meaning here, and why
 _NO_MEANING = {
     "rdzv_backend": "plans come from the coordinator, through etcd",
-    "rdzv_conf": "see --etcd-timeout and --rescale-timeout",
+    "rdzv_conf": "torch's rendezvous is not used; --etcd-timeout and --rescale-timeout are what it would set",
     "node_rank": "the coordinator gives out ranks",
     "master_addr": "the node of rank 0 publishes its address",
     "master_port": "the node of rank 0 publishes its port; --port-range confines it",
@@ -33,6 +33,26 @@ _NO_MEANING = {
     "start_method": "replicas are forked from a warm server, or executed with --no-python",
     "signals_to_handle": "SIGINT, SIGTERM and SIGHUP stop in an orderly way, a second one at once",
     "logs_specs": "logs are written as --log-dir, --redirects and --tee say",
+    "shutdown_timeout": "--checkpoint-timeout says how long a stop may take",
+    "numa_binding": "replicas are not bound to CPUs",
+    "duplicate_stdout_filters": "lines are not filtered by words; see --tee and --local-ranks-filter",
+    "duplicate_stderr_filters": "lines are not filtered by words; see --tee and --local-ranks-filter",
+}
+# torchrun's options of which its own text would not be true here
+_HELP = {
+    "nnodes": "nodes of the job: N or MIN:MAX (default 1)",
+    "nproc_per_node": "replicas on this node: N, or MIN:MAX between which their number is chosen; auto, gpu "
+    "and cpu stand for as many as there are (default 1)",
+    "rdzv_endpoint": "etcd of the cluster, HOST:PORT[,HOST:PORT...] (default: ADAPTDL_ETCD)",
+    "rdzv_id": "name of the job (default: that of the script)",
+    "standalone": "one node, with a private etcd (the default where no other node and no etcd is named)",
+    "max_restarts": "failures after which the job goes on from its checkpoint (default 3); the loss of a "
+    "node, and a death that other replicas survive, do not count",
+    "role": "set as ROLE_NAME for every replica",
+    "run_path": "run the script with runpy.run_path, as is done anyway; goes before --no-python",
+    "log_dir": "directory for the logs of replicas",
+    "local_addr": "address that other nodes reach this one by (default: that of the route to etcd)",
+    "training_script": "what every replica runs, followed by its own arguments",
 }
 
 
@@ -98,14 +118,33 @@ def parser() -> argparse.ArgumentParser:
     """torchrun's parser, with our options added."""
     made = torchrun_parser()
     made.prog = PROGRAM
+    made.usage = f"{PROGRAM} [options] SCRIPT [arguments of the script]"
     made.error = partial(_refuse, made)  # type: ignore[method-assign,assignment]
+    made.allow_abbrev = False  # whether an option that was shortened was given could not be told
     made.description = (
         "Run a PyTorch job whose replicas, batch size and learning rate adapt while it runs. "
-        "Takes what torchrun takes, and the options under 'adaptdl-elastic'."
+        "Takes what torchrun takes, and options of its own."
     )
     made.set_defaults(max_restarts=os.environ.get("PET_MAX_RESTARTS", "3"))  # argparse reads it
-    _add_ours(made.add_argument_group("adaptdl-elastic"))
+    _arrange(made)
     return made
+
+
+def _arrange(made: argparse.ArgumentParser) -> None:
+    """The help: our options, then those of torchrun that count, then those that do not."""
+    theirs = made._optionals
+    theirs.title = "options of torchrun"
+    ours = made.add_argument_group("options")
+    _add_ours(ours)
+    without = made.add_argument_group("options of torchrun that have no effect here")
+    for action in made._actions:
+        action.help = _HELP.get(action.dest, action.help)
+        if action.dest in _NO_MEANING:
+            action.help = _NO_MEANING[action.dest]
+            theirs._group_actions.remove(action)
+            without._group_actions.append(action)
+    made._action_groups.remove(ours)
+    made._action_groups.insert(made._action_groups.index(theirs), ours)
 
 
 def _refuse(made: argparse.ArgumentParser, message: str) -> None:
@@ -123,29 +162,90 @@ def _add_ours(group: Any) -> None:
     add = group.add_argument
     add("--etcd", metavar="HOST:PORT", help="etcd of the cluster; the same as --rdzv-endpoint (ADAPTDL_ETCD)")
     add("--etcd-api", choices=["auto", "v2", "v3"], default="auto", help="force a driver (default: ask etcd)")
-    add("--etcd-ca", metavar="PEM", help="CA that etcd's certificate is signed by (ADAPTDL_ETCD_CA)")
+    add("--etcd-ca", metavar="PEM", help="CA of etcd's certificate (ADAPTDL_ETCD_CA)")
     add("--etcd-cert", metavar="PEM", help="client certificate (ADAPTDL_ETCD_CERT)")
-    add("--etcd-key", metavar="PEM", help="its key (ADAPTDL_ETCD_KEY); user and password: environment only")
-    add("--etcd-timeout", type=float, metavar="S", help="time-out of one operation (default 5)")
-    add("--cluster", metavar="NAME", help="several share one etcd (ADAPTDL_CLUSTER; default: default)")
+    add(
+        "--etcd-key",
+        metavar="PEM",
+        help="its key (ADAPTDL_ETCD_KEY); for a user and password: ADAPTDL_ETCD_USER, "
+        "ADAPTDL_ETCD_PASSWORD_FILE",
+    )
+    add(
+        "--etcd-timeout",
+        type=float,
+        metavar="S",
+        help="seconds for one operation (default: ADAPTDL_ETCD_TIMEOUT, else 5)",
+    )
+    add(
+        "--cluster",
+        metavar="NAME",
+        help="name of the cluster, where several share an etcd (ADAPTDL_CLUSTER; default: default)",
+    )
     add("--node-name", metavar="NAME", help="this node's name (default: the host's, made unique)")
     add("--port-range", metavar="LOW:HIGH", help="ports to listen on (default: any free one)")
-    add("--checkpoint-path", metavar="DIR", help="default: ADAPTDL_CHECKPOINT_PATH, else ./.adaptdl/<job>")
-    add("--checkpoint-timeout", type=float, default=120.0, metavar="S", help="a stop takes at most this long")
     add(
-        "--checkpoint-interval", type=float, default=30.0, metavar="S", help="between periodic ones (0: none)"
+        "--checkpoint-path",
+        metavar="DIR",
+        help="directory or s3://bucket/prefix that all nodes see "
+        "(default: ADAPTDL_CHECKPOINT_PATH, else ./.adaptdl/<job>)",
     )
-    add("--rescale", choices=["auto", "inplace", "restart"], default="auto", help="how the size changes")
-    add("--rescale-timeout", type=float, default=60.0, metavar="S", help="newcomers must be ready by then")
-    add("--hang-timeout", type=float, metavar="S", help="a replica that hangs so long is killed (0: never)")
-    add("--once", action="store_true", help="a job that has ended is not started anew: exit as it did")
-    add("--no-autoscale", action="store_true", help="only `adaptdl scale` changes the size")
-    add("--weight", type=float, default=1.0, metavar="W", help="what its goodput is worth beside other jobs'")
-    add("--no-preempt", action="store_true", help="once it runs, it keeps the replicas that it has")
-    add("--avoid-preemptible-nodes", action="store_true", help="spot instances last")
+    add(
+        "--checkpoint-timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="seconds that a stop waits for its checkpoint (default 120)",
+    )
+    add(
+        "--checkpoint-interval",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds between periodic checkpoints (default 30; 0: none)",
+    )
+    add(
+        "--rescale",
+        choices=["auto", "inplace", "restart"],
+        default="auto",
+        help="how the number of replicas changes: in place where that is possible (auto, the default), only "
+        "in place, or only by a restart from a checkpoint",
+    )
+    add(
+        "--rescale-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds that new replicas may take to be ready (default 60)",
+    )
+    add(
+        "--hang-timeout",
+        type=float,
+        metavar="S",
+        help="seconds without an answer after which a replica is killed (default 60; 0: never); where it is "
+        "given, also without a step",
+    )
+    add(
+        "--once",
+        action="store_true",
+        help="if the job has ended already, exit as it did instead of starting it again",
+    )
+    add("--no-autoscale", action="store_true", help="only `adaptdl scale` changes the number of replicas")
+    add(
+        "--weight",
+        type=float,
+        default=1.0,
+        metavar="W",
+        help="what the job's goodput is worth beside other jobs' (default 1)",
+    )
+    add("--no-preempt", action="store_true", help="once the job runs, it keeps the replicas that it has")
+    add("--avoid-preemptible-nodes", action="store_true", help="use spot instances last")
     add("--event-log", type=Path, metavar="FILE", help="append one JSON object per event")
     add("--plot", type=Path, metavar="FILE.png", help="draw the run when it has ended")
-    add("--summary", action=argparse.BooleanOptionalAction, help="sum the run up (default: on a terminal)")
+    add(
+        "--summary",
+        action=argparse.BooleanOptionalAction,
+        help="sum the run up at its end (default: on a terminal)",
+    )
 
 
 def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> Options:
@@ -175,7 +275,10 @@ def check(
     if args.etcd and args.rdzv_endpoint and args.etcd != args.rdzv_endpoint:
         raise OptionError(f"--etcd {args.etcd} and --rdzv-endpoint {args.rdzv_endpoint} differ: give one")
     if args.standalone and max_nodes > 1:
-        raise OptionError(f"--standalone is one node, --nnodes={args.nnodes} is not: give --rdzv-endpoint")
+        raise OptionError(
+            f"--standalone is for one node and --nnodes={args.nnodes} asks for more: give --rdzv-endpoint "
+            f"HOST:PORT of an etcd instead of --standalone"
+        )
     standalone = bool(args.standalone) or (endpoint is None and max_nodes == 1)
     if endpoint is None and not standalone:
         raise OptionError(
@@ -191,7 +294,7 @@ def check(
         path = str(Path(path).absolute())
     _check_numbers(args)
     if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise OptionError(f"--plot {args.plot}: write a name that ends in .png, .svg or .pdf")
+        raise OptionError(f"--plot {args.plot}: give a name that ends in .png, .svg or .pdf")
     return Options(
         script=args.training_script,
         script_args=tuple(args.training_script_args),
@@ -254,9 +357,7 @@ def _mode(args: argparse.Namespace) -> str:
     except OSError as error:  # below a directory that may not be entered
         raise OptionError(f"the script {args.training_script!r} can not be read: {error.strerror}") from None
     if not there:
-        raise OptionError(
-            f"there is no script {args.training_script!r}: give a path that exists from {Path.cwd()}"
-        )
+        raise OptionError(f"there is no script {args.training_script!r} in {Path.cwd()}: give its path")
     return "script"
 
 
@@ -288,12 +389,15 @@ def parse_range(option: str, text: str) -> tuple[int, int]:
     return low, high
 
 
+_DEVICES = ("auto", "cpu", "gpu", "xpu")
+
+
 def parse_slots(text: str, count: Any) -> tuple[int, int]:
     """(min_slots, slots): `N` and words such as `gpu` stand for all of them together."""
     if re.fullmatch(r"[\d:]+", text):
         return parse_range("--nproc-per-node", text)
     low, colon, high = text.partition(":")
-    if colon and low.isdigit() and high in ("auto", "gpu", "cpu", "xpu"):
+    if colon and low.isdigit() and high in _DEVICES:
         slots = count(high)
         return parse_range("--nproc-per-node", f"{low}:{slots}")
     slots = count(text)
@@ -307,9 +411,8 @@ def count_devices(word: str) -> int:
     try:
         return int(determine_local_world_size(word))
     except ValueError as error:
-        raise OptionError(
-            f"--nproc-per-node={word}: {str(error).rstrip('.')}; write a number, MIN:MAX, auto, gpu or cpu"
-        ) from None
+        why = f": {str(error).rstrip('.')}; " if word in _DEVICES else ": "
+        raise OptionError(f"--nproc-per-node={word}{why}give a number, MIN:MAX, auto, gpu or cpu") from None
 
 
 def parse_ports(text: str) -> tuple[int, int]:
@@ -327,7 +430,9 @@ def _check_numbers(args: argparse.Namespace) -> None:
     if args.max_restarts < 0:
         raise OptionError(f"--max-restarts={args.max_restarts} must not be negative; 0 means none")
     if not 0 < args.weight <= HEAVIEST:
-        raise OptionError(f"--weight={args.weight:g} must be above 0 and at most {HEAVIEST:g}; a job has 1")
+        raise OptionError(
+            f"--weight={args.weight:g} must be above 0 and at most {HEAVIEST:g}; the default is 1"
+        )
     for name in (
         "checkpoint_timeout",
         "checkpoint_interval",

@@ -80,6 +80,55 @@ def test_what_has_no_meaning_here_gets_one_line_each() -> None:
     assert notes[0].startswith("--rdzv-backend has no effect: ")
 
 
+# torchrun's options that are read, by their destination; what is in no table must not be lost silently
+HONOURED = {
+    *("help", "nnodes", "nproc_per_node", "rdzv_endpoint", "rdzv_id", "standalone", "max_restarts", "role"),
+    *("event_log_handler", "module", "no_python", "run_path", "log_dir", "redirects", "tee", "local_addr"),
+    *("local_ranks_filter", "virtual_local_rank", "training_script", "training_script_args"),
+}
+
+
+def test_every_option_of_torchrun_is_honoured_or_told_to_have_no_effect() -> None:
+    theirs = {action.dest for action in torchrun_options.torchrun_parser()._actions}
+    assert theirs - HONOURED == theirs & set(options._NO_MEANING)
+    assert not HONOURED & set(options._NO_MEANING)
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--shutdown-timeout=5", "--numa-binding=node", "--duplicate-stdout-filters=a", "--logs_specs=x"],
+)
+def test_an_option_without_effect_is_told(option: str) -> None:
+    if option.partition("=")[0] not in options.parser().format_help():
+        pytest.skip(f"this torch has no {option}")
+    (note,) = parse(option).notes
+    assert " has no effect: " in note
+
+
+@pytest.mark.parametrize(
+    ("short", "full"), [("--node-ran=1", "--node-rank"), ("--standalon", "--standalone")]
+)
+def test_a_shortened_option_is_refused_for_its_note_would_be_lost(short: str, full: str) -> None:
+    with pytest.raises(options.OptionError, match=f"did you mean {full}"):
+        parse(short)
+
+
+def test_the_help_says_what_holds_here() -> None:
+    text = " ".join(options.parser().format_help().split())
+    for wrong in ("C10d", "supported values", "before failing", "explicitly set values are ignored"):
+        assert wrong not in text
+    for part in (
+        "MIN:MAX",
+        "private etcd",
+        "(default 3)",
+        "(default 120)",
+        "usage: adaptdl-run [options] SCRIPT",
+    ):
+        assert part in text
+    ours, theirs = text.index("--checkpoint-path"), text.index("--nproc-per-node")
+    assert ours < theirs < text.index("that have no effect here") < text.index("--node-rank")
+
+
 def test_a_filter_that_leaves_nothing_is_told() -> None:
     assert parse("--nproc-per-node=2", "--local-ranks-filter=1,7").notes == ()
     (note,) = parse("--nproc-per-node=2", "--local-ranks-filter=7").notes
@@ -104,21 +153,43 @@ def test_everything_after_the_script_is_the_scripts() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "said", "remedy"),
     [
-        ["--nnodes=0"], ["--nnodes=1:2:3"], ["--nproc-per-node=2:1"], ["--cluster=a/b"], ["--rdzv-id=a b"],
-        ["--etcd=a:1", "--rdzv-endpoint=b:1"], ["--standalone", "--nnodes=2"], ["--checkpoint-timeout=0"],
-        ["--no-python", "-m"], ["--local-ranks-filter=a"], ["--nproc-per-node=x"], ["--port-range=9:3"],
-        ["--nproc-per-node=-1"], ["--checkpoint-interval=nan"], ["--weight=0"], ["--weight=nan"],
-        ["--weight=1e+09"],
+        (["--nnodes=0"], "--nnodes=0", "as in --nnodes=1:8"),
+        (["--nnodes=1:2:3"], "--nnodes=1:2:3", "as in --nnodes=1:8"),
+        (["--nproc-per-node=2:1"], "--nproc-per-node=2:1", "as in --nproc-per-node=1:8"),
+        (["--nproc-per-node=x"], "--nproc-per-node=x", ": give a number, MIN:MAX, auto, gpu or cpu"),
+        (["--nproc-per-node=-1"], "--nproc-per-node=-1", "as in --nproc-per-node=1:8"),
+        (["--cluster=a/b"], "--cluster 'a/b'", "letters, digits"),
+        (["--rdzv-id=a b"], "--rdzv-id 'a b'", "letters, digits"),
+        (["--etcd=a:1", "--rdzv-endpoint=b:1"], "--etcd a:1 and --rdzv-endpoint b:1", "give one"),
+        (["--standalone", "--nnodes=2"], "--nnodes=2 asks for more", "give --rdzv-endpoint HOST:PORT"),
+        (["--nnodes=2"], "--nnodes=2", "--rdzv-endpoint HOST:PORT"),
+        (["--checkpoint-timeout=0"], "--checkpoint-timeout=0", "positive number of seconds"),
+        (["--checkpoint-interval=nan"], "--checkpoint-interval=nan", "0 switches it off"),
+        (["--no-python", "-m"], "--no-python and --module", "exclude each other"),
+        (["--local-ranks-filter=a"], "--local-ranks-filter=a", "as in 0,1"),
+        (["--port-range=9:3"], "--port-range=9:3", "as in 29500:29600"),
+        (["--weight=0"], "--weight=0", "must be above 0"),
+        (["--weight=nan"], "--weight=nan", "must be above 0"),
+        (["--weight=1e+09"], "--weight=1e+09", "at most 1e+06; the default is 1"),
+        (["--plot=x.txt"], "--plot x.txt", "give a name that ends in .png"),
     ],
-)  # fmt: skip
-def test_what_can_not_be_used_is_refused_with_what_was_given(arguments: list[str]) -> None:
+)
+def test_what_can_not_be_used_is_refused_with_what_was_given(
+    arguments: list[str], said: str, remedy: str
+) -> None:
     with pytest.raises(options.OptionError) as caught:
         parse(*arguments)
-    value = arguments[0].rpartition("=")[2]
-    assert value in str(caught.value)
+    assert said in str(caught.value)
+    assert remedy in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_script_that_is_not_there_is_named_with_where_it_was_looked_for() -> None:
+    with pytest.raises(options.OptionError) as caught:
+        options.parse(["nothere.py"], {})
+    assert str(caught.value) == f"there is no script 'nothere.py' in {Path.cwd()}: give its path"
 
 
 def test_torchruns_variables_are_read_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
