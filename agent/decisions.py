@@ -199,7 +199,7 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
     if held is None or isinstance(event, Tick):
         return state, []
     if isinstance(event, (ReplicaReady, ReplicaSwitched)):
-        return replace(state, held=inplace.learn(held, event)), []
+        return replace(state, held=inplace.learn(held, event, now)), []
     if isinstance(event, ReplicaResilient):
         return recovery.resilient(state, held, event.local_rank)
     if isinstance(event, ReplicaBroken):
@@ -212,7 +212,7 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
         return recovery.lose(state, held, event, now)
     if getattr(event, "generation", None) != held.generation:
         newcomer = isinstance(event, ReplicaExited)
-        return (replace(state, held=inplace.learn(held, event)) if newcomer else state), []  # type: ignore[arg-type]
+        return (replace(state, held=inplace.learn(held, event, now)) if newcomer else state), []  # type: ignore[arg-type]
     actions: list[Action] = []
     match event:
         case ReplicaStarted(_, local_rank, pid):

@@ -3,7 +3,8 @@
 Every replica with the library answers a `ping` from a thread of its own, whatever its script does. So one
 that does not answer is stopped, or its interpreter is held by something that does not let go: it is killed,
 and the others survive its death like any other. Before its first step, while data are loaded and models
-made, nobody is asked. A script whose replicas all answer, but take no step
+made, nobody is asked; a newcomer is from when it has joined the others, who wait for its part of every step
+from then on. A script whose replicas all answer, but take no step
 (`--hang-timeout`), waits for something that nobody can tell: all of them are killed, after a moment in
 which the agents of other nodes may find the culprit there.
 """

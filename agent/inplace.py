@@ -129,11 +129,11 @@ def begin(state: State, held: Held, plan: Plan, master: MasterRecord, now: float
     return replace(state, held=replace(held, change=change)), actions
 
 
-def learn(held: Held, event: ReplicaReady | ReplicaSwitched | ReplicaExited) -> Held:
+def learn(held: Held, event: ReplicaReady | ReplicaSwitched | ReplicaExited, now: float) -> Held:
     """Take note of what a replica says about the change, or of a newcomer's end."""
     change = held.change
     if held.joining and event.generation == held.generation and not isinstance(event, ReplicaExited):
-        return _learn_joining(held, event)
+        return _learn_joining(held, event, now)
     if isinstance(event, ReplicaExited):
         return _learn_end(held, event)
     if change is None or event.generation != change.plan.generation:
@@ -141,21 +141,27 @@ def learn(held: Held, event: ReplicaReady | ReplicaSwitched | ReplicaExited) -> 
     if isinstance(event, ReplicaReady):
         change = replace(change, ready=change.ready | {event.local_rank})
     else:
-        change = replace(change, switched=change.switched | {event.local_rank})
+        change = replace(
+            change,
+            switched=change.switched | {event.local_rank},
+            newcomers=_heard(change.newcomers, event.local_rank, now),
+        )
     return replace(held, change=change)
 
 
-def _learn_joining(held: Held, event: ReplicaReady | ReplicaSwitched) -> Held:
-    switched = isinstance(event, ReplicaSwitched)
-    return replace(
-        held,
-        replicas=tuple(
-            replace(r, library=True, switched=r.switched or switched)
-            if r.local_rank == event.local_rank
-            else r
-            for r in held.replicas
-        ),
-    )
+def _heard(replicas: tuple[Replica, ...], local_rank: int, now: float) -> tuple[Replica, ...]:
+    """From now on a newcomer has to answer (`hangs`): the others will wait for its part of every step."""
+    return tuple(replace(r, heard=now) if r.local_rank == local_rank else r for r in replicas)
+
+
+def _learn_joining(held: Held, event: ReplicaReady | ReplicaSwitched, now: float) -> Held:
+    joined = tuple(replace(r, library=True) if r.local_rank == event.local_rank else r for r in held.replicas)
+    if isinstance(event, ReplicaSwitched):
+        joined = tuple(
+            replace(r, switched=True) if r.local_rank == event.local_rank else r
+            for r in _heard(joined, event.local_rank, now)
+        )
+    return replace(held, replicas=joined)
 
 
 def _learn_end(held: Held, event: ReplicaExited) -> Held:

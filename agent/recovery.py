@@ -170,8 +170,8 @@ def enter(state: State, held: Held, change: Change, now: float) -> tuple[State, 
     ready = bool(held.replicas) and all(r.resilient for r in held.replicas)
     newcomers = (replace(r, resilient=r.resilient or ready) for r in change.newcomers)
     have = {r.local_rank: r for r in (*held.replicas, *newcomers)}
-    members = tuple(
-        replace(have[slot], rank=rank, library=True)
+    members = tuple(  # nobody could take a step meanwhile
+        replace(have[slot], rank=rank, library=True, stepped=None if have[slot].stepped is None else now)
         for slot, rank in plan.rank_by_slot(node).items()
         if slot in have
     )

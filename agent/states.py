@@ -47,7 +47,7 @@ class Replica:
     message: str = ""  # what is known of why it exited
     step: int | None = None
     stepped: float | None = None  # `now` of its newest step
-    heard: float | None = None  # `now` of its newest sign of life, since its first step
+    heard: float | None = None  # `now` of its newest sign of life, since its first step or since it joined
     pinged: float | None = None  # `now` when it was asked for one that has not come
     hanging: bool = False  # it gave none, and is killed
 

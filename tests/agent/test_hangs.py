@@ -8,7 +8,7 @@ from decided import Agent, kinds, master, plan
 from adaptdl_elastic.agent import states as d
 from adaptdl_elastic.agent.decisions import deadline
 from adaptdl_elastic.agent.hangs import MOMENT, SILENCE
-from adaptdl_elastic.rendezvous.records import Failure, Transition
+from adaptdl_elastic.rendezvous.records import Failure, Leaving, Transition
 
 WHY = "does not answer for 30 s: it hangs, or is stopped (--hang-timeout)"
 
@@ -114,3 +114,56 @@ def test_steps_of_others_do_not_count() -> None:
         agent(d.ReplicaStep(0, 0, 8))
     assert agent.state.held is not None
     assert [r.hanging for r in agent.state.held.replicas] == [False, True]
+
+
+def grown(hang_timeout: float | None, joined_after: float = 0.0) -> Agent:
+    """With a third replica that has joined the two, and has taken no step yet."""
+    agent = resilient(hang_timeout)
+    grow = plan(1, ("here", 3), transition=Transition.INPLACE)
+    agent(d.PlanSeen(grow))
+    agent(master(1))
+    agent(d.ReplicaHello(1, 2))
+    agent(d.ReplicaReady(1, 2))
+    agent.later(joined_after)
+    for slot in range(3):
+        actions = agent(d.ReplicaSwitched(1, slot))
+    assert actions[0] == d.Adopt(grow)
+    return agent
+
+
+def test_a_newcomer_is_asked_from_when_it_has_joined() -> None:
+    agent = grown(None)
+    assert agent.later(SILENCE / 2) == [d.Ping((0, 1, 2))]  # two of them wait for the gradients of the third
+    for slot in (0, 1):
+        agent(d.ReplicaPong(1, slot))
+    actions = agent.later(SILENCE / 2)
+    assert [a.local_ranks for a in actions if isinstance(a, d.Kill)] == [(2,)]
+    assert "Lost" in kinds(agent(d.ReplicaExited(1, 2, -9, 5.0, "SIGKILL")))  # and the others go on
+
+
+def test_who_waits_for_a_newcomer_is_not_killed_before_it() -> None:
+    agent = grown(30.0, joined_after=14.0)
+    killed: list[tuple[int, ...]] = []
+    while not killed:
+        for action in agent.later(1.0):
+            if isinstance(action, d.Kill):
+                killed.append(action.local_ranks)
+            elif isinstance(action, d.Ping):
+                for slot in set(action.local_ranks) - {2}:
+                    agent(d.ReplicaPong(1, slot))
+    assert killed == [(2,)]
+
+
+def test_a_newcomer_to_replicas_of_other_nodes_is_asked_too() -> None:
+    agent = Agent(hang_timeout=30.0)
+    there = Leaving("there", 1, "agent-there", 0)
+    grow = plan(1, ("there", 1), ("here", 1), leaving=[there], transition=Transition.INPLACE)
+    agent(d.PlanSeen(grow))
+    agent(master(1))
+    assert agent.state.held is not None
+    assert agent.state.held.joining
+    agent(d.ReplicaHello(1, 0))
+    agent(d.ReplicaReady(1, 0))
+    assert agent.later(1000) == []  # while it warms up nobody waits for it
+    agent(d.ReplicaSwitched(1, 0))
+    assert agent.later(15) == [d.Ping((0,))]
