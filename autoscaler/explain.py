@@ -99,7 +99,7 @@ def explain(view: View, job: JobView, policy: Policy, settings: Settings | None 
     size = sum(now.values())
     here = _option(curve, now, now, 0.0) if now else None
     cost = pause if pause is not None else float(policy_settings.default_pause)
-    status = job.status.record if job.status and job.status.record.run == spec.run else None
+    status = job.status_now
     waits = why_pending(spec, everywhere, free, ledger) if condition.phase is Phase.EMPTY else ""
     return Explanation(
         job=job.job,

@@ -185,13 +185,14 @@ def _gauge(name: str, value: float) -> Metric:
 
 
 def _facts(view: View, job: JobView) -> _Facts | None:
-    if job.spec is None or job.status is None or job.status.record.state.ended:
+    status = job.status_now
+    if job.spec is None or status is None or status.state.ended:
         return None
     plan = this_run(job)
     hints = job.hints.record if job.hints else None
     if hints is not None and plan is not None and hints.generation < plan.first:
         hints = None
-    return _Facts(job.status.record, plan, hints, view.cost(job.job))
+    return _Facts(status, plan, hints, view.cost(job.job))
 
 
 def serve(host: str, port: int) -> CoordinatorMetrics:

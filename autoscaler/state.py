@@ -60,6 +60,19 @@ class JobView:
     generations: frozenset[int] = frozenset()  # those that have any key
     unreadable: Mapping[str, int] = field(default_factory=_empty)  # plan, status, request: of the garbage
 
+    @property
+    def status_now(self) -> records.JobStatus | None:
+        """The status of the present run; None where only an earlier run's stands there, or none."""
+        if self.status is None or (self.spec is not None and self.status.record.run != self.spec.record.run):
+            return None
+        return self.status.record
+
+    @property
+    def over(self) -> bool:
+        """Whether the status says that the present run has ended."""
+        status = self.status_now
+        return status is not None and status.state.ended
+
 
 BILL_SECONDS = 60.0
 """After which what the autoscaler has said of an hour's price is no longer so: it is dead."""

@@ -33,7 +33,7 @@ from adaptdl_elastic.rendezvous.records import JobRequest
 from adaptdl_elastic.rendezvous.store import Store
 
 _ATTEMPTS = 20
-_ENDED = ("done", "stopped", "failed")
+_ENDED = tuple(state.value for state in records.JobState if state.ended)
 
 
 @click.command(name="ls")
@@ -128,7 +128,7 @@ def status(job: str, where: Where, as_json: bool) -> None:
 def _details(view: View, job: JobView) -> Row:
     assert job.spec is not None
     spec = job.spec.record
-    status = job.status.record if job.status and job.status.record.run == spec.run else None
+    status = job.status_now
     request = job.request.record if job.request and job.request.record.run in ("", spec.run) else None
     return {
         "run": spec.run,
@@ -202,21 +202,22 @@ def stop(job: str, where: Where, wait: bool, timeout: float) -> None:
     """Save JOB's state and end it; the same command line resumes it."""
     store, keys = _open(where, job)
     with store:
-        _ask(store, keys, job, lambda request: replace(request, stop=True), _not_ended(job))
+        run = _ask(store, keys, job, lambda request: replace(request, stop=True), _not_ended(job))
         click.echo(f"{job} is stopping")
-        if wait and not wait_until(store, keys, lambda v: _state_ended(v, job), timeout):
+        if wait and not wait_until(store, keys, lambda v: has_stopped(v, job, run), timeout):
             raise CommandError(f"{job} has not stopped after {timeout:g} s; see adaptdl status {job}")
 
 
-def _state_ended(view: View, name: str) -> bool:
+def has_stopped(view: View, name: str, run: str) -> bool:
+    """Whether this run of the job is over; an earlier run's status does not say so, a later run does."""
     job = view.jobs.get(name)
-    return job is None or (job.status is not None and job.status.record.state.ended)
+    return job is None or job.over or (job.spec is not None and job.spec.record.run != run)
 
 
 def _not_ended(name: str) -> Callable[[View, JobView], None]:
     def check(view: View, job: JobView) -> None:
-        status = job.status.record if job.status else None
-        if status is not None and job.spec and status.run == job.spec.record.run and status.state.ended:
+        status = job.status_now
+        if status is not None and status.state.ended:
             raise CommandError(f"{name} has already ended: {status.state.value} ({status.reason})")
 
     return check
@@ -255,8 +256,8 @@ def _ask(
     name: str,
     change: Callable[[JobRequest], JobRequest],
     check: Callable[[View, JobView], None],
-) -> None:
-    """Change the job's request, whoever else changes it meanwhile."""
+) -> str:
+    """Change the job's request, whoever else changes it meanwhile; the run that is asked."""
     for attempt in range(_ATTEMPTS):
         view = read(store, keys)
         job = find_job(view, name, keys.cluster)
@@ -269,7 +270,7 @@ def _ask(
         wanted = records.encode(replace(change(old), run=run))
         revision = job.unreadable.get("request") or (job.request.revision if job.request else 0)
         if store.compare_and_swap(keys.job(name, "request"), wanted, revision) is not None:
-            return
+            return run
         time.sleep(0.01 * attempt)
     raise CommandError(f"the request of {name} keeps changing; try again")
 

@@ -72,7 +72,7 @@ def find_job(view: View, name: str, cluster: str) -> JobView:
 def job_row(view: View, job: JobView) -> Row:
     """One job as `adaptdl ls --json` shows it."""
     spec = job.spec.record if job.spec else None
-    status = job.status.record if job.status and spec and job.status.record.run == spec.run else None
+    status = job.status_now
     hints = job.hints.record if job.hints else None
     plan = this_run(job)
     if hints is not None and plan is not None and hints.generation < plan.first:

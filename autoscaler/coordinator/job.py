@@ -100,14 +100,6 @@ def this_run(job: JobView) -> Plan | None:
     return plan if plan.run == job.spec.record.run and not plan.claim else None
 
 
-def has_ended(job: JobView) -> bool:
-    """Whether the status says that the present run is over."""
-    if job.status is None or job.spec is None:
-        return False
-    status = job.status.record
-    return status.run == job.spec.record.run and status.state.ended
-
-
 def stop_requested(job: JobView) -> bool:
     """Whether a person asked for the present run to stop."""
     request = job.request.record if job.request else None
@@ -144,7 +136,7 @@ def examine(view: View, job: JobView, settings: Settings) -> Condition:
     if job.spec is None:
         return Condition(Phase.UNKNOWN)
     plan = this_run(job)
-    if has_ended(job):
+    if job.over:
         return Condition(Phase.OVER, plan=plan)
     if plan is not None and _ended_before(job, plan):
         return Condition(Phase.FINISHED, plan=plan)

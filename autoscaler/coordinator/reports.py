@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from adaptdl_elastic.autoscaler.coordinator import job as jobs
 from adaptdl_elastic.autoscaler.policy.learning import Corrections, correct
 from adaptdl_elastic.autoscaler.policy.types import GoodputModel
 from adaptdl_elastic.autoscaler.state import JobView, View
@@ -106,7 +105,7 @@ def curves(view: View) -> dict[str, Curve]:
         for entry in hints.profile:
             told = (*pool.get(_key(entry), ()), _Told(seen, job.job, entry))
             pool[_key(entry)] = tuple(sorted(told, key=lambda one: (-one.seen, -one.entry.optim_count))[:2])
-        if jobs.has_ended(job) and job.status and job.status.record.state is JobState.DONE:
+        if job.status_now is not None and job.status_now.state is JobState.DONE:
             totals[key] = (*totals.get(key, ()), attained(hints) + (hints.remaining_samples or 0.0))
         reach = hints.max_profiled_replicas, seen
         if key not in widest or widest[key][:2] < reach:

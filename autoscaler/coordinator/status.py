@@ -54,7 +54,7 @@ def describe(
     if job.spec is None or condition.phase is Phase.OVER:
         return None
     spec = job.spec.record
-    old = job.status.record if job.status and job.status.record.run == spec.run else None
+    old = job.status_now
     plan = condition.plan
     base = old or JobStatus(job=spec.job, run=spec.run, state=JobState.PENDING)
     state, reason, exit_code = _state(view, job, condition, settings, waits_for)
@@ -76,7 +76,7 @@ def left_alone(view: View, job: JobView, why: str) -> JobStatus | None:
     if job.spec is None:
         return None
     spec = job.spec.record
-    old = job.status.record if job.status and job.status.record.run == spec.run else None
+    old = job.status_now
     if old is not None and old.state.ended:
         return None
     plan = jobs.this_run(job)
@@ -90,8 +90,8 @@ def left_alone(view: View, job: JobView, why: str) -> JobStatus | None:
 
 def waited(job: JobView) -> float:
     """Seconds that the present run is known to have been without replicas."""
-    status = job.status.record if job.status else None
-    if status is None or job.spec is None or status.run != job.spec.record.run:
+    status = job.status_now
+    if status is None:
         return 0.0
     return min(max(0.0, status.waited), LONGEST) if status.state is JobState.PENDING else 0.0
 
@@ -176,8 +176,8 @@ def _error(job: JobView, plan: Plan, old: float | None) -> float | None:
 
 def typical_pause(job: JobView) -> float | None:
     """Median seconds that this job's last planned changes cost; None before the first."""
-    status = job.status.record if job.status else None
-    if status is None or not status.pauses or (job.spec and status.run != job.spec.record.run):
+    status = job.status_now
+    if status is None or not status.pauses:
         return None
     return min(max(0.0, float(statistics.median(status.pauses))), LONGEST)
 

@@ -158,17 +158,10 @@ def without_nodes(job: JobView) -> JobInfo | None:
 
 def _wants_nothing(job: JobView) -> bool:
     """Whether it has ended, is to stop, or is no job."""
-    return job.spec is None or _ended(job) or (job.request is not None and job.request.record.stop)
+    return job.spec is None or job.over or (job.request is not None and job.request.record.stop)
 
 
 def all_ended(view: View, expected: Sequence[str]) -> bool:
     """Whether every job that is known or expected has ended; not while there is none at all."""
     names = set(view.jobs) | set(expected)
-    return bool(names) and all(name in view.jobs and _ended(view.jobs[name]) for name in names)
-
-
-def _ended(job: JobView) -> bool:
-    spec, status = job.spec, job.status
-    if spec is None:
-        return status is not None and status.record.state.ended
-    return status is not None and status.record.run == spec.record.run and status.record.state.ended
+    return bool(names) and all(name in view.jobs and view.jobs[name].over for name in names)

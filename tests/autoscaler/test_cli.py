@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -20,7 +20,8 @@ from fake_agents import FakeAgent, spec_of, submit
 from adaptdl_elastic import sched_hints
 from adaptdl_elastic.autoscaler.cli import CommandError, Where, adaptdl
 from adaptdl_elastic.autoscaler.commands.explain import leaders_settings
-from adaptdl_elastic.autoscaler.commands.report import layout
+from adaptdl_elastic.autoscaler.commands.jobs import has_stopped
+from adaptdl_elastic.autoscaler.commands.report import layout, read
 from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
 from adaptdl_elastic.autoscaler.coordinator.types import Settings
 from adaptdl_elastic.autoscaler.policy.types import Objective
@@ -33,6 +34,8 @@ from adaptdl_elastic.rendezvous.records import (
     AutoscalerStatus,
     CheckpointRecord,
     JobCost,
+    JobState,
+    JobStatus,
     LeaderRecord,
     Plan,
     encode,
@@ -217,6 +220,24 @@ def test_stop_waits_for_the_end_and_says_when_it_is_over_already(world: World) -
         again = world.run(*late)
         assert again.exit_code == 1
         assert "already ended: stopped" in again.output
+
+
+@pytest.mark.etcd
+def test_stop_waits_for_this_run_whatever_the_status_of_an_earlier_one_says(
+    etcd: EtcdServer, keys: Keys
+) -> None:
+    where = ["--etcd", etcd.endpoint, "--cluster", keys.cluster]
+    with connect(etcd.endpoint) as store:  # no coordinator has looked at the new run yet
+        submit(store, keys, replace(spec_of("a"), run="new"))
+        earlier = JobStatus("a", "old", JobState.STOPPED)
+        store.put(keys.job("a", "status"), encode(earlier))
+        result = CliRunner().invoke(adaptdl, ["stop", "a", "--wait", "--timeout", "0.2", *where])
+        assert result.exit_code == 1, result.output
+        assert "has not stopped after 0.2 s" in result.output
+        view = read(store, keys)
+    assert not has_stopped(view, "a", "new")
+    assert has_stopped(view, "a", "old"), "there is a later run: this one is over"
+    assert has_stopped(view, "b", "new")
 
 
 @pytest.mark.etcd
