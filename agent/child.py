@@ -2,8 +2,10 @@
 
 The script must not notice that it was forked from a warm server: it is `__main__`, its directory is
 `sys.path[0]`, its arguments are `sys.argv`, its output comes by the line, its random
-numbers are its own, and its tracebacks hold no frame of ours. The interpreter ends as it does for
-`python script.py`: other threads are waited for, atexit functions run, streams are flushed.
+numbers are its own, and its tracebacks hold no frame of ours. Its end is that of `python script.py`: other
+threads are waited for, atexit functions run, files are closed. Only the interpreter itself is not torn
+down: a thread of gloo's that comes back from a collective then, to call Python, would abort the process
+(SIGABRT, "terminate called without an active exception"), long after the script has done its work.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import ctypes
+import gc
 import importlib.machinery
 import io
 import json
@@ -22,6 +25,7 @@ import threading
 import time
 import traceback
 import types
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,6 +35,7 @@ from adaptdl_elastic.channel import FD_VARIABLE
 _PR_SET_PDEATHSIG = 1
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 CANNOT_EXEC = 127  # as a shell says it
+_NOT_FLUSHED = 120  # Python's own, where the last output can not be written
 
 
 @dataclass(frozen=True)
@@ -75,11 +80,20 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def run(command: Command) -> None:
-    """Run the command; returns when Python shall end normally, and exits or execs otherwise."""
+def run(command: Command) -> NoReturn:
+    """Run the command, and end this process as it ends."""
     if command.mode == "exec":
         _exec(command)
     _fresh_interpreter(command)
+    code = 0
+    try:
+        _run(command)
+    except SystemExit as error:
+        code = _exit_code(error)
+    _end(code)
+
+
+def _run(command: Command) -> None:
     try:
         if command.mode == "module":
             runpy._run_module_as_main(command.argv[0], alter_argv=True)  # type: ignore[attr-defined]
@@ -146,13 +160,56 @@ def _die_of(error: BaseException) -> NoReturn:
     sys.excepthook(type(error), error, trace)
     if not isinstance(error, KeyboardInterrupt):
         sys.exit(1)
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _wind_up()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
     sys.exit(130)
+
+
+def _exit_code(error: SystemExit) -> int:
+    """As the interpreter makes a number of it: any other object is a message."""
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _end(code: int) -> NoReturn:
+    flushed = _wind_up()
+    os._exit(code or (0 if flushed else _NOT_FLUSHED))
+
+
+def _wind_up() -> bool:
+    """All that the interpreter does before it tears itself down; whether the last output was written."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    _each_file("flush")  # a collection may finalize a file's inner layer before its outer one
+    sys.modules.pop("__main__", None)  # with what only the script refers to: finalizers run
+    sys.last_type = sys.last_value = sys.last_traceback = None
+    gc.collect()
+    _each_file("close")
+    ctypes.CDLL(None).fflush(None)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _each_file(method: str) -> None:
+    """Flush or close what the script has left open, outer layers first: all of it has to reach the disk."""
+    found = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase)]
+    standard = (sys.stdout, sys.stderr, sys.stdout.buffer, sys.stderr.buffer)
+    plain = (io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)
+    text = [one for one in found if isinstance(one, io.TextIOBase)]
+    packed = [one for one in found if isinstance(one, io.BufferedIOBase) and type(one) not in plain]
+    for one in (*text, *packed, *(one for one in found if type(one) in plain)):
+        if not any(one is each for each in standard):
+            with suppress(Exception):  # as its finalizer would: nobody is left to be told
+                getattr(one, method)()
 
 
 def _users(trace: types.TracebackType | None) -> types.TracebackType | None:

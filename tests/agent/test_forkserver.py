@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import select
 import signal
@@ -107,6 +108,26 @@ atexit.register(print, "at exit")
 threading.Thread(target=lambda: (threading.main_thread().join(), print("thread"))).start()
 sys.stdout.write("no newline")
 """,
+    "what is left open, in order": """
+import gzip, os, sys, tempfile
+class Last:
+    def __del__(self): print("finalized", os.path.basename("a/b"))
+last = Last()
+text = open("text", "w"); text.write("not flushed")
+os.hidden = open("hidden", "wb"); os.hidden.write(b"by another module")
+os.packed = gzip.open("packed.gz", "wt"); os.packed.write("with a trailer")
+temporary = tempfile.NamedTemporaryFile(dir="."); os.environ["NAME"] = temporary.name
+""",
+    "a thread that never ends": """
+import threading, time
+def forever():
+    while True: time.sleep(0.001); x.append(0); x.clear()
+x = []
+threading.Thread(target=forever, daemon=True).start()
+print("end")
+""",
+    "an exit code beyond a byte": "import sys; sys.exit(256 + 7)",
+    "a broken exit": "import sys; sys.exit((1, 2))",
     "excepthook": """
 import sys
 sys.excepthook = lambda kind, error, trace: print("hook", kind.__name__, trace.tb_lineno)
@@ -131,6 +152,38 @@ def test_a_script_runs_as_python_runs_it(runner: Runner, tmp_path: Path, name: s
     found = runner.run(SAME[name], "a", "--b")
     script = str(tmp_path / "script.py")
     assert found == plainly(tmp_path, script, "a", "--b")
+
+
+def test_what_is_left_open_reaches_the_disk(runner: Runner, tmp_path: Path) -> None:
+    assert runner.run(SAME["what is left open, in order"])[:2] == (0, "finalized b\n")
+    assert (tmp_path / "text").read_text() == "not flushed"
+    assert (tmp_path / "hidden").read_bytes() == b"by another module"
+    assert gzip.decompress((tmp_path / "packed.gz").read_bytes()) == b"with a trailer"
+    assert not list(tmp_path.glob("tmp*"))
+
+
+def test_a_collective_that_ends_after_the_script_does_not_abort_it(runner: Runner, tmp_path: Path) -> None:
+    """Torn down, the interpreter waits for it, and dies when its callback comes back to Python."""
+    text = """
+import atexit, sys, time, torch, torch.distributed as dist
+from pathlib import Path
+rank, ends = int(sys.argv[1]), Path("ends")
+dist.init_process_group("gloo", init_method=f"file://{Path.cwd()}/store", rank=rank, world_size=2)
+dist.barrier()
+if rank == 0:
+    while not ends.exists(): time.sleep(0.001)
+    time.sleep(0.3)  # into the middle of the other's end
+work = dist.all_reduce(torch.ones(8), async_op=True)
+atexit.register(ends.touch)
+work.get_future().add_done_callback(lambda future: None)
+print("end")
+"""
+    (tmp_path / "other.py").write_text(text)
+    with subprocess.Popen([sys.executable, "other.py", "0"], cwd=tmp_path) as other:
+        try:
+            assert runner.run(text, "1") == (0, "end\n", "")
+        finally:
+            other.kill()
 
 
 def test_a_module_runs_as_python_runs_it(runner: Runner, tmp_path: Path) -> None:
