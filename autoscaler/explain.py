@@ -16,7 +16,12 @@ from adaptdl_elastic.autoscaler.coordinator.job import Phase
 from adaptdl_elastic.autoscaler.coordinator.policy import Policy, ask, expected_pause
 from adaptdl_elastic.autoscaler.coordinator.reports import model, own_hints
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan, nearest, rooms
-from adaptdl_elastic.autoscaler.coordinator.status import counted, typical_pause, why_pending
+from adaptdl_elastic.autoscaler.coordinator.status import (
+    counted,
+    typical_pause,
+    waiting_since,
+    why_pending,
+)
 from adaptdl_elastic.autoscaler.coordinator.types import Allocation, Memory, Settings
 from adaptdl_elastic.autoscaler.policy.types import GoodputModel
 from adaptdl_elastic.autoscaler.policy.types import Settings as PolicySettings
@@ -82,7 +87,8 @@ def explain(view: View, job: JobView, policy: Policy, settings: Settings | None 
     if condition.phase is Phase.OVER:
         now = {}
     conditions = {name: jobs.examine(view, one, settings) for name, one in view.jobs.items()}
-    question = ask(view, conditions, Memory(), ledger, settings)
+    memory = Memory(waiting=waiting_since(view, conditions, {}))
+    question = ask(view, conditions, memory, ledger, settings)
     policy_settings = settings.policy or PolicySettings()
     reasons: Mapping[str, Any] = {}
     wants, why = None, ""

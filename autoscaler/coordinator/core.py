@@ -40,7 +40,7 @@ from adaptdl_elastic.autoscaler.coordinator.status import (
     describe,
     differs,
     left_alone,
-    waited,
+    waiting_since,
     why_pending,
 )
 from adaptdl_elastic.autoscaler.coordinator.types import (
@@ -188,11 +188,7 @@ class _Deciding:
 
     def _remember_waiting(self) -> None:
         """Since when jobs have had no replicas; a leader before us may have counted, too."""
-        waiting = {
-            name: self.draft.memory.waiting.get(name, self.view.now - waited(self.view.jobs[name]))
-            for name, condition in self.conditions.items()
-            if condition.phase is Phase.EMPTY
-        }
+        waiting = waiting_since(self.view, self.conditions, self.draft.memory.waiting)
         self.draft.memory = replace(self.draft.memory, waiting=MappingProxyType(waiting))
 
     def _unplanned(self) -> dict[str, Condition]:

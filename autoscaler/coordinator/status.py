@@ -96,6 +96,17 @@ def waited(job: JobView) -> float:
     return min(max(0.0, status.waited), LONGEST) if status.state is JobState.PENDING else 0.0
 
 
+def waiting_since(
+    view: View, conditions: Mapping[str, Condition], known: Mapping[str, float]
+) -> dict[str, float]:
+    """Since when, on the view's clock, jobs have had no replicas: as `known`, else as their status says."""
+    return {
+        name: known[name] if name in known else view.now - waited(view.jobs[name])
+        for name, condition in conditions.items()
+        if condition.phase is Phase.EMPTY
+    }
+
+
 def differs(status: JobStatus, old: JobStatus | None) -> bool:
     """Whether writing it tells anybody anything."""
     return old is None or replace(status, updated=old.updated) != old

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -89,6 +90,20 @@ def test_a_job_that_waits(pump: Pump) -> None:
     found = explained(pump, "a")
     assert (found.replicas, found.now) == (0, None)
     assert "needs at least 9 replicas" in found.reason
+
+
+def test_a_job_that_has_waited_is_explained_as_one_that_has(pump: Pump) -> None:
+    pump.job("a", preemptible=False)
+    pump.job("b", min_replicas=4)
+    pump.node("n0", "a", 4)
+    pump.settle().later(700)
+    pump.node("n0", "b", 4)
+    pump.settle().later(1200)
+    found = explained(pump, "b")
+    assert found.policy_wants == 0
+    said = re.search(r"waiting for (\d+) s", found.policy_reason)
+    assert said is not None, found.policy_reason
+    assert 1860 <= int(said[1]) <= 1900, "since it was submitted; its status counts whole minutes"
 
 
 def test_a_job_that_is_over(pump: Pump) -> None:
