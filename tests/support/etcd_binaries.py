@@ -10,21 +10,18 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from adaptdl_elastic.rendezvous.server import EtcdServerError, etcd_version, find_etcd
+from adaptdl_elastic.rendezvous.server import etcd_of_the_wheel, etcd_version
 
 
 @cache
 def etcd_binary(version: str) -> Path | None:
     """The binary of `version` ("3.5" or "3.4"), or None where this machine can not have it."""
-    try:
-        candidates = [find_etcd()]
-    except EtcdServerError:
-        candidates = []
-    candidates += [Path(path) for path in [shutil.which("etcd")] if path]
+    on_path = shutil.which("etcd")
+    candidates = [etcd_of_the_wheel(), Path(on_path) if on_path else None]
     if version == "3.4":
-        candidates += [path for path in [_debian_binary()] if path]
+        candidates.append(_debian_binary())
     for binary in candidates:
-        if ".".join(map(str, etcd_version(binary)[:2])) == version:
+        if binary is not None and ".".join(map(str, etcd_version(binary)[:2])) == version:
             return binary
     return None
 
