@@ -6,15 +6,17 @@ Every subcommand lives in its own module, which is imported only when it is used
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
+from click.core import ParameterSource
 
 if TYPE_CHECKING:
     from adaptdl_elastic.rendezvous.store import Store
@@ -47,6 +49,32 @@ class CommandError(click.ClickException):
         click.echo(f"adaptdl: {self.format_message()}", file=file, err=file is None)
 
 
+class OptionError(click.UsageError):
+    """One line about options that were given; exit code 2, as for what click finds."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, click.get_current_context(silent=True))
+
+    def show(self, file: Any = None) -> None:
+        """Print the line."""
+        click.echo(_usage(self), file=file, err=file is None)
+
+
+def _usage(error: click.UsageError) -> str:
+    path = error.ctx.command_path if error.ctx else "adaptdl"
+    text = error.format_message().rstrip(".")
+    return f"{path}: {text}" + (" See" if text.endswith("?") else "; see") + f" {path} --help"
+
+
+def refuse(names: Collection[str], why: str) -> None:
+    """OptionError where one of these parameters of the command was typed: it would be lost silently."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        typed = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        if typed and parameter.name in names:
+            raise OptionError(f"{parameter.opts[0]} {why}")
+
+
 class Finite(click.FloatRange):
     """A number within bounds; neither infinite nor NaN, which is within any of click's own bounds."""
 
@@ -77,18 +105,29 @@ class _LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name in _COMMANDS or name.startswith("-") or ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
+        close = difflib.get_close_matches(name, _COMMANDS, 1)
+        raise OptionError(f"there is no command {name!r}" + (f" (did you mean {close[0]}?)" if close else ""))
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
 @click.version_option(package_name="adaptdl-elastic", prog_name="adaptdl")
 def adaptdl() -> None:
     """See and steer elastic PyTorch jobs.
 
-    The store is found by --etcd HOST:PORT, else by ADAPTDL_ETCD, else by the note that a standalone
-    adaptdl-run of this user leaves on this machine.
+    The etcd of the cluster is given by --etcd HOST:PORT or ADAPTDL_ETCD; without either it is the private
+    one of a standalone adaptdl-run of this user on this machine.
     """
 
 
@@ -121,9 +160,10 @@ class Where:
             return found.endpoint, cluster or found.cluster
         if others:
             names = ", ".join(sorted(one.job for one in others))
-            raise CommandError(f"no job {job!r} runs standalone on this machine; there is: {names}")
+            raise CommandError(f"no job {job!r} runs standalone on this machine; those that do: {names}")
         raise CommandError(
-            "no store given and no standalone job runs here: say --etcd HOST:PORT, or set ADAPTDL_ETCD"
+            "no etcd was given, and no standalone job runs on this machine: give --etcd HOST:PORT or set "
+            "ADAPTDL_ETCD"
         )
 
     def connect(self, job: str | None = None) -> tuple[Store, str]:
@@ -144,7 +184,7 @@ class Where:
                 f"or give --etcd-cert and --etcd-key"
             ) from error
         except StoreError as error:
-            raise CommandError(f"{error} (store: {endpoint})") from error
+            raise CommandError(str(error)) from error
 
 
 def store_options(command: F) -> F:
@@ -159,7 +199,15 @@ def store_options(command: F) -> F:
     wrapped.__click_params__ = getattr(command, "__click_params__", [])  # type: ignore[attr-defined]
     for option in reversed(
         (
-            click.option("--etcd", "--rdzv-endpoint", "store_etcd", metavar="HOST:PORT", help="The store."),
+            click.option(
+                "--etcd",
+                "--rdzv-endpoint",
+                "store_etcd",
+                metavar="HOST:PORT",
+                envvar="ADAPTDL_ETCD",
+                show_envvar=True,
+                help="etcd of the cluster.",
+            ),
             click.option(
                 "--etcd-api",
                 "store_api",
@@ -169,12 +217,29 @@ def store_options(command: F) -> F:
                 help="Which of etcd's APIs to speak.",
             ),
             click.option(
-                "--cluster", "store_cluster", metavar="NAME", help="Which cluster. [default: default]"
+                "--cluster",
+                "store_cluster",
+                metavar="NAME",
+                envvar="ADAPTDL_CLUSTER",
+                show_envvar=True,
+                help="Name of the cluster, where several share an etcd. [default: default]",
             ),
-            click.option("--etcd-ca", "store_ca", metavar="FILE", help="CA of the store's certificate."),
-            click.option("--etcd-cert", "store_cert", metavar="FILE", help="Our certificate."),
-            click.option("--etcd-key", "store_key", metavar="FILE", help="Our certificate's key."),
-            click.option("--etcd-user", "store_user", metavar="NAME", help="etcd user."),
+            *(
+                click.option(
+                    f"--etcd-{name}",
+                    f"store_{name}",
+                    metavar=metavar,
+                    envvar=f"ADAPTDL_ETCD_{name.upper()}",
+                    show_envvar=True,
+                    help=text,
+                )
+                for name, metavar, text in (
+                    ("ca", "PEM", "CA of etcd's certificate."),
+                    ("cert", "PEM", "Client certificate."),
+                    ("key", "PEM", "Its key."),
+                    ("user", "NAME", "User of etcd; the password: ADAPTDL_ETCD_PASSWORD_FILE."),
+                )
+            ),
         )
     ):
         wrapped = option(wrapped)
@@ -189,15 +254,14 @@ def json_option(command: F) -> F:
 def main() -> None:
     """Entry point: no traceback of ours reaches a user."""
     try:
-        code = adaptdl.main(standalone_mode=False)
+        code = adaptdl.main(prog_name="adaptdl", standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(130)
     except click.UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # click >= 8.2: no mistake, a question
             error.show()
             sys.exit(error.exit_code)
-        path = error.ctx.command_path if error.ctx else "adaptdl"
-        click.echo(f"{path}: {error.format_message()} ({path} --help)", err=True)
+        click.echo(_usage(error), err=True)
         sys.exit(error.exit_code)
     except click.ClickException as error:
         error.show()

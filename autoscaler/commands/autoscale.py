@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import shlex
 import signal
 import sys
@@ -15,33 +16,24 @@ from typing import Any
 
 import click
 
-from adaptdl_elastic.autoscaler.cli import CommandError, Where, store_options
+from adaptdl_elastic.autoscaler.cli import CommandError, Finite, OptionError, Where, refuse, store_options
+
+logger = logging.getLogger(__name__)
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_PART = r"(\d+\.?\d*|\.\d+)([smhd])"
 
 
 def _deadline(text: str, now: float) -> tuple[str, float]:
     """`JOB=2h30m`, `2h` (every job) or an ISO time, to (job, seconds since the epoch)."""
     from datetime import datetime
 
-    bad = CommandError(f"--deadline {text!r}: say [JOB=]2h30m, or [JOB=]2026-11-22T06:00:00+00:00")
+    bad = OptionError(f"--deadline {text!r}: give [JOB=]2h30m, or [JOB=]2026-11-22T06:00:00+00:00")
     job, equals, when = text.rpartition("=")
     if equals and not job:
         raise bad
     job = job if equals else "*"
-    units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-    total, number = 0.0, ""
-    for character in when:
-        if character in units and number:
-            try:
-                total, number = total + float(number) * units[character], ""
-            except ValueError:
-                raise bad from None
-        elif character.isdigit() or character == ".":
-            number += character
-        else:
-            break
-    else:
-        if when and not number:
-            return job, now + total
+    if re.fullmatch(f"({_PART})+", when):
+        return job, now + sum(float(number) * _UNITS[unit] for number, unit in re.findall(_PART, when))
     try:
         return job, datetime.fromisoformat(when.replace("Z", "+00:00")).timestamp()
     except ValueError:
@@ -53,11 +45,10 @@ def _band(text: str) -> tuple[float, float]:
     try:
         return float(low), float(high)
     except ValueError:
-        raise CommandError(f"--utilisation {text!r}: say LOW:HIGH, e.g. 0.85:1") from None
+        raise OptionError(f"--utilisation {text!r}: give LOW:HIGH, e.g. 0.85:1") from None
 
 
 @click.command()
-@store_options
 @click.option(
     "--asg", "groups", multiple=True, metavar="NAME", help="An auto-scaling group to rule; repeatable."
 )
@@ -78,30 +69,36 @@ def _band(text: str) -> tuple[float, float]:
     "--local", "local", metavar="COMMAND", help="Instead of EC2: start COMMAND here, once per node."
 )
 @click.option(
-    "--local-price", type=float, default=1.0, show_default=True, help="Price of a local node per hour."
+    "--local-price",
+    type=Finite(min=0),
+    default=1.0,
+    show_default=True,
+    help="Price of a local node per hour.",
 )
-@click.option("--min-nodes", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("--max-nodes", type=click.IntRange(min=0), help="Never more nodes. [default: the groups' Max]")
-@click.option("--max-hourly-cost", type=float, metavar="AMOUNT", help="Never more per hour.")
+@click.option("--min-nodes", type=click.IntRange(min=0), default=0, show_default=True, help="Nodes at least.")
+@click.option("--max-nodes", type=click.IntRange(min=0), help="Nodes at most. [default: the groups' Max]")
+@click.option(
+    "--max-hourly-cost", type=float, metavar="AMOUNT", help="Cost of an hour at most, as --price has it."
+)
 @click.option(
     "--hour-value",
     type=float,
     metavar="AMOUNT",
-    help="What an hour of a job's time is worth. [default: 4 slot hours]",
+    help="What an hour of a job's time is worth, as --price has it. [default: the price of 4 slots]",
 )
 @click.option(
     "--deadline",
     "deadlines",
     multiple=True,
     metavar="[JOB=]WHEN",
-    help="End by then at the least cost: 2h30m, or an ISO time; repeatable.",
+    help="End by then at the least cost: 2h30m, or an ISO time (local without a zone); repeatable.",
 )
 @click.option(
     "--utilisation",
     default="0.85:1",
     show_default=True,
     metavar="LOW:HIGH",
-    help="Band inside which nothing moves.",
+    help="Slots wanted over slots there: between these nothing is bought or given back.",
 )
 @click.option(
     "--shrink-after",
@@ -122,7 +119,7 @@ def _band(text: str) -> tuple[float, float]:
     type=float,
     default=1.0,
     show_default=True,
-    help="Per spot node and hour, above which on-demand is bought.",
+    help="Interruptions per spot node and hour above which its group is left alone.",
 )
 @click.option(
     "--job",
@@ -133,7 +130,7 @@ def _band(text: str) -> tuple[float, float]:
 )
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0.1),
+    type=Finite(min=0.1),
     default=5.0,
     show_default=True,
     help="Seconds between looks.",
@@ -148,6 +145,7 @@ def _band(text: str) -> tuple[float, float]:
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be done once, and do nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Events as JSON, one per line.")
+@store_options
 def autoscale(
     where: Where,
     groups: tuple[str, ...],
@@ -178,11 +176,15 @@ def autoscale(
     from adaptdl_elastic.rendezvous.keys import Keys, check_name
 
     if any(not name.strip() for name in groups):
-        raise CommandError("--asg '': say the name of an auto-scaling group")
-    if bool(groups) == bool(local):
-        raise CommandError("say either --asg NAME (an auto-scaling group) or --local COMMAND")
-    if not math.isfinite(interval):
-        raise CommandError(f"--interval {interval:g}: needs a number of seconds")
+        raise OptionError("--asg '': give the name of an auto-scaling group")
+    if groups and local:
+        raise OptionError("give --asg or --local, not both")
+    if not groups and not local:
+        raise OptionError("give --asg NAME (an auto-scaling group) or --local COMMAND")
+    if local:
+        refuse(_OF_EC2, "is for --asg: --local takes --local-price and --slots")
+    else:
+        refuse(("local_price",), "is for --local: --asg takes --price and --prices")
     low, high = _band(utilisation)
     try:
         for job in expected:
@@ -201,9 +203,13 @@ def autoscale(
             max_interruptions=max_interruptions,
         )
     except ValueError as error:
-        raise CommandError(str(error)) from error
+        raise OptionError(str(error)) from error
+    prices = _prices(more.pop("prices"), more.pop("price_file"))
     options = LoopOptions(interval, dry_run, expected, until_done)
     logging.basicConfig(level=logging.WARNING, format="adaptdl autoscale: %(message)s")
+    for job, when in settings.deadlines.items():
+        if when <= time.time():
+            logger.warning("the --deadline of %s has passed", "all jobs" if job == "*" else f"job {job!r}")
     try:
         store, cluster = where.connect()
         keys = Keys(cluster)
@@ -211,7 +217,7 @@ def autoscale(
             if local:
                 provider = _local(local, max_nodes, **more)
             else:
-                provider = _ec2(groups, owner=identity(store, keys, create=not dry_run), **more)
+                provider = _ec2(groups, prices, owner=identity(store, keys, create=not dry_run), **more)
             ruler = Autoscaler(store, keys, provider, settings, options, _printer(as_json))
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: ruler.stop())
@@ -223,27 +229,37 @@ def autoscale(
     sys.exit(code)
 
 
+_OF_EC2 = ("region", "profile", "queue_url", "prices", "price_file", "seize")
+
+
+def _prices(options: tuple[str, ...], path: Path | None) -> dict[str, float]:
+    from adaptdl_elastic.autoscaler.providers.base import ProviderError
+    from adaptdl_elastic.autoscaler.providers.prices import parse_price_option, read_prices
+
+    try:
+        table = {} if path is None else read_prices(path)
+        return table | dict(parse_price_option(text) for text in options)
+    except ProviderError as error:
+        raise OptionError(str(error)) from error
+
+
 def _ec2(
     groups: tuple[str, ...],
+    prices: Mapping[str, float],
     *,
     region: str | None,
     profile: str | None,
     queue_url: str | None,
-    prices: tuple[str, ...],
-    price_file: Path | None,
     slots: int | None,
     local_price: float,
     owner: str,
     seize: bool,
 ) -> Any:
     from adaptdl_elastic.autoscaler.providers.ec2 import Ec2Provider
-    from adaptdl_elastic.autoscaler.providers.prices import parse_price_option, read_prices
 
-    table = {} if price_file is None else read_prices(price_file)
-    table |= dict(parse_price_option(text) for text in prices)
     return Ec2Provider(
         groups,
-        table,
+        prices,
         slots=slots,
         region=region,
         profile=profile,
@@ -260,9 +276,7 @@ def _local(command: str, max_nodes: int | None, *, slots: int | None, local_pric
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise CommandError(f"--local {command!r}: {error}") from None
-    if not (0 <= local_price < math.inf):
-        raise CommandError(f"--local-price {local_price:g}: needs a price per hour, e.g. 1.0")
+        raise OptionError(f"--local {command!r}: {error}") from None
     pool = Pool(
         "local",
         desired=0,
@@ -278,7 +292,10 @@ def _printer(as_json: bool) -> Any:
         if as_json:
             click.echo(json.dumps({"time": time.time(), "event": event, **fields}, default=str))
             return
-        text = fields.get("message") or ", ".join(
+        text = fields.get("message")
+        if event == "target":
+            text = f"{fields['target']} nodes (now {fields['nodes']}): {fields['reason']}"
+        text = text or ", ".join(
             f"{name} {value}"
             for name, value in fields.items()
             if name != "hourly_cost" and value not in (None, "")

@@ -11,13 +11,20 @@ from typing import Any
 
 import click
 
-from adaptdl_elastic.autoscaler.cli import CommandError, Finite, Where, json_option, store_options
+from adaptdl_elastic.autoscaler.cli import (
+    CommandError,
+    Finite,
+    OptionError,
+    Where,
+    json_option,
+    refuse,
+    store_options,
+)
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.keys import Keys, check_name
 
 
 @click.command()
-@store_options
 @click.option(
     "--interval",
     type=Finite(min=0.05, max=86400),
@@ -29,13 +36,13 @@ from adaptdl_elastic.rendezvous.keys import Keys, check_name
     "--fairness",
     type=Finite(min=-20, max=1),
     default=None,
-    help="Exponent p of the power mean of the speedups.",
+    help="Exponent p of the power mean of --objective speedup.",
 )
 @click.option(
     "--objective",
     type=click.Choice(["completion", "speedup"]),
     default=None,
-    help="What the policy maximises.",
+    help="Short average completion time, or a power mean of the speedups. [default: completion]",
 )
 @click.option(
     "--default-pause",
@@ -50,13 +57,15 @@ from adaptdl_elastic.rendezvous.keys import Keys, check_name
     help="Serve Prometheus metrics. [default: off]",
 )
 @click.option("--metrics-host", default="127.0.0.1", show_default=True, help="Address to serve them on.")
-@click.option("--parent-fd", type=int, default=None, help="Stop when this pipe is closed.")
+@click.option("--parent-fd", type=int, default=None, hidden=True, help="Stop when this pipe is closed.")
 @click.option(
     "--log-level",
     default="warning",
     show_default=True,
     type=click.Choice(["debug", "info", "warning", "error"]),
+    help="What is written to standard error.",
 )
+@store_options
 def coordinator(
     where: Where,
     interval: float,
@@ -78,12 +87,13 @@ def coordinator(
     from adaptdl_elastic.autoscaler.policy.types import Settings as PolicySettings
     from adaptdl_elastic.rendezvous.store import StoreAuthError
 
+    if objective != Objective.SPEEDUP.value:
+        refuse(("fairness",), "is for --objective speedup")
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s coordinator %(levelname)s %(message)s")
     given: dict[str, Any] = {
         "fairness": fairness,
         "objective": None if objective is None else Objective(objective),
-        # on one machine, where rounds are frequent, a restart takes seconds
-        "default_pause": 5.0 if default_pause is None and interval < 10 else default_pause,
+        "default_pause": default_pause,
     }
     policy_settings = PolicySettings(**{name: value for name, value in given.items() if value is not None})
     settings = Settings(interval=interval, policy=policy_settings)
@@ -120,8 +130,8 @@ def coordinator(
 
 
 @click.command()
-@store_options
 @json_option
+@store_options
 def nodes(where: Where, as_json: bool) -> None:
     """Show the nodes of the cluster and who uses them."""
     from adaptdl_elastic.autoscaler.commands.report import load, node_rows
@@ -153,23 +163,32 @@ def nodes(where: Where, as_json: bool) -> None:
 
 @click.command()
 @click.argument("node")
-@store_options
-@click.option("--reason", default="adaptdl drain", show_default=True)
+@click.option("--reason", default="adaptdl drain", show_default=True, help="What jobs and events say of it.")
 @click.option("--deadline", type=Finite(min=0), default=None, help="Seconds until the node is gone.")
-@click.option("--cancel", is_flag=True, help="Let the node be used again.")
+@click.option(
+    "--cancel", is_flag=True, help="Withdraw the request: an agent that is started on NODE is used again."
+)
 @click.option("--wait", is_flag=True, help="Until no replica is left on it.")
 @click.option("--timeout", type=Finite(min=0), default=300.0, show_default=True, help="Seconds to --wait.")
+@store_options
 def drain(
     node: str, where: Where, reason: str, deadline: float | None, cancel: bool, wait: bool, timeout: float
 ) -> None:
-    """Move every replica off NODE, in an orderly way, and put none there until --cancel."""
+    """Move every replica off NODE in an orderly way.
+
+    Its agents then exit, and so does every new one there, until --cancel.
+    """
+    if cancel:
+        refuse(("reason", "deadline", "wait", "timeout"), "has no meaning with --cancel")
+    if not wait:
+        refuse(("timeout",), "says how long --wait waits: give --wait, too")
     from adaptdl_elastic.autoscaler.commands.report import read, wait_until
     from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 
     try:
         check_name("node", node)
     except ValueError as error:
-        raise CommandError(str(error)) from error
+        raise OptionError(str(error)) from error
     store, cluster = where.connect()
     keys = Keys(cluster)
     with store:
@@ -181,8 +200,8 @@ def drain(
             click.echo(f"{node} may be used again")
             return
         if node not in known:
-            there = ", ".join(sorted(known)) or "none"
-            raise CommandError(f"no node {node!r} is registered in cluster {cluster!r}; registered: {there}")
+            there = f"; its nodes are: {', '.join(sorted(known))}" if known else ", and no other"
+            raise CommandError(f"there is no node {node!r} in cluster {cluster!r}{there}")
         now = time.time()
         request = records.DrainRequest(
             node, reason, deadline=None if deadline is None else now + deadline, created=now
@@ -198,15 +217,17 @@ def _busy(ledger: Any, view: Any, node: str) -> bool:
 
 
 @click.command()
-@store_options
-@json_option
 @click.option("--tail", type=click.IntRange(min=1), default=20, show_default=True, help="How many.")
+@json_option
+@store_options
 def events(where: Where, as_json: bool, tail: int) -> None:
     """Show what the coordinator did of late."""
     store, cluster = where.connect()
     keys = Keys(cluster)
     with store:
         items = store.range(keys.events).items[-tail:]
+    if not items and not as_json:
+        click.echo("no events yet")
     for item in items:
         try:
             event = json.loads(item.value)
@@ -225,7 +246,10 @@ def events(where: Where, as_json: bool, tail: int) -> None:
 
 
 def _clock(seconds: object) -> str:
+    """Local time; with its date where that is not today's."""
     try:
-        return time.strftime("%H:%M:%S", time.localtime(seconds))  # type: ignore[arg-type]
+        then = time.localtime(seconds)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError, OSError):  # not of our writing
         return "--:--:--"
+    today = time.localtime()[:3]
+    return time.strftime("%H:%M:%S" if then[:3] == today else "%Y-%m-%d %H:%M:%S", then)

@@ -10,14 +10,19 @@ from typing import Any
 
 import click
 
-from adaptdl_elastic.autoscaler.cli import CommandError, Where, json_option, store_options
+from adaptdl_elastic.autoscaler.cli import (
+    CommandError,
+    OptionError,
+    Where,
+    json_option,
+    refuse,
+    store_options,
+)
 
 _SIGNS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "error": ("FAIL", "red")}
 
 
 @click.command()
-@store_options
-@json_option
 @click.option("--node", default=None, help="This node's name. [default: the host's]")
 @click.option("--local-addr", default=None, help="Address that other nodes are to reach this one by.")
 @click.option("--port-range", default=None, metavar="LOW:HIGH", help="Ports that agents are confined to.")
@@ -30,6 +35,8 @@ _SIGNS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "error": ("FAIL"
 @click.option("--region", default=None, help="Its region.")
 @click.option("--profile", default=None, help="Credentials to use.")
 @click.option("--queue-url", default=None, help="Its queue of interruption notices.")
+@json_option
+@store_options
 def doctor(
     where: Where,
     as_json: bool,
@@ -45,6 +52,8 @@ def doctor(
     """Check this node and the store; every finding names its remedy. Exit code 1 when something fails."""
     from adaptdl_elastic.autoscaler import doctor as checks
 
+    if not asgs:
+        refuse(("region", "profile", "queue_url"), "is for --aws")
     endpoint = _endpoint(where)
     found = [*checks.check_versions(), *checks.check_limits(), *checks.check_address(local_addr, endpoint)]
     if port_range is not None:
@@ -72,7 +81,7 @@ def _ports(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)[:-](\d+)", text)
     low, high = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 0 < low <= high < 65536:
-        raise click.UsageError(f"--port-range={text} is not LOW:HIGH between 1 and 65535, as in 29500:29600")
+        raise OptionError(f"--port-range={text} is not LOW:HIGH between 1 and 65535, as in 29500:29600")
     return low, high
 
 

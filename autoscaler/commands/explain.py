@@ -19,8 +19,8 @@ from adaptdl_elastic.rendezvous.store import Store
 
 @click.command()
 @click.argument("job")
-@store_options
 @json_option
+@store_options
 def explain(job: str, where: Where, as_json: bool) -> None:
     """Say why JOB has what it has: what one replica more or fewer would do, and who else wants it."""
     from adaptdl_elastic.autoscaler import explain as why

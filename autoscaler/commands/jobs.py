@@ -12,7 +12,15 @@ from dataclasses import replace
 
 import click
 
-from adaptdl_elastic.autoscaler.cli import CommandError, Finite, Where, json_option, store_options
+from adaptdl_elastic.autoscaler.cli import (
+    CommandError,
+    Finite,
+    OptionError,
+    Where,
+    json_option,
+    refuse,
+    store_options,
+)
 from adaptdl_elastic.autoscaler.commands.report import (
     Row,
     cost_text,
@@ -37,9 +45,9 @@ _ENDED = tuple(state.value for state in records.JobState if state.ended)
 
 
 @click.command(name="ls")
-@store_options
-@json_option
 @click.option("--all", "everything", is_flag=True, help="Those that have ended too.")
+@json_option
+@store_options
 def ls(where: Where, as_json: bool, everything: bool) -> None:
     """Show what runs: jobs, their size, batch size, goodput and progress."""
     view = load(where)
@@ -83,8 +91,8 @@ def ls(where: Where, as_json: bool, everything: bool) -> None:
 
 @click.command()
 @click.argument("job")
-@store_options
 @json_option
+@store_options
 def status(job: str, where: Where, as_json: bool) -> None:
     """Show one job in detail."""
     view = load(where, job)
@@ -100,9 +108,7 @@ def status(job: str, where: Where, as_json: bool) -> None:
         ("size", _size(row)),
         (
             "batch",
-            f"{show(row['batch_size'])} = {show(row['atomic_bsz'])} a replica and pass, "
-            f"{show(row['accumulation_steps'])} accumulated; gain {show(row['gain'])}, "
-            f"learning rate x{show(row['lr_factor'])}",
+            f"{_batch(row)}; gain {show(row['gain'])}, learning rate x{show(row['lr_factor'])}",
         ),
         (
             "goodput",
@@ -157,11 +163,12 @@ def _details(view: View, job: JobView) -> Row:
 def scale(job: str, where: Where, replicas: int | None, auto: bool, wait: bool, timeout: float) -> None:
     """Choose JOB's size by hand, or hand it back to the policy."""
     if (replicas is None) == (not auto):
-        raise click.UsageError("say either --replicas N or --auto")
-    if auto and wait:
-        raise click.UsageError("--wait is for --replicas N: with --auto the policy may well keep the size")
+        raise OptionError("give either --replicas N or --auto")
+    if auto:
+        refuse(("wait", "timeout"), "is for --replicas N: with --auto the policy may well keep the size")
+    _needs_wait(wait)
     if replicas is not None and replicas < 1:
-        raise click.UsageError(f"--replicas {replicas} is less than 1; adaptdl stop {job} saves and ends it")
+        raise OptionError(f"--replicas {replicas} is less than 1; adaptdl stop {job} saves and ends it")
 
     def check(view: View, found: JobView) -> None:
         assert found.spec is not None
@@ -185,6 +192,11 @@ def scale(job: str, where: Where, replicas: int | None, auto: bool, wait: bool, 
             )
 
 
+def _needs_wait(wait: bool) -> None:
+    if not wait:
+        refuse(("timeout",), "says how long --wait waits: give --wait, too")
+
+
 def _runs_at(view: View, name: str, replicas: int | None) -> bool:
     job = view.jobs.get(name)
     if job is None or job.plan is None or job.plan.record.replicas != replicas:
@@ -200,6 +212,7 @@ def _runs_at(view: View, name: str, replicas: int | None) -> bool:
 @store_options
 def stop(job: str, where: Where, wait: bool, timeout: float) -> None:
     """Save JOB's state and end it; the same command line resumes it."""
+    _needs_wait(wait)
     store, keys = _open(where, job)
     with store:
         run = _ask(store, keys, job, lambda request: replace(request, stop=True), _not_ended(job))
@@ -230,6 +243,7 @@ def _not_ended(name: str) -> Callable[[View, JobView], None]:
 @store_options
 def checkpoint(job: str, where: Where, wait: bool, timeout: float) -> None:
     """Save JOB's state now; it goes on."""
+    _needs_wait(wait)
     store, keys = _open(where, job)
     with store:
         before = read(store, keys).jobs.get(job)
@@ -286,6 +300,16 @@ def _progress(row: Row) -> str:
         else f"epoch {row['epoch']}" + (f"/{row['epochs']}" if row["epochs"] else "")
     )
     return epoch if row["progress"] is None else f"{row['progress']:.0%} ({epoch})"
+
+
+def _batch(row: Row) -> str:
+    if row["batch_size"] is None:
+        return "-"
+    passes = (row["accumulation_steps"] or 0) + 1
+    each = f"{show(row['atomic_bsz'])} per replica"
+    return f"{show(row['batch_size'])} samples a step: {each}, " + (
+        "no accumulation" if passes == 1 else f"accumulated over {passes} passes"
+    )
 
 
 def _size(row: Row) -> str:

@@ -64,8 +64,9 @@ def find_job(view: View, name: str, cluster: str) -> JobView:
     """The job of this name; CommandError, naming those that there are, when there is none."""
     job = view.jobs.get(name)
     if job is None or job.spec is None:
-        there = ", ".join(sorted(n for n, j in view.jobs.items() if j.spec)) or "none"
-        raise CommandError(f"no job {name!r} in cluster {cluster!r}; there is: {there}")
+        names = ", ".join(sorted(n for n, j in view.jobs.items() if j.spec))
+        there = f"; its jobs are: {names}" if names else ", and no other"
+        raise CommandError(f"there is no job {name!r} in cluster {cluster!r}{there}")
     return job
 
 

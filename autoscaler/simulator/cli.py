@@ -12,7 +12,7 @@ from typing import Any
 import click
 import numpy as np
 
-from adaptdl_elastic.autoscaler.cli import Finite
+from adaptdl_elastic.autoscaler.cli import CommandError, Finite, OptionError, refuse
 from adaptdl_elastic.autoscaler.policy import Objective, Settings
 from adaptdl_elastic.autoscaler.policy.types import FAIREST, LEAST_FAIR
 from adaptdl_elastic.autoscaler.simulator.application import Application, read_application
@@ -94,7 +94,11 @@ EVENTS_PAY_BELOW = 10.0
     help="Decide when jobs come, end and measure, too. [default: if a change costs less than 10 s]",
 )
 @click.option(
-    "--objective", type=click.Choice([o.value for o in Objective]), default="completion", show_default=True
+    "--objective",
+    type=click.Choice([o.value for o in Objective]),
+    default="completion",
+    show_default=True,
+    help="Short average completion time, or a power mean of the speedups.",
 )
 @click.option(
     "--fairness",
@@ -122,11 +126,13 @@ def simulate(**given: Any) -> None:
 
     Without --workload and --apps a workload is made up (--generate).
     """
+    if given["objective"] != Objective.SPEEDUP.value:
+        refuse(("fairness",), "is for --objective speedup")
     try:
         _check_places(given)
         outcome, report = _run(given)
     except (WorkloadError, ValueError) as error:
-        raise click.ClickException(str(error)) from None
+        raise CommandError(str(error)) from None
     if given["plot"]:
         from adaptdl_elastic.autoscaler.simulator.plot import draw
 
@@ -142,7 +148,7 @@ def _check_places(given: Mapping[str, Any]) -> None:
     """Make the folders of what is to be written, before anything takes its time."""
     plot, save = given["plot"], given["save"]
     if plot is not None and plot.suffix not in _PICTURES:
-        raise WorkloadError(f"--plot {plot}: must end in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}")
+        raise OptionError(f"--plot {plot}: must end in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}")
     for option, path, folder in (("--plot", plot, plot and plot.parent), ("--save", save, save)):
         try:
             if folder is not None:
@@ -150,7 +156,7 @@ def _check_places(given: Mapping[str, Any]) -> None:
                 with (path if option == "--plot" else folder / "workload.csv").open("ab"):
                     pass
         except OSError as error:
-            raise WorkloadError(
+            raise OptionError(
                 f"{option} {path}: {error.strerror}; name a place that can be written"
             ) from None
 
@@ -193,10 +199,11 @@ def _check_sizes(given: Mapping[str, Any], workload: tuple[Submission, ...]) -> 
 
 def _inputs(given: Mapping[str, Any]) -> tuple[tuple[Submission, ...], dict[str, Application]]:
     if (given["workload"] is None) != (given["apps"] is None):
-        raise WorkloadError("--workload and --apps go together: jobs, and the traces of their applications")
+        raise OptionError("--workload and --apps go together: jobs, and the traces of their applications")
     if given["workload"] is not None:
         if given["generate"]:
-            raise WorkloadError("give either --workload and --apps, or --generate")
+            raise OptionError("give either --workload and --apps, or --generate")
+        refuse(("hours", "save"), "is for --generate")
         workload = read_workload(given["workload"])
         names = sorted({job.application for job in workload})
         return workload, {name: read_application(given["apps"] / name) for name in names}

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from coordinator_pump import share_policy
@@ -19,6 +20,7 @@ from fake_agents import FakeAgent, spec_of, submit
 
 from adaptdl_elastic import sched_hints
 from adaptdl_elastic.autoscaler.cli import CommandError, Where, adaptdl
+from adaptdl_elastic.autoscaler.commands.cluster import _clock
 from adaptdl_elastic.autoscaler.commands.explain import leaders_settings
 from adaptdl_elastic.autoscaler.commands.jobs import has_stopped
 from adaptdl_elastic.autoscaler.commands.report import layout, read
@@ -129,7 +131,14 @@ def test_ls_and_status_show_what_runs(world: World) -> None:
     status = world.json("status", "mnist")
     assert (status["replicas"], status["requested"], status["bounds"]["replicas"]) == (2, 2, [1, 64])
     text = world.says("status", "mnist")
-    for part in ("goodput", "batch", "last rescale", "restarts", "2 replicas on 1 node  "):
+    for part in (
+        "goodput",
+        "batch",
+        "samples a step: ",
+        "last rescale",
+        "restarts",
+        "2 replicas on 1 node  ",
+    ):
         assert part in text
     (node,) = world.json("nodes")
     assert (node["node"], node["slots"], node["free"], node["jobs"]) == ("n0", 4, 2, {"mnist": 2})
@@ -323,11 +332,11 @@ def test_the_policys_settings_are_told_whole() -> None:
     ("arguments", "message"),
     [
         (("status", "nope"), "no job 'nope' in cluster"),
-        (("explain", "nope"), "there is: mnist"),
+        (("explain", "nope"), "; its jobs are: mnist"),
         (("stop", "no pe"), "no job 'no pe'"),
         (("scale", "mnist", "--replicas", "65"), "was started for 1 to 64 replicas, not 65"),
-        (("drain", "n9"), "no node 'n9' is registered"),
-        (("drain", "a/b"), "can not be used"),
+        (("drain", "n9"), "there is no node 'n9' in cluster"),
+        (("drain", "n9"), "; its nodes are: n0"),
     ],
 )
 def test_mistakes_are_one_clear_line(world: World, arguments: tuple[str, ...], message: str) -> None:
@@ -340,10 +349,14 @@ def test_mistakes_are_one_clear_line(world: World, arguments: tuple[str, ...], m
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("scale", "a"), 2, "say either --replicas N or --auto"),
+        (("scale", "a"), 2, "adaptdl scale: give either --replicas N or --auto; see adaptdl scale --help"),
         (("scale", "a", "--auto", "--wait"), 2, "--wait is for --replicas N"),
         (("scale", "a", "--replicas", "0"), 2, "--replicas 0 is less than 1; adaptdl stop a saves"),
-        (("nope",), 2, "No such command 'nope'"),
+        (("statsu",), 2, "adaptdl: there is no command 'statsu' (did you mean status?); see adaptdl --help"),
+        (("xyz",), 2, "adaptdl: there is no command 'xyz'; see adaptdl --help"),
+        (("ls", "--al"), 2, "Did you mean"),
+        (("drain", "a/b"), 2, "can not be used"),
+        (("doctor", "--port-range", "9:3"), 2, "adaptdl doctor: --port-range=9:3 is not LOW:HIGH"),
         (("ls", "--etcd", "127.0.0.1:1"), 1, "can not be reached"),
         (("ls", "--etcd", "http://x:y:z"), 1, "write HOST:PORT"),
         (("ls", "--etcd-api", "v9"), 2, "'v9' is not one of"),
@@ -356,6 +369,71 @@ def test_mistakes_without_a_store(arguments: tuple[str, ...], code: int, message
     assert result.returncode == code
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("autoscale", "--local", "true", "--region", "mars"), "--region is for --asg"),
+        (("autoscale", "--local", "true", "--price", "nonsense"), "--price is for --asg"),
+        (("autoscale", "--local", "true", "--take-over"), "--take-over is for --asg"),
+        (("autoscale", "--asg", "a", "--local-price", "3"), "--local-price is for --local"),
+        (("coordinator", "--fairness", "-1"), "--fairness is for --objective speedup"),
+        (("coordinator", "--fairness", "-1", "--objective", "completion"), "--fairness is for --objective"),
+        (("simulate", "--fairness", "-1"), "--fairness is for --objective speedup"),
+        (("simulate", "--workload", "x", "--apps", "y", "--hours", "1"), "--hours is for --generate"),
+        (("scale", "a", "--auto", "--timeout", "1"), "--timeout is for --replicas N"),
+        (("scale", "a", "--replicas", "2", "--timeout", "1"), "--timeout says how long --wait waits"),
+        (("stop", "a", "--timeout", "1"), "--timeout says how long --wait waits"),
+        (("checkpoint", "a", "--timeout", "1"), "--timeout says how long --wait waits"),
+        (("drain", "a", "--timeout", "1"), "--timeout says how long --wait waits"),
+        (("drain", "a", "--cancel", "--wait"), "--wait has no meaning with --cancel"),
+        (("drain", "a", "--cancel", "--deadline", "1"), "--deadline has no meaning with --cancel"),
+        (("doctor", "--region", "mars"), "--region is for --aws"),
+    ],
+)
+def test_an_option_that_would_be_lost_is_refused(
+    arguments: tuple[str, ...], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Where, "connect", None)  # nobody gets there
+    result = CliRunner().invoke(adaptdl, arguments)
+    assert result.exit_code == 2, result.output
+    (line,) = result.output.splitlines()
+    assert why in line
+
+
+def test_help_says_what_every_option_is_for_and_where_the_store_is_last() -> None:
+    for name in adaptdl.list_commands(click.Context(adaptdl)):
+        command = adaptdl.get_command(click.Context(adaptdl), name)
+        assert command is not None
+        options = [p for p in command.params if isinstance(p, click.Option)]
+        assert all(option.help for option in options), name
+        names = [option.opts[0] for option in options]
+        if "--etcd" in names:
+            last = ["--etcd", "--etcd-api", "--cluster", "--etcd-ca", "--etcd-cert", "--etcd-key"]
+            assert names[-7:] == [*last, "--etcd-user"], name
+            text = CliRunner().invoke(adaptdl, [name, "--help"]).output
+            assert "ADAPTDL_ETCD]" in text, name
+            assert "ADAPTDL_CLUSTER]" in text, name
+
+
+def test_events_of_another_day_have_their_date() -> None:
+    now = time.time()
+    assert len(_clock(now)) == len("00:00:00")
+    assert _clock(now - 3 * 86400) == time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now - 3 * 86400))
+
+
+@pytest.mark.etcd
+def test_a_cluster_in_which_nothing_was_ever_done(etcd: EtcdServer, keys: Keys) -> None:
+    where = ["--etcd", etcd.endpoint, "--cluster", keys.cluster]
+    for arguments, said in (
+        (["events"], "no events yet\n"),
+        (["events", "--json"], ""),
+        (["nodes"], "no node is registered\n"),
+        (["status", "a"], f"adaptdl: there is no job 'a' in cluster '{keys.cluster}', and no other\n"),
+        (["drain", "a"], f"adaptdl: there is no node 'a' in cluster '{keys.cluster}', and no other\n"),
+    ):
+        assert CliRunner().invoke(adaptdl, [*arguments, *where]).output == said
 
 
 def test_help_needs_nothing_heavy() -> None:
@@ -377,12 +455,12 @@ def test_a_standalone_job_is_found_by_its_note(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("ADAPTDL_ETCD", raising=False)
-    with pytest.raises(CommandError, match="say --etcd HOST:PORT, or set ADAPTDL_ETCD"):
+    with pytest.raises(CommandError, match="give --etcd HOST:PORT or set ADAPTDL_ETCD"):
         Where().locate()
     runtime_file.write(RuntimeFile("127.0.0.1:4711", "solo", "mnist", os.getpid()))
     assert Where().locate("mnist") == ("127.0.0.1:4711", "solo")
     assert Where().locate() == ("127.0.0.1:4711", "solo")
-    with pytest.raises(CommandError, match="there is: mnist"):
+    with pytest.raises(CommandError, match="those that do: mnist"):
         Where().locate("cifar")
     monkeypatch.setenv("ADAPTDL_ETCD", "etcd0:2379")
     assert Where().locate("mnist") == ("etcd0:2379", "default")

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 from moto_process import Moto, make_group
 
-from adaptdl_elastic.autoscaler.cli import CommandError, Where
+from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, Where
 from adaptdl_elastic.autoscaler.commands.autoscale import autoscale
 from adaptdl_elastic.autoscaler.providers.ec2_owner import OWNER_TAG
 from adaptdl_elastic.rendezvous import records
@@ -55,15 +55,12 @@ def test_a_dry_run_prints_what_it_would_do(moto: Moto, store: MemoryStore) -> No
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "either --asg NAME"),
-        (("--asg", "workers", "--local", "true"), "either --asg NAME"),
-        (("--asg", "workers"), "--price g5.xlarge=PRICE"),
+        ((), "give --asg NAME (an auto-scaling group) or --local COMMAND"),
+        (("--asg", "workers", "--local", "true"), "give --asg or --local, not both"),
         (("--asg", "workers", "--price", "g5.xlarge"), "write TYPE=PRICE"),
         (("--asg", "workers", "--price", "g5.xlarge=cheap"), "not a price per hour"),
         (("--asg", "workers", "--prices", "/nowhere.csv"), "/nowhere.csv"),
-        (("--asg", "nothing", "--price", "g5.xlarge=1"), "no auto-scaling group 'nothing'"),
-        (("--asg", "", "--price", "g5.xlarge=1"), "--asg '': say the name"),
-        (("--asg", "workers", "--region", "us-west-2", "--price", "g5.xlarge=1"), "in us-west-2"),
+        (("--asg", "", "--price", "g5.xlarge=1"), "--asg '': give the name"),
         (("--asg", "workers", "--min-nodes", "3", "--max-nodes", "1"), "--min-nodes 3"),
         (("--asg", "workers", "--utilisation", "high"), "LOW:HIGH"),
         (("--asg", "workers", "--utilisation", "2:1"), "band"),
@@ -79,18 +76,43 @@ def test_a_dry_run_prints_what_it_would_do(moto: Moto, store: MemoryStore) -> No
         (("--asg", "workers", "--shrink-after", "-1"), "--shrink-after"),
         (("--asg", "workers", "--max-interruptions", "nan"), "--max-interruptions"),
         (("--asg", "workers", "--utilisation", "0.5:inf"), "band"),
-        (("--asg", "workers", "--interval", "nan"), "--interval"),
-        (("--asg", "workers", "--interval", "inf"), "--interval"),
         (("--asg", "workers", "--deadline", "1.2.3h"), "2h30m"),
         (("--asg", "workers", "--deadline", "=5h"), "2h30m"),
         (("--asg", "workers", "--job", "a b"), "a b"),
         (("--asg", "workers", "--prices", sys.executable), "is no text"),
         (("--local", '"x'), "No closing quotation"),
-        (("--local", "true", "--local-price", "-3"), "--local-price -3"),
-        (("--local", "true", "--local-price", "nan"), "--local-price"),
     ],
 )
 def test_bad_input_is_one_clear_line(
+    arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Where, "connect", lambda self: (MemoryStore(), "test"))
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert words in done.output
+    assert "Traceback" not in done.output
+    assert len(done.output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--interval", "nan"), ("--interval", "inf"), ("--local-price", "nan"), ("--local-price", "-3")],
+)
+def test_a_number_that_is_none_names_its_option(option: str, value: str) -> None:
+    done = run("--local", "true", option, value)
+    assert done.exit_code == 2
+    assert f"Invalid value for '{option}': {float(value)}" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--asg", "workers"), "--price g5.xlarge=PRICE"),
+        (("--asg", "nothing", "--price", "g5.xlarge=1"), "no auto-scaling group 'nothing'"),
+        (("--asg", "workers", "--region", "us-west-2", "--price", "g5.xlarge=1"), "in us-west-2"),
+    ],
+)
+def test_what_only_the_cloud_can_tell_is_one_clear_line(
     moto: Moto, store: MemoryStore, arguments: tuple[str, ...], words: str
 ) -> None:
     make_group(moto, "workers")
@@ -146,9 +168,20 @@ def test_deadlines(text: str, expected: Any) -> None:
     assert _deadline(text, 100.0) == expected
 
 
+def test_a_deadline_that_has_passed_is_told(
+    moto: Moto, store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_group(moto, "workers")
+    asked = ("--asg", "workers", "--price", "g5.xlarge=1", "--dry-run", "--deadline")
+    assert run(*asked, "train=2h").exit_code == 0
+    assert "has passed" not in caplog.text
+    assert run(*asked, "train=1970-01-01T01:00:00Z").exit_code == 0
+    assert "the --deadline of job 'train' has passed" in caplog.text
+
+
 @pytest.mark.parametrize("text", ["", "train=", "2x", "5", "h"])
 def test_what_is_no_deadline(text: str) -> None:
     from adaptdl_elastic.autoscaler.commands.autoscale import _deadline
 
-    with pytest.raises(CommandError, match="2h30m"):
+    with pytest.raises(OptionError, match="2h30m"):
         _deadline(text, 100.0)

@@ -33,7 +33,7 @@ def test_a_place_that_can_not_be_written_is_refused_before_anything_is_simulated
     monkeypatch.setattr("adaptdl_elastic.autoscaler.simulator.cli.Simulation", None)  # nobody gets there
     (tmp_path / "file").write_text("")
     line = refused(*SMALL, option, str(tmp_path / "file" / "x.png"))
-    assert line.startswith(f"Error: {option} {tmp_path}/file/x.png: ")
+    assert line.startswith(f"simulate: {option} {tmp_path}/file/x.png: ")
 
 
 def test_a_picture_in_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
