@@ -47,6 +47,11 @@ def attach(scaler: Any, adp: AdaptiveDataParallel, optimizer: torch.optim.Optimi
     models.by_optimizer[id(optimizer)] = adp
 
 
+def attached(scaler: Any) -> bool:
+    """Whether some AdaptiveDataParallel was given this scaler."""
+    return getattr(scaler, _ATTRIBUTE, None) is not None
+
+
 def _patch(scaler: Any, models: _Models) -> None:
     step, unscale, update = scaler.step, scaler.unscale_, scaler.update
 
@@ -56,6 +61,7 @@ def _patch(scaler: Any, models: _Models) -> None:
             models.stepped = True
             return step(optimizer, *args, **kwargs)
         if not adp.stepping:
+            adp.step_left_out()
             return None
         models.stepped = True
         before = adp.gns.steps + adp.gns.skipped
@@ -95,7 +101,7 @@ def guard(adp: AdaptiveDataParallel, optimizer: torch.optim.Optimizer) -> None:
     Nothing tells who uses a scaler: all there are in the process are looked up.
     """
     for scaler in [one for one in gc.get_objects() if issubclass(type(one), torch.amp.GradScaler)]:
-        if getattr(scaler, _ATTRIBUTE, None) is None:
+        if not attached(scaler):
             _guard(scaler, adp, optimizer)
 
 

@@ -153,9 +153,14 @@ class Sampler:
         The backward pass of a forward pass that was already is still to be measured: `zero_grad` may
         stand between them.
         """
+        self.drop_passes()
+        self._first = None
+
+    def drop_passes(self) -> None:
+        """The same, but for what has been measured of the window's first micro-batch."""
         coming = self._hook.recording
         self._recordings = [coming] if coming is not None and not coming.own else []
-        self._variances, self._first, self._mean = {}, None, None
+        self._variances, self._mean = {}, None
 
     def close(self, scale: float) -> None:
         """The step has been taken: send what has been measured of it on its way."""

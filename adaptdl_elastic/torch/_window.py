@@ -17,6 +17,10 @@ Between the backward passes of a window the gradients are out of sight (`.grad` 
 GradScaler.unscale_, zero_grad and gradient norms in a user's loop, which all come once per batch,
 then have nothing to spoil.
 
+What `zero_grad` is to drop in the middle of a window is what has come since `step`, which does nothing there
+but mark that: the generator's loss in a GAN, which goes through the judge after the judge's own step, or
+before the judge's own losses. It is kept apart from the window's sum (`_Sum`, `Window.step_left_out`).
+
 A window that has ended leaves in `.grad` what it counts, in units of 1: ḡ, or, where the script accumulates
 by hand in `no_sync`, this replica's 1/A · Σ_a w_ra · g_ra, of which the replicas' mean is ḡ. What is
 accumulated on top of either may have another A and other weights.
@@ -59,6 +63,17 @@ class Batch:
         return 1.0 / (self.replicas * self.micro_batches)
 
 
+@dataclass(frozen=True)
+class _Sum:
+    """A sum of gradients that waits out of sight, and what `Window` knows of it."""
+
+    gradients: list[torch.Tensor | None]
+    unit: float
+    ended: bool
+    synced: bool
+    place: int  # of the micro-batch in which it was put there
+
+
 class Window:
     """The gradients of the window under way, of one module's parameters."""
 
@@ -70,17 +85,100 @@ class Window:
         self._synced = False  # and it is an average over the replicas
         self._accumulated = False
         self._place = -1  # of the last micro-batch that had a pass
+        self._first = -1  # of the first one
+        self._micro_batches = 1  # of the window that the last pass was of
+        self._passed = False  # a pass came since the last `step` or `zero_grad`
+        self._left_out: int | None = None  # place of the last `step` in mid-window; None: a pass came since
+        self._marked = False  # there was one in this window
+        self._leads = False  # this script has passes that its `zero_grad` drops before those that count
+        self._below: _Sum | None = None  # what the passes since `step` are kept apart from
+        self._doubtful: _Sum | None = None  # dropped by `zero_grad`, unless this script has no `step` here
 
     def reset(self) -> None:
         """The window has ended: stepped, or dropped."""
-        self._hidden = None
-        self._unit, self._place = 1.0, -1
-        self._ended = self._synced = self._accumulated = False
+        self._hidden = self._below = self._doubtful = self._left_out = None
+        self._unit, self._place, self._first = 1.0, -1, -1
+        self._ended = self._synced = self._accumulated = self._passed = self._marked = False
 
     @property
     def under_way(self) -> bool:
         """Something has been accumulated that is not synchronised yet."""
-        return self._accumulated
+        return self._accumulated or self._below is not None or self._doubtful is not None
+
+    @property
+    def apart(self) -> bool:
+        """The passes since the last `step` are kept apart: `zero_grad` is to come before the next one."""
+        return self._below is not None
+
+    @torch.no_grad()
+    def step_left_out(self) -> None:
+        """`step` in the middle of the window: what has come by now is part of it."""
+        if not self.under_way:
+            return
+        if self._doubtful is not None and self._accumulated:
+            self._doubtful, self._leads = None, True
+        if self._below is not None:
+            self._join(self._below)
+            self._below = None
+        self._left_out, self._marked, self._passed = self._place, True, False
+
+    @torch.no_grad()
+    def drop_since_step(self) -> bool:
+        """`zero_grad` in the middle of the window. Whether something has been dropped."""
+        below, self._below = self._below, None
+        passed, self._passed, self._left_out = self._passed, False, None
+        if below is not None:
+            self._drop()
+            self._hidden, self._unit = below.gradients, below.unit
+            self._ended, self._synced, self._accumulated = below.ended, below.synced, True
+            return True
+        if passed and self._first == self._place and not self._marked:
+            # All of it came with the batch at hand: a loss that is not this model's, or the body of a loop
+            # that steps at windows' ends only.
+            if self._doubtful is not None:
+                self._join(self._doubtful)
+            self._doubtful = self._put_away(self._place)
+        return False
+
+    def _put_away(self, place: int) -> _Sum:
+        """Begin anew; what was there until now."""
+        self._hide()
+        assert self._hidden is not None
+        put_away = _Sum(self._hidden, self._unit, self._ended, self._synced, place)
+        self._hidden, self._unit = None, 1.0
+        self._ended = self._synced = self._accumulated = False
+        return put_away
+
+    def _join(self, other: _Sum) -> None:
+        """Add what was put away to what has come since."""
+        if not self._accumulated:
+            self._drop()
+            self._hidden, self._unit = other.gradients, other.unit
+            self._ended, self._synced, self._accumulated = other.ended, other.synced, True
+            return
+        self._hide()
+        assert self._hidden is not None
+        factor = (self._micro_batches if other.ended else other.unit) / self._unit
+        self._hidden = [
+            late if early is None else early.mul_(factor) if late is None else late.add_(early, alpha=factor)
+            for early, late in zip(other.gradients, self._hidden, strict=True)
+        ]
+
+    def _sort(self, batch: Batch) -> None:
+        """Before a pass of `batch`: what it is to be added to, and what not."""
+        doubtful, below = self._doubtful, self._below
+        if doubtful is not None and batch.place != doubtful.place:
+            self._doubtful = None  # there was no step: `zero_grad` meant nothing
+            self._join(doubtful)
+        if below is not None:
+            if batch.place != below.place and not self._leads:  # no `zero_grad` has come, nor will
+                self._below = None
+                self._join(below)
+        elif self._left_out is not None and (batch.place == self._left_out or self._leads):
+            self._below = self._put_away(batch.place)
+        self._left_out, self._passed, self._micro_batches = None, True, batch.micro_batches
+        if self._first < 0:
+            self._first = batch.place
 
     @torch.no_grad()
     def before_backward(self, batch: Batch) -> Instead | None:
@@ -88,6 +186,7 @@ class Window:
 
         Returns what the hook is to sum over replicas instead of what it gets, None where that is right.
         """
+        self._sort(batch)
         if batch.weight == 0.0:
             return self._set_aside(batch)
         self._show()

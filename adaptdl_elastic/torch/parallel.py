@@ -376,7 +376,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
                 if self._mp_scaler is None and not self._looked_for_scalers:
                     self._looked_for_scalers = True
                     _amp.guard(self, self._optimizer)
-            if batch.accumulating and batch.place == 0:
+            if batch.accumulating and batch.place == 0 and not self._window.apart:
                 self._sampler.first_part(self._window.gradients())
             elif not (batch.accumulating or self._hook.reduced):
                 self._sampler.whole(self._window.gradients())
@@ -403,7 +403,13 @@ class AdaptiveDataParallel(DistributedDataParallel):
                     "optimizer.step(closure) can not be combined with gradient accumulation: call "
                     "autoscale_batch_size(..., gradient_accumulation=False)"
                 )
+            self.step_left_out()
             return False
+        if self._window.apart and self._hook.failure is None:
+            raise RuntimeError(
+                "optimizer.step() with gradients of a backward pass that zero_grad() has dropped so far, in "
+                "other batches: with gradient accumulation call zero_grad() at the same place of every batch"
+            )
         if self._hook.failure is not None:
             self.irreparable = _why_irreparable(self._mp_scaler)
             return False
@@ -441,9 +447,23 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self.gns.skipped += 1
         logger.info("step %d skipped: its gradients are inf or nan", self.gns.steps)
 
-    def begin_zero_grad(self) -> bool:
-        """For scaling rules: whether gradients are to be dropped now."""
+    def step_left_out(self) -> None:
+        """For scaling rules and GradScaler: `optimizer.step()` has come in the middle of a window."""
+        self._window.step_left_out()
+
+    def drop_window(self) -> None:
+        """Drop what has been accumulated of a window that will not be stepped."""
         if self._window.under_way:
+            self._sampler.drop()
+            self._window.reset()
+            self.gns.reset_accumulation()
+            super().zero_grad(set_to_none=True)
+
+    def begin_zero_grad(self) -> bool:
+        """For scaling rules: whether all gradients are to be dropped now, not those since `step` only."""
+        if self._window.under_way:
+            if self._window.drop_since_step():
+                self._sampler.drop_passes()
             return False
         self._window.reset()
         self._sampler.drop()

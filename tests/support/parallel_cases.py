@@ -241,6 +241,77 @@ def gan() -> tuple[bool, float, float]:
     return same, made[0].gns.var_avg(), made[1].gns.var_avg()
 
 
+def gans_in_windows() -> dict[str, tuple[list[torch.Tensor], list[torch.Tensor], float]]:
+    """Every kind of a GAN's loop, with and without bucket views."""
+    bodies = ("judge first", "generator first", "stepping last")
+    views: list[dict[str, Any]] = [{}, {"gradient_as_bucket_view": True}]
+    return {f"{body} {options}": gan_in_windows(body, options) for body in bodies for options in views}
+
+
+def gan_in_windows(
+    body: str, options: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor], float]:
+    """A GAN in windows of three micro-batches, and with DDP in one batch: the judge's parameters; a variance.
+
+    body: `judge first` or `generator first`, stepping in every batch; `stepping last`: where windows end.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    loss = nn.BCEWithLogitsLoss()
+
+    def ones(output: torch.Tensor) -> torch.Tensor:
+        return loss(output, torch.ones_like(output))
+
+    def train(wrap: Any, plans: list[list[int]]) -> tuple[list[torch.Tensor], Any]:
+        torch.manual_seed(0)
+        generator, judge = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+        g_optimizer = torch.optim.SGD(generator.parameters(), lr=0.0)  # others see it in mid-window
+        d_optimizer = torch.optim.SGD(judge.parameters(), lr=0.5)
+        g_model, d_model = wrap(generator, g_optimizer, "g"), wrap(judge, d_optimizer, "d")
+        data = torch.Generator().manual_seed(rank)
+        for plan in plans:
+            real, noise = (torch.randn(sum(plan), width, generator=data) for width in (6, 4))
+            with FakeLoader([[count] * size for count in plan], 24 * size, plan[0]) as loader:
+                for loader.chunk, (x, z) in enumerate(zip(real.split(plan), noise.split(plan), strict=True)):
+                    fake = g_model(z)
+
+                    def train_judge(x: torch.Tensor = x, fake: torch.Tensor = fake) -> None:
+                        if body != "stepping last":
+                            d_optimizer.zero_grad()
+                        ones(d_model(x)).backward()
+                        ones(-d_model(fake.detach())).backward()
+
+                    def train_generator(fake: torch.Tensor = fake) -> None:
+                        g_optimizer.zero_grad()
+                        ones(d_model(fake)).backward()
+                        g_optimizer.step()
+
+                    if body == "generator first":
+                        train_generator()
+                        fake = g_model(z)
+                        train_judge(fake=fake)
+                        d_optimizer.step()
+                    elif body == "judge first":
+                        train_judge()
+                        d_optimizer.step()
+                        train_generator()
+                    else:
+                        train_judge()
+                        if loader.is_optim_step():
+                            d_optimizer.step()
+                        d_optimizer.zero_grad()
+        return [p.detach() for p in judge.parameters()], d_model
+
+    def adaptive(model: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> nn.Module:
+        adp = AdaptiveDataParallel(model, optimizer, name=f"{name} {body} {options}", **options)
+        measure_always(adp)
+        return adp
+
+    plain, _ = train(lambda model, *_: DistributedDataParallel(model), [[24], [24], [21], [24]])
+    ours, judge = train(adaptive, [[8, 8, 8], [8, 8, 8], [8, 8, 5], [8, 8, 8]])
+    judge._sampler.collect()
+    return plain, ours, judge.gns.var_avg()
+
+
 def a_replica_dies(folder: str) -> tuple[bool, bool, list[float], int]:
     """Rank 2 of 3 dies inside of its backward pass; the others go on in the same processes."""
     torch.manual_seed(0)

@@ -84,6 +84,16 @@ def test_a_gan_trains_as_with_ddp(count: int) -> None:
         assert judge > 0.0
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_gan_accumulates_as_with_ddp(count: int) -> None:
+    """Its judge is not trained on the generator's loss, which goes through it behind or before its own."""
+    for found in replicas.run(cases.gans_in_windows, count):
+        for body, (plain, ours, variance) in found.items():
+            torch.testing.assert_close(ours, plain, msg=lambda text, body=body: f"{body}: {text}")
+            assert variance == pytest.approx(found["judge first {}"][2], rel=1e-4), body
+            assert variance > 0.0
+
+
 def test_survivors_of_a_lost_replica_go_on_in_their_processes(tmp_path: Path) -> None:
     first, second, third = replicas.run(cases.a_replica_dies, 3, str(tmp_path), dies=2)
     assert third is None

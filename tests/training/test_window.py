@@ -105,6 +105,30 @@ def test_losses_of_one_micro_batch_may_come_one_after_the_other() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("zero", [True, False])
+def test_a_pass_behind_step_counts_unless_zero_grad_comes(zero: bool, scaled: bool) -> None:
+    """As outside of a window; who sets `.grad` to None instead is not seen, and loses nothing."""
+    x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
+    whole, model = net(), net()
+    parts = x.split(8)
+    (whole(x).square().mean() + (0.0 if zero else whole(x[:16]).mean() * 2 / 3)).backward()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=scaled)
+    adp = wrapped(model, mp_scaler=scaler)
+    with FakeLoader([[8]] * 3, 24, 8) as loader:
+        for loader.chunk, part in enumerate(parts):
+            if zero:
+                adp.zero_grad()
+            scaler.scale(adp(part).square().mean()).backward()
+            if loader.chunk == 2:
+                break
+            scaler.step(adp._optimizer)
+            scaler.update()
+            scaler.scale(adp(part).mean()).backward()
+    torch.testing.assert_close(gradient(model), gradient(whole))
+
+
+@pytest.mark.usefixtures("alone")
 def test_what_is_differentiated_is_as_without_us() -> None:
     """On uneven batches too."""
     model = net()
