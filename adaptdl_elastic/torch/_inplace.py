@@ -431,10 +431,17 @@ def become(session: Session, message: Message, generation: int, rank: int) -> No
     session.identity = Identity(rank, message["replicas"], message["nodes"], generation, session.job)
 
 
-def form(session: Session, store: Any, attempt: int, cancelled: Callable[[], bool] = lambda: False) -> None:
+def form(
+    session: Session,
+    store: Any,
+    attempt: int,
+    cancelled: Callable[[], bool] = lambda: False,
+    patience: timedelta = timedelta(seconds=PATIENCE),
+) -> None:
     """Connect all of this generation: first the library's collectives, then torch's.
 
-    Raises RuntimeError when that can not be done, or `cancelled()` meanwhile.
+    Raises RuntimeError when they have not all come within `patience`, or it can not be done, or
+    `cancelled()` meanwhile.
     """
     key = f"go/{session.generation}"
     if session.rank == 0:
@@ -444,10 +451,10 @@ def form(session: Session, store: Any, attempt: int, cancelled: Callable[[], boo
             store.set(key, json.dumps([host, port, secret]))
             store.set(f"step/{attempt + 1}", _seal({"go": True}))
 
-        reducer = _reducer(session, host, 0, secret, publish, cancelled)
+        reducer = _reducer(session, host, 0, secret, publish, cancelled, patience)
     else:
         why = "there is another plan"
-        ImpatientStore(store, lambda: why if cancelled() else None, timedelta(seconds=PATIENCE)).wait([key])
+        ImpatientStore(store, lambda: why if cancelled() else None, patience).wait([key])
         host, port, secret = json.loads(store.get(key))
         reducer = _reducer(session, host, port, secret, None, cancelled)
     session.reducer = reducer
@@ -456,7 +463,13 @@ def form(session: Session, store: Any, attempt: int, cancelled: Callable[[], boo
 
 
 def _reducer(
-    session: Session, host: str, port: int, secret: str, publish: Any, cancelled: Callable[[], bool]
+    session: Session,
+    host: str,
+    port: int,
+    secret: str,
+    publish: Any,
+    cancelled: Callable[[], bool],
+    patience: timedelta = timedelta(seconds=PATIENCE),
 ) -> Reducer:
     return Reducer(
         session.rank,
@@ -464,7 +477,7 @@ def _reducer(
         host,
         port,
         secret=secret.encode(),
-        timeout=PATIENCE,
+        timeout=patience.total_seconds(),
         on_control=session.on_control,
         on_lost=session.on_lost,
         publish=publish,

@@ -39,6 +39,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -70,6 +71,7 @@ T = TypeVar("T")
 
 _SCRATCH = "recovery"
 _STEP = 0.3  # seconds that a step may take to notice a death by itself
+_FOREVER = timedelta(days=365)
 _ATTEMPTS = 10  # more deaths than that, one during the recovery from another, are a defect
 Place = tuple[int, int]
 """(epoch, number of the data loop within it)."""
@@ -381,7 +383,9 @@ class Recovery:
             raise SystemExit(0)
         _inplace.become(session, plan, generation, plan["rank"])
         store = _inplace.meeting(plan["master_addr"], int(plan["master_port"]), generation)
-        _inplace.form(session, store, 0, self.newer)
+        # A survivor may be busy outside of all loops, for longer than anybody could guess. Who has died
+        # or hangs is found by the agents, whose next plan ends this, as does the coordinator's patience.
+        _inplace.form(session, store, 0, self.newer, _FOREVER)
 
     def _finish(self, began: float) -> None:
         from adaptdl_elastic.torch import _inplace

@@ -219,7 +219,10 @@ def inspect(view: View, job: JobView, plan: Plan, settings: Settings) -> Health:
     elif not sorted_["failed"] and losses.said:  # somebody is gone, and we do not know who
         waits_until = losses.since + settings.node_ttl + settings.grace
         silent = {one.node for one in losses.survivors} - losses.said
-        heard_by = losses.since + settings.silence
+        # Who is busy has not come to a recovery yet, and can not know that others are gone from it: only
+        # of a generation that all of them were in does silence say anything.
+        again = plan.transition is Transition.RECOVER and not _all_running(job, plan)
+        heard_by = FOREVER if again else losses.since + settings.silence
         without = losses
         if silent and view.now >= heard_by:
             without = recovery.inquire(job, plan, (*lost, *missing, *silent), fewest(view, job))
@@ -228,7 +231,6 @@ def inspect(view: View, job: JobView, plan: Plan, settings: Settings) -> Health:
         if without is not losses and without.able:  # its lease still runs, and nobody can hear it
             losses, lost, recovers, waits_until = without, (*lost, *sorted(silent)), True, FOREVER
         elif not silent or view.now >= losses.since + settings.node_ttl + settings.grace:
-            again = plan.transition is Transition.RECOVER and not _all_running(job, plan)
             recovers, waits_until = losses.able and not again, FOREVER  # not for ever
             sorted_["failed"] += [] if recovers else sorted(losses.said)
     return Health(

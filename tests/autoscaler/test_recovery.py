@@ -212,6 +212,25 @@ def test_a_node_that_was_given_up_is_not_counted_on_until_it_is_heard_of(pump: P
     assert pump.placed("a") == {"n0": 2, "n1": 2, "n2": 2}
 
 
+def test_who_has_not_come_to_a_recovery_yet_is_not_taken_for_dead(pump: Pump) -> None:
+    """It is busy outside of all loops, and nothing tells it that the others are not all there either."""
+    resilient(pump, nodes=3, slots=2)
+    pump.agents[0].lose(0)
+    pump.decide()
+    recovery = pump.plan("a")
+    pump.agents.clear()  # nobody carries it out yet
+    record = BrokenRecord("n1", recovery.generation)
+    pump.store.put(pump.keys.generation("a", recovery.generation, "broken", "n1"), encode(record))
+    pump.decide()
+    pump.later(pump.settings.silence + 0.1)
+    assert pump.plan("a").generation == recovery.generation
+    record = BrokenRecord("n1", recovery.generation, (1,))
+    pump.store.put(pump.keys.generation("a", recovery.generation, "broken", "n1"), encode(record))
+    pump.decide()
+    plan = pump.plan("a")  # as soon as it is known who is dead all the others go on
+    assert (plan.transition, slots(plan)) == (Transition.RECOVER, {"n0": (1,), "n1": (0,), "n2": (0, 1)})
+
+
 def test_a_silent_node_that_the_job_needs_is_given_the_time_of_its_lease(pump: Pump) -> None:
     was = resilient(pump, min_nodes=2)
     pump.agents[0].notice()

@@ -432,6 +432,24 @@ def test_buffers_are_rank_0s_after_a_loop_however_it_was_left(
         assert str(result["buffers"]) == str(results[0]["buffers"])
 
 
+@pytest.mark.parametrize("busy", [0, 1])
+def test_who_is_busy_outside_of_all_loops_is_waited_for(tmp_path: Path, busy: int) -> None:
+    """It evaluates, draws or saves when another one dies: nothing tells how long that takes."""
+    settings = fake_agent.settings(busy=busy)
+    with FakeAgent(loop_script_path.RECOVERY, tmp_path, LOOP=settings, OUT=str(tmp_path)) as job:
+        job.start(3)
+        job.wait_for_file("busy")
+        job.kill(2)
+        job.plan_recovery()
+        job.wait_for_file(f"patient-{job.running[1 - busy].process.pid}")
+        (tmp_path / "free").touch()
+        job.finish()
+        assert "did not come about" not in job.outputs()
+        results = [torch.load(tmp_path / f"result-{rank}") for rank in range(2)]
+        assert [result["samples"] for result in results] == [[480, 480]] * 2
+        same(results)
+
+
 @pytest.mark.parametrize(
     ("kind", "bucket", "why"),
     [

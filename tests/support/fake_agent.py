@@ -152,6 +152,13 @@ class FakeAgent:
                 found.append(sender)
         return found
 
+    def wait_for_file(self, name: str) -> None:
+        """Until a replica has made a file of that name, as a sign."""
+        deadline = time.monotonic() + PATIENCE
+        while not (self.folder / name).exists():
+            assert time.monotonic() < deadline, self.outputs()
+            time.sleep(0.01)
+
     def wait_for_all(self, counts: dict[str, int]) -> Counter[str]:
         """Until so many messages of each kind have come, in any order; how many of every kind came."""
         heard: Counter[str] = Counter()

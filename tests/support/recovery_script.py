@@ -20,11 +20,12 @@ from torch.utils.data import TensorDataset
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session
-from adaptdl_elastic.torch import _buckets, _loops
+from adaptdl_elastic.torch import _buckets, _inplace, _loops
 
 S = {
     "epochs": 2, "size": 480, "batch": 12, "pace": 0.0, "faults": [], "kind": "all", "norm": False,
-    "optimizer": "sgd", "leave": 0, "leavers": [], "evaluate": False, **json.loads(os.environ["LOOP"]),
+    "optimizer": "sgd", "leave": 0, "leavers": [], "evaluate": False, "busy": None,
+    **json.loads(os.environ["LOOP"]),
 }  # fmt: skip
 OUT = Path(os.environ["OUT"])
 TOTAL = S["epochs"] * S["size"] // S["batch"]
@@ -59,6 +60,34 @@ def wait_for(what, step):
     for rank in set(range(int(os.environ["WORLD_SIZE"]))) - faulty_ranks:
         while not (OUT / f"{what}-{step}-{rank}").exists():
             time.sleep(0.001)
+
+
+def be_busy():
+    """At the end of the first epoch one replica is, until it is told that it may go on.
+
+    Until then an hour passes at each look of the others at the clock when they form another generation.
+    """
+    if S["busy"] == int(os.environ["FIRST_RANK"]):
+        (OUT / "busy").touch()
+        while not (OUT / "free").exists():
+            time.sleep(0.01)
+        return
+    clock, form, hours = time.monotonic, _inplace.form, [0]
+
+    def hasty():
+        hours[0] += not (OUT / "free").exists()
+        if hours[0] == 20:
+            (OUT / f"patient-{os.getpid()}").touch()
+        return clock() + 3600 * hours[0]
+
+    def hastily(*given, **options):
+        time.monotonic = hasty
+        try:
+            form(*given, **options)
+        finally:
+            time.monotonic = clock
+
+    _inplace.form = hastily
 
 
 class Net(torch.nn.Module):
@@ -135,6 +164,8 @@ def main():
         for _ in evaluation if S["evaluate"] else ():
             evaluated = [buffer.clone() for buffer in net.buffers()]
         samples.append(_loops.loops().samples)
+        if S["busy"] is not None and len(samples) == 1:
+            be_busy()
     with sums.synchronized():
         seen = sums["seen"]
     result = {
