@@ -12,20 +12,63 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
-MODULES = (
+SCRIPT = (
     *("torch", "torch.data", "torch.epoch", "torch.parallel", "torch.accumulator", "torch.iterator"),
-    *("torch.scaling_rules", "torch.gradient_noise_scale", "checkpoint", "collective", "reducer", "env"),
-    *("goodput", "sched_hints", "utils"),
+    *("torch.s3_dataset", "torch.scaling_rules", "torch.gradient_noise_scale", "checkpoint", "collective"),
 )
+SELDOM = ("reducer", "env", "goodput", "sched_hints", "utils")
+MODULES = (*SCRIPT, *SELDOM)
+# What most scripts do with: the table at the top.
+FIRST = {
+    "torch": "init_process_group rank world_size report",
+    "torch.data": "AdaptiveDataLoader AdaptiveDataLoaderHelper.autoscale_batch_size current_dataloader",
+    "torch.epoch": "remaining_epochs_until current_epoch",
+    "torch.parallel": "AdaptiveDataParallel",
+    "torch.accumulator": "Accumulator",
+    "torch.s3_dataset": "S3Dataset",
+    "checkpoint": "State TensorState load_state",
+    "collective": "allreduce broadcast",
+}
+# By these the parts of the library call each other. A script that did would break.
+INTERNAL = {
+    "torch.data": {
+        "AdaptiveDataLoaderHelper": "micro_batch window_samples local_samples gradient_weight adaptive "
+        "training_unknown settled settle train ended pause begin_window begin_batch end_batch epoch_done",
+    },
+    "torch.parallel": {
+        "AdaptiveDataParallel": "reinit_process_group absorb_failures give_up stuck failure clear_failure "
+        "data_loop_begins stepping skipped_step step_left_out drop_window",
+    },
+    "torch.gradient_noise_scale": {
+        "GradientNoiseScale": "set_progress set_accum_scale accum_count should_zero_grad reset_accumulation "
+        "count_micro_batch due measured record advance state_dict load_state_dict",
+    },
+    "checkpoint": {"": "agree end_epoch restore_states snapshot_states"},
+    "reducer": {"": "Reducer"},
+}
 SECTIONS = re.compile(r"(Args|Raises|Returns|Yields|Attributes):\s*$")
 HEAD = """# API
 
 What a training script can import. Made from the docstrings by `make api`; change those.
+
+Most scripts do with these (`import adaptdl_elastic.torch as adl`; other names are under `adaptdl_elastic`):
+
+| name | what it is |
+|---|---|
+"""
+BELOW = """# What a script seldom needs
+
+Errors of the collectives, the environment, the goodput model, and what a job reports of itself.
+"""
+LAST = """## Not for scripts
+
+Names without an underscore by which the parts of the library call each other. They may change at any
+time, and a script that calls them breaks:
 """
 
 Definition = ast.ClassDef | ast.FunctionDef
@@ -107,10 +150,12 @@ def decorators(node: ast.FunctionDef) -> set[str]:
     return {ast.unparse(decorator) for decorator in node.decorator_list}
 
 
-def render_members(node: ast.ClassDef) -> Iterator[str]:
+def render_members(node: ast.ClassDef, hidden: Collection[str]) -> Iterator[str]:
     """Public methods and properties that say something."""
     for member in methods(node):
         text = ast.get_docstring(member)
+        if member.name in hidden:
+            continue
         if member.name.startswith("_") or not text or any(d.endswith(".setter") for d in decorators(member)):
             continue
         is_property = "property" in decorators(member)
@@ -119,31 +164,79 @@ def render_members(node: ast.ClassDef) -> Iterator[str]:
         yield f"- `{shown}`\n\n{body}\n"
 
 
+def sentence(docstring: str | None) -> str:
+    """The first sentence, as a cell of a table."""
+    text = " ".join((docstring or "").split("\n\n")[0].split())
+    return re.split(r"(?<=[.:]) ", text, maxsplit=1)[0].rstrip(".:").replace("|", "\\|")
+
+
+def lookup(module: Module, name: str) -> Definition | None:
+    """A name of a module, or `Class.method`."""
+    found = module.find(name.partition(".")[0])
+    member = name.partition(".")[2]
+    if found is None or not member:
+        return found[1] if found else None
+    owner = found[1]
+    assert isinstance(owner, ast.ClassDef)
+    return next((method for method in methods(owner) if method.name == member), None)
+
+
+def render_first() -> Iterator[str]:
+    """The rows of the table at the top."""
+    short_cut = Module("adaptdl_elastic.torch").public()
+    for short, names in FIRST.items():
+        module = Module(f"adaptdl_elastic.{short}")
+        for name in names.split():
+            found = lookup(module, name)
+            assert found is not None, f"{short}.{name}"
+            text = sentence(ast.get_docstring(found))
+            if text.startswith(("See ", "`")):  # a module of one class says it itself
+                text = sentence(ast.get_docstring(module.tree))
+            shown = f"adl.{name}" if name in short_cut else f"{short}.{name}"
+            if "." in name:
+                shown = f"loader.{name.partition('.')[2]}"
+            yield f"| [`{shown}`](#{module.name.replace('.', '')}) | {text} |"
+
+
+def render_last() -> Iterator[str]:
+    """One line for each class or module that has names which are not for scripts."""
+    for short, owners in INTERNAL.items():
+        for owner, names in owners.items():
+            of = f"adaptdl_elastic.{short}" + (f".{owner}" if owner else "")
+            yield f"* of `{of}`: {', '.join(f'`{name}`' for name in names.split())}"
+
+
 def render() -> str:
     """The whole page."""
     modules = [Module(f"adaptdl_elastic.{name}") for name in MODULES]
     below = {name for module in modules[1:] for name in module.public()}
-    parts, seen = [HEAD], set[tuple[str, str]]()
-    for module in modules:
+    parts, seen = [HEAD + "\n".join(render_first()) + "\n"], set[tuple[str, str]]()
+    for short, module in zip(MODULES, modules, strict=True):
+        if short == SELDOM[0]:
+            parts.append(BELOW)
         parts += [f"## {module.name}\n", markdown(ast.get_docstring(module.tree))]
         listed = [name for name in module.public() if module is modules[0] and name in below]
         if listed:
             parts.append(f"Described below: {', '.join(f'`{name}`' for name in listed)}.\n")
+        hidden = INTERNAL.get(short, {})
         for name in module.public():
             found = module.find(name)
             if name in listed or found is None or (found[0], name) in seen:
                 continue
+            if name in hidden.get("", "").split():
+                continue
             seen.add((found[0], name))
-            parts += render_definition(found[1])
+            parts += render_definition(found[1], hidden.get(name, "").split())
+    parts += [LAST, "\n".join(render_last()) + "\n"]
     return "\n".join(part for part in parts if part)
 
 
-def render_definition(node: Definition) -> Iterator[str]:
+def render_definition(node: Definition, hidden: Collection[str] = ()) -> Iterator[str]:
     """A class with its members, or a function."""
     yield f"### `{signature(node)}`\n"
     yield markdown(ast.get_docstring(node))
     if isinstance(node, ast.ClassDef):
-        yield from render_members(node)
+        yield from render_members(node, hidden)
 
 
 def main() -> int:

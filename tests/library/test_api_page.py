@@ -41,6 +41,37 @@ def test_every_public_name_is_documented(generator: Any) -> None:
     assert missing == []
 
 
+def test_every_module_that_a_script_can_import_is_on_the_page(generator: Any) -> None:
+    """`channel` is what agents and replicas say to each other."""
+    library = ROOT / "adaptdl_elastic"
+    there = {path.stem for path in library.glob("*.py")} - {"__init__", "channel"} | {"torch"}
+    there |= {f"torch.{path.stem}" for path in (library / "torch").glob("*.py")}
+    assert {name for name in there if "_" not in (name[0], name.rpartition(".")[2][0])} == {
+        *generator.MODULES
+    }
+
+
+def test_what_the_lists_of_the_page_name_is_there(generator: Any) -> None:
+    names = [(short, name) for short, listed in generator.FIRST.items() for name in listed.split()]
+    for short, owners in generator.INTERNAL.items():
+        names += [
+            (short, f"{owner}.{name}" if owner else name)
+            for owner in owners
+            for name in owners[owner].split()
+        ]
+    for short, name in names:
+        assert generator.lookup(generator.Module(f"adaptdl_elastic.{short}"), name), f"{short}.{name}"
+
+
+def test_what_is_not_for_scripts_is_described_nowhere(generator: Any) -> None:
+    page = generator.render()
+    assert "- `give_up(" not in page
+    assert "`give_up`" in page.partition("## Not for scripts")[2]
+    assert "### `agree(" not in page
+    assert "- `is_optim_step() -> bool`" in page
+    assert "| [`torch.s3_dataset.S3Dataset`](#adaptdl_elastictorchs3_dataset) |" in page
+
+
 def test_a_docstring_becomes_markdown(generator: Any) -> None:
     text = generator.markdown("""Do it::
 
