@@ -55,6 +55,12 @@ from typing import Any
 
 FD_VARIABLE = "ADAPTDL_AGENT_FD"
 
+STOPPED = 143
+"""Exit code of a replica that was stopped and can be resumed: 128 + SIGTERM."""
+
+CAN_NOT_JOIN = 76
+"""Exit code of a newcomer that can not be brought to where the others are. Nothing is lost by it."""
+
 Message = dict[str, Any]
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from adaptdl_elastic.agent.options import OptionError, parse
+from adaptdl_elastic.channel import STOPPED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # a signal that comes before the agent listens has nothing to save yet
     for number in STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, lambda number, frame: sys.exit(130 if number == signal.SIGINT else 143))
+            signal.signal(number, lambda number, frame: sys.exit(130 if number == signal.SIGINT else STOPPED))
     try:
         return launch(options, complain)
     except (StreamOptionError, StoreOptionError) as error:

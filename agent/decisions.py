@@ -62,6 +62,7 @@ from adaptdl_elastic.agent.states import (
     WriteEnded,
     WriteRunning,
 )
+from adaptdl_elastic.channel import STOPPED
 from adaptdl_elastic.rendezvous.records import (
     BrokenRecord,
     EndedRecord,
@@ -73,7 +74,6 @@ from adaptdl_elastic.rendezvous.records import (
     Transition,
 )
 
-STOPPED = 143  # exit code of what can be resumed
 OWN_STOP_AFTER = 5.0  # seconds that a draining agent waits for the coordinator's plan
 PATIENCE = 60.0  # seconds that an agent whose replicas are gone waits for a store that is away
 KILL_AGAIN_AFTER = 5.0  # seconds between two SIGKILLs at what will not go

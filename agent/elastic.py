@@ -57,6 +57,7 @@ from adaptdl_elastic.agent.storelink import (
     Writer,
 )
 from adaptdl_elastic.agent.waiting import Waiting
+from adaptdl_elastic.channel import STOPPED
 from adaptdl_elastic.rendezvous.addresses import NoPortError
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.plans import PlanStore
@@ -454,7 +455,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         return [h for h in self._replicas.values() if h.local_rank in local_ranks]
 
     def _ask_to_stop(self, local_ranks: tuple[int, ...], plain: tuple[int, ...], reason: str) -> None:
-        if self._give_up_joining(decisions.STOPPED):
+        if self._give_up_joining(STOPPED):
             return
         for handle in self._held(local_ranks):
             handle.send({"type": "stop", "reason": reason})  # one that can not hear it is about to end
@@ -539,7 +540,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         handle.close()
         self._last_exits.append((handle, code))
         message = ""
-        if code not in (0, decisions.STOPPED):
+        if code not in (0, STOPPED):
             message = failures.describe(code, handle.error_file, self._setting.command.argv[0])
         self._decide(d.ReplicaExited(handle.generation, handle.local_rank, code, time.time(), message))
 

@@ -6,7 +6,8 @@ import json
 import signal
 from pathlib import Path
 
-CAN_NOT_JOIN = 76  # of a newcomer that finds that it can not join what runs
+from adaptdl_elastic.channel import CAN_NOT_JOIN
+
 _LONGEST = 400  # characters of a message; the whole of it is in the replica's stderr and error file
 _REMEDY = {
     signal.SIGKILL: "killed from outside; if nobody did, the machine ran out of memory (dmesg)",

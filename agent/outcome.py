@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerState
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from adaptdl_elastic.agent.decisions import STOPPED
 from adaptdl_elastic.agent.replica import ReplicaHandle
+from adaptdl_elastic.channel import STOPPED
 
 
 def run_result(

@@ -49,6 +49,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from adaptdl_elastic import env
+from adaptdl_elastic.channel import STOPPED
 from adaptdl_elastic.reducer import AGREEMENT, CollectiveMismatchError, PeerLostError
 
 if TYPE_CHECKING:
@@ -62,9 +63,6 @@ Position = tuple[int, int, int]
 
 Command = dict[str, Any]
 """What to do at a boundary: `kind` and what that kind needs. Plain data: it travels between replicas."""
-
-STOPPED = 143
-"""Exit code of a replica that was stopped and can be resumed: 128 + SIGTERM."""
 
 INTERRUPTED = 130
 """Exit code after a second Ctrl-C: 128 + SIGINT."""
