@@ -15,9 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,11 +33,19 @@ SERIES = 8  # deaths and failed starts in a row after which another node should 
 REST = 30.0  # seconds for which this one then has none
 
 
+@dataclass(frozen=True)
+class CoordinatorCommand:
+    """How `adaptdl coordinator` is started: its arguments, and its environment, which has the credentials."""
+
+    arguments: tuple[str, ...]
+    environ: Mapping[str, str] = field(repr=False)
+
+
 class CoordinatorChild:
     """Keeps one coordinator process running until it is told to stop."""
 
-    def __init__(self, arguments: Sequence[str], log: Path, died: Callable[[str], None]) -> None:
-        self._arguments, self._log, self._died = list(arguments), log, died
+    def __init__(self, command: CoordinatorCommand, log: Path, died: Callable[[str], None]) -> None:
+        self._command, self._log, self._died = command, log, died
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -89,7 +97,8 @@ class CoordinatorChild:
             try:
                 with self._open_log() as log:
                     self._process = subprocess.Popen(
-                        [*command, *self._arguments, "--parent-fd", str(read)],
+                        [*command, *self._command.arguments, "--parent-fd", str(read)],
+                        env=dict(self._command.environ),
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=log,

@@ -12,16 +12,17 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import adaptdl_elastic
 from adaptdl_elastic._storage import StorageError
 from adaptdl_elastic.agent import finished, interruption, joining
 from adaptdl_elastic.agent.child import Command
+from adaptdl_elastic.agent.coordinator_host import CoordinatorCommand
 from adaptdl_elastic.agent.display import Display
 from adaptdl_elastic.agent.environ import JobEnvironment, SharePath
 from adaptdl_elastic.agent.eventlog import EventLog
@@ -29,6 +30,9 @@ from adaptdl_elastic.agent.forkserver import ForkServer
 from adaptdl_elastic.agent.options import MANY_REPLICAS, PROGRAM, OptionError, Options
 from adaptdl_elastic.agent.output import NoOutputError, Output, StreamOptionError, Streams
 from adaptdl_elastic.agent.setting import Setting
+from adaptdl_elastic.agent.states import Identity
+from adaptdl_elastic.agent.storelink import Registration
+from adaptdl_elastic.channel import STOPPED
 from adaptdl_elastic.rendezvous import runtime_file
 from adaptdl_elastic.rendezvous.addresses import NoPortError, address_towards, listen
 from adaptdl_elastic.rendezvous.connect import connect
@@ -39,6 +43,9 @@ from adaptdl_elastic.rendezvous.records import JobSpec, NodeRecord, Rescale
 from adaptdl_elastic.rendezvous.runtime_file import RuntimeFileError
 from adaptdl_elastic.rendezvous.server import GUARD, EtcdServer, EtcdServerError
 from adaptdl_elastic.rendezvous.store import Store, StoreError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +73,7 @@ def launch(options: Options, say: Callable[[str], None]) -> int:
         stack.callback(share.close)
         fork_server = start_fork_server()  # warms up while the rest of us starts
         stack.callback(fork_server.close)
-        endpoint, store, password_file = _store(options, stack)
+        access = _store(options, os.environ, stack)
         display = Display.of(options, say)
         events.listeners.append(display.event)
         events.say = display.say
@@ -81,16 +88,38 @@ def launch(options: Options, say: Callable[[str], None]) -> int:
             display.show,
         )
         stack.callback(output.close)
-        keys = Keys(options.cluster)
         if options.standalone:
-            note = (endpoint, options.cluster, options.job, os.getpid(), password_file)
+            note = (access.endpoint, options.cluster, options.job, os.getpid(), access.password_file)
             runtime_file.write(runtime_file.RuntimeFile(*note))
             stack.callback(runtime_file.remove, options.job, os.getpid())
         # Before anything is leased: while torch's libraries are loaded no other thread of ours runs: on a
         # busy machine for longer than a lease.
         importlib.import_module("adaptdl_elastic.agent.elastic")
-        found = _join(options, store, keys, endpoint, display.say)
-        return _run(options, found, endpoint, store, keys, fork_server, output, events, display, share)
+        outfit = Outfit(access, Keys(options.cluster), fork_server, output, events, display, share)
+        return _run(options, _join(options, outfit), outfit)
+
+
+@dataclass(frozen=True)
+class StoreAccess:
+    """A connection to the store, and how a child of ours gets its own."""
+
+    endpoint: str
+    store: PlanStore
+    password_file: str  # of a private etcd; "": there is none
+    environ: Mapping[str, str] = field(repr=False)  # ours, with `ADAPTDL_ETCD_*` as they are for this store
+
+
+@dataclass(frozen=True)
+class Outfit:
+    """What an agent works with; `launch` closes it."""
+
+    access: StoreAccess
+    keys: Keys
+    fork_server: ForkServer
+    output: Output
+    events: EventLog
+    display: Display
+    share: SharePath
 
 
 def _be_alone(job: str, stack: ExitStack) -> None:
@@ -111,27 +140,24 @@ class _Found:
     """The job as it was joined, and the node as it was registered."""
 
     spec: JobSpec
-    registration: Any
+    registration: Registration
     identity: interruption.Identity | None
     host: str
 
 
-def _store(options: Options, stack: ExitStack) -> tuple[str, PlanStore, str]:
-    """The endpoint, the connection, and where the password is of a private etcd, if one was asked for."""
+def _store(options: Options, environ: Mapping[str, str], stack: ExitStack) -> StoreAccess:
+    """Connect to the store; to a private one, started here, where no endpoint is given."""
     password_file = ""
-    if options.etcd_timeout is not None:  # for the coordinator that we may keep, too
-        os.environ["ADAPTDL_ETCD_TIMEOUT"] = f"{options.etcd_timeout:g}"
-    given: dict[str, object] = {"ca": options.etcd_ca, "cert": options.etcd_cert, "key": options.etcd_key}
     if options.endpoint is None:
         try:
             server = stack.enter_context(EtcdServer(guarded=options.etcd_api != "v2"))
         except EtcdServerError as error:
             raise LaunchError(f"--standalone: {error}") from None
         endpoint, password_file = server.endpoint, str(server.password_file or "")
-        store_options = _private(password_file)
     else:
         endpoint = options.endpoint
-        store_options = StoreOptions.from_environment(os.environ, **given)
+    environ = store_environment(options, environ, password_file)
+    store_options = StoreOptions.from_environment(environ)
     try:
         store = connect(endpoint, api=options.etcd_api, options=store_options)  # type: ignore[arg-type]
     except StoreOptionError:
@@ -139,16 +165,26 @@ def _store(options: Options, stack: ExitStack) -> tuple[str, PlanStore, str]:
     except StoreError as error:
         raise LaunchError(f"no store: {error}; see --rdzv-endpoint and `adaptdl doctor`") from None
     stack.callback(store.close)
-    return endpoint, store, password_file
+    return StoreAccess(endpoint, store, password_file, environ)
 
 
-def _private(password_file: str) -> StoreOptions:
-    """How to get into the private etcd; the coordinator that we may start reads it from its environment."""
-    for name in ("CA", "CERT", "KEY", "USER", "PASSWORD", "PASSWORD_FILE"):
-        os.environ.pop(f"ADAPTDL_ETCD_{name}", None)  # these are for another etcd
-    if password_file:
-        os.environ |= {"ADAPTDL_ETCD_USER": GUARD, "ADAPTDL_ETCD_PASSWORD_FILE": password_file}
-    return StoreOptions.from_environment()
+def store_environment(options: Options, environ: Mapping[str, str], password_file: str) -> dict[str, str]:
+    """`environ`, with `ADAPTDL_ETCD_*` as the command line has it, or as the private etcd needs it.
+
+    The coordinator that this agent may come to keep gets it: the process list is everybody's to read.
+    """
+    found = dict(environ)
+    given = {"CA": options.etcd_ca, "CERT": options.etcd_cert, "KEY": options.etcd_key}
+    if options.endpoint is None:
+        for name in (*given, "USER", "PASSWORD", "PASSWORD_FILE"):
+            found.pop(f"ADAPTDL_ETCD_{name}", None)  # these are for another etcd
+        if password_file:
+            found |= {"ADAPTDL_ETCD_USER": GUARD, "ADAPTDL_ETCD_PASSWORD_FILE": password_file}
+    else:
+        found |= {f"ADAPTDL_ETCD_{name}": value for name, value in given.items() if value is not None}
+    if options.etcd_timeout is not None:
+        found["ADAPTDL_ETCD_TIMEOUT"] = f"{options.etcd_timeout:g}"
+    return found
 
 
 def check_checkpoint_path(path: str) -> None:
@@ -175,49 +211,14 @@ def _open_event_log(options: Options, say: Callable[[str], None]) -> EventLog:
         raise LaunchError(f"--event-log {options.event_log}: {error.strerror}") from None
 
 
-def _join(options: Options, store: Store, keys: Keys, endpoint: str, say: Callable[[str], None]) -> _Found:
+def _join(options: Options, outfit: Outfit) -> _Found:
+    """Register this node and join the job, or begin it; LaunchError when that can not be."""
     host = options.local_addr or "127.0.0.1"
     if not (options.local_addr or options.standalone):
-        host = address_towards(parse_endpoints(endpoint))
+        host = address_towards(parse_endpoints(outfit.access.endpoint))
     listen(host, options.port_range).close()  # a replica will have to: find out now
-    identity = interruption.discover()
     try:
-        if not (options.once and joining.has_ended(store, keys, options.job)):
-            finished.archive_finished(
-                store,
-                keys,
-                options.job,
-                options.checkpoint_path,
-                lambda: bool(joining.live_agents(store, keys, options.job)),
-                say,
-            )
-        fresh = job_spec(options)
-        record = NodeRecord(
-            node=options.node_name or joining.node_name(socket.gethostname()),
-            job=options.job,
-            run=fresh.run,
-            agent=uuid.uuid4().hex[:12],
-            host=host,
-            slots=options.slots,
-            min_slots=options.min_slots,
-            version=adaptdl_elastic.__version__,
-            pid=os.getpid(),
-            gpus=_count_gpus(),
-            instance=identity.instance if identity else None,
-            instance_type=identity.instance_type if identity else None,
-            zone=identity.zone if identity else None,
-            preemptible=identity.preemptible if identity else False,
-            joined=time.time(),
-        )
-        registration = joining.register(store, keys, record, exact=options.node_name is not None)
-        try:
-            version = adaptdl_elastic.__version__
-            spec = joining.join_job(store, keys, fresh, version, say, options.once)
-            if spec.run != fresh.run:
-                registration.update(run=spec.run)
-        except BaseException:
-            registration.close()
-            raise
+        return _take_part(options, host, outfit.access.store, outfit.keys, outfit.display.say)
     except StorageError as error:
         raise LaunchError(
             f"the checkpoints of the finished job in {options.checkpoint_path} can not be looked at and put "
@@ -225,7 +226,50 @@ def _join(options: Options, store: Store, keys: Keys, endpoint: str, say: Callab
         ) from None
     except (joining.JoinError, StoreError) as error:
         raise LaunchError(str(error)) from None
+
+
+def _take_part(options: Options, host: str, store: Store, keys: Keys, say: Callable[[str], None]) -> _Found:
+    identity = interruption.discover()
+    if not (options.once and joining.has_ended(store, keys, options.job)):
+        finished.archive_finished(
+            store,
+            keys,
+            options.job,
+            options.checkpoint_path,
+            lambda: bool(joining.live_agents(store, keys, options.job)),
+            say,
+        )
+    fresh = job_spec(options)
+    record = _node_record(options, host, identity, fresh.run)
+    registration = joining.register(store, keys, record, exact=options.node_name is not None)
+    try:
+        spec = joining.join_job(store, keys, fresh, record.version, say, options.once)
+        if spec.run != fresh.run:
+            registration.update(run=spec.run)
+    except BaseException:
+        registration.close()
+        raise
     return _Found(spec, registration, identity, host)
+
+
+def _node_record(options: Options, host: str, identity: interruption.Identity | None, run: str) -> NodeRecord:
+    return NodeRecord(
+        node=options.node_name or joining.node_name(socket.gethostname()),
+        job=options.job,
+        run=run,
+        agent=uuid.uuid4().hex[:12],
+        host=host,
+        slots=options.slots,
+        min_slots=options.min_slots,
+        version=adaptdl_elastic.__version__,
+        pid=os.getpid(),
+        gpus=_count_gpus(),
+        instance=identity.instance if identity else None,
+        instance_type=identity.instance_type if identity else None,
+        zone=identity.zone if identity else None,
+        preemptible=identity.preemptible if identity else False,
+        joined=time.time(),
+    )
 
 
 def _count_gpus() -> int:
@@ -273,29 +317,51 @@ def _digest(options: Options) -> str:
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-def _run(
-    options: Options,
-    found: _Found,
-    endpoint: str,
-    store: PlanStore,
-    keys: Keys,
-    fork_server: ForkServer,
-    output: Output,
-    events: EventLog,
-    display: Any,
-    share: SharePath,
-) -> int:
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-
-    from adaptdl_elastic.agent import states
-    from adaptdl_elastic.agent.decisions import STOPPED
+def _run(options: Options, found: _Found, outfit: Outfit) -> int:
+    """Run the agent until this node's part is over; the exit code."""
     from adaptdl_elastic.agent.elastic import AdaptiveAgent
     from adaptdl_elastic.agent.journal import Journal
-    from adaptdl_elastic.agent.rendezvous_handler import PlanHandler
 
+    journal = Journal(outfit.events.write)
+    agent = AdaptiveAgent(
+        _worker_spec(options),
+        _setting(options, found, outfit),
+        outfit.access.store.of_node(found.registration.record.node),
+        outfit.keys,
+        found.registration,
+        outfit.fork_server,
+        outfit.output,
+        journal,
+        outfit.display.say,
+        start_fork_server,
+    )
+    watcher = None
+    if found.identity is not None:
+        watcher = interruption.watch(found.identity, lambda notice: agent.post(notice))
+    try:
+        agent.run()
+    finally:
+        ignore_signals()
+        if watcher is not None:
+            watcher.stop()
+        try:
+            if agent.job_done:  # while we are registered nobody puts aside, and no note comes too late for it
+                finished.note_finished(options.checkpoint_path, found.spec.run, outfit.display.say)
+        finally:
+            found.registration.close()
+            outfit.share.close(agent.job_done)
+    output = outfit.output
+    output.keep = output.keep or agent.exit_code not in (0, STOPPED)
+    journal.flush()
+    journal.emit("exit", exit_code=agent.exit_code, reason=agent.exit_reason)
+    outfit.display.finish(agent.exit_code, agent.exit_reason, output.directory if output.keep else None)
+    return agent.exit_code
+
+
+def _setting(options: Options, found: _Found, outfit: Outfit) -> Setting:
     record = found.registration.record
-    setting = Setting(
-        me=states.Identity(
+    return Setting(
+        me=Identity(
             record.node,
             record.agent,
             options.job,
@@ -313,16 +379,23 @@ def _run(
             checkpoint_path=options.checkpoint_path,
             checkpoint_timeout=options.checkpoint_timeout,
             checkpoint_interval=options.checkpoint_interval,
-            share_path=str(share.path),
+            share_path=str(outfit.share.path),
             max_restarts=options.max_restarts,
             threads=options.threads,
             rescale=options.rescale,
             virtual_local_rank=options.virtual_local_rank,
         ),
-        coordinator=coordinator_arguments(options, endpoint),
+        coordinator=_coordinator_command(options, outfit.access),
         max_restarts=options.max_restarts,
     )
-    spec = WorkerSpec(
+
+
+def _worker_spec(options: Options) -> WorkerSpec:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+    from adaptdl_elastic.agent.rendezvous_handler import PlanHandler
+
+    return WorkerSpec(
         role=options.role,
         local_world_size=options.slots,
         rdzv_handler=PlanHandler(options.job),
@@ -330,50 +403,14 @@ def _run(
         max_restarts=options.max_restarts,
         event_log_handler=options.event_log_handler,
     )
-    journal = Journal(events.write)
-    agent = AdaptiveAgent(
-        spec,
-        setting,
-        store.of_node(record.node),
-        keys,
-        found.registration,
-        fork_server,
-        output,
-        journal,
-        display.say,
-        start_fork_server,
-    )
-    watcher = None
-    if found.identity is not None:
-        watcher = interruption.watch(found.identity, lambda notice: agent.post(notice))
-    try:
-        agent.run()
-    finally:
-        ignore_signals()
-        if watcher is not None:
-            watcher.stop()
-        try:
-            if agent.job_done:  # while we are registered nobody puts aside, and no note comes too late for it
-                finished.note_finished(options.checkpoint_path, found.spec.run, display.say)
-        finally:
-            found.registration.close()
-            share.close(agent.job_done)
-    output.keep = output.keep or agent.exit_code not in (0, STOPPED)
-    journal.flush()
-    journal.emit("exit", exit_code=agent.exit_code, reason=agent.exit_reason)
-    display.finish(agent.exit_code, agent.exit_reason, output.directory if output.keep else None)
-    return agent.exit_code
 
 
-def coordinator_arguments(options: Options, endpoint: str) -> tuple[str, ...]:
-    """Of the coordinator that this agent may come to keep; credentials go by the environment."""
-    for name, value in (("CA", options.etcd_ca), ("CERT", options.etcd_cert), ("KEY", options.etcd_key)):
-        if value is not None and not options.standalone:
-            os.environ[f"ADAPTDL_ETCD_{name}"] = value
-    arguments = ["--etcd", endpoint, "--cluster", options.cluster, "--etcd-api", options.etcd_api]
+def _coordinator_command(options: Options, access: StoreAccess) -> CoordinatorCommand:
+    """Of the coordinator that this agent may come to keep."""
+    arguments = ["--etcd", access.endpoint, "--cluster", options.cluster, "--etcd-api", options.etcd_api]
     if options.standalone:
         arguments += ["--interval", _STANDALONE_INTERVAL]
-    return tuple(arguments)
+    return CoordinatorCommand(tuple(arguments), access.environ)
 
 
 def ignore_signals() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from adaptdl_elastic.agent.child import Command
+from adaptdl_elastic.agent.coordinator_host import CoordinatorCommand
 from adaptdl_elastic.agent.environ import JobEnvironment
 from adaptdl_elastic.agent.states import Identity
 
@@ -18,5 +19,5 @@ class Setting:
     ports: tuple[int, int] | None
     command: Command
     environment: JobEnvironment
-    coordinator: tuple[str, ...]  # arguments of the coordinator's command
+    coordinator: CoordinatorCommand
     max_restarts: int

@@ -18,6 +18,7 @@ from adaptdl_elastic.agent.coordinator_host import (
     REST,
     SERIES,
     CoordinatorChild,
+    CoordinatorCommand,
     CoordinatorHost,
     Holder,
 )
@@ -208,6 +209,7 @@ class Starter:
     def __call__(self, command: list[str], **how: Any) -> Process:
         self.tried += 1
         assert os.fstat(how["pass_fds"][0])
+        assert how["env"] == {"ADAPTDL_ETCD_USER": "u"}
         if self.errors:
             raise self.errors[0] if self.always else self.errors.pop(0)
         self.process = Process(self.ends, how["stdout"])
@@ -221,7 +223,9 @@ def kept(monkeypatch: pytest.MonkeyPatch, starter: Starter, log: Path) -> Iterat
     monkeypatch.setattr(coordinator_host, "FIRST_DELAY", 0.0)
     monkeypatch.setattr("subprocess.Popen", starter)
     before, said = len(list(Path("/proc/self/fd").iterdir())), list[str]()
-    child = CoordinatorChild(["--etcd", "e:1"], log, said.append)
+    child = CoordinatorChild(
+        CoordinatorCommand(("--etcd", "e:1"), {"ADAPTDL_ETCD_USER": "u"}), log, said.append
+    )
     try:
         yield said
     finally:

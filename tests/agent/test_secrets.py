@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,10 @@ from elastic_run import ElasticRun
 from torch.distributed import TCPStore
 
 from adaptdl_elastic.agent import states as d
+from adaptdl_elastic.agent.launch import store_environment
 from adaptdl_elastic.agent.meeting import Joined, Meeting
+from adaptdl_elastic.agent.options import parse
+from adaptdl_elastic.rendezvous.server import GUARD
 
 SOON = 60.0  # seconds, for what is only waited for when a test fails
 
@@ -76,3 +80,28 @@ def test_replicas_are_not_told_how_to_get_into_the_store(tmp_path: Path) -> None
     with ElasticRun(["--standalone", str(script)], tmp_path, given) as run:
         assert run.wait() == 0
         assert "[] seen" in run.text()
+
+
+FOREIGN = {
+    "ADAPTDL_ETCD_CA": "/other",
+    "ADAPTDL_ETCD_USER": "other",
+    "ADAPTDL_ETCD_TIMEOUT": "3",
+    "HOME": "/h",
+}
+
+
+def test_a_coordinator_gets_into_the_private_etcd_and_not_into_another() -> None:
+    before = dict(os.environ)
+    options = parse(["--standalone", "--etcd-timeout=9", __file__], FOREIGN)
+    assert store_environment(options, FOREIGN, "/secret") == {
+        "ADAPTDL_ETCD_USER": GUARD,
+        "ADAPTDL_ETCD_PASSWORD_FILE": "/secret",
+        "ADAPTDL_ETCD_TIMEOUT": "9",
+        "HOME": "/h",
+    }
+    assert os.environ == before
+
+
+def test_what_the_command_line_says_of_the_store_goes_before_the_environment() -> None:
+    options = parse(["--etcd=e:1", "--etcd-ca=/mine", "--rdzv-id=job", __file__], FOREIGN)
+    assert store_environment(options, FOREIGN, "") == {**FOREIGN, "ADAPTDL_ETCD_CA": "/mine"}
