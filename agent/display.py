@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from adaptdl_elastic.agent import report
 from adaptdl_elastic.agent.eventlog import Event
 from adaptdl_elastic.agent.options import PROGRAM, Options
-from adaptdl_elastic.agent.report import Summary, count, duration
+from adaptdl_elastic.agent.report import Summary, duration
+from adaptdl_elastic.rendezvous.wording import counted
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -75,7 +76,7 @@ class Display:
         self._collector.add(event)
         self._latest[event["event"]] = event
         if event["event"] == "generation" and self._live is not None and event.get("pause_s") is not None:
-            size = f"{count(event['replicas'], 'replica')} on {count(event['nodes'], 'node')}"
+            size = f"{counted(event['replicas'], 'replica')} on {counted(event['nodes'], 'node')}"
             self.say(f"now {size} after a pause of {duration(event['pause_s'])}: {event['reason']}")
 
     def _line(self) -> RenderableType:
@@ -87,7 +88,7 @@ class Display:
         line = Table.grid(padding=(0, 2))
         cells: list[str | Text] = [Text(self._job, style="bold"), duration(time.time() - self._began)]
         if "generation" in latest:
-            cells.append(Text(count(latest["generation"]["replicas"], "replica"), style="green"))
+            cells.append(Text(counted(latest["generation"]["replicas"], "replica"), style="green"))
         else:
             cells.append("starting")
         if "batch_size" in latest:

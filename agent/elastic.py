@@ -71,6 +71,7 @@ from adaptdl_elastic.rendezvous.records import (
     Plan,
     Transition,
 )
+from adaptdl_elastic.rendezvous.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -429,7 +430,7 @@ class AdaptiveAgent(SimpleElasticAgent):
             handle.first_step = None
         self._plan = plan
         if plan.transition is Transition.RECOVER:
-            size = f"{plan.replicas} replica{'' if plan.replicas == 1 else 's'}"
+            size = counted(plan.replicas, "replica")
             self._say(f"training goes on with {size}, without a restart: {plan.reason}")
         self._meeting.forget(plan.generation)
         self._initialize_workers(self._worker_group)

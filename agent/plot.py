@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from adaptdl_elastic.agent.report import Generation, Summary, count, duration
+from adaptdl_elastic.agent.report import Generation, Summary, duration
+from adaptdl_elastic.rendezvous.wording import counted
 
 _INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 _BLUE, _GREEN, _ORANGE, _RED, _PURPLE = "#2f6fde", "#17916b", "#e07b00", "#d64545", "#7c4dbd"
@@ -69,13 +70,13 @@ def _headline(summary: Summary) -> str:
     parts = [duration(summary.seconds)]
     changes = len(summary.generations) - 1
     if changes > 0:
-        text = count(changes, "change") + " of size"
+        text = counted(changes, "change") + " of size"
         if summary.pauses:
             text += ", pauses " + ", ".join(duration(p) for p in summary.pauses[:6])
             text += " …" if len(summary.pauses) > 6 else ""
         parts.append(text)
     if summary.failures:
-        parts.append(count(len(summary.failures), "failure"))
+        parts.append(counted(len(summary.failures), "failure"))
     parts += [
         f"final {name} {value:.4g}" for name, value in summary.final_metrics.items() if _better_up(name)
     ]

@@ -196,8 +196,3 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def count(number: int, word: str) -> str:
-    """`1 replica`, `2 replicas`."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"

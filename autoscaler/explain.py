@@ -17,7 +17,6 @@ from adaptdl_elastic.autoscaler.coordinator.policy import Policy, ask, expected_
 from adaptdl_elastic.autoscaler.coordinator.reports import model, own_hints
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan, nearest, rooms
 from adaptdl_elastic.autoscaler.coordinator.status import (
-    counted,
     typical_pause,
     waiting_since,
     why_pending,
@@ -27,6 +26,7 @@ from adaptdl_elastic.autoscaler.policy.types import GoodputModel
 from adaptdl_elastic.autoscaler.policy.types import Settings as PolicySettings
 from adaptdl_elastic.autoscaler.state import JobView, View
 from adaptdl_elastic.goodput import GoodputFunction
+from adaptdl_elastic.rendezvous.wording import counted
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ def lines(found: Explanation) -> list[str]:
     """The explanation in sentences."""
     places = " ".join(f"{node}:{count}" for node, count in found.placements.items())
     said = [
-        f"{found.job} is {found.state} with {_replicas(found.replicas)}"
+        f"{found.job} is {found.state} with {counted(found.replicas, 'replica')}"
         + (f" on {places}" if places else ""),
         f"  why: {found.reason or '-'}",
     ]
@@ -297,13 +297,9 @@ def lines(found: Explanation) -> list[str]:
     return said
 
 
-def _replicas(count: int) -> str:
-    return counted(count, "replica")
-
-
 def _size(option: Option) -> str:
     speedup = "" if option.speedup is None else f", speedup {option.speedup:.2f}"
-    return f"{_replicas(option.replicas)}: {option.goodput:.4g} samples/s{speedup}"
+    return f"{counted(option.replicas, 'replica')}: {option.goodput:.4g} samples/s{speedup}"
 
 
 def _worth(option: Option) -> str:

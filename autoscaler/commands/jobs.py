@@ -33,12 +33,12 @@ from adaptdl_elastic.autoscaler.commands.report import (
     wait_until,
 )
 from adaptdl_elastic.autoscaler.coordinator.slots import fewest
-from adaptdl_elastic.autoscaler.coordinator.status import counted
 from adaptdl_elastic.autoscaler.state import JobView, View
 from adaptdl_elastic.rendezvous import records
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.records import JobRequest
 from adaptdl_elastic.rendezvous.store import Store
+from adaptdl_elastic.rendezvous.wording import counted
 
 _ATTEMPTS = 20
 _ENDED = tuple(state.value for state in records.JobState if state.ended)

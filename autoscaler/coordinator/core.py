@@ -36,7 +36,6 @@ from adaptdl_elastic.autoscaler.coordinator.slots import in_plan, rooms
 from adaptdl_elastic.autoscaler.coordinator.status import (
     ITS_TURN,
     WAITED_STEP,
-    counted,
     describe,
     differs,
     left_alone,
@@ -53,6 +52,7 @@ from adaptdl_elastic.autoscaler.coordinator.types import (
 from adaptdl_elastic.autoscaler.state import JobView, View
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.records import Cause, Transition
+from adaptdl_elastic.rendezvous.wording import counted
 
 
 def decide(

@@ -13,7 +13,7 @@ from adaptdl_elastic.autoscaler.coordinator import job as jobs
 from adaptdl_elastic.autoscaler.coordinator import left_behind, recovery
 from adaptdl_elastic.autoscaler.coordinator.job import Change
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, holding, in_plan, nearest, rooms
-from adaptdl_elastic.autoscaler.coordinator.status import counted, impossible, why_pending
+from adaptdl_elastic.autoscaler.coordinator.status import impossible, why_pending
 from adaptdl_elastic.autoscaler.coordinator.types import (
     Action,
     Allocation,
@@ -33,6 +33,7 @@ from adaptdl_elastic.rendezvous.records import (
     Rescale,
     Transition,
 )
+from adaptdl_elastic.rendezvous.wording import counted
 
 
 @dataclass

@@ -23,6 +23,7 @@ from adaptdl_elastic.autoscaler.coordinator.types import Allocation, Memory, Set
 from adaptdl_elastic.autoscaler.policy.types import Decision, JobInfo, NodeInfo, NodeLimit
 from adaptdl_elastic.autoscaler.state import JobView, View
 from adaptdl_elastic.rendezvous.records import Cause, JobSpec, Rescale
+from adaptdl_elastic.rendezvous.wording import counted
 
 Policy = Callable[
     [Sequence[JobInfo], Sequence[NodeInfo], Mapping[str, Allocation], float, Any],
@@ -196,7 +197,7 @@ def _fixed_size(
     if wanted is not None:
         possible = nearest(spec, wanted, places, now)
         size = sum((possible or {}).values()) or max(1, spec.min_replicas)
-        text = f"adaptdl scale: {wanted} replica{'' if wanted == 1 else 's'}"
+        text = f"adaptdl scale: {counted(wanted, 'replica')}"
         text = text if size == wanted else f"{text}, of which {size} are possible"
         return _Fixed(size, text, Cause.MANUAL), places
     size = sum(now.values())

@@ -13,6 +13,7 @@ from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, Room, holding, 
 from adaptdl_elastic.autoscaler.coordinator.types import Settings
 from adaptdl_elastic.autoscaler.state import JobView, View
 from adaptdl_elastic.rendezvous.records import HEAVIEST, Cause, JobSpec, JobState, JobStatus, Plan
+from adaptdl_elastic.rendezvous.wording import counted
 
 MAX_PAUSES = 5
 WAITED_STEP = 60.0
@@ -236,8 +237,3 @@ def why_pending(spec: JobSpec, places: Mapping[str, Room], free: Mapping[str, Ro
         need = f"{counted(sum(least.values()), 'replica')} on {counted(len(least), 'node')}"
         return f"waits for slots: needs {need}, {room} free, other jobs have {others}"
     return ITS_TURN
-
-
-def counted(number: int, what: str) -> str:
-    """`1 slot`, `2 slots`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

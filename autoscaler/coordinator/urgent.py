@@ -9,13 +9,13 @@ from adaptdl_elastic.autoscaler.coordinator.job import Change, Condition, Phase
 from adaptdl_elastic.autoscaler.coordinator.recovery import Losses
 from adaptdl_elastic.autoscaler.coordinator.slots import in_plan, nearest, released, rooms
 from adaptdl_elastic.autoscaler.coordinator.status import (
-    counted,
     exhausted,
     impossible,
     restarts_after_failure,
 )
 from adaptdl_elastic.autoscaler.state import JobView
 from adaptdl_elastic.rendezvous.records import Cause, Plan, Transition
+from adaptdl_elastic.rendezvous.wording import counted
 
 
 def see_to(draft: Draft, job: JobView, condition: Condition) -> None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from adaptdl_elastic.autoscaler.policy import objective
 from adaptdl_elastic.autoscaler.policy.types import Allocation, Decision, JobInfo, Reason, Settings
+from adaptdl_elastic.rendezvous.wording import counted
 
 if TYPE_CHECKING:
     from adaptdl_elastic.autoscaler.policy.tables import Tables
@@ -33,7 +34,9 @@ def explain(
         if job.name in decision.pending:
             given[job.name] = Reason(f"pending: {decision.pending[job.name]}")
         elif job.name in pinned:
-            given[job.name] = Reason(f"keeps its {replicas(sum(after.values()))}: {pinned[job.name]}")
+            given[job.name] = Reason(
+                f"keeps its {counted(sum(after.values()), 'replica')}: {pinned[job.name]}"
+            )
         else:
             row = rows[job.name]
             target = targets[row]
@@ -42,13 +45,8 @@ def explain(
     return given
 
 
-def replicas(count: int) -> str:
-    """`1 replica`, `2 replicas`."""
-    return f"{count} replica{'' if count == 1 else 's'}"
-
-
 def _size(allocation: Allocation) -> str:
-    count = replicas(sum(allocation.values()))
+    count = counted(sum(allocation.values()), "replica")
     return count if len(allocation) < 2 else f"{count} on {len(allocation)} nodes"
 
 
@@ -110,7 +108,7 @@ def _sentence(
         window = float(objective.horizon(np.array([pause]), settings)[0])
         return f"{change} pays the {pause:.3g} s pause within {window:.0f} s"
     if wanted is not None and sum(before.values()) < sum(after.values()) < wanted:
-        return f"{change}: on the way to {replicas(wanted)}"
+        return f"{change}: on the way to {counted(wanted, 'replica')}"
     if sum(before.values()) == sum(after.values()):
         return f"{change}: moved to make room"
     return f"{change}: the slots are worth more to other jobs"
