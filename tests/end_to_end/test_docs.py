@@ -38,6 +38,7 @@ class Snippet:
     language: str
     how: str
     text: str
+    exported: bool = False  # the page has said before it that ADAPTDL_ETCD is to be exported
 
 
 def snippets() -> Iterator[Snippet]:
@@ -46,7 +47,8 @@ def snippets() -> Iterator[Snippet]:
         for match in FENCE.finditer(content):
             how = re.search(r"test=(\S+)", match[2])
             line = content.count("\n", 0, match.start()) + 1
-            yield Snippet(page.name, line, match[1], how[1] if how else "", match[3])
+            exported = "export ADAPTDL_ETCD=" in content[: match.start()]
+            yield Snippet(page.name, line, match[1], how[1] if how else "", match[3], exported)
 
 
 def of(how: str) -> list[pytest.param]:
@@ -63,7 +65,8 @@ def run(snippet: Snippet, directory: Path, endpoint: str = "", timeout: float = 
         "XDG_RUNTIME_DIR": str(directory),
         "PYTHONPATH": str(ROOT),
     }
-    if endpoint:
+    environment.pop("ADAPTDL_ETCD", None)
+    if snippet.exported:
         environment["ADAPTDL_ETCD"] = endpoint
     text = snippet.text.replace("etcd0:2379", endpoint or "etcd0:2379").replace("/shared", str(directory))
     done = subprocess.run(
@@ -84,6 +87,18 @@ def test_every_snippet_says_how_it_is_tested() -> None:
     for snippet in snippets():
         if snippet.language in ("bash", "sh", "python", "console"):
             assert snippet.how in RUN or snippet.how in tests, f"{snippet.page}:{snippet.line}"
+
+
+VARIABLE = re.compile(r"\bADAPTDL_[A-Z_]*[A-Z]\b")
+
+
+def test_every_variable_that_is_read_is_on_a_page_and_the_other_way_round() -> None:
+    folders = [ROOT / name for name in ("adaptdl_elastic", "agent", "autoscaler", "rendezvous")]
+    sources = [path for folder in folders for path in folder.rglob("*.py")]
+    read = {name for path in sources for name in VARIABLE.findall(path.read_text())}
+    told = {name for page in PAGES if page.name != "api.md" for name in VARIABLE.findall(page.read_text())}
+    assert "ADAPTDL_LOGLEVEL" in read
+    assert read == told
 
 
 def test_every_relative_link_leads_somewhere() -> None:

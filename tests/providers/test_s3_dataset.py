@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from botocore.exceptions import ClientError, EndpointConnectionError
 from botocore.response import StreamingBody
 from moto_process import Moto
@@ -51,6 +53,24 @@ class Counting:
             body = answer["Body"].read()[:failure]
             answer["Body"] = StreamingBody(io.BytesIO(body), len(body))
         return answer
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # where there are fewer CPUs
+def test_the_example_of_the_page_reads_what_is_in_a_bucket(
+    moto: Moto, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "ec2.md").read_text()
+    (text,) = re.findall(r"^```python test=test_s3_dataset\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    client = moto.client("s3")
+    client.create_bucket(Bucket="my-bucket", CreateBucketConfiguration={"LocationConstraint": "eu-central-1"})
+    for number in range(3):
+        data = io.BytesIO()
+        torch.save(torch.full((2,), float(number)), data)
+        client.put_object(Bucket="my-bucket", Key=f"images/{number}.pt", Body=data.getvalue())
+    names: dict[str, Any] = {}
+    exec(text.replace("/tmp/images", str(tmp_path)), names)
+    assert [names["dataset"][index].tolist() for index in range(3)] == [[0, 0], [1, 1], [2, 2]]
+    assert names["loader"].batch_size is not None
 
 
 @pytest.fixture(autouse=True)
