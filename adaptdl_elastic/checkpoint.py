@@ -96,7 +96,11 @@ class State:
         states[name] = self
 
     def save(self, fileobj: BinaryIO) -> None:
-        """Write the state to a binary file. Called on rank 0 only, between two steps."""
+        """Write the state to a binary file. Called between two steps: on rank 0 for a checkpoint.
+
+        Where others may die also on every replica before each step, as long as it writes little
+        (docs/architecture.md, A death).
+        """
 
     def load(self, fileobj: BinaryIO) -> None:
         """Read what `save` wrote. Called on every replica; their number may have changed."""

@@ -48,6 +48,7 @@ from adaptdl_elastic import env
 from adaptdl_elastic.reducer import LOOPS, Future, PeerLostError
 from adaptdl_elastic.torch import _backend, _transfer
 from adaptdl_elastic.torch._loops import loops
+from adaptdl_elastic.torch._own_states import tensors_of_script
 from adaptdl_elastic.torch._process_group import disconnect_torch
 from adaptdl_elastic.torch._registry import current_dataloader, registry
 from adaptdl_elastic.torch._undo import (
@@ -360,7 +361,7 @@ class Recovery:
         if failed and (helper is None or self._before is None):
             why = "the step that it broke is in no data loop of this library"
         elif failed and self._before is not None:
-            why = self._before.why_irreparable()
+            why = self._before.why_irreparable(self._session)
         if why is not None:
             raise PeerLostError(f"{reason}; training restarts from the last checkpoint, because {why}")
 
@@ -468,7 +469,7 @@ class Recovery:
     def _heal(self, mine: Standing, top: int, behind: list[int]) -> None:
         """Those behind get the models of those who are not."""
         session = self._session
-        names = {model._state.name for model in models(self._session)}
+        names = {model._state.name for model in models(self._session)} | tensors_of_script(session)
         donors = [rank for rank in range(session.replicas) if rank not in behind]
         if session.rank not in behind:
             _transfer.give(session, behind, donors, names)

@@ -2,9 +2,10 @@
 
 Copies are made when the first batch of every training window is handed out, while there are others who
 may die: of buffers (running means), torch's and Python's random states, hyperparameters of the optimizer,
-learning-rate scheduler, loss scale, and the sums of accumulators. All of it is small; the copies of
-buffers are made into the same memory each time. NumPy's global random state is left out: to read it takes
-longer than all the rest, and an augmentation drawn anew does no harm.
+learning-rate scheduler, loss scale, the sums of accumulators, and the script's own States where they are
+small (`_own_states`). All of it is small; the copies of buffers are made into the same memory each time.
+NumPy's global random state is left out: to read it takes longer than all the rest, and an augmentation
+drawn anew does no harm.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from adaptdl_elastic.torch._own_states import OwnStates
 
 if TYPE_CHECKING:
     from adaptdl_elastic._session import Session
@@ -43,10 +46,13 @@ class Before:
         self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         self._python = random.getstate()
         self._sums = sums_of(session)
+        self._own: OwnStates = OwnStates() if last is None else last._own
+        self._own.begin_window(session)
 
-    def why_irreparable(self) -> str | None:
+    def why_irreparable(self, session: Session) -> str | None:
         """Why the window can not be put back; None: it can."""
-        return next((why for model in self._models if (why := model.why_irreparable())), None)
+        found = next((why for model in self._models if (why := model.why_irreparable())), None)
+        return found or self._own.why_irreparable(session)
 
     def put_back(self, session: Session) -> None:
         """Let everything be as it was. May be done again."""
@@ -57,6 +63,7 @@ class Before:
             torch.cuda.set_rng_state(self._cuda)
         random.setstate(self._python)
         put_sums(session, self._sums)
+        self._own.put_back(session)
 
 
 class _ModelBefore:

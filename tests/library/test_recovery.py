@@ -388,6 +388,8 @@ def test_a_fault_at_any_bucket_leaves_no_trace(tmp_path: Path, name: str) -> Non
         assert result["scheduler"] == undisturbed["scheduler"]
         assert result["scaler"] == undisturbed["scaler"]
         assert result["draws"] == draws_of(result["seed"], 80)
+        assert (result["counted"], result["large"]) == (80, undisturbed["large"])
+        torch.testing.assert_close(result["mean"], undisturbed["mean"])
     same(results)
 
 
@@ -404,7 +406,7 @@ def draws_of(seed: int, count: int) -> list[tuple[float, float]]:
 
 def same(results: list[Any]) -> None:
     """Everything that all replicas must share is bit for bit the same."""
-    for key in ("parameters", "optimizer", "scheduler", "scaler", "statistics"):
+    for key in ("parameters", "optimizer", "scheduler", "scaler", "statistics", "mean"):
         for result in results[1:]:
             assert str(result[key]) == str(results[0][key]), key
     for result in results[1:]:
@@ -456,6 +458,12 @@ def test_who_is_busy_outside_of_all_loops_is_waited_for(tmp_path: Path, busy: in
         ("unknown scheduler", 0, "given no lr_scheduler"),
         ("unknown scaler", 0, "not given the GradScaler"),
         ("two models", 2, "several models"),  # the second one's first: the first one has stepped
+        (
+            "large state",
+            0,
+            "has changed the State 'large', which can not be put back",
+        ),
+        ("parts", 0, "the State 'counter', which can not be put back because it has a `sync` of its own"),
         ("lbfgs", 0, ""),
     ],
 )

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 import adaptdl_elastic.torch as adl
-from adaptdl_elastic import _session
+from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic.torch import _buckets, _inplace, _loops
 
 S = {
@@ -90,6 +90,44 @@ def be_busy():
     _inplace.form = hastily
 
 
+class Counter(checkpoint.State):
+    def __init__(self):
+        super().__init__("counter")
+        self.count = 0
+        checkpoint.load_state(self)
+
+    def save(self, fileobj):
+        fileobj.write(str(self.count).encode())
+
+    def load(self, fileobj):
+        self.count = int(fileobj.read())
+
+
+class Parts(Counter):
+    """A counter whose parts the replicas are to add up."""
+
+    def sync(self):
+        pass
+
+
+class Mean(checkpoint.TensorState):
+    """Of a tensor as it was after each step."""
+
+    def __init__(self, name, size):
+        super().__init__(name)
+        self.mean = torch.zeros(size)
+        checkpoint.load_state(self)
+
+    def add(self, value):
+        self.mean.data.mul_(0.9).add_(value, alpha=0.1)  # what does not count as a change for autograd
+
+    def state_dict(self):
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state_dict):
+        self.mean.copy_(state_dict["mean"])
+
+
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -141,7 +179,10 @@ def main():
     first, draws, evaluated, samples = _session.current().step, {}, [], []
     evaluation = adl.AdaptiveDataLoader(TensorDataset(inputs), batch_size=S["batch"])
     sums = adl.Accumulator()
+    counter = Parts() if S["kind"] == "parts" else Counter()
+    mean, large = Mean("mean", 1), Mean("large", 1000)
     for _ in adl.remaining_epochs_until(S["epochs"]):
+        large.add(1.0)
         for count, (x, y) in enumerate(loader, 1):
             at = _session.current().step
             mark("begun", at)
@@ -156,6 +197,10 @@ def main():
                 torch.nn.functional.mse_loss(other(x), y).backward()
                 other._optimizer.step()
             sums["seen"] += len(x)
+            counter.count += 1
+            mean.add(net.layers[-1].bias.detach())
+            if S["kind"] == "large state":
+                large.add(1.0)
             mark("ended", at)
             if not (OUT / "hurry").exists():
                 time.sleep(S["pace"])  # what a step takes
@@ -176,6 +221,9 @@ def main():
         "scaler": scaler and scaler.state_dict(),
         "statistics": model.gns.state_dict(),
         "seen": seen,
+        "counted": counter.count,
+        "mean": mean.mean,
+        "large": large.mean[0].item(),
         "samples": samples,
         "steps": _session.current().step,
         "first": first,
