@@ -81,12 +81,12 @@ def explain(view: View, job: JobView, policy: Policy, settings: Settings | None 
     """Explain what `job` has; `policy` is asked once, as the coordinator would."""
     settings = settings or Settings()
     ledger = Ledger(view)
-    condition = jobs.examine(view, job, settings)
+    condition = jobs.condition_of(view, job, settings)
     assert job.spec is not None
     spec, now = job.spec.record, in_plan(condition.plan)
     if condition.phase is Phase.OVER:
         now = {}
-    conditions = {name: jobs.examine(view, one, settings) for name, one in view.jobs.items()}
+    conditions = {name: jobs.condition_of(view, one, settings) for name, one in view.jobs.items()}
     memory = Memory(waiting=waiting_since(view, conditions, {}))
     question = ask(view, conditions, memory, ledger, settings)
     policy_settings = settings.policy or PolicySettings()

@@ -239,7 +239,7 @@ class Plan:
     failed_step: int = 0  # step of the newest checkpoint when a restart was last counted
     predicted_goodput: float | None = None  # examples/s that the model promised for this allocation
     late: tuple[tuple[str, str], ...] = ()  # node, agent: did not start this run's replicas in time
-    clumsy: bool = False  # a change in place could not be made in this run
+    restart_only: bool = False  # a change in place could not be made in this run
     extent: Extent | None = None  # an excerpt: placements and leaving name only some of the nodes
 
     @property

@@ -121,7 +121,7 @@ class _Deciding:
             self.draft.memory,
             broken=MappingProxyType(self._say_broken()),
             late=MappingProxyType(self.draft.late),
-            clumsy=self.draft.clumsy,
+            restart_only=self.draft.restart_only,
             described=MappingProxyType(self.described),
         )
         return Decided(tuple(self.actions), memory, max(self.draft.wake_at, self.view.now), self.round)
@@ -162,7 +162,7 @@ class _Deciding:
         return found
 
     def _examine(self, job: JobView) -> bool:
-        self.conditions[job.job] = jobs.examine(self.view, job, self.settings)
+        self.conditions[job.job] = jobs.condition_of(self.view, job, self.settings)
         return True
 
     def _urgent(self, job: JobView) -> bool:

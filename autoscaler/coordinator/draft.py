@@ -54,8 +54,8 @@ class Draft:
         self.ledger = Ledger(view)
         self.notes: dict[str, Notes] = {name: Notes() for name in view.jobs}
         self.late = {**_handed_down(view), **memory.late}
-        self.clumsy = memory.clumsy | {
-            plan.run for job in view.jobs.values() if (plan := jobs.this_run(job)) and plan.clumsy
+        self.restart_only = memory.restart_only | {
+            plan.run for job in view.jobs.values() if (plan := jobs.this_run(job)) and plan.restart_only
         }
 
     def wake(self, at: float) -> None:
@@ -65,7 +65,7 @@ class Draft:
     def why_restart(self, job: JobView) -> str:
         """Why a planned change of this job has to be by restart; "" where it may be in place."""
         assert job.spec is not None
-        if job.spec.record.run in self.clumsy:
+        if job.spec.record.run in self.restart_only:
             return "newcomers could not join it"
         return jobs.why_not_in_place(job)
 
@@ -163,7 +163,7 @@ class Draft:
             failed_step=before.failed_step if change.failed_step is None else change.failed_step,
             predicted_goodput=change.predicted_goodput,
             late=self._late_nodes(job),
-            clumsy=job.spec.record.run in self.clumsy,
+            restart_only=job.spec.record.run in self.restart_only,
         )
         self.actions.append(CompareAndSwap(self.keys.job(job.job, "plan"), plan, job.plan.revision))
         self.actions.append(Say("plan", left_behind.plan_event(plan)))

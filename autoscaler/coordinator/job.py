@@ -6,7 +6,8 @@ the other jobs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from adaptdl_elastic.autoscaler.coordinator import recovery
@@ -70,7 +71,7 @@ class Health:
 
 @dataclass(frozen=True)
 class Condition:
-    """What `examine` found."""
+    """What `condition_of` found."""
 
     phase: Phase
     health: Health = Health()
@@ -131,7 +132,7 @@ def said_hello(job: JobView, condition: Condition) -> bool:
     return all(seen is not None and seen.record.library for seen in records)
 
 
-def examine(view: View, job: JobView, settings: Settings) -> Condition:
+def condition_of(view: View, job: JobView, settings: Settings) -> Condition:
     """In what phase a job is."""
     if job.spec is None:
         return Condition(Phase.UNKNOWN)
@@ -142,7 +143,7 @@ def examine(view: View, job: JobView, settings: Settings) -> Condition:
         return Condition(Phase.FINISHED, plan=plan)
     if plan is None or not plan.placements:
         return Condition(Phase.EMPTY, plan=plan)
-    health = inspect(view, job, plan, settings)
+    health = health_of(view, job, plan, settings)
     return Condition(_phase(plan, health), health, plan)
 
 
@@ -168,17 +169,61 @@ def _ended_before(job: JobView, plan: Plan) -> bool:
     return bool(asked) and asked <= set(before) and set(before.values()) == {Outcome.DONE}
 
 
-def inspect(view: View, job: JobView, plan: Plan, settings: Settings) -> Health:
+@dataclass(frozen=True)
+class _Sorted:
+    """The placements of a plan by what their agents have written, before anybody is judged."""
+
+    generation: int  # that runs while the plan is in force
+    running: tuple[str, ...]
+    starting: tuple[str, ...]
+    done: tuple[str, ...]
+    stopped: tuple[str, ...]
+    failed: tuple[str, ...]
+    absent: tuple[Placement, ...]  # registration gone
+    died: bool  # a node's replicas were killed, all of them
+    broken: bool  # somebody has said that others are gone
+    started_at: float
+    undone: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """Who is to be replaced, and who goes on."""
+
+    losses: recovery.Losses
+    failed: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    recovers: bool = False
+    waits_until: float = FOREVER
+
+
+def health_of(view: View, job: JobView, plan: Plan, settings: Settings) -> Health:
     """What has become of each node of the current plan."""
-    agents = view.agents(job.job)
-    sorted_: dict[str, list[str]] = {
-        name: [] for name in ("running", "starting", "done", "stopped", "failed")
-    }
-    generation, members = recovery.present(job, plan)
+    found = _before_the_switch(view, job, plan, _sort(view, job, plan))
+    evidence = bool(found.failed) or found.broken
+    lost, missing, settled_at = _sort_absent(view, job, found.absent, evidence, settings)
+    verdict = _who_lives(view, job, plan, found, lost, missing, settings)
+    return Health(
+        running=found.running,
+        starting=found.starting,
+        done=found.done,
+        stopped=found.stopped,
+        failed=verdict.failed,
+        undone=found.undone,
+        lost=verdict.lost,
+        missing=missing,
+        settled_at=min(settled_at, verdict.waits_until),
+        started_at=found.started_at,
+        broken=bool(verdict.losses.said),
+        recovers=verdict.losses if verdict.recovers else None,
+    )
+
+
+def _sort(view: View, job: JobView, plan: Plan) -> _Sorted:
+    agents, (generation, _) = view.agents(job.job), recovery.present(job, plan)
+    nodes: dict[str, list[str]] = {name: [] for name in ("running", "starting", "done", "stopped", "failed")}
     absent: list[Placement] = []
-    broken = any(g == generation for g, _ in job.broken)
-    died = False
-    started_at = 0.0
+    died, started_at = False, 0.0
     for placement in plan.placements:
         node = placement.node
         ended = job.ended.get((plan.generation, node))
@@ -186,63 +231,97 @@ def inspect(view: View, job: JobView, plan: Plan, settings: Settings) -> Health:
         if ended is not None:
             if generation == plan.generation and recovery.died(job, plan, generation, placement):
                 died = True
-                continue
-            sorted_[_ENDED_AS[ended.record.outcome]].append(node)
+            else:
+                nodes[_ENDED_AS[ended.record.outcome]].append(node)
         elif _gone(agents.get(node), placement):
             absent.append(placement)
         elif running is not None:
-            sorted_["running"].append(node)
+            nodes["running"].append(node)
             started_at = max(started_at, running.seen)
         else:
-            sorted_["starting"].append(node)
-    undone: list[str] = []
-    if generation != plan.generation:  # a change in place that nobody has gone over to
-        undone, sorted_["failed"] = sorted_["failed"], _failed_before(job, plan)
-        here = {placement.node for placement in plan.placements}
-        absent += [
-            member
-            for member in members
-            if member.node not in here
-            and (generation, member.node) not in job.ended
-            and _gone(agents.get(member.node), member)
-        ]
-    evidence = bool(sorted_["failed"]) or broken
-    lost, missing, settled_at = _sort_absent(view, job, absent, evidence, settings)
-    losses = recovery.Losses(generation)
-    if broken or died or absent:
-        losses = recovery.inquire(job, plan, (*lost, *missing), fewest(view, job))
-    recovers, waits_until = False, FOREVER
-    if not sorted_["failed"] and (losses.dead or lost):
-        recovers = losses.able
-        if not recovers:  # a failure, as it is without resilience
-            sorted_["failed"] += [node for node in losses.dead if node not in lost]
-    elif not sorted_["failed"] and losses.said:  # somebody is gone, and we do not know who
-        waits_until = losses.since + settings.node_ttl + settings.grace
-        silent = {one.node for one in losses.survivors} - losses.said
-        # Who is busy has not come to a recovery yet, and can not know that others are gone from it: only
-        # of a generation that all of them were in does silence say anything.
-        again = plan.transition is Transition.RECOVER and not _all_running(job, plan)
-        heard_by = FOREVER if again else losses.since + settings.silence
-        without = losses
-        if silent and view.now >= heard_by:
-            without = recovery.inquire(job, plan, (*lost, *missing, *silent), fewest(view, job))
-        elif silent:
-            waits_until = min(waits_until, heard_by)
-        if without is not losses and without.able:  # its lease still runs, and nobody can hear it
-            losses, lost, recovers, waits_until = without, (*lost, *sorted(silent)), True, FOREVER
-        elif not silent or view.now >= losses.since + settings.node_ttl + settings.grace:
-            recovers, waits_until = losses.able and not again, FOREVER  # not for ever
-            sorted_["failed"] += [] if recovers else sorted(losses.said)
-    return Health(
-        **{name: tuple(nodes) for name, nodes in sorted_.items()},
-        undone=tuple(undone),
-        lost=lost,
-        missing=missing,
-        settled_at=min(settled_at, waits_until),
+            nodes["starting"].append(node)
+    return _Sorted(
+        generation=generation,
+        **{name: tuple(found) for name, found in nodes.items()},
+        absent=tuple(absent),
+        died=died,
+        broken=any(g == generation for g, _ in job.broken),
         started_at=started_at,
-        broken=bool(losses.said),
-        recovers=losses if recovers else None,
     )
+
+
+def _before_the_switch(view: View, job: JobView, plan: Plan, found: _Sorted) -> _Sorted:
+    """What it means where nobody has gone over to a change in place yet: the generation before still runs.
+
+    Of the newcomers a failure undoes the change and no more; who is to leave is still needed.
+    """
+    generation, members = recovery.present(job, plan)
+    if generation == plan.generation:
+        return found
+    agents, here = view.agents(job.job), {placement.node for placement in plan.placements}
+    leaving = (
+        member
+        for member in members
+        if member.node not in here
+        and (generation, member.node) not in job.ended
+        and _gone(agents.get(member.node), member)
+    )
+    return replace(
+        found,
+        undone=found.failed,
+        failed=tuple(_failed_before(job, plan)),
+        absent=(*found.absent, *leaving),
+    )
+
+
+def _who_lives(
+    view: View,
+    job: JobView,
+    plan: Plan,
+    found: _Sorted,
+    lost: tuple[str, ...],
+    missing: tuple[str, ...],
+    settings: Settings,
+) -> _Verdict:
+    losses = recovery.Losses(found.generation)
+    if found.broken or found.died or found.absent:
+        losses = recovery.inquire(job, plan, (*lost, *missing), fewest(view, job))
+    if found.failed:  # all are started again, whoever else is gone
+        return _Verdict(losses, found.failed, lost)
+    if lost or losses.dead:
+        if losses.able:
+            return _Verdict(losses, lost=lost, recovers=True)
+        # a death is a failure, as it is without resilience
+        return _Verdict(losses, tuple(node for node in losses.dead if node not in lost), lost)
+    if losses.said:
+        return _who_is_silent(view, job, plan, losses, missing, settings)
+    return _Verdict(losses)
+
+
+def _who_is_silent(
+    view: View,
+    job: JobView,
+    plan: Plan,
+    losses: recovery.Losses,
+    missing: tuple[str, ...],
+    settings: Settings,
+) -> _Verdict:
+    """Somebody is gone, and we do not know who: one whose replicas have not said that they wait, too?"""
+    silent = {one.node for one in losses.survivors} - losses.said
+    # Who is busy has not come to a recovery yet, and can not know that others are gone from it: only
+    # of a generation that all of them were in does silence say anything.
+    again = plan.transition is Transition.RECOVER and not _all_running(job, plan)
+    heard_by = FOREVER if again else losses.since + settings.silence
+    patience = losses.since + settings.node_ttl + settings.grace
+    if silent and view.now >= heard_by:
+        without = recovery.inquire(job, plan, (*missing, *silent), fewest(view, job))
+        if without.able:  # its lease still runs, and nobody can hear it
+            return _Verdict(without, lost=tuple(sorted(silent)), recovers=True)
+    if not silent or view.now >= patience:  # nobody has died; that they go on by themselves is tried once
+        if losses.able and not again:
+            return _Verdict(losses, recovers=True)
+        return _Verdict(losses, failed=tuple(sorted(losses.said)))
+    return _Verdict(losses, waits_until=patience if view.now >= heard_by else min(patience, heard_by))
 
 
 def _all_running(job: JobView, plan: Plan) -> bool:
@@ -279,7 +358,7 @@ def _gone(registration: Seen[NodeRecord] | None, placement: Placement) -> bool:
 
 
 def _sort_absent(
-    view: View, job: JobView, absent: list[Placement], evidence: bool, settings: Settings
+    view: View, job: JobView, absent: Sequence[Placement], evidence: bool, settings: Settings
 ) -> tuple[tuple[str, ...], tuple[str, ...], float]:
     """Which absent nodes are lost now, which are missing still, and until when.
 

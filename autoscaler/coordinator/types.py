@@ -71,7 +71,7 @@ class Memory:
     late: Mapping[tuple[str, str], tuple[str, float]] = field(  # (job, node) -> (agent, when)
         default_factory=lambda: MappingProxyType({})
     )
-    clumsy: frozenset[str] = frozenset()  # runs of jobs that could not be changed in place
+    restart_only: frozenset[str] = frozenset()  # runs of jobs that could not be changed in place
     waiting: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # job -> since when
     pending: Mapping[str, str] = field(  # jobs that the policy could give nothing, and why
         default_factory=lambda: MappingProxyType({})

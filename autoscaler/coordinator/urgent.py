@@ -104,7 +104,7 @@ def _withdraw(draft: Draft, job: JobView, condition: Condition, plan: Plan) -> N
     """Newcomers failed beside the running training: it goes on, and later changes are by restart."""
     ended = [job.ended[plan.generation, node].record for node in condition.health.undone]
     said = next((one.failure.message for one in ended if one.failure and one.failure.message), "")
-    draft.clumsy |= {plan.run}
+    draft.restart_only |= {plan.run}
     _take_back(draft, job, plan, f"a change in place was taken back: {said or 'a newcomer ended'}")
 
 
@@ -202,7 +202,7 @@ def _late_in_place(
     agents = draft.view.agents(job.job)
     draft.late.update({(job.job, n): (agents[n].record.agent, draft.view.now) for n in late - set(was)})
     if not late - set(was):
-        draft.clumsy |= {plan.run}
+        draft.restart_only |= {plan.run}
     names = f"newcomers on {', '.join(sorted(late))} were not ready" if late else "it did not happen"
     why = f"a change in place was taken back: {names} within {timeout:g} s"
     _take_back(draft, job, plan, why)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from adaptdl_elastic.autoscaler.coordinator.job import Condition, Phase, examine, requested_replicas
+from adaptdl_elastic.autoscaler.coordinator.job import Condition, Phase, condition_of, requested_replicas
 from adaptdl_elastic.autoscaler.coordinator.policy import ask, described
 from adaptdl_elastic.autoscaler.coordinator.reports import model, own_hints
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, used
@@ -53,7 +53,7 @@ def _jobs(view: View) -> tuple[list[JobInfo], frozenset[str], tuple[str, ...]]:
     settings, conditions, broken = Settings(), dict[str, Condition](), dict[str, str]()
     for name, job in view.jobs.items():
         try:
-            conditions[name] = examine(view, job, settings)
+            conditions[name] = condition_of(view, job, settings)
         except Exception as error:
             broken[name] = described(error)
     question = ask(view, conditions, Rounds(), Ledger(view), settings)

@@ -89,7 +89,7 @@ def test_rates_beyond_any_machine_are_no_hints(pump: Pump) -> None:
 
 STEPS = {
     "fence": (core, "fence_off", 1),
-    "examine": (jobs, "examine", 1),
+    "condition": (jobs, "condition_of", 1),
     "urgent": (urgent, "see_to", 1),
     "question": (questions, "_job", 1),
     "status": (core, "describe", 1),
@@ -138,14 +138,14 @@ def test_a_job_that_can_not_be_dealt_with_is_left_alone_and_said(
 
 def test_what_a_broken_job_holds_is_not_given_to_others(pump: Pump, monkeypatch: pytest.MonkeyPatch) -> None:
     elastic(pump)
-    works = jobs.examine
+    works = jobs.condition_of
 
     def breaks(view: Any, job: Any, settings: Any) -> Any:
         if job.job == "a":
             raise ZeroDivisionError("oops")
         return works(view, job, settings)
 
-    monkeypatch.setattr(jobs, "examine", breaks)
+    monkeypatch.setattr(jobs, "condition_of", breaks)
     pump.job("b", max_replicas=4, max_nodes=4)
     for node in ("n0", "n1", "n9"):
         pump.node(node, "b")
@@ -173,7 +173,7 @@ def test_a_job_that_breaks_the_policy_is_asked_about_without_its_model(pump: Pum
     assert "FloatingPointError: its curve makes no sense" in broken[0]["message"]
 
 
-@pytest.mark.parametrize("where", ["examine", "question", "size"])
+@pytest.mark.parametrize("where", ["condition", "question", "size"])
 def test_the_autoscaler_leaves_alone_what_it_can_not_deal_with_and_says_so(
     pump: Pump, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,7 +182,7 @@ def test_the_autoscaler_leaves_alone_what_it_can_not_deal_with_and_says_so(
     pump.node("n9", "b")
     pump.settle()
     module, name, at = {
-        "examine": (scaling_observe, "examine", 1),
+        "condition": (scaling_observe, "condition_of", 1),
         "question": (questions, "_job", 1),
         "size": (scaling_observe, "_as_asked", 1),
     }[where]

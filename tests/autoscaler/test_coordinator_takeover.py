@@ -138,10 +138,10 @@ def test_a_job_that_could_not_be_changed_in_place_is_not_by_the_next_leader(pump
     failed = EndedRecord("n0", generation, Outcome.FAILED, 76, Failure(1, 76, "a newcomer ended"))
     pump.store.put(pump.keys.generation("a", generation, "ended", "n0"), encode(failed))
     pump.decide()
-    assert pump.plan("a").clumsy
+    assert pump.plan("a").restart_only
     pump.take_over().settle()
     assert (pump.placed("a"), pump.plan("a").transition) == ({"n0": 2}, Transition.RESTART)
-    assert pump.plan("a").clumsy
+    assert pump.plan("a").restart_only
 
 
 def test_a_rerun_starts_anew_and_generations_go_on_growing(pump: Pump) -> None:

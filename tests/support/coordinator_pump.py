@@ -11,7 +11,7 @@ from typing import Any
 from fake_agents import FakeAgent, spec_of, submit
 
 from adaptdl_elastic.autoscaler.coordinator.core import decide, decide_at_once
-from adaptdl_elastic.autoscaler.coordinator.job import examine
+from adaptdl_elastic.autoscaler.coordinator.job import condition_of
 from adaptdl_elastic.autoscaler.coordinator.policy import Policy, Question, ask
 from adaptdl_elastic.autoscaler.coordinator.rounds import Answer, Round, compute
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
@@ -128,7 +128,7 @@ class Pump:
     def question(self) -> Question:
         """What the policy would be asked about all jobs now."""
         view = self.view()
-        conditions = {name: examine(view, job, self.settings) for name, job in view.jobs.items()}
+        conditions = {name: condition_of(view, job, self.settings) for name, job in view.jobs.items()}
         return ask(view, conditions, Memory(), Ledger(view), self.settings)
 
     def decide(self) -> int:
