@@ -125,9 +125,11 @@ _OF_THE_JOB: dict[str, Callable[[JobSpec], str]] = {
     "--rescale-timeout": lambda spec: f"{spec.rescale_timeout:g}",
     "--checkpoint-timeout": lambda spec: f"{spec.checkpoint_timeout:g}",
     "--weight": lambda spec: f"{spec.weight:g}",
-    "--no-autoscale": lambda spec: "off" if spec.autoscale else "on",
-    "--no-preempt": lambda spec: "off" if spec.preemptible else "on",
-    "--avoid-preemptible-nodes": lambda spec: "on" if spec.avoid_preemptible_nodes else "off",
+}
+_FLAGS: dict[str, Callable[[JobSpec], bool]] = {
+    "--no-autoscale": lambda spec: not spec.autoscale,
+    "--no-preempt": lambda spec: not spec.preemptible,
+    "--avoid-preemptible-nodes": lambda spec: spec.avoid_preemptible_nodes,
 }
 
 
@@ -137,6 +139,11 @@ def _compare(spec: JobSpec, fresh: JobSpec, say: Callable[[str], None]) -> None:
         holds, given = told(spec), told(fresh)
         if holds != given:
             say(f"{name} {given} has no effect: job {spec.job!r} runs with {holds}, as its first agent said")
+    for name, flag in _FLAGS.items():
+        if flag(fresh) and not flag(spec):
+            say(f"{name} has no effect: job {spec.job!r} was started without it")
+        elif flag(spec) and not flag(fresh):
+            say(f"job {spec.job!r} runs with {name}, as its first agent said")
 
 
 def _check_versions(agents: list[NodeRecord], version: str) -> None:

@@ -163,7 +163,8 @@ def _store(options: Options, environ: Mapping[str, str], stack: ExitStack) -> St
     except StoreOptionError:
         raise
     except StoreError as error:
-        raise LaunchError(f"no store: {error}; see --rdzv-endpoint and `adaptdl doctor`") from None
+        then = " Run" if str(error).endswith("?") else "; run"
+        raise LaunchError(f"{error}{then} `adaptdl doctor --etcd {endpoint}`") from None
     stack.callback(store.close)
     return StoreAccess(endpoint, store, password_file, environ)
 
@@ -174,9 +175,14 @@ def store_environment(options: Options, environ: Mapping[str, str], password_fil
     The coordinator that this agent may come to keep gets it: the process list is everybody's to read.
     """
     found = dict(environ)
-    given = {"CA": options.etcd_ca, "CERT": options.etcd_cert, "KEY": options.etcd_key}
+    given = {
+        "CA": options.etcd_ca,
+        "CERT": options.etcd_cert,
+        "KEY": options.etcd_key,
+        "USER": options.etcd_user,
+    }
     if options.endpoint is None:
-        for name in (*given, "USER", "PASSWORD", "PASSWORD_FILE"):
+        for name in (*given, "PASSWORD", "PASSWORD_FILE"):
             found.pop(f"ADAPTDL_ETCD_{name}", None)  # these are for another etcd
         if password_file:
             found |= {"ADAPTDL_ETCD_USER": GUARD, "ADAPTDL_ETCD_PASSWORD_FILE": password_file}

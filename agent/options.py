@@ -78,6 +78,7 @@ class Options:
     etcd_ca: str | None
     etcd_cert: str | None
     etcd_key: str | None
+    etcd_user: str | None
     etcd_timeout: float | None
     cluster: str
     node_name: str | None
@@ -164,11 +165,11 @@ def _add_ours(group: Any) -> None:
     add("--etcd-api", choices=["auto", "v2", "v3"], default="auto", help="force a driver (default: ask etcd)")
     add("--etcd-ca", metavar="PEM", help="CA of etcd's certificate (ADAPTDL_ETCD_CA)")
     add("--etcd-cert", metavar="PEM", help="client certificate (ADAPTDL_ETCD_CERT)")
+    add("--etcd-key", metavar="PEM", help="its key (ADAPTDL_ETCD_KEY)")
     add(
-        "--etcd-key",
-        metavar="PEM",
-        help="its key (ADAPTDL_ETCD_KEY); for a user and password: ADAPTDL_ETCD_USER, "
-        "ADAPTDL_ETCD_PASSWORD_FILE",
+        "--etcd-user",
+        metavar="NAME",
+        help="user of etcd (ADAPTDL_ETCD_USER); the password: ADAPTDL_ETCD_PASSWORD_FILE",
     )
     add(
         "--etcd-timeout",
@@ -310,6 +311,7 @@ def check(
         etcd_ca=args.etcd_ca,
         etcd_cert=args.etcd_cert,
         etcd_key=args.etcd_key,
+        etcd_user=args.etcd_user,
         etcd_timeout=args.etcd_timeout,
         cluster=check_option("--cluster", args.cluster or environ.get("ADAPTDL_CLUSTER") or "default"),
         node_name=check_option("--node-name", args.node_name) if args.node_name else None,

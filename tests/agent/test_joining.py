@@ -177,5 +177,11 @@ def test_who_says_otherwise_about_the_job_as_a_whole_is_told(store: MemoryStore)
         "--nnodes 2:4 has no effect: job 'job' runs with 1:8, as its first agent said",
         f"--max-restarts 9 has no effect: job 'job' runs with {first.max_restarts}, as its first agent said",
         "--weight 3 has no effect: job 'job' runs with 1, as its first agent said",
-        "--no-autoscale on has no effect: job 'job' runs with off, as its first agent said",
+        "--no-autoscale has no effect: job 'job' was started without it",
     ]
+    said.clear()
+    first_says = replace(spec("run-3"), job="other", autoscale=False)
+    joining.register(store, KEYS, replace(NODE, job="other", run="run-3"), exact=True)
+    joining.join_job(store, KEYS, first_says, "1.0", pytest.fail)
+    joining.join_job(store, KEYS, replace(first_says, autoscale=True), "1.0", said.append)
+    assert said == ["job 'other' runs with --no-autoscale, as its first agent said"]

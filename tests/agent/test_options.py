@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from adaptdl_elastic.agent import cli, options, torchrun_options
 from adaptdl_elastic.agent.environ import SharePath
-from adaptdl_elastic.agent.launch import job_spec
+from adaptdl_elastic.agent.launch import job_spec, store_environment
 from adaptdl_elastic.agent.output import StreamOptionError, Streams
 
 
@@ -65,6 +65,14 @@ def test_an_etcd_of_ones_own(name: str) -> None:
     found = parse(f"{name}=etcd0:2379", "--nnodes=1:8", "--rdzv-id=job")
     assert (found.endpoint, found.standalone, found.max_nodes, found.job) == ("etcd0:2379", False, 8, "job")
     assert parse("--nnodes=1:2", ADAPTDL_ETCD="e:1").endpoint == "e:1"
+
+
+def test_a_user_of_etcd_may_be_given_as_for_adaptdl() -> None:
+    found = parse("--etcd=e:1", "--etcd-user=me", ADAPTDL_ETCD_USER="them")
+    environ = store_environment(found, {"ADAPTDL_ETCD_USER": "them", "ADAPTDL_ETCD_PASSWORD": "x"}, "")
+    assert (environ["ADAPTDL_ETCD_USER"], environ["ADAPTDL_ETCD_PASSWORD"]) == ("me", "x")
+    alone = store_environment(parse("--standalone", "--etcd-user=me"), {"ADAPTDL_ETCD_USER": "them"}, "")
+    assert "ADAPTDL_ETCD_USER" not in alone
 
 
 def test_one_thread_a_replica_where_there_may_be_several() -> None:
