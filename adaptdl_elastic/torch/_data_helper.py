@@ -12,6 +12,8 @@
                     with self._elastic.profile():
                         yield batch
                         self._elastic.current_index += ...  # samples of all replicas
+
+Where gradients accumulate, a window is shorter where fewer full batches are left up to `end_index`.
 """
 
 from __future__ import annotations
@@ -72,6 +74,8 @@ class AdaptiveDataLoaderHelper:
         # the window under way
         self._window: Window | None = None  # None: a loader of one's own, whose windows are not planned
         self._chunk = 0
+        self._begun = (0, 0)  # index and attempted steps when it began
+        self._left: int | None = None  # batches that were left then to a loader of one's own; None: not known
 
     def repeats(self) -> None:
         """This loader hands out the same samples again when its index is put back."""
@@ -120,7 +124,9 @@ class AdaptiveDataLoaderHelper:
         """Batches without an optimizer step in the window under way; the last of an epoch may have fewer."""
         if self._window is not None:
             return len(self._window) - 1
-        return self._accum if self.training else 0
+        if not self.training:
+            return 0
+        return self._accum if self._left is None else min(self._accum, self._left - 1)
 
     @property
     def current_batch_size(self) -> int:
@@ -143,7 +149,9 @@ class AdaptiveDataLoaderHelper:
     @property
     def window_samples(self) -> int:
         """Samples of the present optimizer step: all replicas, all its batches."""
-        return self.current_batch_size if self._window is None else sum(self._window)
+        if self._window is None:
+            return self.replicas * self._atomic * (self.accumulation_steps + 1)
+        return sum(self._window)
 
     @property
     def local_samples(self) -> int:
@@ -316,6 +324,10 @@ class AdaptiveDataLoaderHelper:
     def context(self) -> Iterator[None]:
         """All of a data loop happens inside of this.
 
+        A loop that its body leaves, by `break` or by an exception (which look the same from here), is over
+        once the next data loop is come to, or the epoch ends. Until then an epoch loop that begins anew, in
+        this process or after a restart, goes on behind the last optimizer step.
+
         Raises:
             RuntimeError: outside of an epoch loop, or inside another data loop.
         """
@@ -325,7 +337,7 @@ class AdaptiveDataLoaderHelper:
         if self._registry.current is not None and state.looping:
             state.enter(self.key)  # raises
         self._registry.current = self
-        ended = False
+        ended, left = False, None
         try:
             recovery(session).arm()
             self._skipped = not state.enter(self.key)
@@ -333,6 +345,7 @@ class AdaptiveDataLoaderHelper:
             if state.trainer == self.key and (known is None or self._replaces(known)):
                 self.train()  # as is known from the epoch before, or to the replicas that were there
             self._loops, self._chunk, self._window = state, 0, None
+            self._begun, self._left = (state.index, self._attempts()), None
             if not (self._skipped or self.training) and state.index == 0:
                 # Further on, who has come in the meantime would do it alone, and has rank 0's buffers.
                 for model in models(session):
@@ -343,17 +356,34 @@ class AdaptiveDataLoaderHelper:
             try:
                 yield
                 ended = True
-            except GeneratorExit:  # the loop's body said `break`
+                if self._chunk and models(session):
+                    logger.warning(
+                        "a data loop ended in the middle of an accumulation window: the gradients of its "
+                        "last %d batches are dropped; let its last batch end at end_index",
+                        self._chunk,
+                    )
+            except GeneratorExit:  # the loop's body said `break`, or raised an exception
                 ended = True
                 if not self._skipped:
+                    left = self._goes_on_at()
                     recovery(session).loop_left(self)
                 raise
         finally:
+            if self.training and (left is not None or self._chunk):
+                for model in models(session):
+                    model.drop_window()
             if state.looping:
-                state.leave(ended and not self._skipped)
+                state.leave(ended and not self._skipped, left)
             self._registry.current = None
             self._loops = self._window = None
             self.pause()
+
+    def _goes_on_at(self) -> int:
+        """In the loop's body: the index behind the last optimizer step."""
+        index, attempts = self._begun
+        if self._window is not None and self._attempts() > attempts:
+            return index + sum(self._window)
+        return index
 
     def ended(self) -> bool:
         """All batches have been handed out; False: some have to be once more, because a replica died."""
@@ -387,8 +417,14 @@ class AdaptiveDataLoaderHelper:
 
     def begin_batch(self) -> None:
         """A batch is about to be handed out."""
-        if self._chunk == 0 and (self.training or self.training_unknown):
-            recovery(_session.current()).begin_window(self._running().index)
+        if self._chunk == 0:
+            index = self._running().index
+            self._begun = index, self._attempts()
+            if self._window is None and self.end_index:
+                full = self.replicas * self._atomic
+                self._left = -(-(self.end_index - index % self.end_index) // full)
+            if self.training or self.training_unknown:
+                recovery(_session.current()).begin_window(index)
         if self.training:
             _session.current().metrics.profile_step_start(self._atomic)
 
@@ -464,9 +500,10 @@ class AdaptiveDataLoaderHelper:
 
     def _effort(self) -> tuple[float, int]:
         """Progress of the models, and how often they were to be stepped."""
-        session = _session.current()
-        attempts = sum(model.gns.steps + model.gns.skipped for model in models(session))
-        return session.metrics.get_progress() if self.adaptive else 0.0, attempts
+        return _session.current().metrics.get_progress() if self.adaptive else 0.0, self._attempts()
+
+    def _attempts(self) -> int:
+        return sum(model.gns.steps + model.gns.skipped for model in models(_session.current()))
 
     # -- telling -----------------------------------------------------------------------------------
 

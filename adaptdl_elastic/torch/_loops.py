@@ -40,15 +40,17 @@ class Loops(checkpoint.TensorState):
         self.body: CodeType | None = None  # what has the epoch loop in it
         self.entered = 0  # data loops of the present epoch that this process has come to
         self.looping = False  # inside a data loop
+        self.left: tuple[int, int] | None = None  # data loop that its body left, and where it would go on
         self.announced: tuple[int, int] = (0, 0)  # the last (epoch, data loop) that others were told of
         self.epoch_began = time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
         """What has to outlive a generation."""
+        finished_loops, index = self._behind()
         return {
             "finished": self.finished,
-            "finished_loops": self.finished_loops,
-            "index": self.index,
+            "finished_loops": finished_loops,
+            "index": index,
             "start_progress": self.start_progress,
             "seeds": dict(self.seeds),
             "samples": self.samples,
@@ -71,13 +73,22 @@ class Loops(checkpoint.TensorState):
         self.trainer = state_dict["trainer"]
         epoch, loop = state_dict["announced"]
         self.announced = (epoch, loop)
+        self.left = None
+
+    def _behind(self) -> tuple[int, int]:
+        """Data loops of the epoch that are over, and the index in the next one."""
+        if self.left is None:
+            return self.finished_loops, self.index
+        loop, index = self.left  # it is over once the script goes on behind it: an exception may have left it
+        return loop - 1, index
 
     # -- epochs ------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> int:
         """Enter the next unfinished epoch."""
         session = self._session
-        self.entered = 0
+        self.finished_loops, self.index = self._behind()
+        self.entered, self.left = 0, None
         self.epoch_began = time.monotonic()
         session.epoch = self.finished
         self._pass()
@@ -90,6 +101,7 @@ class Loops(checkpoint.TensorState):
         session.emit("epoch", epoch=epoch, seconds=seconds, samples=self.samples)
         self.finished += 1
         self.finished_loops = self.index = self.samples = 0
+        self.left = None
         self.seeds = {key: seed for key, seed in self.seeds.items() if key.isdigit()}  # not made in an epoch
         if not session.joining:
             from adaptdl_elastic.torch import _inplace
@@ -116,7 +128,7 @@ class Loops(checkpoint.TensorState):
                 "position can be restored after a restart. Let the outer loop end first (to evaluate during "
                 "training, do it between epochs, or make the epochs shorter)"
             )
-        self.looping = True
+        self.looping, self.left = True, None
         self.entered += 1
         if self._session.joining:
             from adaptdl_elastic.torch import _inplace
@@ -164,10 +176,14 @@ class Loops(checkpoint.TensorState):
         safe.between_loops()
         safe.guarded(self.boundary)
 
-    def leave(self, ended: bool) -> None:
-        """Leave a data loop; it `ended` unless it was skipped, or broken off by an error or a stop."""
+    def leave(self, ended: bool, left: int | None = None) -> None:
+        """Leave a data loop; it `ended` unless it was skipped, or broken off by an error or a stop.
+
+        left: where it would go on, if its body left it.
+        """
         self.looping = False
         if ended:
+            self.left = None if left is None else (self.entered, left)
             self.finished_loops = self.entered
             self.index = 0
 

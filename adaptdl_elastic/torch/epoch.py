@@ -13,6 +13,11 @@ So code *before* an epoch loop, and code of the epoch *before* the data loop tha
 again. What must happen once per epoch, as `lr_scheduler.step()`, belongs at the end of the body, after
 its last data loop: it has then either not run yet, or the epoch is over and is not offered again. An
 epoch is over when its body has ended (by `continue`, too). `break` leaves the epoch unfinished.
+
+A data loop that was left by `break` is over as soon as the script comes to the next one, or to the end of
+the epoch. An exception that leaves both loops ends neither: the next epoch loop, in this process or after a
+checkpoint was saved and the script started again, goes on with the batch that it was raised in. What is left
+in the middle of an accumulation window is dropped from the gradients.
 """
 
 from __future__ import annotations

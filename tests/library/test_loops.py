@@ -259,6 +259,64 @@ def test_break_ends_a_data_loop_for_its_epoch() -> None:
         assert next(iter(loader))[0].tolist() == [0, 1]
 
 
+def failing(seen: list[tuple[int, list[int]]], at: int | None) -> None:
+    """Two epochs of two loops; an exception in the body of the `at`-th batch."""
+    first, second = (adl.AdaptiveDataLoader(numbers(6), batch_size=2) for _ in range(2))
+    for epoch in adl.remaining_epochs_until(2):
+        for loader in (first, second):
+            for (batch,) in loader:
+                seen.append((epoch, batch.tolist()))
+                if len(seen) == at:
+                    raise ValueError("out of memory")
+
+
+ALL = [(epoch, [n, n + 1]) for epoch in range(2) for _ in range(2) for n in (0, 2, 4)]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 8, 12])
+def test_an_exception_does_not_end_a_data_loop(at: int) -> None:
+    """Caught, and the same epochs come to again: nothing is left out, and that batch comes once more."""
+    seen: list[tuple[int, list[int]]] = []
+    with pytest.raises(ValueError, match="out of memory"):
+        failing(seen, at)
+    seen.pop()
+    failing(seen, None)
+    assert seen == ALL
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 8, 12])
+def test_a_checkpoint_that_is_saved_behind_an_exception_is_of_where_that_was(script: Script, at: int) -> None:
+    seen: list[tuple[int, list[int]]] = []
+    try:
+        failing(seen, at)
+    except ValueError:
+        checkpoint.save_all_states()
+    seen.pop()
+    script.restart()
+    failing(seen, None)
+    assert seen == ALL
+
+
+def test_a_data_loop_that_was_left_is_over_once_the_next_is_come_to(script: Script) -> None:
+    def run(stop: bool) -> list[int]:
+        first, second = (adl.AdaptiveDataLoader(numbers(4), batch_size=2) for _ in range(2))
+        seen = []
+        for _ in adl.remaining_epochs_until(1):
+            for (batch,) in first:
+                seen.append(int(batch[0]))
+                break
+            for (batch,) in second:
+                seen.append(10 + int(batch[0]))
+                if stop:
+                    checkpoint.save_all_states()
+                    return seen
+        return seen
+
+    assert run(stop=True) == [0, 10]
+    script.restart()
+    assert run(stop=False) == [10, 12]
+
+
 def test_finished_data_loops_of_an_epoch_are_skipped_after_a_restart(script: Script) -> None:
     def run(stop: bool) -> list[str]:
         seen: list[str] = []

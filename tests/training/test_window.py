@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import parallel_cases as cases
@@ -12,6 +12,7 @@ import torch
 from fake_loader import FakeLoader
 from torch import nn
 
+import adaptdl_elastic.torch as adl
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
 # torch's own, of DDP and derivatives of derivatives
@@ -217,6 +218,94 @@ def test_accumulating_by_hand_weighs_uneven_batches_like_all(options: dict[str, 
 def test_a_second_pass_that_ddp_does_not_synchronise_is_said() -> None:
     for message in replicas.run(cases.unsynchronised_pass, 2):
         assert "call backward once" in message
+
+
+# Loops that do not end where a window does.
+
+NUMBERS = torch.randn(20, 6, generator=torch.Generator().manual_seed(1))
+
+
+class Own(adl.AdaptiveDataLoaderMixin):
+    """beyond: by how many samples more than it hands out its index goes on."""
+
+    def __init__(self, beyond: int = 0) -> None:
+        super().__init__(batch_size=8)
+        self.autoscale_batch_size(8, (1, 4), gradient_accumulation=True)
+        self._beyond = beyond
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        helper = self._elastic
+        with helper.context():
+            if helper.skipdone():
+                return
+            helper.end_index = len(NUMBERS)
+            while (start := helper.current_index) < helper.end_index:
+                local = helper.settle()
+                with helper.profile():
+                    yield NUMBERS[start : start + local]
+                    helper.current_index += local + self._beyond
+
+
+def planned() -> adl.AdaptiveDataLoader[torch.Tensor]:
+    loader: adl.AdaptiveDataLoader[torch.Tensor] = adl.AdaptiveDataLoader(NUMBERS, batch_size=8)  # type: ignore[arg-type]
+    loader.autoscale_batch_size(8, (1, 4), gradient_accumulation=True)
+    return loader
+
+
+def stepped(loader: Any, leave: Callable[[int], None]) -> list[list[torch.Tensor]]:
+    """Gradients of the steps of two epochs; `leave` is called with each batch's number after its step."""
+    model = net()
+    adp = wrapped(model)
+    epochs: list[list[torch.Tensor]] = []
+    for _ in adl.remaining_epochs_until(2):
+        found: list[torch.Tensor] = []
+        epochs.append(found)
+        try:
+            for number, batch in enumerate(loader):
+                adp.zero_grad()
+                adp(batch).square().mean().backward()
+                if loader._elastic.is_optim_step():
+                    found.append(gradient(model).clone())
+                adp._optimizer.step()
+                leave(number)
+        except KeyError:
+            continue
+    return epochs
+
+
+def of_samples(start: int, stop: int) -> torch.Tensor:
+    model = net()
+    model(NUMBERS[start:stop]).square().mean().backward()
+    return gradient(model)
+
+
+def raise_key_error(number: int) -> None:
+    if number == 2:
+        raise KeyError
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("loader", [planned, Own])
+def test_half_a_window_does_not_go_into_the_next_epochs_first_step(loader: Callable[[], Any]) -> None:
+    first, second = stepped(loader(), raise_key_error)
+    assert len(first) == 1
+    assert len(second) == 1
+    torch.testing.assert_close([*first, *second], [of_samples(0, 8)] * 2)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("loader", [planned, Own])
+def test_the_last_window_of_a_pass_is_stepped(loader: Callable[[], Any]) -> None:
+    """Of loaders of one's own, too, whose windows are not planned."""
+    expected = [of_samples(0, 8), of_samples(8, 16), of_samples(16, 20)]
+    for found in stepped(loader(), lambda _: None):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_loader_of_ones_own_that_ends_in_mid_window_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    assert stepped(Own(beyond=30), lambda _: None) == [[], []]
+    assert caplog.text.count("the gradients of its last 1 batches are dropped") == 2
 
 
 # The same, measured.
