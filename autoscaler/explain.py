@@ -278,20 +278,19 @@ def lines(found: Explanation) -> list[str]:
     if found.pause is not None:
         said.append(f"  a change costs {found.pause:.2g} s without a step ({found.pause_from})")
     if found.policy_wants is not None:
-        agrees = "as it has" if found.policy_wants == found.replicas else f"it has {found.replicas}"
-        said.append(f"  the policy would give it {found.policy_wants} now, {agrees}: {found.policy_reason}")
+        agrees = "which it has" if found.policy_wants == found.replicas else f"it has {found.replicas}"
+        said.append(f"  the policy would choose {found.policy_wants} now, {agrees}: {found.policy_reason}")
     said += [f"  limit: {text}" for text in found.limited_by]
     said.append(f"  free on its nodes: {counted(found.free_slots, 'slot')}")
     for rival in found.rivals:
-        wants = "" if rival.wants is None else f", would have {rival.wants} alone"
+        wants = "" if rival.wants is None else f", it would take {rival.wants} alone"
         gain = (
             ""
             if rival.marginal_speedup is None
             else f", one more is worth {rival.marginal_speedup:+.2f} speedup"
         )
-        said.append(
-            f"  also there: {rival.job} with {rival.replicas}{wants}{gain} ({', '.join(rival.shared_nodes)})"
-        )
+        has = counted(rival.replicas, "replica")
+        said.append(f"  shares {', '.join(rival.shared_nodes)} with {rival.job}: {has}{wants}{gain}")
     if found.prediction_error is not None:
         said.append(f"  the model is off by {found.prediction_error:+.0%} for what it has")
     return said

@@ -83,7 +83,7 @@ def left_alone(view: View, job: JobView, why: str) -> JobStatus | None:
     plan = jobs.this_run(job)
     state = JobState.RUNNING if plan is not None and plan.placements else JobState.PENDING
     base = old or JobStatus(job=spec.job, run=spec.run, state=state)
-    reason = f"is left alone, for nothing can be decided about it: {why}"
+    reason = f"keeps what it has, because nothing can be decided about it: {why}"
     return (
         None if old is not None and old.reason == reason else replace(base, reason=reason, updated=view.wall)
     )

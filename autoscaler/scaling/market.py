@@ -52,7 +52,7 @@ class Market:
         return sum(bool(entry.leaving) and not entry.replace for entry in entries)
 
     def shut(self, pool: Pool) -> bool:
-        """Whether nothing more is to come of it: it has none to give, gives duds, or takes them back."""
+        """Whether nothing more is to come of it: none to give, none that become nodes, or taken back."""
         entry = self.pool(pool.name)
         return bool(entry.closed) or entry.until > self.seen.now or self.too_wild(pool)
 

@@ -240,7 +240,10 @@ def _fail(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memor
             and not (entry.leaving and not entry.replace)
         ):
             known[instance.id] = replace(
-                entry, leaving="its pool only gives duds", leaving_since=seen.now, replace=False
+                entry,
+                leaving="instances of its pool do not become nodes",
+                leaving_since=seen.now,
+                replace=False,
             )
             continue
         if entry.leaving or instance.id in seen.nodes or not _overdue(instance, entry, seen.now, settings):

@@ -119,7 +119,8 @@ def test_a_job_that_can_not_be_dealt_with_is_left_alone_and_said(
     assert pump.status("b").state is JobState.RUNNING
     assert pump.plan("a").placements == before.placements
     assert pump.status("a").reason == (
-        "is left alone, for nothing can be decided about it: ZeroDivisionError: nobody has thought of this"
+        "keeps what it has, because nothing can be decided about it: "
+        "ZeroDivisionError: nobody has thought of this"
     )
     pump.later(600)
     assert [fields["job"] for event, fields in pump.said if event == "job_broken"] == ["a"]

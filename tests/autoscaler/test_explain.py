@@ -66,6 +66,8 @@ def test_who_else_wants_it(pump: Pump) -> None:
     found = explained(pump, "a")
     assert [rival.job for rival in found.rivals] == ["b"]
     assert found.rivals[0].shared_nodes == ("n0",)
+    (shares,) = (line for line in lines(found) if "shares" in line)
+    assert shares.startswith("  shares n0 with b: 2 replicas, it would take ")
     assert found.rivals[0].marginal_speedup is not None
     assert found.rivals[0].marginal_speedup > 0
     assert any("another job's" in text for text in found.limited_by)
