@@ -27,8 +27,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 
-from adaptdl_elastic.agent import decisions, failures, inplace
-from adaptdl_elastic.agent import states as d
+from adaptdl_elastic.agent import decisions, failures, inplace, states
 from adaptdl_elastic.agent.books import Books
 from adaptdl_elastic.agent.coordinator_host import (
     SETTLED_AFTER,
@@ -99,7 +98,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         self._setting, self._store_link, self._keys = setting, store, keys
         self._registration, self._forks, self._output = registration, fork_server, output
         self._journal, self._say, self._restart_forks = journal, say, restart_fork_server
-        self.state = d.State(me=setting.me)
+        self.state = states.State(me=setting.me)
         self.exit_code, self.exit_reason = 1, ""
         self._loop = Loop()
         self._writer = Writer(self._loop.post)
@@ -109,7 +108,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         self._replicas: dict[int, ReplicaHandle] = {}  # by their number at the fork server
         self._numbers = 0
         self._meeting = Meeting(setting.host, setting.ports, self._loop.post)
-        self._joining: d.StartReplicas | None = None
+        self._joining: states.StartReplicas | None = None
         self._plan: Plan | None = None  # of the held generation
         log, holder = output.directory / "coordinator.log", Holder(setting.me.node, setting.me.agent)
         self._coordinator = CoordinatorHost(
@@ -150,9 +149,9 @@ class AdaptiveAgent(SimpleElasticAgent):
                 for event in self._loop.wait(self._next_time()):
                     self._take(event)
                 if not self.state.exiting:
-                    self._decide(d.Tick())
+                    self._decide(states.Tick())
             except (NoPortError, NoOutputError) as error:
-                self._decide(d.Unfit(str(error)))
+                self._decide(states.Unfit(str(error)))
             if (due := self._journal.due()) is not None and time.time() >= due:
                 self._journal.flush()
             if any(due is not None and time.monotonic() >= due for due in self._looks):
@@ -231,13 +230,13 @@ class AdaptiveAgent(SimpleElasticAgent):
                 self._look_around()  # it may have been the coordinator's last word
             case Connection(up):
                 self._say(str(event))
-                self._decide(d.StoreBack() if up else d.StoreAway())
+                self._decide(states.StoreBack() if up else states.StoreAway())
                 if up:
                     self._look_around()
             case _:
                 self._decide(event)  # type: ignore[arg-type]
 
-    def _decide(self, event: d.Event) -> None:
+    def _decide(self, event: states.Event) -> None:
         self.state, actions = decisions.decide(self.state, event, time.monotonic())
         for action in actions:
             self._act(action)
@@ -250,12 +249,12 @@ class AdaptiveAgent(SimpleElasticAgent):
                 self._say(f"{number.name}: saving and stopping; once more stops at once")
                 self._leave(number.name, None)
             case _:
-                self._decide(d.LeaveNow(f"{number.name} twice"))
+                self._decide(states.LeaveNow(f"{number.name} twice"))
 
     def _leave(self, reason: str, deadline: float | None) -> None:
         if self.state.departure is None:
             self._journal.emit("drain", node=self._setting.me.node, deadline=deadline, reason=reason)
-        self._decide(d.Leave(reason, deadline))
+        self._decide(states.Leave(reason, deadline))
 
     def _on_notice(self, notice: Notice) -> None:
         """The cloud has said something about this machine."""
@@ -285,48 +284,48 @@ class AdaptiveAgent(SimpleElasticAgent):
 
     # Actions ------------------------------------------------------------------------------------
 
-    def _act(self, action: d.Action) -> None:
+    def _act(self, action: states.Action) -> None:
         match action:
-            case d.OpenMaster(generation):
+            case states.OpenMaster(generation):
                 self._open_master(generation)
-            case d.StartReplicas():
+            case states.StartReplicas():
                 self._start(action)
-            case d.TellPlan(plan, master):
+            case states.TellPlan(plan, master):
                 self._tell_plan(plan, master)
-            case d.Withdraw(plan, reason):
+            case states.Withdraw(plan, reason):
                 self._withdraw(plan, reason)
-            case d.Adopt(plan):
+            case states.Adopt(plan):
                 self._adopt(plan)
-            case d.WriteReady(generation):
+            case states.WriteReady(generation):
                 self._books.ready(generation)
-            case d.AskToStop(local_ranks, plain, reason):
+            case states.AskToStop(local_ranks, plain, reason):
                 self._ask_to_stop(local_ranks, plain, reason)
-            case d.Ping(local_ranks):
+            case states.Ping(local_ranks):
                 for handle in self._held(local_ranks):
                     handle.send({"type": "ping", "id": handle.number})
-            case d.Kill(local_ranks, reason):
+            case states.Kill(local_ranks, reason):
                 self._kill(local_ranks, reason)
-            case d.WriteRunning(generation, library, resilient):
+            case states.WriteRunning(generation, library, resilient):
                 self._write_running(generation, library, resilient)
-            case d.WriteBroken(record):
+            case states.WriteBroken(record):
                 self._books.broken(record)
-            case d.Lost(generation, failure):
+            case states.Lost(generation, failure):
                 self._mourn(generation, failure)
-            case d.WriteEnded(record):
+            case states.WriteEnded(record):
                 self._write_ended(record)
-            case d.WriteDraining(reason, when):
+            case states.WriteDraining(reason, when):
                 self._writer.submit(partial(self._registration.update, draining=True, deadline=when))
-            case d.Say(text):
+            case states.Say(text):
                 self._say(text)
-            case d.Exit(code, reason):
+            case states.Exit(code, reason):
                 self.exit_code, self.exit_reason = code, reason
 
     def _open_master(self, generation: int) -> None:
         record = self._meeting.open(generation)
         self._books.master(record)
-        self._decide(d.MasterSeen(record))
+        self._decide(states.MasterSeen(record))
 
-    def _start(self, start: d.StartReplicas) -> None:
+    def _start(self, start: states.StartReplicas) -> None:
         if not start.join:
             self._meeting.forget(start.plan.generation)
         self._joining = start
@@ -355,7 +354,7 @@ class AdaptiveAgent(SimpleElasticAgent):
             worker_group.workers[slots.index(local_rank)].id = number
         worker_group.state = WorkerState.HEALTHY
 
-    def _spawn(self, start: d.StartReplicas, local_rank: int, secret: str) -> None:
+    def _spawn(self, start: states.StartReplicas, local_rank: int, secret: str) -> None:
         plan = start.plan
         rank = plan.rank_by_slot(self._setting.me.node)[local_rank]
         self._numbers += 1
@@ -442,9 +441,9 @@ class AdaptiveAgent(SimpleElasticAgent):
             if early is not None:
                 self._heard_step(handle, *early)
 
-    def _never_started(self, start: d.StartReplicas, code: int, why: str = "") -> None:
+    def _never_started(self, start: states.StartReplicas, code: int, why: str = "") -> None:
         for local_rank in start.local_ranks:
-            self._loop.post(d.ReplicaExited(start.plan.generation, local_rank, code, time.time(), why))
+            self._loop.post(states.ReplicaExited(start.plan.generation, local_rank, code, time.time(), why))
 
     def _give_up_joining(self, code: int) -> bool:
         start, self._joining = self._joining, None
@@ -525,7 +524,7 @@ class AdaptiveAgent(SimpleElasticAgent):
 
     def _spawned(self, handle: ReplicaHandle, pid: int) -> None:
         handle.pid = pid
-        self._decide(d.ReplicaStarted(handle.generation, handle.local_rank, pid))
+        self._decide(states.ReplicaStarted(handle.generation, handle.local_rank, pid))
         plan = self._plan
         mine = [h for h in self._replicas.values() if h.generation == handle.generation]
         if plan is not None and plan.generation == handle.generation and all(h.pid is not None for h in mine):
@@ -543,7 +542,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         message = ""
         if code not in (0, STOPPED):
             message = failures.describe(code, handle.error_file, self._setting.command.argv[0])
-        self._decide(d.ReplicaExited(handle.generation, handle.local_rank, code, time.time(), message))
+        self._decide(states.ReplicaExited(handle.generation, handle.local_rank, code, time.time(), message))
 
     def _channel_news(self, handle: ReplicaHandle) -> bool:
         messages = handle.receive()
@@ -562,27 +561,27 @@ class AdaptiveAgent(SimpleElasticAgent):
             case "hello":
                 handle.library = True
                 self._journal.hello()
-                self._decide(d.ReplicaHello(handle.generation, handle.local_rank))
+                self._decide(states.ReplicaHello(handle.generation, handle.local_rank))
             case "step":
                 self._heard_step(handle, int(message["step"]), float(message["time"]))
             case "event":
                 fields = {k: v for k, v in message.items() if k not in ("type", "event", "time")}
                 self._journal.emit(str(message["event"]), message.get("time"), **fields)
             case "ready":
-                self._decide(d.ReplicaReady(int(message["generation"]), handle.local_rank))
+                self._decide(states.ReplicaReady(int(message["generation"]), handle.local_rank))
             case "switched":
                 generation = int(message["generation"])
                 # newcomers are of their generation from the start
                 handle.switched = self._plan is None or self._plan.generation != generation
                 self._journal.last_step_was(message.get("last_step"))
-                self._decide(d.ReplicaSwitched(generation, handle.local_rank))
+                self._decide(states.ReplicaSwitched(generation, handle.local_rank))
             case "pong":
-                self._decide(d.ReplicaPong(handle.generation, handle.local_rank))
+                self._decide(states.ReplicaPong(handle.generation, handle.local_rank))
             case "resilient":
-                self._decide(d.ReplicaResilient(int(message["generation"]), handle.local_rank))
+                self._decide(states.ReplicaResilient(int(message["generation"]), handle.local_rank))
             case "broken":
                 logger.info("replica %d: others are gone: %s", handle.rank, message.get("reason"))
-                self._decide(d.ReplicaBroken(int(message["generation"]), handle.local_rank))
+                self._decide(states.ReplicaBroken(int(message["generation"]), handle.local_rank))
             case "hints":
                 if self._books.hints(message["hints"]):
                     self._journal.goodput(message["hints"])
@@ -600,7 +599,7 @@ class AdaptiveAgent(SimpleElasticAgent):
                 held = self.state.held
                 resilient = held is not None and all(r.resilient for r in held.replicas)
                 self._write_running(handle.generation, library=True, resilient=resilient)
-        self._decide(d.ReplicaStep(handle.generation, handle.local_rank, step))
+        self._decide(states.ReplicaStep(handle.generation, handle.local_rank, step))
 
     def _heard_saved(self, handle: ReplicaHandle, saved: dict[str, Any]) -> None:
         record = CheckpointRecord(

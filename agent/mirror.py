@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import TypeVar
 
-from adaptdl_elastic.agent import states as d
+from adaptdl_elastic.agent import states
 from adaptdl_elastic.agent.storelink import KeyChanged, Keyspace
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.records import (
@@ -47,7 +47,7 @@ class Mirror:
         keys = self._keys
         return keys.job(self._job), keys.nodes, f"{keys.root}coordinator/", keys.drain(self._node)
 
-    def learn(self, news: Keyspace | KeyChanged) -> Iterator[d.Event]:
+    def learn(self, news: Keyspace | KeyChanged) -> Iterator[states.Event]:
         """Take note of news; what of it concerns the decisions."""
         if isinstance(news, KeyChanged):
             yield from self._set(news.key, news.value)
@@ -58,7 +58,7 @@ class Mirror:
             for event in self._set(key, value):
                 # who is registered is known when all of it has been read: a node that comes later in
                 # the list has not vanished
-                if not isinstance(event, d.NodesSeen):
+                if not isinstance(event, states.NodesSeen):
                     yield event
         if news.prefix == self._keys.nodes:
             yield self._nodes()
@@ -72,7 +72,7 @@ class Mirror:
         ]
         return max(times, default=None)
 
-    def _set(self, key: str, value: str | None) -> Iterator[d.Event]:
+    def _set(self, key: str, value: str | None) -> Iterator[states.Event]:
         if value is None:
             self._values.pop(key, None)
         else:
@@ -82,7 +82,7 @@ class Mirror:
         except ValueError as error:  # MalformedRecordError, or a number that is none in a key
             logger.warning("ignored a value in the store: %s", error)
 
-    def _translate(self, key: str, value: str | None) -> Iterator[d.Event]:
+    def _translate(self, key: str, value: str | None) -> Iterator[states.Event]:
         keys = self._keys
         own = keys.job(self._job)
         if key.startswith(own):
@@ -103,30 +103,30 @@ class Mirror:
         elif key == keys.drain(self._node):
             self.drain = _decode(DrainRequest, value, key)
 
-    def _of_job(self, parts: list[str], key: str, value: str | None) -> Iterator[d.Event]:
+    def _of_job(self, parts: list[str], key: str, value: str | None) -> Iterator[states.Event]:
         match parts:
             case ["plan"] if value is not None:
-                yield d.PlanSeen(decode(Plan, value, key))
+                yield states.PlanSeen(decode(Plan, value, key))
             case ["status"] if value is not None:
-                yield d.StatusSeen(decode(JobStatus, value, key))
+                yield states.StatusSeen(decode(JobStatus, value, key))
             case ["spec"] if value is not None:
                 spec = decode(JobSpec, value, key)
-                yield d.SpecSeen(spec.run)
+                yield states.SpecSeen(spec.run)
             case ["request"]:
                 self.request = _decode(JobRequest, value, key)
             case ["checkpoint"]:
                 self.checkpoint = _decode(CheckpointRecord, value, key)
             case ["generations", _, "master"] if value is not None:
-                yield d.MasterSeen(decode(MasterRecord, value, key))
+                yield states.MasterSeen(decode(MasterRecord, value, key))
             case ["generations", generation, "ended", node] if value is not None:
                 record = decode(EndedRecord, value, key)
                 self.ended[int(generation), node] = record
-                yield d.EndedSeen(int(generation), node, record.outcome)
+                yield states.EndedSeen(int(generation), node, record.outcome)
 
-    def _nodes(self) -> d.NodesSeen:
+    def _nodes(self) -> states.NodesSeen:
         own = self.agents.get(self._node)
         holder = f"the agent at {own.host}, process {own.pid}" if own is not None else ""
-        return d.NodesSeen({node: record.agent for node, record in self.agents.items()}, holder)
+        return states.NodesSeen({node: record.agent for node, record in self.agents.items()}, holder)
 
 
 def _decode(kind: type[R], value: str | None, key: str) -> R | None:

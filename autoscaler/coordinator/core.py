@@ -74,7 +74,8 @@ def decide_at_once(
     if decided.ask is None:
         return decided
     answer = rounds.compute(policy, decided.ask, clock=lambda: 0.0)
-    memory = replace(decided.memory, broken=memory.broken)  # what the first has said is not carried out
+    # what the first has said is not carried out
+    memory = replace(decided.memory, undecidable=memory.undecidable)
     return decide(view, memory, keys=keys, fence=fence, settings=settings, answer=answer)
 
 
@@ -91,7 +92,7 @@ class _Deciding:
         self.conditions: dict[str, Condition] = {}
         self.described: dict[str, tuple[JobView, Condition]] = {}
         self.blocked: dict[str, set[str]] = {}  # jobs whose target waits for slots, and on which nodes
-        self.broken: dict[str, str] = {}  # jobs that nothing can be decided about, and why
+        self.undecidable: dict[str, str] = {}  # jobs that nothing can be decided about, and why
 
     def run(self) -> Decided:
         fenced = [job for job in self.view.jobs.values() if self._one(job, self._fence)]
@@ -111,7 +112,7 @@ class _Deciding:
                 self._one(found, self._apply)
         self._untangle()
         asked = self.draft.memory.asked
-        for name, why in (asked.broken if asked is not None else {}).items():
+        for name, why in (asked.undecidable if asked is not None else {}).items():
             if name in self.conditions:
                 self._leave_alone(name, why)
         for job in fenced:
@@ -119,7 +120,7 @@ class _Deciding:
         self.actions += left_behind.forget_ended(self.view, self.conditions, self.keys, self.settings)
         memory = replace(
             self.draft.memory,
-            broken=MappingProxyType(self._say_broken()),
+            undecidable=MappingProxyType(self._say_undecidable()),
             late=MappingProxyType(self.draft.late),
             restart_only=self.draft.restart_only,
             described=MappingProxyType(self.described),
@@ -130,7 +131,7 @@ class _Deciding:
 
     def _one(self, job: JobView, what: Callable[[JobView], bool]) -> bool:
         """Do something about a job, unless nothing can be: the others do not suffer from it."""
-        if job.job in self.broken:
+        if job.job in self.undecidable:
             return False
         before = len(self.actions)
         try:
@@ -142,22 +143,22 @@ class _Deciding:
 
     def _leave_alone(self, name: str, why: str) -> None:
         """Decide no more about this job than what it holds."""
-        self.broken[name] = why
+        self.undecidable[name] = why
         self.conditions.pop(name, None)
         self.blocked.pop(name, None)
 
-    def _say_broken(self) -> dict[str, str]:
+    def _say_undecidable(self) -> dict[str, str]:
         """Statuses and events of what has gone wrong; what is said by now."""
-        for name, why in self.broken.items():
+        for name, why in self.undecidable.items():
             job = self.view.jobs[name]
             status = left_alone(self.view, job, why)
             if status is not None:
                 at = job.unreadable.get("status") or (job.status.revision if job.status else 0)
                 self.actions.append(CompareAndSwap(self.keys.job(name, "status"), status, at))
-        strange = {name: why for name, why in self.draft.memory.strange.items() if name in self.view.jobs}
-        found = {**strange, **self.broken}
+        unusable = self.draft.memory.unusable_reports
+        found = {name: why for name, why in unusable.items() if name in self.view.jobs} | self.undecidable
         for name, why in found.items():
-            if self.draft.memory.broken.get(name) != why:
+            if self.draft.memory.undecidable.get(name) != why:
                 self.actions.append(Say("job_broken", {"job": name, "message": why}))
         return found
 
@@ -211,8 +212,9 @@ class _Deciding:
         else:
             found = rounds.still_valid(asked, answer.decision, self.view, conditions)
             pending = dict(answer.decision.pending)
-        for name in found.keys() & answer.strange.keys():
-            why = f"{found[name].reason}; its reports can not be calculated with: {answer.strange[name]}"
+        unusable = answer.unusable_reports
+        for name in found.keys() & unusable.keys():
+            why = f"{found[name].reason}; its reports can not be calculated with: {unusable[name]}"
             found[name] = replace(found[name], reason=why)
         self.draft.memory = replace(
             self.draft.memory,
@@ -221,7 +223,7 @@ class _Deciding:
             targets=MappingProxyType(found),
             pending=MappingProxyType(pending),
             policy_seconds=answer.seconds,
-            strange=MappingProxyType(dict(answer.strange)),
+            unusable_reports=MappingProxyType(dict(answer.unusable_reports)),
         )
 
     def _ask_policy(self) -> None:

@@ -44,7 +44,7 @@ class Question:
     causes: Mapping[str, tuple[Cause, str]]  # for jobs whose size somebody else chose: why, in words
     fingerprint: Any  # two questions with the same one need not both be asked, unless
     forecasts: Mapping[str, float]  # by job, the goodput it predicts for what it has, is another
-    broken: Mapping[str, str] = field(default_factory=dict)  # jobs that nothing can be asked about, and why
+    undecidable: Mapping[str, str] = field(default_factory=dict)  # jobs not to be asked about, and why
 
 
 def ask(
@@ -61,7 +61,7 @@ def ask(
     causes: dict[str, tuple[Cause, str]] = {}
     prints: list[Any] = []
     forecasts: dict[str, float] = {}
-    broken: dict[str, str] = {}
+    undecidable: dict[str, str] = {}
     for name in sorted(conditions):
         job, condition = view.jobs[name], conditions[name]
         if condition.phase not in _ACTIVE or job.spec is None or job.plan is None:
@@ -75,7 +75,7 @@ def ask(
         try:
             info, why = _job(view, job, condition, places, memory, settings, known)
         except Exception as error:  # this job's records alone: the others are asked about
-            broken[name] = described(error)
+            undecidable[name] = described(error)
             continue
         infos.append(info)
         current[name] = in_plan(condition.plan)
@@ -87,8 +87,8 @@ def ask(
             forecasts[name] = hints.predicted_goodput
     asked_about = {info.name for info in infos}
     nodes = _nodes(view, ledger, asked_about)
-    marks = tuple(prints), nodes, tuple(broken)
-    return Question(tuple(infos), nodes, current, causes, marks, forecasts, broken)
+    marks = tuple(prints), nodes, tuple(undecidable)
+    return Question(tuple(infos), nodes, current, causes, marks, forecasts, undecidable)
 
 
 def described(error: Exception) -> str:

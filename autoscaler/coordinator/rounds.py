@@ -53,7 +53,7 @@ class Answer:
     decision: Decision | None
     seconds: float  # of wall time
     error: str = ""
-    strange: Mapping[str, str] = field(default_factory=dict)  # jobs whose reports it could not use, and why
+    unusable_reports: Mapping[str, str] = field(default_factory=dict)  # of which jobs, and why
 
 
 def consider(
@@ -100,20 +100,20 @@ def compute(policy: Policy, asked: Round, clock: Callable[[], float] = time.perf
     Where it fails, jobs that it fails for by themselves are asked about once more without what they report.
     """
     started = clock()
-    strange: dict[str, str] = {}
+    unusable: dict[str, str] = {}
     try:
         try:
             decision = _asked(policy, asked, asked.question.jobs)
         except Exception:
-            strange = _strange(policy, asked)
-            if not strange:
+            unusable = _unusable_reports(policy, asked)
+            if not unusable:
                 raise
-            silent = [_silent(job) if job.name in strange else job for job in asked.question.jobs]
+            silent = [_silent(job) if job.name in unusable else job for job in asked.question.jobs]
             decision = _asked(policy, asked, silent)
     except Exception as error:
         return Answer(asked.number, None, clock() - started, described(error))
     seconds = clock() - started
-    return Answer(asked.number, replace(decision, seconds=seconds), seconds, strange=strange)
+    return Answer(asked.number, replace(decision, seconds=seconds), seconds, unusable_reports=unusable)
 
 
 def _asked(policy: Policy, asked: Round, about: Sequence[JobInfo]) -> Decision:
@@ -122,7 +122,7 @@ def _asked(policy: Policy, asked: Round, about: Sequence[JobInfo]) -> Decision:
     return policy(about, question.nodes, current, asked.now, asked.settings)
 
 
-def _strange(policy: Policy, asked: Round) -> dict[str, str]:
+def _unusable_reports(policy: Policy, asked: Round) -> dict[str, str]:
     """The jobs that the policy fails for even if they are alone, and how."""
     found: dict[str, str] = {}
     for job in asked.question.jobs:

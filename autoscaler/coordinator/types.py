@@ -81,10 +81,10 @@ class Memory:
         default_factory=lambda: MappingProxyType({})
     )
     policy_seconds: float = 0.0  # wall time of the last round
-    strange: Mapping[str, str] = field(  # jobs that the last round did without the reports of, and why
+    unusable_reports: Mapping[str, str] = field(  # of which jobs in the last round, and why
         default_factory=lambda: MappingProxyType({})
     )
-    broken: Mapping[str, str] = field(  # these and those that nothing could be decided about: said already
+    undecidable: Mapping[str, str] = field(  # of these and others nothing could be decided about: said
         default_factory=lambda: MappingProxyType({})
     )
 

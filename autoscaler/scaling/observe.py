@@ -57,7 +57,7 @@ def _jobs(view: View) -> tuple[list[JobInfo], frozenset[str], tuple[str, ...]]:
         except Exception as error:
             broken[name] = described(error)
     question = ask(view, conditions, Rounds(), Ledger(view), settings)
-    broken |= question.broken
+    broken |= question.undecidable
     asked = {info.name: info for info in question.jobs}
     found: list[JobInfo] = []
     changing: set[str] = set()
