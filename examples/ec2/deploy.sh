@@ -57,3 +57,5 @@ if [ -n "$head" ]; then
 fi
 aws cloudformation execute-change-set --change-set-name "$changes"
 aws cloudformation wait "$awaited" --stack-name "$stack"
+aws cloudformation describe-stacks --stack-name "$stack" --output text \
+  --query "Stacks[0].Outputs[].[OutputKey, OutputValue]"

@@ -20,11 +20,13 @@ AWS = f"""#!{sys.executable}
 import json, os, sys
 import jmespath
 arguments = sys.argv[1:]
-with open(os.environ["AWS_LOG"], "a") as log:
+with open(os.environ["AWS_LOG"], "a+") as log:
+    log.seek(0)
+    made = "execute-change-set" in log.read()
     log.write(json.dumps(arguments) + "\\n")
 world = json.loads(os.environ["AWS_WORLD"])
 answers = {{
-    "describe-stacks": world["stack"],
+    "describe-stacks": {{"Stacks": [{{"Outputs": world["outputs"]}}]}} if made else world["stack"],
     "describe-change-set": {{"Changes": world["changes"]}},
     "get-parameter": {{"Parameter": {{"Value": "ami-today"}}}},
 }}
@@ -35,7 +37,8 @@ elif arguments[1] in answers:
         sys.exit(254)
     query = arguments[arguments.index("--query") + 1] if "--query" in arguments else "@"
     found = jmespath.search(query, answers[arguments[1]])
-    print("\\t".join(found) if isinstance(found, list) else found)
+    rows = found if isinstance(found, list) else [found]
+    print("\\n".join("\\t".join(row) if isinstance(row, list) else str(row) for row in rows))
 """
 
 Deploy = Callable[..., tuple[subprocess.CompletedProcess[str], list[list[str]]]]
@@ -61,6 +64,7 @@ def deploy(tmp_path: Path) -> Deploy:
         *parameters: str, exists: bool, changes: list[dict[str, Any]], said: str = f"review: {CHANGES}"
     ) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
         world = {"stack": {"Stacks": []} if exists else None, "changes": changes, "said": said}
+        world["outputs"] = [{"OutputKey": "HeadInstance", "OutputValue": "i-1"}]
         done = subprocess.run(
             ["bash", EXAMPLES / "deploy.sh", "s", code, "bucket", "vpc", "subnet", "a,b", *parameters],
             env={
@@ -86,8 +90,9 @@ def called(calls: list[list[str]]) -> list[str]:
 def test_a_new_stack_gets_todays_image_and_is_waited_for(deploy: Deploy) -> None:
     done, calls = deploy(exists=False, changes=[])
     assert done.returncode == 0, done.stderr
-    assert called(calls)[-2:] == ["execute-change-set", "wait"]
-    assert calls[-1][2] == "stack-create-complete"
+    assert called(calls)[-3:] == ["execute-change-set", "wait", "describe-stacks"]
+    assert calls[-2][2] == "stack-create-complete"
+    assert done.stdout == "HeadInstance\ti-1\n"
     (made,) = [call for call in calls if call[1] == "deploy"]
     assert "HeadImage=ami-today" in made
 
@@ -96,7 +101,7 @@ def test_an_update_leaves_the_head_and_its_image_alone(deploy: Deploy) -> None:
     changes = [change("NodeTemplate", "False"), change("SpotGroup", "False")]
     done, calls = deploy("Command=other.py", exists=True, changes=changes)
     assert done.returncode == 0, done.stderr
-    assert calls[-1][2] == "stack-update-complete"
+    assert calls[-2][2] == "stack-update-complete"
     (made,) = [call for call in calls if call[1] == "deploy"]
     assert made[-1] == "Command=other.py"
     assert not [word for word in made if word.startswith("HeadImage")]
