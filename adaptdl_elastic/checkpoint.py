@@ -216,16 +216,25 @@ def save_all_states(
 ) -> Saved | None:
     """Save every registered state as one checkpoint. Call it on every replica, between the same steps.
 
-    Every state's `sync` runs on every replica; rank 0 then copies the states and writes them. With
-    `background` it returns after the copy. `done` is called on rank 0 with what was saved, from the
-    writer's thread, once the checkpoint is complete and durable.
-
-    Returns what was saved: on rank 0, in the foreground, when there is a checkpoint path; else None.
+    Every state's `sync` runs on every replica; rank 0 then copies the states and writes them.
 
     A background save with kind "periodic" is left out while an earlier one is still being written. A
     foreground save waits for an earlier one, and for `ADAPTDL_CHECKPOINT_TIMEOUT` (120 s) altogether.
-    Raises CheckpointSaveError, in the foreground only, when it could not be copied or written; in the
-    background that is a warning and an event. In either case the checkpoint before is still there.
+    Whatever goes wrong, the checkpoint before is still there.
+
+    Args:
+        kind: What the event log says of it: "request", "periodic", ….
+        background: Return after the copy.
+        step: The step that it is of; None: the present one.
+        done: Called on rank 0 with what was saved, from the writer's thread, once the checkpoint is
+            complete and durable.
+
+    Returns:
+        What was saved, on rank 0, in the foreground, when there is a checkpoint path; else None.
+
+    Raises:
+        CheckpointSaveError: in the foreground, when it could not be copied or written; in the background
+            that is a warning and an event.
     """
     begun = time.monotonic()
     session = _session.current()
@@ -288,7 +297,10 @@ def save_state(state: State, checkpoint_dir: str | os.PathLike[str], sync: bool 
     """Save one state as a file of its own in a directory, apart from the job's checkpoints.
 
     Call it on every replica; `sync` runs there first, unless False, and rank 0 writes. An older file is
-    replaced only by a complete one. Raises OSError when it can not be written.
+    replaced only by a complete one.
+
+    Raises:
+        OSError: when it can not be written.
     """
     _check_state(state)
     if sync:
@@ -312,8 +324,11 @@ def save_state(state: State, checkpoint_dir: str | os.PathLike[str], sync: bool 
 def load_state(state: State, checkpoint_dir: str | os.PathLike[str] | None = None) -> bool:
     """Load a state from the checkpoint that this generation goes on from; whether there was one.
 
-    With `checkpoint_dir` from what `save_state` wrote there. Raises CheckpointError when there are
-    checkpoints and none can be used, or when what was saved does not fit the state.
+    With `checkpoint_dir` from what `save_state` wrote there.
+
+    Raises:
+        CheckpointError: when there are checkpoints and none can be used, or when what was saved does not
+            fit the state.
     """
     _check_state(state)
     if checkpoint_dir is not None:
@@ -367,8 +382,11 @@ def loaded_id() -> str | None:
 def agree(broadcast: Callable[[Any], Any]) -> str | None:
     """Make all replicas go on from the one checkpoint that rank 0 chooses; its id.
 
-    `broadcast` returns rank 0's argument on every replica. Raises CheckpointError on every replica when
-    rank 0 can not choose, and on a replica that does not see what rank 0 chose.
+    `broadcast` returns rank 0's argument on every replica.
+
+    Raises:
+        CheckpointError: on every replica when rank 0 can not choose, and on a replica that does not see
+            what rank 0 chose.
     """
     session = _session.current()
     manager = _manager(session)

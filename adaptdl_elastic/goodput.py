@@ -101,7 +101,8 @@ class GoodputFunction:
     ) -> Any:
         """Goodput in samples (at the initial batch size) per second.
 
-        Raises ValueError for what is not a number, or below 1 (accumulation steps: below 0).
+        Raises:
+            ValueError: for what is not a number, or below 1 (accumulation steps: below 0).
         """
         for name, given in (("num_nodes", num_nodes), ("num_replicas", num_replicas)):
             _check(name, given, "at least 1", lambda x: x >= 1)
@@ -132,7 +133,8 @@ class GoodputFunction:
     def efficiency(self, batch_size: ArrayLike) -> Any:
         """Statistical efficiency relative to the initial batch size, 1 there, less above it.
 
-        Raises ValueError for a batch size that is not positive.
+        Raises:
+            ValueError: for a batch size that is not positive.
         """
         _check("batch_size", batch_size, "positive", lambda x: x > 0)
         scale = np.asarray(batch_size, dtype=float) / self._init_batch_size
@@ -159,12 +161,14 @@ class GoodputFunction:
         once, because two gradients are needed to estimate their variance. No total is above
         `max_batch_size` but for that rounding.
 
-        Returns (goodput, atomic batch size, accumulation steps). Goodput is 0 where no batch size
-        fits the bounds (the smallest atomic batch on every replica exceeds the maximum, or the
-        largest one is too small to reach the initial batch size without accumulation).
+        Returns:
+            (goodput, atomic batch size, accumulation steps). Goodput is 0 where no batch size
+                fits the bounds (the smallest atomic batch on every replica exceeds the maximum, or the
+                largest one is too small to reach the initial batch size without accumulation).
 
-        Raises ValueError for num_nodes < 1, fewer replicas than nodes, parts of a replica, or bounds below 1,
-        without end, or in the wrong order.
+        Raises:
+            ValueError: for num_nodes < 1, fewer replicas than nodes, parts of a replica, or bounds below 1,
+                without end, or in the wrong order.
         """
         for name, given in (("num_nodes", num_nodes), ("num_replicas", num_replicas)):
             _check(name, given, "a whole number of at least 1", lambda x: (x >= 1) & (x == np.floor(x)))
@@ -290,18 +294,25 @@ def fit_perf_params(
 ) -> PerfParams:
     """Fit θ to measured step times, all arguments of shape (P,), times in seconds.
 
-    `accum_step_time` is a pass without synchronisation, `optim_step_time` one with synchronisation and
-    optimizer step; zero or NaN means not measured. As in Pollux (section 4.1) the squared logarithmic
+    As in Pollux (section 4.1) the squared logarithmic
     error of both is minimised with two weak priors (γ near 1, β small against α), and a term that no
     measurement speaks for is assumed to cost nothing, so that a job is tried on more replicas: α_r
     until it ran on two replicas of one node, α_n until it ran on two nodes, β until it ran on more than
     two. Several nodes are never predicted to be cheaper than one. With one atomic batch size only, half
     of the time is attributed to α_c. Unlike there, errors beyond about 10 % pull linearly
     (pseudo-Huber loss), so a noisy neighbour or a slow first step does not bend the fit, and the solver
-    is Levenberg-Marquardt in log θ with the analytic Jacobian: 1-5 ms for 50 points. `guess`, the θ of a
-    fit to earlier measurements, makes it quicker still.
+    is Levenberg-Marquardt in log θ with the analytic Jacobian: 1-5 ms for 50 points.
 
-    Raises ValueError when lengths differ or nothing valid was measured.
+    Args:
+        num_nodes: Nodes of each measurement.
+        num_replicas: Replicas of each.
+        atomic_bsz: Samples per replica and pass.
+        accum_step_time: Of a pass without synchronisation; zero or NaN: not measured.
+        optim_step_time: Of a pass with synchronisation and optimizer step; zero or NaN: not measured.
+        guess: The θ of a fit to earlier measurements, which makes it quicker still.
+
+    Raises:
+        ValueError: when lengths differ or nothing valid was measured.
     """
     for name, given in (("num_nodes", num_nodes), ("num_replicas", num_replicas), ("atomic_bsz", atomic_bsz)):
         _check(name, given, "numbers", np.isreal)

@@ -153,8 +153,9 @@ _FIELDS = {
 def from_adaptdl(sched_hints: Mapping[str, Any]) -> dict[str, Any]:
     """AdaptDL's hints by the names of `JobHints`' fields; None values are left out.
 
-    Raises ValueError for a name that is not one of SCHED_HINTS (or, in perfParams, PERF_PARAMS), TypeError
-    for what is no dictionary.
+    Raises:
+        ValueError: for a name that is not one of SCHED_HINTS (or, in perfParams, PERF_PARAMS).
+        TypeError: for what is no dictionary.
     """
     if not isinstance(sched_hints, Mapping):
         raise TypeError(f"hints are a dictionary of {', '.join(SCHED_HINTS)}; got {sched_hints!r}")
@@ -212,8 +213,11 @@ def post_sched_hints(sched_hints: Mapping[str, Any], job_key: str | None = None)
     """Report hints of one's own, with AdaptDL's names, in place of the library's; whether an agent listens.
 
     What is not given stays what the library has measured. `job_key` is accepted for AdaptDL's sake: a
-    job can report for itself only. Raises ValueError for an unknown name, MalformedHintsError or TypeError
-    for a value that does not fit.
+    job can report for itself only.
+
+    Raises:
+        ValueError: for an unknown name.
+        MalformedHintsError, TypeError: for a value that does not fit.
     """
     from dataclasses import asdict
 

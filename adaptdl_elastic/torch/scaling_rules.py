@@ -166,7 +166,8 @@ class AdamScale(AdaScale):
     Panigrahi, Arora, *On the SDEs and Scaling Rules for Adaptive Gradient Algorithms*, NeurIPS 2022);
     where there is none it is 1. The default for Adam and AdamW, good for others with their second moment.
 
-    power: > 0 and ≤ 1.
+    Args:
+        power: > 0 and ≤ 1.
     """
 
     def __init__(self, power: float = 0.5) -> None:
@@ -200,10 +201,11 @@ class LEGWScale(ScalingRuleBase):
     """Linear-epoch gradual warm-up (You et al., *Large-Batch Training for LSTM and Beyond*, SC 2019).
 
     √S, reached linearly over S · base_warmup_epochs epochs. With a batch size that changes on the way,
-    epochs are counted in samples seen.
+    epochs are counted in samples seen. Needs an AdaptiveDataLoader, which knows the initial batch size.
 
-    base_warmup_epochs: of the initial batch size, ≥ 0. data_size: samples in an epoch, > 0. Needs an
-    AdaptiveDataLoader, which knows the initial batch size.
+    Args:
+        base_warmup_epochs: Of the initial batch size, ≥ 0.
+        data_size: Samples in an epoch, > 0.
     """
 
     def __init__(self, base_warmup_epochs: float, data_size: int) -> None:
