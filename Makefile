@@ -51,4 +51,4 @@ test: lint ## the tests
 	@$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10
 
 clean: ## remove what was built here
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .demo .cluster-demo .ec2-demo
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .demo .cluster-demo .ec2-demo .hypothesis .import_linter_cache

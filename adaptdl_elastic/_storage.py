@@ -324,7 +324,7 @@ class DirectoryStorage(Storage):
         """Make the directory, and ask the operating system."""
         try:
             self._root.mkdir(parents=True, exist_ok=True)
-            if not os.access(self._root, os.W_OK | os.X_OK):
+            if not os.access(self._root, os.W_OK | os.X_OK, effective_ids=True):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), self.path)
         except OSError as error:
             raise StorageError(f"no checkpoint can be written to {self.path}: {reason(error)}") from error

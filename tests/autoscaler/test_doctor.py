@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from coordinator_pump import Pump
-from forbidden import forbidden
+from forbidden import forbidden, unwritable
 from ports import free_port
 
 from adaptdl_elastic.autoscaler import doctor
@@ -41,10 +40,10 @@ def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
     assert (finding.level, finding.remedy) == (Level.ERROR, "choose another --checkpoint-path")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_that_may_not_be_written_to(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    assert worst(doctor.check_directory(tmp_path)) is Level.ERROR
+def test_a_directory_that_may_not_be_written_to() -> None:
+    with unwritable() as folder:
+        for path in (folder, folder / "not" / "yet"):
+            assert worst(doctor.check_directory(path)) is Level.ERROR
 
 
 def test_a_directory_below_one_that_may_not_be_entered(tmp_path: Path) -> None:

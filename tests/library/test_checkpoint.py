@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forbidden import unwritable
 from fresh import Script
 from numbers_state import Number
 
@@ -112,6 +113,28 @@ def test_tensors_are_restored_exactly_and_their_file_runs_no_code(script: Script
     file.seek(0)
     with pytest.raises(CheckpointError, match="not tensors or plain values"):
         Model(module, "other").load(file)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        ("a", "b", 1),
+        ("a", "a", 0),
+        ("", "b", 0),
+        ("4c1b79b0-6f0a-4c39-9a0c-0a1cf2a3b9a6", "b", 0),  # torchrun --standalone's
+        ("none", "b", 0),
+    ],
+)
+def test_a_checkpoint_of_another_job_is_told(
+    script: Script, caplog: pytest.LogCaptureFixture, first: str, second: str, told: int
+) -> None:
+    script.restart(ADAPTDL_JOB_ID=first)
+    Number("n")
+    checkpoint.save_all_states()
+    script.restart(ADAPTDL_JOB_ID=second)
+    Number("n")
+    assert caplog.text.count("is of job a, and this is job b") == told
+    assert caplog.text.count("two jobs") == told
 
 
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(
@@ -299,11 +322,11 @@ def test_torch_reports_a_really_full_device_as_such(script: Script) -> None:
     assert cause.errno == errno.ENOSPC
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_without_write_permission_is_told_at_the_start(script: Script, tmp_path: Path) -> None:
-    (tmp_path / "saved").mkdir(mode=0o500)
-    with pytest.raises(CheckpointError, match="Permission denied"):
-        Number("n")
+def test_a_directory_without_write_permission_is_told_at_the_start(script: Script) -> None:
+    with unwritable() as folder:
+        script.restart(ADAPTDL_CHECKPOINT_PATH=str(folder))
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            Number("n")
 
 
 def test_a_path_that_can_not_be_made_is_told_at_the_start(script: Script, tmp_path: Path) -> None:
