@@ -8,7 +8,9 @@ alone needs no `initialize`.
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -111,6 +113,8 @@ def _reducer() -> Reducer:
 def give_up(why: str) -> NoReturn:
     """End a newcomer that can not be brought to where the others are. Their training goes on without it."""
     print(f"this script can not be rescaled in place: {why}", file=sys.stderr, flush=True)
+    if threading.current_thread() is not threading.main_thread():  # of which SystemExit ends nothing else
+        os._exit(CAN_NOT_JOIN)
     raise SystemExit(CAN_NOT_JOIN)
 
 

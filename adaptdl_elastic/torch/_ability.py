@@ -90,7 +90,7 @@ class Ability:
             return
         if any(found):
             self.why = next(why for why in found if why)
-            self._session.metrics.inplace(*_inplace.possible(self._session))
+            self._session.metrics.inplace(*_inplace.may_change(self._session))
         else:
             self._session.control.request({"kind": COMMAND})
 

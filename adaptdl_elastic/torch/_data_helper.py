@@ -67,7 +67,7 @@ class AdaptiveDataLoaderHelper:
         self._atomic = local_batch(batch_size, self.replicas)
         self._accum = 0
         self._generation: int | None = None  # whose best batch size was asked for
-        self._told: int | None = None  # generation for which the agent knows what can be done in place
+        self._told: tuple[int, int] | None = None  # when the agent was told what can be done in place
         self._loops: Loops | None = None
         self._skipped = False
         self._mark = (0.0, 0, 0)  # progress, attempted steps, index: when a pass was last found to be made
@@ -456,11 +456,12 @@ class AdaptiveDataLoaderHelper:
         safe.guarded(state.boundary, self)
 
     def _report_position(self, session: _session.Session, state: Loops) -> None:
-        if self._told != session.generation:
+        now = (session.generation, state.finished)
+        if self._told != now:
             from adaptdl_elastic.torch import _inplace
 
-            self._told = session.generation
-            session.metrics.inplace(*_inplace.possible(session))
+            self._told = now
+            session.metrics.inplace(*_inplace.may_change(session))
         done = total = None
         if self.end_index:
             done = float(state.finished * self.end_index + min(state.index, self.end_index))

@@ -15,8 +15,8 @@ What is done, for generation g + 1 beside the running g:
 2. *Preview.* At an agreed boundary rank 0 puts a copy of everything but models into the store: where the
    script is, sums of accumulators, profiles. A newcomer goes on from it as from a checkpoint: finished
    epochs and data loops are skipped, `synchronized()` blocks show what they showed. Torch's process group
-   is a fake one of the planned size. It runs until it comes to the data loop under way, says so in the
-   store ("arrived"), and waits. Training goes on.
+   is one of the planned size, with nobody in it (`_waiting_group`). It runs until it comes to the data loop
+   under way, says so in the store ("arrived"), and waits. Training goes on.
 3. When all have arrived, rank 0 has the change agreed on like any other (`_control`). If the boundary is
    in the data loop that the newcomers wait at, it is carried out; else rank 0 writes a new preview, and
    they go on to where the script is now. A newcomer that calls a collective on its way can not be
@@ -57,7 +57,7 @@ import torch.distributed
 from adaptdl_elastic import checkpoint, collective, env
 from adaptdl_elastic._session import Identity, Session
 from adaptdl_elastic.reducer import Reducer
-from adaptdl_elastic.torch import _ability, _backend, _recovery, _transfer
+from adaptdl_elastic.torch import _ability, _backend, _habits, _recovery, _transfer, _waiting_group
 from adaptdl_elastic.torch._loops import loops
 from adaptdl_elastic.torch._process_group import connect_torch, leave_torch, listening_host, relax_torch
 from adaptdl_elastic.torch._registry import current_dataloader
@@ -164,6 +164,10 @@ class Rescaler:
             if 0 not in plan.message["ranks"]:
                 raise ValueError("one of those who stay must be rank 0")
             store = plan.meeting()
+            _habits.look(self._session, again=True)  # a script may have made more since its first data loop
+            why = self._why_not(plan)
+            if why is not None:
+                self._refuse(plan, why)
             while self._wanted(plan):
                 plan.tried.clear()
                 command: Command = {"generation": plan.generation, "attempt": plan.attempt}
@@ -204,7 +208,7 @@ class Rescaler:
             state.sync()  # to be armed is to remember sums that all have
         if known is not None:
             known.agree()
-        session.metrics.inplace(*possible(session))
+        session.metrics.inplace(*may_change(session))
         _recovery.recovery(session).arm()
 
     def _switch(self, command: Command) -> None:
@@ -252,8 +256,27 @@ class Rescaler:
         self._plans = {g: p for g, p in self._plans.items() if g > generation}
         self._past = {}
 
+    def _why_not(self, plan: Plan) -> str | None:
+        """What forbids this plan; None: nothing. Who stays has of its own what newcomers would have not."""
+        why = _habits.why_not_remade(self._session)
+        return why if why or not plan.newcomers else _habits.why_nobody_may_join(self._session)
+
+    def _refuse(self, plan: Plan, why: str) -> None:
+        """Rank 0: let a plan be, and its newcomers give up. Its time limit makes it a restart."""
+        plan.called_off = True
+        log.warning("generation %d can not begin in place: %s", plan.generation, why)
+        self._session.metrics.inplace(False, why)
+        with contextlib.suppress(RuntimeError):  # the store is gone, and nobody waits
+            store = plan.meeting()
+            for attempt in (plan.attempt, plan.attempt + 1):  # the one they wait for
+                store.set(f"step/{attempt}", _seal({"refused": why}))
+
     def _met(self, plan: Plan, command: Command) -> bool:
         """Rank 0: whether the newcomers wait where the script is, or come there within moments."""
+        why = self._why_not(plan)
+        if why is not None:
+            self._refuse(plan, why)
+            return False
         if command.get("at") not in (None, list(command["position"][:2])):
             # Where data loops are short the next boundary is always in another one: then the others wait.
             plan.missed += 1
@@ -308,13 +331,17 @@ class Newcomer:
     def _next(self) -> dict[str, Any]:
         key = f"step/{self._attempt}"
         self._store.wait([key], _FOREVER)
-        return _open(self._store.get(key))
+        step = _open(self._store.get(key))
+        if "refused" in step:
+            collective.give_up(step["refused"])
+        return step
 
     def arrive(self, place: tuple[int, int], loader: str) -> bool:
         """Come to a loop over `loader`: join the others in it, or pass it by because they have (False)."""
         session, known = self.session, _ability.ability(self.session)
         if known is not None:
             known.insist()  # before anybody counts on this replica
+        _habits.look(session)  # now, while nobody waits for it
         while place >= self._at:
             self._store.set(f"arrived/{self._attempt}/{session.rank}", loader)
             session.send({"type": "ready", "generation": session.generation})
@@ -334,7 +361,7 @@ class Newcomer:
 
     def _join(self) -> None:
         session, began = self.session, time.monotonic()
-        dist.destroy_process_group()
+        _waiting_group.leave()
         form(session, self._store, self._attempt - 1)
         _transfer.take(session)
         session.joining = False
@@ -378,8 +405,16 @@ def on_plan(session: Session, message: Message) -> None:
         rescaler(session).on_plan(message)
 
 
+def may_change(session: Session) -> tuple[bool, str]:
+    """Whether this script and backend can change their size in place, newcomers and all; and why not."""
+    able, why = possible(session)
+    if able:
+        why = _habits.why_not_remade(session) or _habits.why_nobody_may_join(session) or ""
+    return not why, why
+
+
 def possible(session: Session) -> tuple[bool, str]:
-    """Whether this script and backend can change their size in place, and why not."""
+    """Whether replicas of this script and backend can be of another generation; the same on all; why not."""
     why = _ability.why_not(session)
     if why is not None:
         return False, why
@@ -387,6 +422,8 @@ def possible(session: Session) -> tuple[bool, str]:
         return False, "an AdaptiveDataParallel was given a process group of its own"
     if not _recovery.models(session):
         return False, "no AdaptiveDataParallel has been made"
+    if _habits.own_groups():
+        return False, _habits.GROUPS
     if session.channel is not None and env.secret() is None:
         return False, "there is no ADAPTDL_SECRET"
     return True, ""
@@ -398,9 +435,7 @@ def is_newcomer() -> bool:
 
 
 def begin_joining(session: Session, backend: str) -> None:
-    """A newcomer's `init_process_group`: a fake group of the planned size, and the others' states."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
+    """A newcomer's `init_process_group`: a group of the planned size, and the others' states."""
     store = meeting(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), session.generation)
     found = session.scratch[_NEWCOMER] = Newcomer(session, backend, store)
     session.start()
@@ -410,7 +445,7 @@ def begin_joining(session: Session, backend: str) -> None:
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
     found.preview()
     hook = sys.excepthook
-    dist.init_process_group("fake", store=FakeStore(), rank=session.rank, world_size=session.replicas)
+    _waiting_group.enter(backend, session.rank, session.replicas)
     sys.excepthook = hook
     _warm_up(_backend.kind(backend).training_device())
 

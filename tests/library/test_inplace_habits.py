@@ -1,0 +1,129 @@
+"""What a script may not do where its size changes in place: found out, and a restart instead."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_agent
+import loop_script_path
+import pytest
+import torch
+from fake_agent import FakeAgent
+
+CAN_NOT_JOIN = 76
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
+    jobs: list[FakeAgent] = []
+
+    def start(replicas: int, habit: str, **given: Any) -> FakeAgent:
+        settings = fake_agent.settings(habit=habit, **given)
+        environment = {"LOOP": settings, "OUT": str(tmp_path), "ADAPTDL_REPORT_INTERVAL": "0.5"}
+        job = FakeAgent(loop_script_path.HABIT, tmp_path, **environment)
+        jobs.append(job)
+        job.start(replicas)
+        job.wait_for("step", replicas)
+        return job
+
+    yield start
+    for job in jobs:
+        job.__exit__()
+
+
+def test_every_collective_of_torchs_ends_a_newcomer(tmp_path: Path) -> None:
+    script = loop_script_path.PATH.with_name("waiting_calls.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    ended = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(ended) == 28
+    assert {name: code for name, code in ended if code != CAN_NOT_JOIN} == {}
+    lines = [line for line in done.stderr.splitlines() if "can not be rescaled in place" in line]
+    for (name, _), line in zip(ended, lines, strict=True):
+        assert line.startswith(f"{name}: this script can not be rescaled in place: it calls ")
+        what = name if name.startswith("a collective") else f"torch.distributed.{name} "
+        assert what in line.partition("it calls ")[2]
+        assert f"({script}:" in line
+
+
+@pytest.mark.parametrize(
+    ("habit", "named"),
+    [
+        ("broadcast", "torch.distributed.broadcast ("),
+        ("objects", "torch.distributed.broadcast_object_list ("),
+    ],
+)
+def test_a_newcomer_gives_up_at_a_collective_of_torchs(start: Any, habit: str, named: str) -> None:
+    job = start(2, habit)
+    job.plan(3)
+    (newcomer,) = job.pending
+    assert newcomer.join() == CAN_NOT_JOIN
+    assert named in newcomer.text()
+    job.withdraw()
+    job.wait_for("step", 2)
+    job.rescale(1)
+    job.finish()
+
+
+@pytest.mark.parametrize(
+    ("habit", "why"),
+    [
+        ("scheduler", "AdaptiveDataParallel was not given the StepLR in use as lr_scheduler"),
+        ("scaler", "AdaptiveDataParallel was not given the GradScaler in use as mp_scaler"),
+        ("new group", "the script has process groups of its own"),
+        ("late group", "the script has process groups of its own"),
+        ("plain DDP", "there is a DistributedDataParallel beside AdaptiveDataParallel"),
+    ],
+)
+def test_what_newcomers_would_not_share_is_no_change_in_place(start: Any, habit: str, why: str) -> None:
+    """The agent hears of it; and who comes all the same is told, and leaves the others in peace."""
+    job = start(2, habit)
+    assert hints(job, lambda told: not told["inplace"])["inplace_reason"] == why
+    job.plan(3)
+    (newcomer,) = job.pending
+    assert newcomer.join() == CAN_NOT_JOIN
+    if habit not in ("new group", "plain DDP"):  # which it comes to before it asks where the others are
+        assert f"this script can not be rescaled in place: {why}\n" in newcomer.text()
+    job.withdraw()
+    job.drain()
+    job.wait_for("step", 2)
+    if habit in ("scheduler", "scaler"):  # those who are there have what they need
+        job.rescale(1)
+    job.finish()
+
+
+@pytest.mark.parametrize("habit", ["scheduler", "nested scheduler", "scaler"])
+def test_what_was_given_goes_along(start: Any, tmp_path: Path, habit: str) -> None:
+    job = start(2, habit, given=True)
+    stays_in_place(job, tmp_path)
+
+
+@pytest.mark.parametrize("habit", ["", "dry run"])
+def test_what_is_not_used_is_in_nobodys_way(start: Any, tmp_path: Path, habit: str) -> None:
+    """A scheduler and a GradScaler that are there and do nothing; a step before the data loop."""
+    job = start(2, habit)
+    stays_in_place(job, tmp_path)
+
+
+def stays_in_place(job: FakeAgent, folder: Path) -> None:
+    assert hints(job, lambda told: told["step"] > 12)["inplace"]  # some epochs
+    job.rescale(3)
+    job.wait_for("step", 3)
+    job.finish()
+    first, *others = [torch.load(folder / f"result-{rank}") for rank in range(3)]
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
+
+
+def hints(job: FakeAgent, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The first such report of rank 0's."""
+    while True:
+        sender, message, _ = job.messages.get(timeout=fake_agent.PATIENCE)
+        if message["type"] == "hints" and sender is job.running[0] and wanted(message["hints"]):
+            found: dict[str, Any] = message["hints"]
+            return found

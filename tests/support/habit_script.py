@@ -1,0 +1,88 @@
+"""Scripts that do what can not be done in place, each in the way that HABIT names.
+
+LOOP holds settings. "given": AdaptiveDataParallel is given what the habit is about, as it should be.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import adaptdl_elastic.torch as adl
+
+S = {"habit": "", "given": False, "epochs": 200, "size": 48, "pace": 0.05, **json.loads(os.environ["LOOP"])}
+OUT = Path(os.environ["OUT"])
+
+
+class Wrapped:
+    """A scheduler of a script's own, around one of torch's."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def step(self):
+        self.inner.step()
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
+
+
+def main():
+    habit = S["habit"]
+    torch.manual_seed(3)
+    adl.init_process_group("gloo")
+    if habit == "broadcast":
+        dist.broadcast(torch.ones(1), 0)
+    elif habit == "objects":
+        dist.broadcast_object_list([None], 0)
+    elif habit == "new group":
+        dist.new_group([0])
+    elif habit == "plain DDP":
+        own = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+    loader = adl.AdaptiveDataLoader(range(S["size"]), batch_size=12, shuffle=True)
+    net = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    if habit == "nested scheduler":
+        parts = [scheduler, torch.optim.lr_scheduler.ConstantLR(optimizer)]
+        scheduler = Wrapped(torch.optim.lr_scheduler.ChainedScheduler(parts))
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    model = adl.AdaptiveDataParallel(
+        net,
+        optimizer,
+        lr_scheduler=scheduler if S["given"] else None,
+        mp_scaler=scaler if S["given"] else None,
+    )
+    if habit == "dry run":  # all of it is replaced when a newcomer joins
+        model(torch.ones(2, 1)).sum().backward()
+        model.zero_grad()
+    for epoch in adl.remaining_epochs_until(S["epochs"]):
+        for batch in loader:
+            optimizer.zero_grad()
+            loss = model(batch[:, None].float() / S["size"]).mean()
+            if habit == "scaler":
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                loss.backward()
+                optimizer.step()
+            if habit == "plain DDP":
+                own(torch.ones(1, 1)).sum().backward()
+            if not (OUT / "hurry").exists():
+                time.sleep(S["pace"])
+        if "scheduler" in habit:
+            scheduler.step()
+        if habit == "late group" and epoch == 2:
+            dist.new_group()
+    torch.save([p.detach() for p in net.parameters()], OUT / f"result-{adl.rank()}")
+
+
+if __name__ == "__main__":
+    main()
