@@ -264,6 +264,8 @@ class _Deciding:
         how, step = self.draft.route(job, target.allocation)
         if self.draft.insists(job, how):
             return False
+        if condition.plan is not None and self.draft.backs_off(job, condition.plan, target.allocation):
+            return False
         short = {n: r - self.ledger.free_for(name, n) for n, r in target.allocation.items()}
         short = {node: missing for node, missing in short.items() if missing > 0}
         if short:

@@ -21,6 +21,7 @@ from adaptdl_elastic.autoscaler.coordinator.types import (
     Memory,
     Say,
     Settings,
+    Stillborn,
 )
 from adaptdl_elastic.autoscaler.state import JobView, Seen, View
 from adaptdl_elastic.rendezvous.keys import Keys
@@ -89,6 +90,43 @@ class Draft:
         why = self.why_restart(job) or "none of its nodes would stay"
         size = counted(plan.replicas, "replica")
         self.notes[job.job].waits_for = f"keeps its {size}: {INSISTS}, and {why}"
+        return True
+
+    def count_stillborn(self, plan: Plan, started_at: float) -> None:
+        """Remember that a newcomer has died, if that was within moments of its joining.
+
+        A death costs nothing of the restart budget. One that comes of joining (no memory for one more, a
+        library that crashes) would come again each time, at once and for ever.
+        """
+        now, settings = self.view.now, self.settings
+        if started_at and now - started_at > settings.joined:
+            return
+        last = self.memory.stillborn.get(plan.run)
+        if last is not None and last.generation == plan.generation:
+            return  # the plan that answered it could not be written
+        again = last is not None and now - last.at < 2 * (self._pause(last) + settings.max_backoff)
+        runs = {found.run for job in self.view.jobs.values() if (found := jobs.this_run(job)) is not None}
+        known = {run: one for run, one in self.memory.stillborn.items() if run in runs}
+        known[plan.run] = Stillborn(last.times + 1 if last is not None and again else 1, now, plan.generation)
+        self.memory = replace(self.memory, stillborn=MappingProxyType(known))
+
+    def _pause(self, last: Stillborn) -> float:
+        return jobs.pause_before_restart(last.times, self.settings)
+
+    def backs_off(self, job: JobView, plan: Plan, allocation: Allocation) -> bool:
+        """Whether a change is put off that would bring replicas where the last ones died as they joined."""
+        last, now = self.memory.stillborn.get(plan.run), in_plan(plan)
+        if last is None or all(count <= now.get(node, 0) for node, count in allocation.items()):
+            return False
+        pause = self._pause(last)
+        if self.view.now >= last.at + pause:
+            return False
+        self.wake(last.at + pause)
+        size = counted(plan.replicas, "replica")
+        self.notes[job.job].waits_for = (
+            f"keeps its {size}: those that joined have died at once, {counted(last.times, 'time')} in a row "
+            f"(is there memory for one more?); the next try follows after {pause:g} s"
+        )
         return True
 
     def with_late(self) -> Memory:

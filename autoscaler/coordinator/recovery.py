@@ -125,6 +125,15 @@ def inquire(job: JobView, plan: Plan, gone: Iterable[str], least: int) -> Losses
     )
 
 
+def newcomers(plan: Plan, losses: Losses) -> bool:
+    """Whether somebody is among the dead whom a change in place has brought."""
+    if plan.transition is not Transition.INPLACE or losses.generation != plan.generation:
+        return False
+    base = before(plan)
+    old = {one.node: slots_of(_placed(one)) for one in plan.leaving if one.generation == base}
+    return any(set(dead) - set(old.get(node, ())) for node, dead in losses.dead.items())
+
+
 def died(job: JobView, plan: Plan, generation: int, member: Placement) -> bool:
     """Whether a node's part of a generation has ended because its replicas were killed, not failed."""
     if _outcome(job, generation, member.node) not in (Outcome.FAILED, Outcome.ABORTED):

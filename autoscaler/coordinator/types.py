@@ -29,6 +29,7 @@ class Settings:
     hello_grace: float = 30.0  # a script that has not said hello for so long does not use the library
     backoff: float = 1.0  # before the second restart in a row; doubles
     max_backoff: float = 60.0
+    joined: float = 10.0  # a replica that dies so soon after it has joined may have died of that
     refill_after: float = 300.0  # a generation that lives so long and saves pays the restarts back
     late_pardon: float = 600.0  # a node that did not start in time is tried again after so long
     inplace_pause: float = 0.2  # of a change in place until one was measured (results/rescale_pause.md)
@@ -56,6 +57,15 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Stillborn:
+    """Replicas of a job that have died as soon as they had joined it, one time after the other."""
+
+    times: int
+    at: float  # the last time
+    generation: int  # then
+
+
+@dataclass(frozen=True)
 class Memory:
     """What a leader knows beyond the store, or has read there. Losing it costs a round of the policy."""
 
@@ -72,6 +82,7 @@ class Memory:
         default_factory=lambda: MappingProxyType({})
     )
     restart_only: frozenset[str] = frozenset()  # runs of jobs that could not be changed in place
+    stillborn: Mapping[str, Stillborn] = field(default_factory=lambda: MappingProxyType({}))  # by run
     waiting: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # job -> since when
     pending: Mapping[str, str] = field(  # jobs that the policy could give nothing, and why
         default_factory=lambda: MappingProxyType({})

@@ -24,7 +24,7 @@ def see_to(draft: Draft, job: JobView, condition: Condition) -> None:
         return
     assert condition.plan is not None
     if condition.health.recovers is not None:
-        _recover(draft, job, condition.plan, condition.health.recovers, condition.health.lost)
+        _recover(draft, job, condition, condition.plan, condition.health.recovers)
     elif condition.plan.transition is Transition.RECOVER and condition.phase is Phase.CHANGING:
         # what else is wanted can wait for it: nobody could save anything now
         draft.wake(condition.health.settled_at)
@@ -77,8 +77,11 @@ def _mend(draft: Draft, job: JobView, condition: Condition, plan: Plan) -> None:
     draft.replan(job, plan, Cause.FAILURE, Transition.ABORT, why, restarts, step)
 
 
-def _recover(draft: Draft, job: JobView, plan: Plan, losses: Losses, lost: tuple[str, ...]) -> None:
+def _recover(draft: Draft, job: JobView, condition: Condition, plan: Plan, losses: Losses) -> None:
     """Let those who live go on in their processes without the dead."""
+    lost = condition.health.lost
+    if not lost and recovery.newcomers(plan, losses):
+        draft.count_stillborn(plan, condition.health.started_at)
     cause = Cause.NODE_LOST if lost else Cause.REPLICA_LOST
     why = recovery.describe(job, losses, lost)
     found = {one.node: one.replicas for one in losses.survivors}
@@ -153,7 +156,7 @@ def _by_hand(draft: Draft, job: JobView, plan: Plan) -> None:
     if found is not None and sum(found.values()) == wanted:
         why = f"adaptdl scale: {counted(wanted, 'replica')}"
         how, step = draft.route(job, found)
-        if not draft.insists(job, how):
+        if not draft.insists(job, how) and not draft.backs_off(job, plan, found):
             draft.publish(job, Change(step, Cause.MANUAL, how, why, midway=step != found))
 
 

@@ -318,6 +318,57 @@ def test_a_new_leader_carries_on(pump: Pump) -> None:
     assert pump.plan("a").transition is Transition.RECOVER
 
 
+def let_join(pump: Pump) -> float:
+    """Until a second replica has joined; how many seconds that took."""
+    begun = pump.clock()
+    pump.settle()
+    while pump.plan("a").transition is Transition.RECOVER:
+        pump.clock.now += 0.1
+        pump.settle()
+    assert slots(pump.plan("a")) == {"n0": (1, 0)}
+    return round(pump.clock() - begun)
+
+
+def left_with_one(pump: Pump) -> None:
+    """A job of two, of which one has died; it changes in place, and is to have two again."""
+    resilient(pump, nodes=1, slots=2)
+    pump.agents[0].inplace = True
+    pump.agents[0].lose(0)
+    pump.settle()
+    pump.agents[0].report(pump.plan("a"), inplace=True)
+    pump.ask("a", replicas=2)
+
+
+def test_newcomers_that_die_as_they_join_are_brought_back_with_pauses(pump: Pump) -> None:
+    """As where there is no memory for one more: it would die each time, at once and for ever."""
+    left_with_one(pump)
+    waited = []
+    for _ in range(5):
+        waited.append(let_join(pump))
+        pump.agents[0].lose(0)
+        pump.decide()
+        assert (pump.plan("a").transition, pump.plan("a").restarts) == (Transition.RECOVER, 0)
+    assert waited == [0, 0, 1, 2, 4]
+    pump.settle()
+    reason = pump.status("a").reason
+    assert "keeps its 1 replica" in reason
+    assert "have died at once, 5 times in a row" in reason
+
+
+@pytest.mark.parametrize("slot", [0, 1], ids=["a newcomer", "one that was there before"])
+def test_other_deaths_are_replaced_at_once(pump: Pump, slot: int) -> None:
+    left_with_one(pump)
+    for _ in range(4):
+        assert let_join(pump) == 0
+        if slot == 0:
+            pump.later(pump.settings.joined + 0.1)
+        pump.agents[0].lose(slot)
+        pump.decide()
+        assert pump.plan("a").transition is Transition.RECOVER
+        if slot == 1:
+            break
+
+
 # -- with planned changes
 
 
