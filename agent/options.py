@@ -340,7 +340,7 @@ def check(
         threads=None if "OMP_NUM_THREADS" in environ or slots == 1 else 1,
         virtual_local_rank=bool(getattr(args, "virtual_local_rank", False)),
         event_log_handler=getattr(args, "event_log_handler", "null"),
-        notes=_notes(args, given, standalone, slots),
+        notes=_notes(args, given, environ, standalone, slots),
     )
 
 
@@ -460,8 +460,14 @@ def _ranks(text: str) -> frozenset[int] | None:
         raise OptionError(f"--local-ranks-filter={text} is not a list of numbers, as in 0,1") from None
 
 
-def _notes(args: argparse.Namespace, given: set[str], standalone: bool, slots: int) -> tuple[str, ...]:
+def _notes(
+    args: argparse.Namespace, given: set[str], environ: Mapping[str, str], standalone: bool, slots: int
+) -> tuple[str, ...]:
     notes = [f"--{n.replace('_', '-')} has no effect: {why}" for n, why in _NO_MEANING.items() if n in given]
+    for name, why in _NO_MEANING.items():
+        variable = f"PET_{name.upper()}"  # torchrun reads its options from there, too
+        if name not in given and environ.get(variable):
+            notes.append(f"{variable} has no effect: {why}")
     if standalone and "rdzv_endpoint" in given and args.standalone:
         notes.append(f"--rdzv-endpoint={args.rdzv_endpoint} has no effect with --standalone")
     shown = _ranks(args.local_ranks_filter)

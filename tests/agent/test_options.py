@@ -113,6 +113,13 @@ def test_an_option_without_effect_is_told(option: str) -> None:
     assert " has no effect: " in note
 
 
+def test_a_variable_of_torchrun_without_effect_is_told() -> None:
+    (note,) = parse(PET_NODE_RANK="1", PET_MASTER_ADDR="", PET_ROLE="x").notes
+    assert note == "PET_NODE_RANK has no effect: the coordinator gives out ranks"
+    (note,) = parse("--node-rank=1", PET_NODE_RANK="1").notes
+    assert note.startswith("--node-rank ")
+
+
 @pytest.mark.parametrize(
     ("short", "full"), [("--node-ran=1", "--node-rank"), ("--standalon", "--standalone")]
 )
