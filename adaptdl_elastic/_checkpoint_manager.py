@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
+from uuid import UUID
 
 from adaptdl_elastic import _storage
 from adaptdl_elastic._storage import ChecksumWriter, DamagedError, Manifest, Storage, StorageError
@@ -193,7 +194,7 @@ class CheckpointManager:
             except StorageError as error:  # not damage: an older one might be read and would lose training
                 raise CheckpointError(f"{error}: not going on from an older checkpoint") from error
             else:
-                logger.info("going on from checkpoint %s in %s", checkpoint_id, self.storage.path)
+                self._tell_whose(self.storage)
                 return checkpoint_id
         if candidates:
             raise CheckpointError(
@@ -246,6 +247,20 @@ class CheckpointManager:
             raise
         self._manifest, self._unclaimed = manifest, files
         self._history = (*manifest.history, checkpoint_id)[-HISTORY:]
+
+    def _tell_whose(self, storage: Storage) -> None:
+        assert self._manifest is not None
+        logger.info("going on from checkpoint %s in %s", self._manifest.id, storage.path)
+        whose = self._manifest.job
+        if self._writes and self._job != whose and _is_name(self._job) and _is_name(whose):
+            logger.warning(
+                "checkpoint %s in %s is of job %s, and this is job %s, which goes on from it: two jobs that "
+                "run at a time need an ADAPTDL_CHECKPOINT_PATH each",
+                self._manifest.id,
+                storage.path,
+                whose,
+                self._job,
+            )
 
     def decline(self) -> None:
         """Start afresh, as rank 0 does."""
@@ -459,3 +474,11 @@ def _root_cause(error: BaseException) -> BaseException:
             return seen
         seen = seen.__cause__ or seen.__context__
     return error
+
+
+def _is_name(job: str) -> bool:
+    """Whether somebody chose it, and not torchrun: nothing, or `--standalone`'s random number."""
+    with suppress(ValueError):
+        UUID(job)
+        return False
+    return job not in ("", "none")

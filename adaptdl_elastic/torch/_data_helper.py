@@ -57,6 +57,7 @@ class AdaptiveDataLoaderHelper:
                 f"batch_size={batch_size!r}: give the number of samples per step over all replicas, 1 or more"
             )
         self.batch_size = batch_size = size
+        self.sample_dimension: int | None = None  # of the batches, along which samples lie; None: not known
         self.end_index: int = 0
         self._registry = registry()
         self.key = self._registry.key()

@@ -132,8 +132,9 @@ class Sampler:
                 raise ValueError(
                     f"an output of shape {list(gradient.shape)} has no dimension of {count} samples"
                 )
+            known = self._batch.dimension
             shape = [1] * gradient.ndim
-            shape[dims[0]] = count
+            shape[known if known in dims else dims[0]] = count
             signed.append(gradient * signs.to(gradient.device, gradient.dtype).view(shape))
         return signed
 

@@ -54,6 +54,7 @@ class Batch:
     weight: float = 1.0  # w of the module's docstring
     even: bool = True  # every micro-batch of the window, on every replica, is of one size, and not tiny
     local: int | None = None  # samples here; None: not known
+    dimension: int | None = None  # of the batch's tensors, along which they lie; None: not known
     size: float = 1.0  # S: samples of the window relative to the initial batch size
     scale: float = 1.0  # what learning rates are scaled for: S, but 1 for the short end of an epoch
 

@@ -206,6 +206,16 @@ class GradientNoiseScale:
         self._steps += 1
         self._accum_count = 0
 
+    def change_units(self, factor: float) -> None:
+        """The initial batch size is `factor` times what it was: forget the moments, convert what is counted.
+
+        A step of the new one is worth the gain of `factor` steps of the old one.
+        """
+        self._progress /= self.gain(factor) if self.known else factor
+        self._samples /= factor
+        self._moments = Moments(self._moments.groups, self._moments.smoothing)
+        self._next, self._factors = self._steps, None
+
     @property
     def preconditioner(self) -> Preconditioner | None:
         """What gradients are divided by before their norms are taken; None: nothing."""

@@ -71,6 +71,7 @@ class AdaptiveBPTTIterator(AdaptiveDataLoaderMixin):
         if kwargs:
             raise TypeError(f"unknown arguments: {', '.join(sorted(kwargs))}")
         super().__init__(batch_size)
+        self._elastic.sample_dimension = 1  # (time, streams)
         if self._elastic.batch_size > len(tokens) - 1:
             raise ValueError(
                 f"batch_size={batch_size!r}: {len(tokens)} tokens make at most {len(tokens) - 1} streams"

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic.torch import _amp, _backend, _buckets
 from adaptdl_elastic.torch._arguments import OWNER, check_arguments
+from adaptdl_elastic.torch._loops import loops
 from adaptdl_elastic.torch._registry import current_dataloader
 from adaptdl_elastic.torch._sampling import Sampler
 from adaptdl_elastic.torch._window import Batch, Window, accumulates, on_backward, watch
@@ -74,10 +75,11 @@ class AdaptiveDataParallel(DistributedDataParallel):
         kind = AdamGradientNoiseScale if isinstance(self.scaling_rule, AdamScale) else GradientNoiseScale
         self.gns: GradientNoiseScale = kind(self, optimizer, mp_scaler)
         self._window = Window(model.parameters())
-        self._looked_for_scalers = False
+        self._looked_for_scalers = self._looked_for_scheduler = False
         self._task = -1  # of the autograd engine: the last backward pass
         self._batch = Batch()
         self._initial_batch_size: int | None = None
+        self._saved_batch_size: int | None = None  # the same of the run that the checkpoint is of
         self._attach_hook()
         self._state = _ParallelState(self, name)  # refuses a second one of a name, before anything is patched
         self.scaling_rule.initialize(self, optimizer, patch_optimizer=True)
@@ -310,6 +312,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
             initial, window = loader.batch_size, loader.window_samples
             parts = replicas * micro_batches
             full = parts * loader.current_local_bsz
+            if self._initial_batch_size is None:
+                self._first_batch(initial)
             self._initial_batch_size = initial
             batch = Batch(
                 replicas=replicas,
@@ -321,6 +325,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
                 # Half of a batch still tells something; the last one of an epoch may be a single sample.
                 even=window == full or (micro_batches == 1 and window % parts == 0 and 2 * window >= full),
                 local=loader.local_samples,
+                dimension=loader.sample_dimension,
                 size=window / initial,
                 # The short end of an epoch keeps the learning rate that it would have without us.
                 scale=max(window / initial, 1.0),
@@ -330,6 +335,24 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._hook.weight = batch.share * batch.weight
         self._hook.instead = None
         return batch
+
+    def _first_batch(self, initial: int) -> None:
+        """Statistics are in units of the initial batch size, which may be another than the checkpoint's."""
+        saved = self._saved_batch_size
+        if saved is None or saved == initial:
+            return
+        logger.warning(
+            "the checkpoint is of batch_size=%d, and it is %d now: gradient statistics begin anew, and "
+            "progress is counted in steps of the new size",
+            saved,
+            initial,
+        )
+        before = self.gns.get_progress()
+        self.gns.change_units(initial / saved)
+        session, state = _session.current(), loops()
+        if before and session.scratch["models"][0] is self:
+            state.start_progress *= self.gns.get_progress() / before
+            session.metrics.update_progress(self.gns.get_progress())
 
     def _watch(self, output: Any, batch: Batch, split: bool) -> Any:
         """`output`, so that we know of backward passes through it."""
@@ -426,6 +449,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
             return
         self._sampler.close(self._batch.size)
         self._window.reset()
+        if not self._looked_for_scheduler:
+            self._look_for_scheduler()
         self.gns.advance(self.scale, self._batch.size)
         session, progress = _session.current(), self.gns.get_progress()
         metrics, models = session.metrics, session.scratch.get("models", ())
@@ -436,6 +461,17 @@ class AdaptiveDataParallel(DistributedDataParallel):
             self._sampler.news = False
             metrics.update_grad_params(self.name, self.gns.sqr_avg(), self.gns.var_avg())
         metrics.update_gain(self.name, self.gain, _mean(factor))
+
+    def _look_for_scheduler(self) -> None:
+        """In the first step: say that a scheduler that we were not given is forgotten by a restart."""
+        self._looked_for_scheduler = True
+        if self._lr_scheduler is None and hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
+            logger.warning(
+                "%s has a learning-rate scheduler that AdaptiveDataParallel was not given: it is in no "
+                "checkpoint, and begins anew after a restart, unless a State of yours keeps it; pass it as "
+                "lr_scheduler",
+                type(self._optimizer).__name__,
+            )
 
     def skipped_step(self) -> None:
         """For GradScaler: gradients were inf or nan, and the optimizer did not step."""
@@ -531,7 +567,8 @@ class _ParallelState(checkpoint.TensorState):
 
     def state_dict(self) -> Any:
         """One state dict per part; the model's without DDP's prefix."""
-        return {key: part.state_dict() for key, part in self._parts().items()}
+        states = {key: part.state_dict() for key, part in self._parts().items()}
+        return {**states, "batch_size": self._adp.initial_batch_size or self._adp._saved_batch_size}
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load the parts that this script has; ValueError where the checkpoint lacks one."""
@@ -541,6 +578,7 @@ class _ParallelState(checkpoint.TensorState):
             raise ValueError(f"it was saved without {', '.join(missing)}")
         for key, part in parts.items():
             part.load_state_dict(state_dict[key])
+        self._adp._saved_batch_size = state_dict.get("batch_size")
         self._adp._window.reset()
 
 

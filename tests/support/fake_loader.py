@@ -20,6 +20,7 @@ class FakeLoader:
     chunk: int = 0
     training: bool = False
     training_unknown: bool = False
+    sample_dimension: int | None = None
 
     def train(self) -> None:
         self.training = True

@@ -361,6 +361,26 @@ def test_batches_are_split_wherever_the_samples_are(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_as_many_time_steps_as_samples_are_not_taken_for_samples(batch_first: bool) -> None:
+    """Where the loader says along which dimension its samples lie; else it is the first of that size."""
+    model = nn.Linear(6, 1, bias=False)
+    adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    cases.measure_always(adp)
+    draw = torch.Generator().manual_seed(1)
+    with FakeLoader([[8]], 8, 8, sample_dimension=None if batch_first else 1):
+        for _ in range(40):
+            # All time steps of a sample are alike, and no two samples: over time there is no variance.
+            x = torch.randn(8, 1, 6, generator=draw).expand(8, 8, 6)
+            adp.zero_grad()
+            (adp(x if batch_first else x.transpose(0, 1)) - 1.0).square().mean().backward()
+            adp._optimizer.step()
+    adp._sampler.collect()
+    one = torch.stack([2 * (model(v) - 1.0) * v for v in torch.randn(4000, 6, generator=draw)])
+    assert adp.gns.var_avg() == pytest.approx(one.var(0).sum().item() / 8, rel=0.3)
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_model_that_returns_its_loss_is_measured_by_successive_gradients(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -526,6 +546,58 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(
     assert resumed.gns.get_progress() == 4.0
     cases.steps(resumed, resumed_optimizer, 3, first=4)
     assert torch.equal(cases.flat(adp.module), cases.flat(resumed.module))
+
+
+@pytest.mark.usefixtures("alone")
+def test_another_initial_batch_size_than_the_checkpoints_is_told_and_reckoned_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ADAPTDL_CHECKPOINT_PATH", str(tmp_path))
+
+    def train(batch_size: int) -> AdaptiveDataParallel:
+        _session.reset()
+        model = cases.linear()
+        adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        cases.measure_always(adp)
+        with FakeLoader([[batch_size]], batch_size, batch_size):
+            for step in range(4):
+                x, _ = cases.samples(batch_size, step * batch_size)
+                adp.zero_grad()
+                (adp(x) - 3.0).square().mean().backward()
+                adp._optimizer.step()
+        adp._sampler.collect()
+        checkpoint.save_all_states(kind="request")
+        return adp
+
+    train(8)
+    again = train(8)
+    assert len(again.gns._moments) == 8
+    assert "batch_size" not in caplog.text
+    after = train(32)
+    assert caplog.text.count("the checkpoint is of batch_size=8, and it is 32 now") == 1
+    assert len(after.gns._moments) == 4
+    assert after.gns.batches_seen == 2 + 4
+    assert after.gns.get_progress() == pytest.approx(8.0 / again.gns.gain(4.0) + 4)
+    assert 1.0 < again.gns.gain(4.0) < 4.0
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("late", [True, False])
+def test_a_scheduler_that_was_not_given_is_told(given: bool, late: bool, caplog: Any) -> None:
+    model = cases.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = None if late else torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    known = torch.optim.lr_scheduler.StepLR(optimizer, 1) if given else None
+    adp = AdaptiveDataParallel(model, optimizer, known)
+    scheduler = scheduler or torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        adp(cases.samples(4)[0]).mean().backward()
+        optimizer.step()
+    assert caplog.text.count("a learning-rate scheduler that AdaptiveDataParallel was not given") == (
+        not given
+    )
 
 
 @pytest.mark.usefixtures("alone")
