@@ -97,13 +97,16 @@ def test_what_newcomers_would_not_share_is_no_change_in_place(start: Any, habit:
     job.finish()
 
 
-@pytest.mark.parametrize("habit", ["scheduler", "nested scheduler", "scaler"])
+@pytest.mark.parametrize(
+    "habit",
+    ["scheduler", pytest.param("nested scheduler", marks=pytest.mark.slow), "scaler"],
+)
 def test_what_was_given_goes_along(start: Any, tmp_path: Path, habit: str) -> None:
     job = start(2, habit, given=True)
     stays_in_place(job, tmp_path)
 
 
-@pytest.mark.parametrize("habit", ["", "dry run"])
+@pytest.mark.parametrize("habit", ["", pytest.param("dry run", marks=pytest.mark.slow)])
 def test_what_is_not_used_is_in_nobodys_way(start: Any, tmp_path: Path, habit: str) -> None:
     """A scheduler and a GradScaler that are there and do nothing; a step before the data loop."""
     job = start(2, habit)
@@ -111,7 +114,7 @@ def test_what_is_not_used_is_in_nobodys_way(start: Any, tmp_path: Path, habit: s
 
 
 def stays_in_place(job: FakeAgent, folder: Path) -> None:
-    assert hints(job, lambda told: told["step"] > 12)["inplace"]  # some epochs
+    assert hints(job, lambda told: told["step"] > 8)["inplace"]  # some epochs
     job.rescale(3)
     job.wait_for("step", 3)
     job.finish()

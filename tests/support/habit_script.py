@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import adaptdl_elastic.torch as adl
 
-S = {"habit": "", "given": False, "epochs": 200, "size": 48, "pace": 0.05, **json.loads(os.environ["LOOP"])}
+S = {"habit": "", "given": False, "epochs": 120, "size": 48, "pace": 0.3, **json.loads(os.environ["LOOP"])}
 OUT = Path(os.environ["OUT"])
 
 
@@ -79,7 +79,7 @@ def main():
                 time.sleep(S["pace"])
         if "scheduler" in habit:
             scheduler.step()
-        if habit == "late group" and epoch == 2:
+        if habit == "late group" and epoch == 1:
             dist.new_group()
     torch.save([p.detach() for p in net.parameters()], OUT / f"result-{adl.rank()}")
 
