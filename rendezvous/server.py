@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from types import TracebackType
 
-import requests
+import urllib3
 
 from adaptdl_elastic.rendezvous.scratch import Scratch, sweep
 
@@ -207,12 +207,13 @@ class EtcdServer:
         user = {"name": GUARD, "password": password}
         role = {"user": GUARD, "role": GUARD}
         steps = {"user/add": user, "role/add": {"name": GUARD}, "user/grant": role, "enable": {}}
-        with requests.Session() as session:
-            session.trust_env = False
+        with urllib3.PoolManager(retries=False) as pool:
             for path, body in steps.items():
-                answer = session.post(f"http://{self.endpoint}/v3/auth/{path}", json=body, timeout=10)
-                if answer.status_code != 200:
-                    raise EtcdServerError(f"the private etcd can not be guarded: {path}: {answer.text[:200]}")
+                url = f"http://{self.endpoint}/v3/auth/{path}"
+                answer = pool.request("POST", url, json=body, timeout=10.0)
+                if answer.status != 200:
+                    said = answer.data.decode(errors="replace")[:200]
+                    raise EtcdServerError(f"the private etcd can not be guarded: {path}: {said}")
 
     def stop(self) -> None:
         """Stop it and remove its data, unless they are in a directory that was given."""
@@ -335,11 +336,10 @@ class EtcdServer:
             except OSError:
                 return False
             return True
-        with requests.Session() as session:
-            session.trust_env = False
+        with urllib3.PoolManager(retries=False) as pool:
             try:
-                return session.get(f"http://{self.endpoint}/health", timeout=1).status_code == 200
-            except requests.RequestException:
+                return pool.request("GET", f"http://{self.endpoint}/health", timeout=1.0).status == 200
+            except urllib3.exceptions.HTTPError:
                 return False
 
     def _last_words(self) -> str:
