@@ -149,38 +149,55 @@ def _meet(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memor
             entry = Known(instance.pool, instance.preemptible, seen.now)
             pool = replace(pool, instances=pool.instances + 1, troubles=0)
         node = seen.nodes.get(instance.id)
-        if node is None and entry.registered is not None and entry.absent is None:
-            entry = replace(entry, absent=seen.now)
-        if node is not None:
-            if node.busy:
-                pool = replace(pool, failures=0)
-            if entry.registered is None and seen.now > (since := instance.launched or entry.first_seen):
-                took = min(seen.now - since, settings.boot_timeout)
-                pool = replace(pool, boot=took if pool.boot is None else (pool.boot + took) / 2)
-            entry = replace(
-                entry,
-                registered=seen.now,
-                absent=None,
-                worked=entry.worked or node.busy,
-                at_risk=entry.at_risk or node.at_risk,
-            )
-        if node is not None and node.draining and node.announced and not entry.leaving:
-            entry = replace(
-                entry,
-                leaving="it announced its end",
-                leaving_since=seen.now,
-                deadline=node.deadline,
-                replace=True,
-            )
-        if instance.state is InstanceState.LEAVING and not entry.leaving:
-            entry = replace(entry, leaving=_REMOVED, leaving_since=seen.now, replace=True)
-        elif entry.leaving == _REMOVED and instance.state is InstanceState.RUNNING:
-            entry = replace(entry, leaving="", replace=False)  # as from Standby: it was not removed after all
+        if node is None:
+            if entry.registered is not None and entry.absent is None:
+                entry = replace(entry, absent=seen.now)
+        else:
+            pool = _pool_of_node(pool, node, entry, instance, seen.now, settings)
+            entry = _as_node(entry, node, seen.now)
+        entry = _as_its_group_says(entry, instance, seen.now)
         known[instance.id] = replace(
             entry, hourly_price=instance.hourly_price, preemptible=instance.preemptible
         )
         pools[instance.pool] = pool
     return replace(memory, known=known, pools=pools)
+
+
+def _pool_of_node(
+    pool: PoolMemory, node: NodeUse, before: Known, instance: Instance, now: float, settings: ScalingSettings
+) -> PoolMemory:
+    """What a node, of which `before` was known, says of its pool: whether it works, how long a boot takes."""
+    if node.busy:
+        pool = replace(pool, failures=0)
+    since = instance.launched or before.first_seen
+    if before.registered is None and now > since:
+        took = min(now - since, settings.boot_timeout)
+        pool = replace(pool, boot=took if pool.boot is None else (pool.boot + took) / 2)
+    return pool
+
+
+def _as_node(entry: Known, node: NodeUse, now: float) -> Known:
+    """An instance that is a node, and may have announced its end."""
+    entry = replace(
+        entry,
+        registered=now,
+        absent=None,
+        worked=entry.worked or node.busy,
+        at_risk=entry.at_risk or node.at_risk,
+    )
+    if node.draining and node.announced and not entry.leaving:
+        why = "it announced its end"
+        entry = replace(entry, leaving=why, leaving_since=now, deadline=node.deadline, replace=True)
+    return entry
+
+
+def _as_its_group_says(entry: Known, instance: Instance, now: float) -> Known:
+    """An instance that its group removes, or has not removed after all, as from Standby."""
+    if instance.state is InstanceState.LEAVING and not entry.leaving:
+        return replace(entry, leaving=_REMOVED, leaving_since=now, replace=True)
+    if entry.leaving == _REMOVED and instance.state is InstanceState.RUNNING:
+        return replace(entry, leaving="", replace=False)
+    return entry
 
 
 def _miss(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memory:
