@@ -60,19 +60,13 @@ def consider(
     view: View, conditions: Mapping[str, Condition], memory: Memory, ledger: Ledger, settings: Settings
 ) -> tuple[Memory, Round | None, float]:
     """Whether a round is due: what to remember, the round to begin, and when to look again."""
-    now, wake_at = view.now, math.inf
     if memory.round is not None:
-        return memory, None, wake_at  # one at a time: its answer wakes us
-    for name, condition in conditions.items():
-        if condition.phase is Phase.STEADY and not jobs.uses_library(view.jobs[name]):
-            silent_until = condition.health.started_at + settings.hello_grace
-            wake_at = min(wake_at, silent_until) if silent_until > now else wake_at
+        return memory, None, math.inf  # one at a time: its answer wakes us
+    now, wake_at = view.now, _silent_until(view, conditions, settings)
     by_hand = asked_by_hand(view, conditions)
     hurry = bool(by_hand - memory.by_hand)
     starts = somebody_starts(conditions, memory)
-    gap = min(settings.interval, max(settings.min_gap, 10 * memory.policy_seconds))
-    # to put the question together takes longer than all the rest, and one event seldom comes alone
-    soonest = max(memory.round_at + gap, memory.looked_at + settings.min_gap)
+    soonest = _soonest(memory, settings)
     if now < soonest and not starts and not hurry:
         return memory, None, min(wake_at, soonest)
     memory = replace(memory, looked_at=now)
@@ -86,6 +80,25 @@ def consider(
     begun = begin(memory.rounds + 1, question, view, settings)
     memory = replace(memory, round_at=now, asked=question, by_hand=by_hand, round=begun, rounds=begun.number)
     return memory, begun, wake_at
+
+
+def _silent_until(view: View, conditions: Mapping[str, Condition], settings: Settings) -> float:
+    """When patience ends with the next script that has not said that it uses the library."""
+    ends = (
+        condition.health.started_at + settings.hello_grace
+        for name, condition in conditions.items()
+        if condition.phase is Phase.STEADY and not jobs.uses_library(view.jobs[name])
+    )
+    return min((end for end in ends if end > view.now), default=math.inf)
+
+
+def _soonest(memory: Memory, settings: Settings) -> float:
+    """When it may be looked again whether a round is due, where nobody is in a hurry.
+
+    To put the question together takes longer than all the rest, and one event seldom comes alone.
+    """
+    gap = min(settings.interval, max(settings.min_gap, 10 * memory.policy_seconds))
+    return max(memory.round_at + gap, memory.looked_at + settings.min_gap)
 
 
 def begin(number: int, question: Question, view: View, settings: Settings) -> Round:
