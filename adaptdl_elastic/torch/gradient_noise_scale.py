@@ -30,10 +30,14 @@ class GradientNoiseScale:
     its batch size divided by m₀, |G|² the squared norm of the true gradient (`sqr`), tr Σ / m₀ the
     variance of a gradient at m₀ (`var`), all in the units of the loss squared per parameter squared.
 
-    adp: the AdaptiveDataParallel that it belongs to, or None. optimizer: its parameter groups are kept
-    apart. mp_scaler: the torch.amp.GradScaler in use. num_replicas, accum_scale: as AdaptDL's; the
-    scale of a step without an AdaptiveDataLoader. smoothing: the means are over at most
-    1/(1 − smoothing) steps of the initial batch size, fewer where gradients have changed; in (0, 1).
+    Args:
+        adp: The AdaptiveDataParallel that it belongs to, or None.
+        optimizer: Its parameter groups are kept apart.
+        mp_scaler: The torch.amp.GradScaler in use.
+        num_replicas: As AdaptDL's: with `accum_scale` the scale of a step without an AdaptiveDataLoader.
+        accum_scale: See `num_replicas`.
+        smoothing: The means are over at most 1/(1 − smoothing) steps of the initial batch size, fewer
+            where gradients have changed; in (0, 1).
 
     Source: McCandlish et al., *An Empirical Model of Large-Batch Training*, 2018; Johnson et al.,
     *AdaScale SGD*, ICML 2020; Qiao et al., *Pollux*, OSDI 2021.
@@ -103,7 +107,10 @@ class GradientNoiseScale:
     def gain(self, scale: float) -> float:
         """How many steps of the initial batch size one step at `scale` is worth, in [1, scale].
 
-        (var + sqr)/(var/scale + sqr), AdaScale's gain. scale: batch size over initial batch size, > 0.
+        (var + sqr)/(var/scale + sqr), AdaScale's gain.
+
+        Args:
+            scale: Batch size over initial batch size, > 0.
         """
         _check_scale(scale)
         return self._at(scale)[1]

@@ -39,17 +39,23 @@ class AdaptiveDataParallel(DistributedDataParallel):
     loop as if every batch ended in a step. Model, optimizer, scheduler, scaler and statistics are part
     of every checkpoint, and are loaded here when the job goes on from one.
 
-    model: trained by `optimizer`; moved to its device before. optimizer: any torch.optim.Optimizer,
-    one per AdaptiveDataParallel. lr_scheduler: saved and restored; stepping it is the script's.
-    mp_scaler: the torch.amp.GradScaler in use, if any; its step, unscale_ and update respect
-    accumulation. scaling_rule: how the learning rate follows the batch size, by default
-    `AdamScale` for Adam and AdamW, else `AdaScale`. name: of its state in checkpoints; give each
-    model of a script its own. ddp_kwargs: as DistributedDataParallel's.
-
     Losses must be means over the samples of the local batch, as torch's are by default.
 
-    Raises TypeError or ValueError for arguments that are not that, RuntimeError without a process
-    group, CheckpointError when the saved state does not fit.
+    Args:
+        model: Trained by `optimizer`; moved to its device before.
+        optimizer: Any torch.optim.Optimizer, one per AdaptiveDataParallel.
+        lr_scheduler: Saved and restored; stepping it is the script's.
+        mp_scaler: The torch.amp.GradScaler in use, if any; its step, unscale_ and update respect
+            accumulation.
+        scaling_rule: How the learning rate follows the batch size, by default `AdamScale` for Adam and
+            AdamW, else `AdaScale`.
+        name: Of its state in checkpoints; give each model of a script its own.
+        **ddp_kwargs: As DistributedDataParallel's.
+
+    Raises:
+        TypeError, ValueError: for arguments that are not that.
+        RuntimeError: without a process group.
+        CheckpointError: when the saved state does not fit.
     """
 
     def __init__(
@@ -159,8 +165,11 @@ class AdaptiveDataParallel(DistributedDataParallel):
 
         Rank 0 is that of the process group, which may be one of the script's own.
 
-        limit: how long to wait for the others. Nothing where the script said `broadcast_buffers=False`, or
-        torch's newer `forward_sync_buffers=False`.
+        Does nothing where the script said `broadcast_buffers=False`, or torch's newer
+        `forward_sync_buffers=False`.
+
+        Args:
+            limit: How long to wait for the others.
         """
         if not self._buffers_are_shared:
             return
@@ -209,7 +218,11 @@ class AdaptiveDataParallel(DistributedDataParallel):
         """Write gradient statistics, gain, progress and learning-rate factors. On rank 0 only.
 
         `Learning_Rate_Factor` is the mean over parameter groups, `Learning_Rate_Factor/0` the first one's.
-        writer: a torch.utils.tensorboard.SummaryWriter. tag_prefix: put before the tags, with a slash.
+
+        Args:
+            writer: A torch.utils.tensorboard.SummaryWriter.
+            global_step: As the writer's.
+            tag_prefix: Put before the tags, with a slash.
         """
         if _session.current().rank != 0:
             return
