@@ -51,7 +51,7 @@ from adaptdl_elastic.autoscaler.coordinator.types import (
 )
 from adaptdl_elastic.autoscaler.state import JobView, View
 from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.records import Cause, Transition
+from adaptdl_elastic.rendezvous.records import Cause, JobSpec, JobStatus, Transition
 from adaptdl_elastic.rendezvous.wording import counted
 
 
@@ -110,7 +110,7 @@ class _Deciding:
         for name in sorted(self.draft.memory.targets, key=self._turn):
             if (found := self.view.jobs.get(name)) is not None:
                 self._one(found, self._apply)
-        self._untangle()
+        self._break_deadlock()
         asked = self.draft.memory.asked
         for name, why in (asked.undecidable if asked is not None else {}).items():
             if name in self.conditions:
@@ -292,7 +292,7 @@ class _Deciding:
             ),
         )
 
-    def _untangle(self) -> None:
+    def _break_deadlock(self) -> None:
         """Jobs that wait for each other's slots would wait for ever: one of them leaves its slots first."""
         if any(note.planned for note in self.notes.values()) or any(
             condition.phase is Phase.CHANGING for condition in self.conditions.values()
@@ -307,16 +307,9 @@ class _Deciding:
     # -- 5. statuses, and what is left behind
 
     def _status(self, job: JobView, condition: Condition) -> None:
-        note = self.notes[job.job]
-        if note.planned or job.spec is None or condition.phase in (Phase.OVER, Phase.UNKNOWN):
+        if self.notes[job.job].planned or job.spec is None or condition.phase in (Phase.OVER, Phase.UNKNOWN):
             return
-        waits_for = note.waits_for
-        if condition.phase is Phase.EMPTY and not waits_for:
-            places = rooms(self.view, job)
-            free = rooms(self.view, job, self.ledger)
-            waits_for = why_pending(job.spec.record, places, free, self.ledger)
-            if waits_for == ITS_TURN:
-                waits_for = self.draft.memory.pending.get(job.job, waits_for)
+        waits_for = self._why_waits(job, job.spec.record, condition)
         known = self.draft.memory.described.get(job.job)
         if known is not None and not waits_for and known[0] is job and known[1] == condition:
             self.described[job.job] = known
@@ -325,15 +318,24 @@ class _Deciding:
         if since is not None:
             self.draft.wake(since + (1 + (self.view.now - since) // WAITED_STEP) * WAITED_STEP)
         status = describe(self.view, job, condition, self.settings, waits_for, since)
-        old = job.status
-        garbage = job.unreadable.get("status")
-        if status is None or (garbage is None and not differs(status, old.record if old else None)):
-            if condition.phase is Phase.STEADY and not waits_for:
-                self.described[job.job] = job, condition
-            return
-        revision = garbage or (old.revision if old else 0)
+        old = job.status.record if job.status else None
+        if status is not None and ("status" in job.unreadable or differs(status, old)):
+            self._write_status(job, status, old)
+        elif condition.phase is Phase.STEADY and not waits_for:
+            self.described[job.job] = job, condition
+
+    def _why_waits(self, job: JobView, spec: JobSpec, condition: Condition) -> str:
+        """What a job waits for; "": for nothing that is known here."""
+        waits_for = self.notes[job.job].waits_for
+        if waits_for or condition.phase is not Phase.EMPTY:
+            return waits_for
+        places, free = rooms(self.view, job), rooms(self.view, job, self.ledger)
+        found = why_pending(spec, places, free, self.ledger)
+        return self.draft.memory.pending.get(job.job, found) if found == ITS_TURN else found
+
+    def _write_status(self, job: JobView, status: JobStatus, was: JobStatus | None) -> None:
+        revision = job.unreadable.get("status") or (job.status.revision if job.status else 0)
         self.actions.append(CompareAndSwap(self.keys.job(job.job, "status"), status, revision))
-        was = old.record if old else None
         if was is None or was.state is not status.state or was.run != status.run:
             self.actions.append(
                 Say("state", {"job": job.job, "state": status.state.value, "reason": status.reason})
