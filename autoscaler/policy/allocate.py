@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from adaptdl_elastic.autoscaler.policy import objective, reasons
 from adaptdl_elastic.autoscaler.policy.placement import Board
@@ -39,24 +39,16 @@ def allocate(
     plain = {job.name: job.limits is None and job.max_nodes is None for job in jobs}
     rooms = {job.name: common if plain[job.name] else room_of(job, usable) for job in jobs}
     pending = {job.name: why for job in jobs if (why := _impossible(job, len(usable), rooms[job.name]))}
-
-    def solved(pinned: Mapping[str, str]) -> tuple[Tables, Solution]:
-        free = [job for job in jobs if job.name not in pinned and job.name not in pending]
-        tables = build(free, usable, rooms, before, intact, now, settings)
-        board = Board(usable, before, stable_wanted=any(job.avoid_preemptible_nodes for job in jobs))
-        for name in pinned:
-            board.put(name, before[name])
-        capacity = sum(max(slots, 0) for slots in board.free.values())
-        return tables, solve(tables, board, capacity, settings.time_limit)
-
-    tables, solution = solved(pinned)
+    able = [job for job in jobs if job.name not in pending]
+    problem = _Problem(able, usable, rooms, before, intact, now, settings)
+    stable_wanted = any(job.avoid_preemptible_nodes for job in jobs)
+    tables, solution = problem.solved(pinned, stable_wanted)
     fresh = _fresh(
         [job for job, kept in zip(tables.jobs, tables.kept, strict=True) if kept >= 0], now, settings
     )
-    able = [job for job in jobs if job.name not in pending]
     if _disturbed(able, fresh, before, solution.placed, now, settings):
         pinned = {**pinned, **fresh}
-        tables, solution = solved(pinned)
+        tables, solution = problem.solved(pinned, stable_wanted)
     allocations = {job.name: solution.placed.get(job.name, {}) for job in jobs}
     changed = tuple(name for name, found in allocations.items() if found != before[name])
     decision = Decision(
@@ -68,6 +60,29 @@ def allocate(
     )
     given = reasons.explain(decision, jobs, pinned, tables, solution.targets, before, now, settings)
     return replace(decision, reasons=given, seconds=time.process_time() - started)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Jobs that can run, on nodes that may be used."""
+
+    jobs: Sequence[JobInfo]
+    nodes: Sequence[NodeInfo]
+    rooms: Mapping[str, Room]
+    before: Mapping[str, Allocation]
+    intact: set[str]
+    now: float
+    settings: Settings
+
+    def solved(self, pinned: Collection[str], stable_wanted: bool) -> tuple[Tables, Solution]:
+        """The best for the jobs that are not `pinned` to what they have, beside those that are."""
+        free = [job for job in self.jobs if job.name not in pinned]
+        tables = build(free, self.nodes, self.rooms, self.before, self.intact, self.now, self.settings)
+        board = Board(self.nodes, self.before, stable_wanted=stable_wanted)
+        for name in pinned:
+            board.put(name, self.before[name])
+        capacity = sum(max(slots, 0) for slots in board.free.values())
+        return tables, solve(tables, board, capacity, self.settings.time_limit)
 
 
 def _intact(jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo], before: Mapping[str, Allocation]) -> set[str]:
