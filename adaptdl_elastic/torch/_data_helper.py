@@ -72,6 +72,7 @@ class AdaptiveDataLoaderHelper:
         self._loops: Loops | None = None
         self._skipped = False
         self._mark = (0.0, 0, 0)  # progress, attempted steps, index: when a pass was last found to be made
+        self._entered = (0, 0)  # windows and attempted steps, when this process came to the loop
         # the window under way
         self._window: Window | None = None  # None: a loader of one's own, whose windows are not planned
         self._chunk = 0
@@ -354,6 +355,7 @@ class AdaptiveDataLoaderHelper:
             if state.index == 0 and not self._skipped:
                 state.start_progress = session.metrics.get_progress() if self.adaptive else 0.0
             self._mark = (*self._effort(), state.index)
+            self._entered = session.step, self._attempts()
             try:
                 yield
                 ended = True
@@ -479,14 +481,17 @@ class AdaptiveDataLoaderHelper:
         """With autoscaling: whether this loop has made the progress of one pass at the initial batch size.
 
         Rank 0's view, on every replica. Progress is counted in steps of the initial batch size; a pass
-        of n samples is n / batch_size of them, and the last one is rounded.
+        of n samples is n / batch_size of them, and the last one is rounded. A script that accumulates by
+        hand, and steps once in k windows, makes a k-th of that in a pass.
 
         Raises:
             Again: a death was survived instead.
         """
         session, state = _session.current(), self._running()
         progress, attempts = self._effort()
-        done = progress - state.start_progress + 0.5 >= self.end_index / self.batch_size
+        windows, own = session.step - self._entered[0], attempts - self._entered[1]
+        by_hand = max(1, round(windows / own)) if own else 1
+        done = progress - state.start_progress + 0.5 >= self.end_index / self.batch_size / by_hand
         before, tried, index = self._mark
         if progress > before:
             self._mark = progress, attempts, state.index

@@ -10,6 +10,7 @@ which loader; nobody waits for that, but where they differ all that follows is a
 
 from __future__ import annotations
 
+import logging
 import time
 from types import CodeType
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.reducer import LOOPS, PeerFinishedError, PeerLostError
+
+logger = logging.getLogger(__name__)
 
 _SCRATCH = "loops"
 
@@ -32,6 +35,7 @@ class Loops(checkpoint.TensorState):
         self.finished = 0  # epochs
         self.finished_loops = 0  # of the present epoch
         self.index = 0  # samples that the present data loop has handed out, on all replicas together
+        self.size: int | None = None  # samples of its data set; None: not known
         self.start_progress = 0.0  # statistical progress when the present data loop began
         self.seeds: dict[str, int] = {}  # of the loaders' orders, by their keys, once settled
         self.trainer: str | None = None  # key of the loader that models are trained with, once known
@@ -51,6 +55,7 @@ class Loops(checkpoint.TensorState):
             "finished": self.finished,
             "finished_loops": finished_loops,
             "index": index,
+            "size": self.size,
             "start_progress": self.start_progress,
             "seeds": dict(self.seeds),
             "samples": self.samples,
@@ -64,6 +69,7 @@ class Loops(checkpoint.TensorState):
         self.finished = state_dict["finished"]
         self.finished_loops = state_dict["finished_loops"]
         self.index = state_dict["index"]
+        self.size = state_dict.get("size")
         self.start_progress = state_dict["start_progress"]
         if not isinstance(state_dict["seeds"], dict):
             raise ValueError("it was saved by an older version, which numbered data loaders in another way")
@@ -81,6 +87,17 @@ class Loops(checkpoint.TensorState):
             return self.finished_loops, self.index
         loop, index = self.left  # it is over once the script goes on behind it: an exception may have left it
         return loop - 1, index
+
+    def tell_size(self, size: int) -> None:
+        """The data loop under way is over a data set of that many samples."""
+        if self.index and self.size not in (None, size) and self._session.rank == 0:
+            logger.warning(
+                "the data set had %d samples when this data loop began, and has %d now: in what is left of "
+                "it samples may come twice or not at all",
+                self.size,
+                size,
+            )
+        self.size = size
 
     # -- epochs ------------------------------------------------------------------------------------
 

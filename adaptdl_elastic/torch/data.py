@@ -136,6 +136,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                 return
             if not self._stream:
                 helper.end_index = len(self.dataset)  # type: ignore[arg-type]
+                loops().tell_size(helper.end_index)
             while True:
                 try:
                     yield from self._pass()

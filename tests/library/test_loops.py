@@ -297,6 +297,23 @@ def test_a_checkpoint_that_is_saved_behind_an_exception_is_of_where_that_was(scr
     assert seen == ALL
 
 
+@pytest.mark.parametrize("size", [6, 7])
+def test_a_data_set_that_is_another_in_mid_epoch_is_told(
+    script: Script, caplog: pytest.LogCaptureFixture, size: int
+) -> None:
+    for _ in adl.remaining_epochs_until(1):
+        for number, _ in enumerate(adl.AdaptiveDataLoader(numbers(6), batch_size=2)):
+            if number == 1:
+                checkpoint.save_all_states()
+                break
+        break
+    script.restart()
+    for _ in adl.remaining_epochs_until(2):
+        list(adl.AdaptiveDataLoader(numbers(size), batch_size=2))
+    told = caplog.text.count("had 6 samples when this data loop began, and has 7 now")
+    assert told == (size == 7)
+
+
 def test_a_data_loop_that_was_left_is_over_once_the_next_is_come_to(script: Script) -> None:
     def run(stop: bool) -> list[int]:
         first, second = (adl.AdaptiveDataLoader(numbers(4), batch_size=2) for _ in range(2))

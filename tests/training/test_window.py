@@ -308,6 +308,25 @@ def test_a_loader_of_ones_own_that_ends_in_mid_window_is_told(caplog: pytest.Log
     assert caplog.text.count("the gradients of its last 1 batches are dropped") == 2
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("every", [1, 4])
+def test_with_autoscaling_accumulation_by_hand_does_not_make_epochs_longer(every: int) -> None:
+    """An epoch is as much progress as one pass makes, which is that of fewer steps."""
+    loader: Any = adl.AdaptiveDataLoader(torch.randn(160, 6), batch_size=8)  # type: ignore[arg-type]
+    loader.autoscale_batch_size(8)
+    adp = wrapped(net())
+    for epoch in adl.remaining_epochs_until(2):
+        samples = 0
+        for number, batch in enumerate(loader):
+            (adp(batch).square().mean() / every).backward()
+            samples += len(batch)
+            if (number + 1) % every == 0:
+                adp._optimizer.step()
+                adp.zero_grad()
+        assert samples == 160
+        assert adp.gns.steps == 20 / every * (epoch + 1)
+
+
 # The same, measured.
 
 
