@@ -354,7 +354,7 @@ def test_mistakes_are_one_clear_line(world: World, arguments: tuple[str, ...], m
         (("scale", "a", "--replicas", "0"), 2, "--replicas 0 is less than 1; adaptdl stop a saves"),
         (("statsu",), 2, "adaptdl: there is no command 'statsu' (did you mean status?); see adaptdl --help"),
         (("xyz",), 2, "adaptdl: there is no command 'xyz'; see adaptdl --help"),
-        (("ls", "--al"), 2, "Did you mean"),
+        (("ls", "--al"), 2, "adaptdl ls: No such option"),
         (("drain", "a/b"), 2, "can not be used"),
         (("doctor", "--port-range", "9:3"), 2, "adaptdl doctor: --port-range=9:3 is not LOW:HIGH"),
         (("ls", "--etcd", "127.0.0.1:1"), 1, "can not be reached"),
