@@ -32,6 +32,7 @@ replica → agent
     {"type": "ready", "generation": int}      a newcomer waits where the others are to be joined
     {"type": "resilient", "generation": int}  from now on, in this generation, the death of others does not
                                               end this replica
+    {"type": "over", "over": bool}            it has all epochs behind it; false: it begins more
     {"type": "broken", "generation": int, "reason": str}
                                               somebody is gone; it waits for a plan to go on without them
     {"type": "pong", "id": int, "waiting": bool}

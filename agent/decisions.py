@@ -43,6 +43,7 @@ from adaptdl_elastic.agent.states import (
     ReplicaBroken,
     ReplicaExited,
     ReplicaHello,
+    ReplicaOver,
     ReplicaPong,
     ReplicaReady,
     ReplicaResilient,
@@ -202,6 +203,8 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
         return replace(state, held=inplace.learn(held, event, now)), []
     if isinstance(event, ReplicaResilient):
         return recovery.resilient(state, held, event.local_rank)
+    if isinstance(event, ReplicaOver):
+        return replace(state, held=_change(held, event.local_rank, over=event.over)), []
     if isinstance(event, ReplicaBroken):
         return recovery.hear(state, held, event, now)
     if isinstance(event, ReplicaExited) and any(
@@ -434,8 +437,8 @@ def _ended(me: Identity, held: Held) -> EndedRecord:
         outcome, code = Outcome.FAILED, held.failure.exit_code
     elif held.phase is Phase.KILLING:
         outcome, code = Outcome.ABORTED, -9
-    elif held.lost:  # without a generation that went on without them
-        first = held.lost[0]
+    elif missed := recovery.missed(held):  # without a generation that went on without them
+        first = missed[0]
         outcome, code = Outcome.FAILED, first.exit_code or 0
         failure = Failure(first.rank, code, first.message, first.exited)
     elif any(codes):

@@ -579,6 +579,8 @@ class AdaptiveAgent(SimpleElasticAgent):
                 self._decide(states.ReplicaPong(handle.generation, handle.local_rank))
             case "resilient":
                 self._decide(states.ReplicaResilient(int(message["generation"]), handle.local_rank))
+            case "over":
+                self._decide(states.ReplicaOver(handle.local_rank, bool(message["over"])))
             case "broken":
                 logger.info("replica %d: others are gone: %s", handle.rank, message.get("reason"))
                 self._decide(states.ReplicaBroken(int(message["generation"]), handle.local_rank))

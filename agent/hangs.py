@@ -37,7 +37,11 @@ def due(state: State, held: Held) -> list[float]:
     ]
     if state.me.hang_timeout and held.broken < held.generation and not held.recovering:
         patience = state.me.hang_timeout + MOMENT
-        times += [r.stepped + patience for r in _watched(held) if r.stepped is not None and r.pinged is None]
+        times += [
+            r.stepped + patience
+            for r in _watched(held)
+            if r.stepped is not None and r.pinged is None and not r.over
+        ]
     return times
 
 
@@ -67,7 +71,9 @@ def watch(state: State, held: Held, now: float) -> Step | None:
     if not state.me.hang_timeout or held.broken >= held.generation or held.recovering:
         return None
     for replica in _watched(held):
-        if replica.stepped is None or replica.pinged is not None or replica.heard == replica.stepped:
+        if replica.stepped is None or replica.pinged is not None or replica.over:
+            continue
+        if replica.heard == replica.stepped:
             continue  # whether it answers is not known yet: we may have been stopped ourselves
         if now >= replica.stepped + patience:
             message = f"no step for {patience:g} s after step {replica.step}: it hangs (--hang-timeout)"

@@ -223,12 +223,25 @@ def _all_ready(change: Change) -> bool:
 
 def _adopt(state: State, held: Held, change: Change, now: float) -> Step | None:
     slots = set(change.plan.slots(state.me.node))
-    if not slots or change.switched < slots:
+    first = next((s for s, rank in change.plan.rank_by_slot(state.me.node).items() if rank == 0), None)
+    if not slots or not slots <= change.switched | _never_switching(held, change, first):
         return None
     if any(r.exit_code is None for r in held.replicas if r.local_rank not in slots):
         return None  # leavers
     state, _, actions = recovery.enter(state, held, change, now)
     return state, actions
+
+
+def _never_switching(held: Held, change: Change, first: int | None) -> set[int]:
+    """Who is on the way to the script's end, and may end without those who died (`recovery.missed`).
+
+    first: the slot of the new rank 0, if that is here.
+    """
+    if not held.recovering or held.broken >= held.generation:
+        return set()  # somebody here waits for the others to meet
+    over = {r.local_rank for r in held.replicas if r.over and r.exit_code is None}
+    new = next((r for r in held.replicas if r.local_rank == first), None)
+    return over if new is None or new.rank == 0 else set()
 
 
 def withdraw(state: State, held: Held, why: str) -> Step:

@@ -11,6 +11,9 @@ RECOVER, which names the survivors::
 
 There is no way back from such a plan: what comes after it is another one, or an abort.
 
+Replicas that have all epochs behind them go on to the end of the script without those who die there,
+unless rank 0 is among them; they pass no place any more where they could become another generation.
+
 A planned change that nobody has gone over to yet is withdrawn first. If somebody has, the death is one of
 the new generation: whoever was to be in it and lives is in it.
 """
@@ -104,8 +107,18 @@ def lose(state: State, held: Held, event: ReplicaExited, now: float) -> Step:
     generation = _books(held)
     if any(r.exit_code is None for r in left) or (state.plan is not None and state.plan.nodes > 1):
         actions.append(Lost(generation, _failure(dead)))
+    if not missed(held) and held.broken < generation:
+        return state, actions  # unless the living say that they need another generation
     state, more = say_broken(state, held, again=True)
     return state, [*actions, *more]
+
+
+def missed(held: Held) -> tuple[Replica, ...]:
+    """Those of the dead whom it would be wrong to do without at the end of the script.
+
+    Once all epochs are over the others end without them. But what rank 0 had still to do, nobody else does.
+    """
+    return tuple(r for r in held.lost if not r.over or r.rank == 0)
 
 
 def hear(state: State, held: Held, event: ReplicaBroken, now: float) -> Step:

@@ -40,6 +40,7 @@ class Replica:
     pid: int | None = None
     library: bool = False  # it said hello: stop it by message
     resilient: bool = False  # the death of others does not end it
+    over: bool = False  # it has all epochs behind it, and is on its way to the script's end
     signalled: bool = False  # it was sent SIGTERM: whatever it answers is what we asked for
     switched: bool = False  # a newcomer that has joined what it was to join
     exit_code: int | None = None
@@ -237,6 +238,14 @@ class ReplicaResilient:
 
 
 @dataclass(frozen=True)
+class ReplicaOver:
+    """A replica has all epochs behind it, as have all others; or it begins more of them."""
+
+    local_rank: int
+    over: bool
+
+
+@dataclass(frozen=True)
 class ReplicaBroken:
     """A replica has found that others of that generation are gone, and waits for another plan."""
 
@@ -309,6 +318,7 @@ Event = (
     | ReplicaReady
     | ReplicaSwitched
     | ReplicaResilient
+    | ReplicaOver
     | ReplicaBroken
     | ReplicaPong
     | ReplicaExited

@@ -283,6 +283,8 @@ class Recovery:
 
     def _notice(self, generation: int) -> None:
         """This step takes long: wait for no gradient any more, and tell the agent that we live."""
+        if self._session.control.loops_over:
+            return  # there is no step any more; a collective says so itself if it needs the others
         if self._session.generation == generation and not self.waiting:
             for model in models(self._session):
                 model.give_up("a replica is gone")

@@ -59,7 +59,9 @@ def _run(until: int) -> Iterator[int]:
             f"an epoch loop is under way (epoch {session.epoch}): a new one can begin only after it has ended"
         )
     session.start()
-    session.control.loops_over = False
+    if session.control.loops_over:
+        session.control.loops_over = False
+        session.send({"type": "over", "over": False})
     state.until, state.body = until, sys._getframe(1).f_code
     ran = False
     try:
@@ -80,6 +82,7 @@ def _run(until: int) -> Iterator[int]:
                 file=sys.stderr,
             )
         session.control.loops_over = True
+        session.send({"type": "over", "over": True})
     finally:
         session.epoch = None
 

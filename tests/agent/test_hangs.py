@@ -167,3 +167,12 @@ def test_a_newcomer_to_replicas_of_other_nodes_is_asked_too() -> None:
     assert agent.later(1000) == []  # while it warms up nobody waits for it
     agent(d.ReplicaSwitched(1, 0))
     assert agent.later(15) == [d.Ping((0,))]
+
+
+def test_behind_the_last_epoch_nobody_is_to_take_a_step() -> None:
+    agent = resilient(30.0)
+    for slot in range(2):
+        agent(d.ReplicaOver(slot, True))
+    for _ in range(10):
+        assert agent.later(15) == [d.Ping((0, 1))]
+        answers(agent, 0, 1)

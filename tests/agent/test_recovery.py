@@ -319,3 +319,74 @@ def test_a_draining_node_gives_the_coordinator_time_after_each_change() -> None:
     assert kinds(agent(d.ReplicaSwitched(1, 1))) == ["Adopt", "WriteEnded", "WriteRunning"]
     assert agent.later(OWN_STOP_AFTER - 1) == []
     assert kinds(agent.later(1)) == ["AskToStop"]
+
+
+# -- at the end of the script
+
+
+def over(count: int = 2) -> Agent:
+    """All epochs are behind its replicas."""
+    agent = resilient(count)
+    for slot in range(count):
+        assert agent(d.ReplicaOver(slot, True)) == []
+    return agent
+
+
+def outcomes(actions: list[d.Action]) -> list[tuple[int, Outcome]]:
+    return [(a.record.generation, a.record.outcome) for a in actions if isinstance(a, d.WriteEnded)]
+
+
+def test_who_dies_behind_the_last_epoch_is_not_missed() -> None:
+    agent = over()
+    assert kinds(dies(agent, 1)) == ["Lost"]
+    assert outcomes(agent(d.ReplicaExited(0, 0, 0, 6.0, ""))) == [(0, Outcome.DONE)]
+
+
+def test_nor_who_dies_there_after_the_others_have_ended() -> None:
+    agent = over()
+    assert agent(d.ReplicaExited(0, 0, 0, 6.0, "")) == []
+    assert outcomes(dies(agent, 1)) == [(0, Outcome.DONE)]
+
+
+def test_what_rank_0_had_still_to_do_nobody_else_does() -> None:
+    agent = over()
+    assert slots_written(dies(agent, 0)) == [(0, (0,))]
+    assert outcomes(agent(d.ReplicaExited(0, 1, 0, 6.0, ""))) == [(0, Outcome.FAILED)]
+
+
+def test_who_needs_the_dead_there_says_so() -> None:
+    agent = over(3)
+    dies(agent, 1)
+    assert slots_written(agent(d.ReplicaBroken(0, 2))) == [(0, (1,))]
+    assert slots_written(dies(agent, 2)) == [(0, (1, 2))]
+
+
+def test_more_epochs_are_as_any_others() -> None:
+    agent = over()
+    agent(d.ReplicaOver(1, False))
+    assert slots_written(dies(agent, 1)) == [(0, (1,))]
+
+
+def lost_node(first: str) -> tuple[Agent, list[d.Action]]:
+    """Of replicas on two nodes that have all epochs behind them this node's are told to go on alone."""
+    agent = Agent()
+    other = {"here": "there", "there": "here"}[first]
+    agent(d.PlanSeen(plan(0, (first, 1), (other, 1))))
+    agent(master(0))
+    agent(d.ReplicaStarted(0, 0, 100))
+    agent(d.ReplicaHello(0, 0))
+    agent(d.ReplicaResilient(0, 0))
+    agent(d.ReplicaOver(0, True))
+    agent(d.PlanSeen(plan(1, ("here", 1), transition=RECOVER)))
+    return agent, agent(master(1))
+
+
+def test_the_loss_of_a_node_there_disturbs_nobody() -> None:
+    agent, actions = lost_node(first="here")
+    assert kinds(actions) == ["TellPlan", "Adopt", "WriteEnded", "WriteRunning"]
+    assert outcomes(agent(d.ReplicaExited(1, 0, 0, 6.0, ""))) == [(1, Outcome.DONE)]
+
+
+def test_but_that_of_rank_0_does() -> None:
+    _, actions = lost_node(first="there")
+    assert kinds(actions) == ["TellPlan"]
