@@ -20,18 +20,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OptionError as error:
         print(f"adaptdl-run: error: {error}", file=sys.stderr)
         return 2
-    from adaptdl_elastic.agent.launch import (
-        STOPPING,
-        LaunchError,
-        NoOutputError,
-        NoPortError,
-        RuntimeFileError,
-        StreamOptionError,
-        complain,
-        ignore_signals,
-        launch,
-    )
+    from adaptdl_elastic.agent.launch import STOPPING, LaunchError, complain, ignore_signals, launch
+    from adaptdl_elastic.agent.output import NoOutputError, StreamOptionError
+    from adaptdl_elastic.rendezvous.addresses import NoPortError
     from adaptdl_elastic.rendezvous.options import StoreOptionError
+    from adaptdl_elastic.rendezvous.runtime_file import RuntimeFileError
 
     for note in options.notes:
         complain(note)

@@ -27,20 +27,19 @@ from adaptdl_elastic.agent.display import Display
 from adaptdl_elastic.agent.environ import JobEnvironment, SharePath
 from adaptdl_elastic.agent.eventlog import EventLog
 from adaptdl_elastic.agent.forkserver import ForkServer
-from adaptdl_elastic.agent.options import MANY_REPLICAS, PROGRAM, OptionError, Options
-from adaptdl_elastic.agent.output import NoOutputError, Output, StreamOptionError, Streams
+from adaptdl_elastic.agent.options import MANY_REPLICAS, PROGRAM, Options
+from adaptdl_elastic.agent.output import Output, Streams
 from adaptdl_elastic.agent.setting import Setting
 from adaptdl_elastic.agent.states import Identity
 from adaptdl_elastic.agent.storelink import Registration
 from adaptdl_elastic.channel import STOPPED
 from adaptdl_elastic.rendezvous import runtime_file
-from adaptdl_elastic.rendezvous.addresses import NoPortError, address_towards, listen
+from adaptdl_elastic.rendezvous.addresses import address_towards, listen
 from adaptdl_elastic.rendezvous.connect import connect
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.options import StoreOptionError, StoreOptions, parse_endpoints
 from adaptdl_elastic.rendezvous.plans import PlanStore
 from adaptdl_elastic.rendezvous.records import JobSpec, NodeRecord, Rescale
-from adaptdl_elastic.rendezvous.runtime_file import RuntimeFileError
 from adaptdl_elastic.rendezvous.server import GUARD, EtcdServer, EtcdServerError
 from adaptdl_elastic.rendezvous.store import Store, StoreError
 
@@ -438,18 +437,3 @@ def start_fork_server() -> ForkServer:
 def complain(text: str) -> None:
     """One line for the person at the terminal."""
     print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
-
-
-__all__ = [
-    "STOPPING",
-    "LaunchError",
-    "NoOutputError",
-    "NoPortError",
-    "OptionError",
-    "RuntimeFileError",
-    "StreamOptionError",
-    "complain",
-    "ignore_signals",
-    "launch",
-    "start_fork_server",
-]
