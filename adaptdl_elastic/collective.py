@@ -110,12 +110,20 @@ def _reducer() -> Reducer:
     return session.reducer
 
 
+class CanNotJoin(SystemExit):
+    """Ends a newcomer with the exit code CAN_NOT_JOIN, and tells its agent why."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.code = CAN_NOT_JOIN
+
+
 def give_up(why: str) -> NoReturn:
     """End a newcomer that can not be brought to where the others are. Their training goes on without it."""
     print(f"this script can not be rescaled in place: {why}", file=sys.stderr, flush=True)
     if threading.current_thread() is not threading.main_thread():  # of which SystemExit ends nothing else
         os._exit(CAN_NOT_JOIN)
-    raise SystemExit(CAN_NOT_JOIN)
+    raise CanNotJoin(why)
 
 
 def _tag(kind: str, tag: str | None) -> str:
