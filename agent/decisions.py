@@ -235,7 +235,9 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
 
 def _learn_exit(held: Held, local_rank: int, code: int, time: float, message: str) -> Held:
     replica = next((r for r in held.replicas if r.local_rank == local_rank), None)
-    if replica is None or replica.exit_code is not None:
+    if replica is None:  # not in it yet when others died in it (`recovery.enter_in_haste`)
+        return recovery.stray_ended(held, local_rank, code)
+    if replica.exit_code is not None:
         return held
     expected = code in (0, STOPPED) or replica.signalled
     held = _change(held, local_rank, exit_code=code, exited=time, message=message)

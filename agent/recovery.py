@@ -93,9 +93,7 @@ def lose(state: State, held: Held, event: ReplicaExited, now: float) -> Step:
     actions: list[Action] = []
     if _entered(held) and held.change is not None:
         state, held, actions = enter_in_haste(state, held, held.change, now)
-    slot = event.local_rank
-    stray = tuple(replace(r, exit_code=event.exit_code) if r.local_rank == slot else r for r in held.stray)
-    held = replace(held, stray=stray)
+    slot, held = event.local_rank, stray_ended(held, event.local_rank, event.exit_code)
     members = (*held.replicas, *held.lost)
     dead = next((r for r in members if r.local_rank == slot), None)
     if dead is None:  # one who was about to leave
@@ -111,6 +109,14 @@ def lose(state: State, held: Held, event: ReplicaExited, now: float) -> Step:
         return state, actions  # unless the living say that they need another generation
     state, more = say_broken(state, held, again=True)
     return state, [*actions, *more]
+
+
+def stray_ended(held: Held, local_rank: int, exit_code: int) -> Held:
+    """One that was on its way out has gone: its slot is free."""
+    return replace(
+        held,
+        stray=tuple(replace(r, exit_code=exit_code) if r.local_rank == local_rank else r for r in held.stray),
+    )
 
 
 def missed(held: Held) -> tuple[Replica, ...]:

@@ -253,6 +253,21 @@ def test_after_somebody_has_switched_a_death_is_one_of_the_new_generation() -> N
     assert kinds(agent(master(2))) == ["TellPlan"]
 
 
+@pytest.mark.parametrize("first", ["the newcomer's end", "the recovery"])
+def test_a_newcomer_that_was_killed_in_the_switch_holds_nothing_up(first: str) -> None:
+    agent, _ = growing(switched=True)
+    dies(agent, 0)
+    if first == "the newcomer's end":
+        agent(d.ReplicaExited(1, 2, -9, 6.0))
+    agent(d.PlanSeen(recover(2, 1)))
+    agent(master(2))
+    agent(d.ReplicaSwitched(2, 1))
+    if first == "the recovery":
+        agent(d.ReplicaExited(1, 2, -9, 6.0))
+    agent(d.PlanSeen(with_slots(plan(3, ("here", 2), transition=INPLACE), here=(1, 2))))
+    assert kinds(agent(master(3))) == ["TellPlan", "StartReplicas"]
+
+
 def test_a_newcomer_that_dies_in_the_middle_of_the_switch_is_one_of_the_dead() -> None:
     agent, _ = growing(switched=True)
     actions = dies(agent, 2, generation=1)
