@@ -456,7 +456,8 @@ class AdaptiveDataLoaderHelper:
             safe.recover("a replica is gone", self)
             return
         session.control.report_step()
-        safe.guarded(state.boundary, self)
+        if not any(model._window.by_hand for model in models(session)):  # others could not go on from here
+            safe.guarded(state.boundary, self)
 
     def _report_position(self, session: _session.Session, state: Loops) -> None:
         now = (session.generation, state.finished)

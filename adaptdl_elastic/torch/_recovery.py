@@ -362,7 +362,7 @@ class Recovery:
         why = None
         if failed and (helper is None or self._before is None):
             why = "the step that it broke is in no data loop of this library"
-        elif failed and self._before is not None:
+        elif self._before is not None and (failed or any(m._window.by_hand for m in models(self._session))):
             why = self._before.why_irreparable(self._session)
         if why is not None:
             raise PeerLostError(f"{reason}; training restarts from the last checkpoint, because {why}")

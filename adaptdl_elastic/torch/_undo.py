@@ -72,6 +72,7 @@ class _ModelBefore:
     def __init__(self, model: Any, last: _ModelBefore | None) -> None:
         self._model = model
         self._taken = _taken(model)
+        self._by_hand = model._window.by_hand
         self._hyperparameters = _hyperparameters(model._optimizer)
         scheduler, scaler = model._lr_scheduler, model._mp_scaler
         self._scheduler = None if scheduler is None else scheduler.state_dict()
@@ -90,6 +91,8 @@ class _ModelBefore:
         model = self._model
         if model.irreparable is not None:
             return str(model.irreparable)
+        if self._by_hand or model._window.by_hand:
+            return "what it had accumulated by hand in no_sync(), over several batches, is lost"
         if _taken(model) != self._taken:
             return "a part of the step was taken already (several models or several steps in one batch)"
         if model._lr_scheduler is None and _hyperparameters(model._optimizer) != self._hyperparameters:

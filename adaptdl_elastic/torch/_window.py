@@ -84,6 +84,7 @@ class Window:
         self._unit = 1.0  # what waits is Σ w·g divided by this, the weight of the last pass that counts
         self._ended = False  # what waits is instead what windows that have ended left, in units of 1
         self._synced = False  # and it is an average over the replicas
+        self.by_hand = False  # the script accumulates in `no_sync`: what waits is this replica's own
         self._accumulated = False
         self._place = -1  # of the last micro-batch that had a pass
         self._first = -1  # of the first one
@@ -99,6 +100,7 @@ class Window:
         """The window has ended: stepped, or dropped."""
         self._hidden = self._below = self._doubtful = self._left_out = None
         self._unit, self._place, self._first = 1.0, -1, -1
+        self.by_hand = False
         self._ended = self._synced = self._accumulated = self._passed = self._marked = False
 
     @property

@@ -345,6 +345,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
             )
             self.gns.set_accum_scale(batch.size / micro_batches)
         self._batch = batch
+        self._window.by_hand |= batch.by_hand
         self._hook.weight = batch.share * batch.weight
         self._hook.instead = None
         return batch
