@@ -192,9 +192,10 @@ def _wind_up() -> bool:
     _each_file("close")
     ctypes.CDLL(None).fflush(None)
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except (OSError, ValueError):
+        for stream in (sys.stdout, sys.stderr):  # a script may have put anything there
+            if stream is not None and not getattr(stream, "closed", False):
+                stream.flush()
+    except Exception:
         return False
     return True
 
@@ -202,7 +203,8 @@ def _wind_up() -> bool:
 def _each_file(method: str) -> None:
     """Flush or close what the script has left open, outer layers first: all of it has to reach the disk."""
     found = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase)]
-    standard = (sys.stdout, sys.stderr, sys.stdout.buffer, sys.stderr.buffer)
+    streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    standard = (*streams, *(getattr(stream, "buffer", None) for stream in streams))
     plain = (io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)
     text = [one for one in found if isinstance(one, io.TextIOBase)]
     packed = [one for one in found if isinstance(one, io.BufferedIOBase) and type(one) not in plain]

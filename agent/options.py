@@ -238,7 +238,7 @@ def _add_ours(group: Any) -> None:
         metavar="W",
         help="what the job's goodput is worth beside other jobs' (default 1)",
     )
-    add("--no-preempt", action="store_true", help="once the job runs, it keeps the replicas that it has")
+    add("--no-preempt", action="store_true", help="it keeps the size it begins with, MIN")
     add("--avoid-preemptible-nodes", action="store_true", help="use spot instances last")
     add("--event-log", type=Path, metavar="FILE", help="append one JSON object per event")
     add("--plot", type=Path, metavar="FILE.png", help="draw the run when it has ended")
@@ -460,6 +460,9 @@ def _ranks(text: str) -> frozenset[int] | None:
         raise OptionError(f"--local-ranks-filter={text} is not a list of numbers, as in 0,1") from None
 
 
+_OF_AN_ETCD = ("rdzv_endpoint", "etcd", "etcd_user", "etcd_ca", "etcd_cert", "etcd_key")
+
+
 def _notes(
     args: argparse.Namespace, given: set[str], environ: Mapping[str, str], standalone: bool, slots: int
 ) -> tuple[str, ...]:
@@ -468,8 +471,9 @@ def _notes(
         variable = f"PET_{name.upper()}"  # torchrun reads its options from there, too
         if name not in given and environ.get(variable):
             notes.append(f"{variable} has no effect: {why}")
-    if standalone and "rdzv_endpoint" in given and args.standalone:
-        notes.append(f"--rdzv-endpoint={args.rdzv_endpoint} has no effect with --standalone")
+    if args.standalone:
+        lost = (name for name in _OF_AN_ETCD if name in given)
+        notes += [f"--{n.replace('_', '-')}={getattr(args, n)} has no effect with --standalone" for n in lost]
     shown = _ranks(args.local_ranks_filter)
     if shown is not None and not any(rank < slots for rank in shown):
         notes.append(

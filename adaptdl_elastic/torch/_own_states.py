@@ -10,6 +10,7 @@ its own, whose `save` may not tell what this replica alone holds.
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -117,20 +118,38 @@ def _small_copy(state: checkpoint.State) -> Any:
     """A snapshot, or None where it would be large."""
     if isinstance(state, checkpoint.TensorState) and type(state).snapshot is checkpoint.TensorState.snapshot:
         tensors: list[torch.Tensor] = []
-        _strip(state.state_dict(), tensors)
-        if sum(tensor.numel() * tensor.element_size() for tensor in tensors) > LIMIT:
+        rest = _strip(state.state_dict(), tensors)
+        if sum(tensor.numel() * tensor.element_size() for tensor in tensors) + _bytes(rest) > LIMIT:
             return None
         return state.snapshot()
     copy = state.snapshot()
     return copy if not isinstance(copy, bytes) or len(copy) <= LIMIT else None
 
 
+def _bytes(value: Any) -> int:
+    """About how many bytes there are, tensors apart; what is too many need not be counted to its end."""
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple | set):
+        total = 8 * len(value)
+        for part in value:
+            if total > LIMIT:
+                break
+            total += _bytes(part)
+        return total
+    if isinstance(value, str | bytes):
+        return len(value)
+    return int(getattr(value, "nbytes", 8))
+
+
 def _digest(state: checkpoint.State) -> Hashable:
     """What differs when the State does."""
     if isinstance(state, checkpoint.TensorState):
         tensors: list[torch.Tensor] = []
-        rest = repr(_strip(state.state_dict(), tensors))
-        return rest, tuple(int(total) for total in [_total(tensor) for tensor in tensors])
+        rest = pickle.dumps(_strip(state.state_dict(), tensors))
+        return hashlib.blake2b(rest).digest(), tuple(
+            int(total) for total in [_total(tensor) for tensor in tensors]
+        )
     copy = state.snapshot()
     return hashlib.blake2b(copy).digest() if isinstance(copy, bytes) else repr(copy)
 

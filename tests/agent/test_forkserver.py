@@ -118,6 +118,20 @@ os.hidden = open("hidden", "wb"); os.hidden.write(b"by another module")
 os.packed = gzip.open("packed.gz", "wt"); os.packed.write("with a trailer")
 temporary = tempfile.NamedTemporaryFile(dir="."); os.environ["NAME"] = temporary.name
 """,
+    "streams of its own": """
+import io, sys
+class Tee:
+    def __init__(self, stream): self.stream = stream
+    def write(self, text): return self.stream.write(text)
+    def flush(self): self.stream.flush()
+sys.stdout = Tee(sys.stdout)
+sys.stderr = io.StringIO()
+print("to both")
+""",
+    "no streams": """
+import sys
+sys.stdout = sys.stderr = None
+""",
     "a thread that never ends": """
 import threading, time
 def forever():

