@@ -341,6 +341,12 @@ class AdaptiveDataLoaderHelper:
         self._registry.current = self
         ended, left = False, None
         try:
+            if self.replicas > 1 and any(model.thawed for model in models(session)):
+                raise RuntimeError(
+                    "parameters require gradients that did not when AdaptiveDataParallel was made: replicas "
+                    "would train them apart, as under DistributedDataParallel. Let them require gradients "
+                    "from the start, in a parameter group whose learning rate is 0 until they are to train"
+                )
             recovery(session).arm()
             self._skipped = not state.enter(self.key)
             known = self._registry.training

@@ -72,6 +72,8 @@ def why_not_remade(session: Session) -> str | None:
 def why_nobody_may_join(session: Session) -> str | None:
     """What is in use that newcomers would not get from the others; None: nothing."""
     for model in session.scratch.get("models", []):
+        if model.thawed:
+            return "parameters were thawed (requires_grad) after AdaptiveDataParallel was made"
         known = _inside(model._lr_scheduler)
         for one in _found(session, LRScheduler):
             if getattr(one, "optimizer", None) is model._optimizer and id(one) not in known and _moved(one):

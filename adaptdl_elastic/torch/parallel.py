@@ -71,6 +71,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         check_arguments(model, optimizer, lr_scheduler, mp_scaler, scaling_rule, ddp_kwargs)
         super().__init__(model, **ddp_kwargs)
         self._ddp_kwargs = ddp_kwargs
+        self._trained = frozenset(id(param) for param in model.parameters() if param.requires_grad)
         self._user_no_sync = False
         self.irreparable: str | None = None  # why a step that failed can not be put back
         self._optimizer = optimizer
@@ -419,6 +420,11 @@ class AdaptiveDataParallel(DistributedDataParallel):
                 self._sampler.whole(self._window.gradients())
 
         torch.autograd.Variable._execution_engine.queue_callback(ended)
+
+    @property
+    def thawed(self) -> bool:
+        """Whether there are parameters that require gradients only since this was made: DDP knows none."""
+        return any(param.requires_grad and id(param) not in self._trained for param in self.parameters())
 
     @property
     def stepping(self) -> bool:

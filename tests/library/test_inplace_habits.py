@@ -97,6 +97,19 @@ def test_what_newcomers_would_not_share_is_no_change_in_place(start: Any, habit:
     job.finish()
 
 
+def test_thawed_parameters_are_no_change_in_place(start: Any) -> None:
+    job = start(1, "thaw")
+    assert "thawed" in hints(job, lambda told: not told["inplace"])["inplace_reason"]
+    job.finish()
+
+
+def test_thawed_parameters_of_several_replicas_are_an_error(start: Any) -> None:
+    job = start(2, "thaw", pace=0.05)
+    assert job.running[0].join() == 1
+    assert "parameters require gradients that did not" in job.running[0].text()
+    assert "whose learning rate is 0 until they are to train" in job.running[0].text()
+
+
 @pytest.mark.parametrize(
     "habit",
     ["scheduler", pytest.param("nested scheduler", marks=pytest.mark.slow), "scaler"],

@@ -48,6 +48,7 @@ def main():
     loader = adl.AdaptiveDataLoader(range(S["size"]), batch_size=12, shuffle=True)
     net = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    net[0].requires_grad_(habit != "thaw")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     if habit == "nested scheduler":
         parts = [scheduler, torch.optim.lr_scheduler.ConstantLR(optimizer)]
@@ -79,6 +80,8 @@ def main():
                 time.sleep(S["pace"])
         if "scheduler" in habit:
             scheduler.step()
+        if epoch == 1:
+            net[0].requires_grad_(True)
         if habit == "late group" and epoch == 1:
             dist.new_group()
     torch.save([p.detach() for p in net.parameters()], OUT / f"result-{adl.rank()}")
