@@ -338,7 +338,7 @@ class Control:
     def renew(self, position: Position, recovered: bool = False) -> None:
         """A new generation has begun in this process, at `position`; `recovered`: the old one broke off."""
         with self._condition:
-            self._position, self._first_step, self.between = position, True, False
+            self._position, self._first_step = position, True
             self._told = self.session.last_step_time  # `switched` says it: it is no step of the new one
         self._events.put(("renew", 0, recovered))
         for command in self._asked:  # rank 0 may be another one
@@ -478,6 +478,7 @@ class Leader:
         if kind == "want":
             self._want(body)
         elif kind == "renew":
+            self._control.between = False  # here: what was wanted before must not open a round that this ends
             if body:  # what was under way has not been done
                 both = (*(self._running or ()), *self._wanted)
                 self._wanted = [c for c in both if c["kind"] in _KEPT]
