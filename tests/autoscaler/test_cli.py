@@ -19,6 +19,7 @@ from coordinator_pump import share_policy
 from fake_agents import FakeAgent, spec_of, submit
 
 from adaptdl_elastic import sched_hints
+from adaptdl_elastic.autoscaler import explain as why
 from adaptdl_elastic.autoscaler.cli import CommandError, Where, adaptdl
 from adaptdl_elastic.autoscaler.commands.cluster import _clock
 from adaptdl_elastic.autoscaler.commands.explain import leaders_settings
@@ -305,8 +306,12 @@ def test_explain_and_events(world: World) -> None:
 
 
 @pytest.mark.etcd
-def test_explain_goes_by_what_the_leader_decides_by(world: World) -> None:
-    assert leaders_settings(world.store, world.keys) == Settings(interval=0.5, min_gap=0.0)
+def test_explain_goes_by_what_the_leader_decides_by(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    explain = why.explain
+    monkeypatch.setattr(why, "explain", lambda *given: (asked.append(given[3]), explain(*given))[1])
+    world.says("explain", "mnist")
+    assert asked == [Settings(interval=0.5, min_gap=0.0)]
 
 
 @pytest.mark.parametrize(

@@ -318,14 +318,14 @@ def test_a_new_leader_carries_on(pump: Pump) -> None:
     assert pump.plan("a").transition is Transition.RECOVER
 
 
-def let_join(pump: Pump) -> float:
+def let_join(pump: Pump, order: tuple[int, int] = (1, 0)) -> float:
     """Until a second replica has joined; how many seconds that took."""
     begun = pump.clock()
     pump.settle()
     while pump.plan("a").transition is Transition.RECOVER:
         pump.clock.now += 0.1
         pump.settle()
-    assert slots(pump.plan("a")) == {"n0": (1, 0)}
+    assert slots(pump.plan("a")) == {"n0": order}
     return round(pump.clock() - begun)
 
 
@@ -355,18 +355,20 @@ def test_newcomers_that_die_as_they_join_are_brought_back_with_pauses(pump: Pump
     assert "have died at once, 5 times in a row" in reason
 
 
-@pytest.mark.parametrize("slot", [0, 1], ids=["a newcomer", "one that was there before"])
-def test_other_deaths_are_replaced_at_once(pump: Pump, slot: int) -> None:
+@pytest.mark.parametrize("newcomer", [True, False], ids=["a newcomer", "one that was there before"])
+def test_other_deaths_are_replaced_at_once(pump: Pump, newcomer: bool) -> None:
+    """Of newcomers that had joined some time ago, and of those that newcomers joined."""
     left_with_one(pump)
+    slot = 0 if newcomer else 1
     for _ in range(4):
-        assert let_join(pump) == 0
-        if slot == 0:
+        assert let_join(pump, (1, 0) if newcomer else (slot, 1 - slot)) == 0
+        if newcomer:
             pump.later(pump.settings.joined + 0.1)
         pump.agents[0].lose(slot)
         pump.decide()
         assert pump.plan("a").transition is Transition.RECOVER
-        if slot == 1:
-            break
+        if not newcomer:
+            slot = 1 - slot  # the one that is left was there before the next
 
 
 # -- with planned changes
