@@ -7,12 +7,13 @@ its window is under way; other optimizers that share the scaler are not touched.
 
 from __future__ import annotations
 
-import gc
 import logging
 import types
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from adaptdl_elastic.torch._objects import instances_of
 
 if TYPE_CHECKING:
     from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
@@ -100,7 +101,7 @@ def guard(adp: AdaptiveDataParallel, optimizer: torch.optim.Optimizer) -> None:
 
     Nothing tells who uses a scaler: all there are in the process are looked up.
     """
-    for scaler in [one for one in gc.get_objects() if issubclass(type(one), torch.amp.GradScaler)]:
+    for scaler in instances_of(torch.amp.GradScaler):
         if not attached(scaler):
             _guard(scaler, adp, optimizer)
 

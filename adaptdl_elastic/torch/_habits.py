@@ -7,7 +7,6 @@ or a loss scale that has not moved is the same in a newcomer, which makes its ow
 
 from __future__ import annotations
 
-import gc
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from adaptdl_elastic.torch import _ability, _amp
+from adaptdl_elastic.torch._objects import instances_of
 
 if TYPE_CHECKING:
     from adaptdl_elastic._session import Session
@@ -33,9 +33,7 @@ def look(session: Session, again: bool = False) -> None:
     """Look through the objects of this process, unless that has been done and it need not be done again."""
     if _SCRATCH in session.scratch and not again:
         return
-    objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, _KINDS)}
-    session.scratch[_SCRATCH] = [weakref.ref(one) for one in objects if type(one) in kinds]
+    session.scratch[_SCRATCH] = [weakref.ref(one) for one in instances_of(*_KINDS)]
 
 
 def _found(session: Session, kind: type[Any]) -> list[Any]:

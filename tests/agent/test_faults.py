@@ -70,7 +70,7 @@ def child(run: ElasticRun, word: str) -> psutil.Process:
         (["--checkpoint-path=/proc/nowhere", PLAIN], ["/proc/nowhere", "--checkpoint-path"]),
         (["--event-log=/proc/nowhere/log", PLAIN], ["--event-log"]),
         (["--max-restarts=-1", PLAIN], ["--max-restarts=-1"]),
-        (["--rdzv-endpoint=127.0.0.1:1", "--etcd-timeout=0.5", PLAIN], ["127.0.0.1:1", "--rdzv-endpoint"]),
+        (["--rdzv-endpoint=127.0.0.1:1", "--etcd-timeout=0.5", PLAIN], ["127.0.0.1:1", "--etcd"]),
         (["--plot=run.txt", PLAIN], [".png"]),
     ],
 )
