@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from adaptdl_elastic import _session, env
+from adaptdl_elastic.channel import CAN_NOT_JOIN
 from adaptdl_elastic.reducer import Future, ReduceFn, Reducer, default_reduce_fn
 
 __all__ = ["allreduce", "allreduce_async", "broadcast", "initialize", "teardown"]
 
-CAN_NOT_JOIN = 76
-"""Exit code of a newcomer that can not be brought to where the others are. Nothing is lost by it."""
 
 _HERE = str(Path(__file__).parent)
 

@@ -429,11 +429,6 @@ def possible(session: Session) -> tuple[bool, str]:
     return True, ""
 
 
-def is_newcomer() -> bool:
-    """Whether this process was started to join a running generation."""
-    return bool(os.environ.get(JOIN_VARIABLE))
-
-
 def begin_joining(session: Session, backend: str) -> None:
     """A newcomer's `init_process_group`: a group of the planned size, and the others' states."""
     store = meeting(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), session.generation)
