@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from itertools import chain, compress, starmap, tee
 from typing import Any
 
 
 def instances_of(*kinds: type) -> list[Any]:
-    """All tracked objects of these types and those derived from them.
+    """All tracked objects of these classes, which are written in Python, and of those derived from them.
 
-    Never in Python's own loop: another thread may be in the middle of `tuple(...)`, and CPython raises
-    SystemError there if anybody holds on to the unfinished tuple when that thread goes on. No thread goes
-    on within one call of `set` or `list`.
+    By who refers to the class, as each object of it does: `gc.get_objects()` would hold on to everything
+    there is. That keeps alive what has just ended, and another thread may be in the middle of `tuple(...)`,
+    where CPython raises SystemError if anybody holds on to the unfinished tuple.
     """
-    wanted = {kind for kind in set(map(type, _everything())) if issubclass(kind, kinds)}
-    objects, again = tee(_everything())
-    return list(compress(objects, map(wanted.__contains__, map(type, again))))
-
-
-def _everything() -> Iterator[Any]:
-    return chain.from_iterable(starmap(gc.get_objects, [()]))
+    wanted, level = set[type](), set(kinds)
+    while level:
+        wanted |= level
+        level = {derived for kind in level for derived in type.__subclasses__(kind)} - wanted
+    return [one for one in gc.get_referrers(*wanted) if type(one) in wanted]
