@@ -31,7 +31,8 @@ Policy = Callable[
 ]
 """`adaptdl_elastic.autoscaler.policy.allocate`, or one that stands in for it."""
 
-_ACTIVE = (Phase.EMPTY, Phase.CHANGING, Phase.STEADY, Phase.BROKEN)
+_UNSETTLED = (Phase.CHANGING, Phase.BROKEN)
+_ACTIVE = (Phase.EMPTY, Phase.STEADY, *_UNSETTLED)
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Question:
     fingerprint: Any  # two questions with the same one need not both be asked, unless
     forecasts: Mapping[str, float]  # by job, the goodput it predicts for what it has, is another
     undecidable: Mapping[str, str] = field(default_factory=dict)  # jobs not to be asked about, and why
+    unsettled: frozenset[str] = frozenset()  # jobs that are asked about for the others' sake alone
 
 
 def ask(
@@ -62,6 +64,7 @@ def ask(
     prints: list[Any] = []
     forecasts: dict[str, float] = {}
     undecidable: dict[str, str] = {}
+    unsettled: set[str] = set()
     for name in sorted(conditions):
         job, condition = view.jobs[name], conditions[name]
         if condition.phase not in _ACTIVE or job.spec is None or job.plan is None:
@@ -79,6 +82,8 @@ def ask(
             continue
         infos.append(info)
         current[name] = in_plan(condition.plan)
+        if condition.phase in _UNSETTLED:
+            unsettled.add(name)
         if why is not None:
             causes[name] = why
         prints.append(_fingerprint(job, condition, info, places))
@@ -88,7 +93,7 @@ def ask(
     asked_about = {info.name for info in infos}
     nodes = _nodes(view, ledger, asked_about)
     marks = tuple(prints), nodes, tuple(undecidable)
-    return Question(tuple(infos), nodes, current, causes, marks, forecasts, undecidable)
+    return Question(tuple(infos), nodes, current, causes, marks, forecasts, undecidable, frozenset(unsettled))
 
 
 def described(error: Exception) -> str:
@@ -149,7 +154,7 @@ def _job(
     curve = known.get(spec.curve_key)
     hints = informed(job.job, own_hints(job), curve)
     fixed, places = _fixed_size(view, job, condition, places, settings)
-    unsettled = condition.phase in (Phase.CHANGING, Phase.BROKEN)
+    unsettled = condition.phase in _UNSETTLED
     if unsettled:
         fixed = _Fixed(size, "a change of it is under way")
     chosen = fixed is not None and fixed.cause is not None and fixed.size == size
@@ -246,10 +251,14 @@ def _fingerprint(job: JobView, condition: Condition, info: JobInfo, places: Mapp
 def targets(
     question: Question, decision: Decision, view: View, conditions: Mapping[str, Condition]
 ) -> dict[str, Target]:
-    """What each job is to have, by the policy's answer."""
+    """What each job is to have, by the policy's answer.
+
+    Nothing is answered about jobs whose change was under way: of those that have not been heard of for a
+    moment not even the nodes were in the question.
+    """
     found: dict[str, Target] = {}
     for name, allocation in decision.allocations.items():
-        if name not in conditions:
+        if name not in conditions or name in question.unsettled:
             continue
         spec = view.jobs[name].spec
         assert spec is not None

@@ -62,6 +62,8 @@ def consider(
     """Whether a round is due: what to remember, the round to begin, and when to look again."""
     if memory.round is not None:
         return memory, None, math.inf  # one at a time: its answer wakes us
+    if any(condition.health.missing for condition in conditions.values()):
+        return memory, None, math.inf  # their nodes are likely well: who sees to them wakes when patience ends
     now, wake_at = view.now, _silent_until(view, conditions, settings)
     by_hand = asked_by_hand(view, conditions)
     hurry = bool(by_hand - memory.by_hand)
@@ -202,6 +204,8 @@ def without_policy(
     """Start what waits with the least it can begin with, give people what they ask; nothing else."""
     found: dict[str, Target] = {}
     for info in question.jobs:
+        if info.name in question.unsettled:
+            continue
         job, condition = view.jobs[info.name], conditions[info.name]
         assert job.spec is not None
         free, now, run = rooms(view, job, ledger), in_plan(condition.plan), job.spec.record.run

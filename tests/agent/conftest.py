@@ -18,5 +18,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with EtcdServer() as etcd, ExitStack() as stack:
         made = Cluster(etcd, tmp_path, stack)
         yield made
+        made.write_history()
         for name, run in made.agents.items():  # pytest shows it when the test has failed
             print(f"--- {name}, exit code {run.process.poll()}\n{run.text()}")

@@ -129,6 +129,30 @@ def test_after_a_break_of_the_store_a_missing_agent_has_a_lease_time_to_come_bac
     assert pump.plan("a").generation == generation
 
 
+def test_while_an_agent_is_missing_nobody_is_asked_who_shall_have_what(pump: Pump) -> None:
+    """Its job would not fit where it is, and its neighbours would make room for it."""
+    elastic(pump)
+    pump.ask("a", replicas=3)
+    pump.settle()
+    generation = pump.plan("a").generation
+    pump.slow = True
+    pump.steady_since = pump.clock()
+    away = pump.agents[2]
+    assert away.lease is not None
+    away.lease.revoke()
+    pump.node("n4", "a")  # something to be decided
+    pump.settle().later(pump.settings.min_gap + 1)
+    assert not pump.asked
+    away.lease = None
+    away.register()
+    pump.settle().later(pump.settings.min_gap + 1)
+    assert len(pump.asked) == 1
+    assert {node.name for node in pump.asked[0].question.nodes} == {"n0", "n1", "n2", "n4"}
+    pump.answer()
+    pump.settle()
+    assert pump.plan("a").generation == generation
+
+
 def test_after_a_break_of_the_store_patience_ends(pump: Pump) -> None:
     elastic(pump)
     pump.steady_since = pump.clock()

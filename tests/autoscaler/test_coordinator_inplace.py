@@ -257,11 +257,26 @@ def test_a_failure_after_a_change_in_place_is_counted(pump: Pump, all_came_over:
 def test_an_old_wish_of_the_policy_does_not_undo_what_a_person_has_asked_for() -> None:
     pump = Pump(settings=Settings(interval=60.0, min_gap=10.0))
     pump.job("a", autoscale=False)
+    pump.node("n0", "a", 2)
+    pump.settle()
+    pump.later(61)  # the policy is asked: the job keeps what it has
+    assert pump.memory.targets["a"].allocation == {"n0": 1}
+    pump.ask("a", replicas=2)
+    pump.settle()
+    assert pump.placed("a") == {"n0": 2}
+    assert [plan.replicas for plan in pump.plans if not plan.claim] == [1, 2]
+
+
+def test_the_policy_says_nothing_about_a_job_whose_change_is_under_way() -> None:
+    pump = Pump(settings=Settings(interval=60.0, min_gap=10.0))
+    pump.job("a", autoscale=False)
     agent = pump.node("n0", "a", 2, holds_start=True)
     pump.settle()
     pump.clock.now += 11
-    pump.settle()  # the policy is asked while the job changes: it keeps what it has
-    assert pump.memory.targets["a"].allocation == {"n0": 1}
+    pump.settle()
+    assert pump.memory.asked is not None
+    assert [info.name for info in pump.memory.asked.jobs] == ["a"]
+    assert "a" not in pump.memory.targets
     pump.ask("a", replicas=2)
     agent.holds_start = False
     pump.settle()

@@ -112,7 +112,13 @@ class Cluster:
         weights = self.weights()
         assert len(weights) == replicas, weights
         assert len(set(weights)) == 1, weights
-        assert self.violations() == []
+        found = self.violations()
+        assert not found, "\n".join(found)
+
+    def write_history(self) -> None:
+        """Leave every change in the store beside the logs, for whoever wants to know why a test has failed."""
+        lines = [f"{change.revision} {change.kind} {change.key} {change.value}\n" for change in self.history()]
+        (self.directory / "history.txt").write_text("".join(lines))
 
     def history(self) -> list[Change]:
         """Every change that there was in the store so far."""
