@@ -13,8 +13,9 @@ def instances_of(*kinds: type) -> list[Any]:
     there is. That keeps alive what has just ended, and another thread may be in the middle of `tuple(...)`,
     where CPython raises SystemError if anybody holds on to the unfinished tuple.
     """
-    wanted, level = set[type](), set(kinds)
+    wanted: set[type] = set()
+    level: set[type] = set(kinds)
     while level:
         wanted |= level
-        level = {derived for kind in level for derived in type.__subclasses__(kind)} - wanted
+        level = set[type]().union(*map(type.__subclasses__, level)) - wanted
     return [one for one in gc.get_referrers(*wanted) if type(one) in wanted]

@@ -63,7 +63,7 @@ def consider(
     if memory.round is not None:
         return memory, None, math.inf  # one at a time: its answer wakes us
     if any(condition.health.missing for condition in conditions.values()):
-        return memory, None, math.inf  # their nodes are likely well: who sees to them wakes when patience ends
+        return memory, None, math.inf  # their nodes are likely well: the end of patience wakes us
     now, wake_at = view.now, _silent_until(view, conditions, settings)
     by_hand = asked_by_hand(view, conditions)
     hurry = bool(by_hand - memory.by_hand)

@@ -116,8 +116,8 @@ class Cluster:
         assert not found, "\n".join(found)
 
     def write_history(self) -> None:
-        """Leave every change in the store beside the logs, for whoever wants to know why a test has failed."""
-        lines = [f"{change.revision} {change.kind} {change.key} {change.value}\n" for change in self.history()]
+        """Leave every change in the store beside the logs: what to look at when a test has failed."""
+        lines = [f"{one.revision} {one.kind} {one.key} {one.value}\n" for one in self.history()]
         (self.directory / "history.txt").write_text("".join(lines))
 
     def history(self) -> list[Change]:
