@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from adaptdl_elastic.agent.states import Identity
 from adaptdl_elastic.agent.storelink import Writer
 from adaptdl_elastic.rendezvous.keys import Keys
 from adaptdl_elastic.rendezvous.records import (
@@ -29,8 +30,9 @@ logger = logging.getLogger(__name__)
 class Books:
     """One node's part of one job. Everything is written in order, by the writer's thread."""
 
-    def __init__(self, store: Store, keys: Keys, writer: Writer, job: str, node: str) -> None:
-        self._store, self._keys, self._writer, self._job, self._node = store, keys, writer, job, node
+    def __init__(self, store: Store, keys: Keys, writer: Writer, me: Identity) -> None:
+        self._store, self._keys, self._writer = store, keys, writer
+        self._job, self._node, self._agent = me.job, me.node, me.agent
 
     def master(self, record: MasterRecord) -> None:
         """Where a generation meets."""
@@ -42,7 +44,9 @@ class Books:
 
     def running(self, generation: int, first_step: float | None, library: bool, resilient: bool) -> None:
         """This node's replicas have started."""
-        record = RunningRecord(self._node, generation, time.time(), first_step, library, resilient)
+        record = RunningRecord(
+            self._node, generation, time.time(), first_step, library, resilient, self._agent
+        )
         self._of_generation("running", record)
 
     def broken(self, record: BrokenRecord) -> None:

@@ -102,7 +102,7 @@ class AdaptiveAgent(SimpleElasticAgent):
         self.exit_code, self.exit_reason = 1, ""
         self._loop = Loop()
         self._writer = Writer(self._loop.post)
-        self._books = Books(store, keys, self._writer, setting.me.job, setting.me.node)
+        self._books = Books(store, keys, self._writer, setting.me)
         self._mirror = Mirror(keys, setting.me.job, setting.me.node)
         self._watchers = [Watcher(store, prefix, self._loop.post) for prefix in self._mirror.prefixes]
         self._replicas: dict[int, ReplicaHandle] = {}  # by their number at the fork server

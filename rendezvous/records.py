@@ -315,6 +315,7 @@ class RunningRecord:
     first_step: float | None = None  # wall-clock end of the first step, once there was one
     library: bool = False  # a replica said hello: written again when it does
     resilient: bool = False  # the death of others would not end these replicas: written again, too
+    agent: str = ""  # who says so: it may come late, when another agent has the node's name
 
 
 class Outcome(str, Enum):

@@ -60,8 +60,10 @@ def node(name: str, agent: str = "") -> tuple[str, str]:
     )
 
 
-def running(name: str, generation: int) -> tuple[str, str]:
-    return KEYS.generation("job", generation, "running", name), encode(RunningRecord(name, generation))
+def running(name: str, generation: int, agent: str = "") -> tuple[str, str]:
+    return KEYS.generation("job", generation, "running", name), encode(
+        RunningRecord(name, generation, agent=agent or f"agent-{name}")
+    )
 
 
 def ended(name: str, generation: int) -> tuple[str, str]:
@@ -102,6 +104,12 @@ def test_a_successor_is_fine_and_so_is_garbage() -> None:
     assert violations(history(*steps, plan(refenced), line, *garbage), logs=LOGS) == []
 
 
+def test_what_an_agent_says_late_is_no_more_than_late() -> None:
+    """It was stopped as it was about to say so, and has lost its name since."""
+    late = [(KEYS.node("a", "job"), None), node("a", "agent-new"), running("a", 1)]
+    assert violations(history(*GOOD, *late)) == []
+
+
 def test_who_was_lost_has_left() -> None:
     steps = [step for step in GOOD if step != ended("a", 0)]
     steps.insert(6, (KEYS.node("a", "job"), None))
@@ -128,7 +136,7 @@ def test_who_was_lost_has_left() -> None:
         ([*GOOD, plan(replace(SECOND, placements=FIRST.placements))], "planned twice"),
         ([*GOOD, running("b", 0)], "no place for it"),
         ([*GOOD, running("a", 7)], "nobody has planned"),
-        ([*GOOD, node("b", "agent-of-another"), running("b", 1)], "another agent"),
+        ([*GOOD, running("b", 1, "agent-of-another")], "another agent"),
         ([step for step in GOOD if step != ended("a", 0)], "a has not left"),
     ],
 )

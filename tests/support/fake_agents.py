@@ -187,7 +187,7 @@ class FakeAgent:
 
     def _say_running(self, plan: Plan) -> None:
         now, able = self.clock(), self.resilient
-        running = RunningRecord(self.node, plan.generation, now, now, self.library, able)
+        running = RunningRecord(self.node, plan.generation, now, now, self.library, able, self.agent)
         self._put(running, plan.generation, "running")
         if self.reports and self.library and plan.placements[0].node == self.node:
             self.report(plan, inplace=self.inplace)

@@ -143,13 +143,14 @@ class _Checker:
 
     def _running(self, job: _Job, generation: int, node: str, change: Change) -> None:
         plan = job.plans.get(generation)
-        if plan is None or _read(RunningRecord, change) is None:
+        record = _read(RunningRecord, change)
+        if plan is None or record is None:
             self._say(change, f"node {node} runs generation {generation}, which nobody has planned")
             return
         named = {placement.node: placement.agent for placement in plan.placements}
         if node not in named:
             self._say(change, f"node {node} runs generation {generation}, which has no place for it")
-        elif job.registered.get(node) not in (named[node], None):
+        elif named[node] and record.agent != named[node]:
             self._say(change, f"another agent than the planned one runs generation {generation} on {node}")
         if generation in job.began or plan.transition not in (Transition.RESTART, Transition.ABORT):
             return
