@@ -24,8 +24,9 @@ pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 def test_rank_0s_node_and_another_are_killed_at_once(cluster: Cluster) -> None:
     names = ("first", "second", "third")
-    first, second, third = (cluster.start(name, TRAIN, *LONG) for name in names)
-    first.wait_for_event("generation")
+    first = cluster.start("first", TRAIN, *LONG)
+    first.wait_for_event("generation")  # and so it has rank 0
+    second, third = (cluster.start(name, TRAIN, *LONG) for name in names[1:])
     grown = cluster.scale(3, third)
     assert grown["placements"] == dict.fromkeys(names, 1)
     third.wait_for_event("started", generation=grown["generation"])
@@ -67,8 +68,8 @@ def test_the_coordinators_node_is_killed_and_who_stood_by_leads(cluster: Cluster
 
 def test_a_node_comes_back_under_its_name(cluster: Cluster) -> None:
     first = cluster.start("first", TRAIN, *LONG)
-    second = cluster.start("second", TRAIN, *LONG)
     first.wait_for_event("generation")
+    second = cluster.start("second", TRAIN, *LONG)
     cluster.scale(2, first)
     seen = len(first.events)
     second.process.kill()
@@ -82,8 +83,8 @@ def test_a_node_comes_back_under_its_name(cluster: Cluster) -> None:
 
 def test_a_pause_of_etcd_evicts_nobody(cluster: Cluster) -> None:
     first = cluster.start("first", TRAIN, *LONG)
-    second = cluster.start("second", TRAIN, *LONG)
     first.wait_for_event("generation")
+    second = cluster.start("second", TRAIN, *LONG)
     cluster.scale(2, first)
     began = len(first.of("generation"))
     cluster.etcd.pause()
@@ -157,8 +158,8 @@ def test_garbage_under_our_prefix_is_ignored(cluster: Cluster) -> None:
 
     litter()
     first = cluster.start("first", TRAIN, *LONG)
-    second = cluster.start("second", TRAIN, *LONG)
     first.wait_for_event("generation")
+    second = cluster.start("second", TRAIN, *LONG)
     litter()
     cluster.store.put(f"{job}plan", "garbage")
     cluster.scale(2, first)
