@@ -87,9 +87,9 @@ def _pause(world, ttl: float, seconds: float) -> None:
 
 def test_a_partition_costs_the_lease_and_both_sides_learn_it(own_world, collect):
     with CuttingProxy(own_world.real.endpoint) as proxy:
-        apart, together = own_world.client(proxy.endpoint, timeout=1.0), own_world.client()
+        apart, together = own_world.client(proxy.endpoint, timeout=5.0), own_world.client()
         seen = collect(together.watch(own_world.prefix))
-        lease = apart.lease(1)
+        lease = apart.lease(3)
         apart.put(own_world.prefix + "mine", "1", lease)
         seen.wait(1)
         proxy.freeze()
