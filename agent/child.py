@@ -3,9 +3,11 @@
 The script must not notice that it was forked from a warm server: it is `__main__`, its directory is
 `sys.path[0]`, its arguments are `sys.argv`, its output comes by the line, its random
 numbers are its own, and its tracebacks hold no frame of ours. Its end is that of `python script.py`: other
-threads are waited for, atexit functions run, files are closed. Only the interpreter itself is not torn
-down: a thread of gloo's that comes back from a collective then, to call Python, would abort the process
-(SIGABRT, "terminate called without an active exception"), long after the script has done its work.
+threads are waited for, atexit functions run, what was written is flushed and closed, objects of the
+script's own modules are finalized. Only the interpreter itself is not torn down: a thread of gloo's that
+comes back from a collective then, to call Python, would abort the process (SIGABRT, "terminate called
+without an active exception"), long after the script has done its work. As in a process of
+`multiprocessing`, C's own atexit handlers do not run, which belong to that tearing down.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ import os
 import runpy
 import signal
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 import types
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +40,8 @@ _PR_SET_PDEATHSIG = 1
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 CANNOT_EXEC = 127  # as a shell says it
 _NOT_FLUSHED = 120  # Python's own, where the last output can not be written
+_INTERRUPTED = 130
+_STUCK = 10.0  # seconds after which a file that can be neither flushed nor closed is given up
 
 
 @dataclass(frozen=True)
@@ -85,12 +91,18 @@ def run(command: Command) -> NoReturn:
     if command.mode == "exec":
         _exec(command)
     _fresh_interpreter(command)
-    code = 0
+    warm, code = frozenset(sys.modules), 0
     try:
         _run(command)
     except SystemExit as error:
         code = _exit_code(error)
-    _end(code)
+    except KeyboardInterrupt:  # which has been said
+        code = _INTERRUPTED
+    flushed = _wind_up(warm)
+    if code == _INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code or (0 if flushed else _NOT_FLUSHED))
 
 
 def _run(command: Command) -> None:
@@ -158,12 +170,9 @@ def _die_of(error: BaseException) -> NoReturn:
     error = error.with_traceback(trace)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     sys.excepthook(type(error), error, trace)
-    if not isinstance(error, KeyboardInterrupt):
-        sys.exit(1)
-    _wind_up()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGINT)
-    sys.exit(130)
+    if isinstance(error, KeyboardInterrupt):
+        raise KeyboardInterrupt
+    sys.exit(1)
 
 
 def _exit_code(error: SystemExit) -> int:
@@ -176,20 +185,19 @@ def _exit_code(error: SystemExit) -> int:
     return 1
 
 
-def _end(code: int) -> NoReturn:
-    flushed = _wind_up()
-    os._exit(code or (0 if flushed else _NOT_FLUSHED))
+def _wind_up(warm: frozenset[str]) -> bool:
+    """All that the interpreter does before it tears itself down; whether the last output was written.
 
-
-def _wind_up() -> bool:
-    """All that the interpreter does before it tears itself down; whether the last output was written."""
+    warm: the modules that there were before the script.
+    """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    _each_file("flush")  # a collection may finalize a file's inner layer before its outer one
-    sys.modules.pop("__main__", None)  # with what only the script refers to: finalizers run
+    _unless_stuck(_flush_all)  # a collection may finalize a file's inner layer before its outer one
+    for name in ["__main__", *(name for name in sys.modules if name not in warm and _is_users(name))]:
+        sys.modules.pop(name, None)  # with what only the script refers to: finalizers run
     sys.last_type = sys.last_value = sys.last_traceback = None
     gc.collect()
-    _each_file("close")
+    _unless_stuck(_close_all)
     ctypes.CDLL(None).fflush(None)
     try:
         for stream in (sys.stdout, sys.stderr):  # a script may have put anything there
@@ -200,18 +208,53 @@ def _wind_up() -> bool:
     return True
 
 
-def _each_file(method: str) -> None:
-    """Flush or close what the script has left open, outer layers first: all of it has to reach the disk."""
+def _is_users(name: str) -> bool:
+    """Whether a module lies beside the script, say: neither installed nor Python's."""
+    file = getattr(sys.modules[name], "__file__", None)
+    paths = sysconfig.get_paths()
+    installed = tuple(paths[where] for where in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return isinstance(file, str) and not file.startswith(installed)
+
+
+def _unless_stuck(work: Callable[[], None]) -> None:
+    """Do it, but for what waits for a lock that a daemon thread holds which waits for input, or a reader."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(_STUCK)
+
+
+def _flush_all() -> None:
+    for one in _files():
+        with suppress(Exception):  # as its finalizer would: nobody is left to be told
+            one.flush()
+
+
+def _close_all() -> None:
+    for one in _files():
+        with suppress(Exception):
+            one.close()
+
+
+def _files() -> list[Any]:
+    """What the script writes to and has left open, outer layers first: all of it has to reach the disk.
+
+    Not what it only reads, to whose end nothing is lost, nor the writing side's reading half.
+    """
     found = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase)]
     streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     standard = (*streams, *(getattr(stream, "buffer", None) for stream in streams))
-    plain = (io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)
+    plain = (io.BufferedWriter, io.BufferedRandom)
     text = [one for one in found if isinstance(one, io.TextIOBase)]
     packed = [one for one in found if isinstance(one, io.BufferedIOBase) and type(one) not in plain]
-    for one in (*text, *packed, *(one for one in found if type(one) in plain)):
-        if not any(one is each for each in standard):
-            with suppress(Exception):  # as its finalizer would: nobody is left to be told
-                getattr(one, method)()
+    ordered = (*text, *packed, *(one for one in found if type(one) in plain))
+    return [one for one in ordered if _writes(one) and not any(one is each for each in standard)]
+
+
+def _writes(file: Any) -> bool:
+    try:
+        return bool(file.writable())
+    except Exception:  # closed, or half made
+        return False
 
 
 def _users(trace: types.TracebackType | None) -> types.TracebackType | None:

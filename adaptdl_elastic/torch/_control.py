@@ -368,17 +368,20 @@ class Control:
         return True
 
     def _execute(self, commands: list[Command]) -> None:
-        """Stops come last, and their checkpoint serves all other requests for one."""
+        """A checkpoint is saved by those who have agreed on it: before a change of who they are.
+
+        A stop comes alone, and its checkpoint serves all other requests for one.
+        """
         stop = [c for c in commands if c["kind"] == "stop"]
         saves = [c for c in commands if c["kind"] == "checkpoint"]
-        for command in commands:
-            if command["kind"] not in ("stop", "checkpoint") and not stop:
-                self._handler(command["kind"])(command)
         if stop:
             self.save("stop", saves)
             self._stop(stop[0])
         elif saves:
             self.save("request" if any("request" in c for c in saves) else "periodic", saves)
+        for command in commands:
+            if command["kind"] not in ("stop", "checkpoint"):
+                self._handler(command["kind"])(command)
 
     def _handler(self, kind: str) -> Callable[[Command], None]:
         if kind not in self.handlers:  # our own agent may not have spoken yet of what all have agreed on

@@ -22,6 +22,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,7 +73,7 @@ class AdaptiveDataLoaderHelper:
         self._loops: Loops | None = None
         self._skipped = False
         self._mark = (0.0, 0, 0)  # progress, attempted steps, index: when a pass was last found to be made
-        self._entered = (0, 0)  # windows and attempted steps, when this process came to the loop
+        self._entered: tuple[int, list[int]] = (0, [])  # windows, each model's attempted steps: at the start
         # the window under way
         self._window: Window | None = None  # None: a loader of one's own, whose windows are not planned
         self._chunk = 0
@@ -341,12 +342,9 @@ class AdaptiveDataLoaderHelper:
         self._registry.current = self
         ended, left = False, None
         try:
-            if self.replicas > 1 and any(model.thawed for model in models(session)):
-                raise RuntimeError(
-                    "parameters require gradients that did not when AdaptiveDataParallel was made: replicas "
-                    "would train them apart, as under DistributedDataParallel. Let them require gradients "
-                    "from the start, in a parameter group whose learning rate is 0 until they are to train"
-                )
+            if self.replicas > 1:
+                for model in models(session):
+                    model.refuse_thawed("replicas would train them apart, as under DistributedDataParallel")
             recovery(session).arm()
             self._skipped = not state.enter(self.key)
             known = self._registry.training
@@ -361,7 +359,7 @@ class AdaptiveDataLoaderHelper:
             if state.index == 0 and not self._skipped:
                 state.start_progress = session.metrics.get_progress() if self.adaptive else 0.0
             self._mark = (*self._effort(), state.index)
-            self._entered = session.step, self._attempts()
+            self._entered = session.step, self._each_attempts()
             try:
                 yield
                 ended = True
@@ -496,7 +494,9 @@ class AdaptiveDataLoaderHelper:
         """
         session, state = _session.current(), self._running()
         progress, attempts = self._effort()
-        windows, own = session.step - self._entered[0], attempts - self._entered[1]
+        windows, before_each = session.step - self._entered[0], self._entered[1]
+        counts = zip_longest(self._each_attempts(), before_each, fillvalue=0)
+        own = max((now - then for now, then in counts), default=0)
         by_hand = max(1, round(windows / own)) if own else 1
         done = progress - state.start_progress + 0.5 >= self.end_index / self.batch_size / by_hand
         before, tried, index = self._mark
@@ -517,7 +517,10 @@ class AdaptiveDataLoaderHelper:
         return _session.current().metrics.get_progress() if self.adaptive else 0.0, self._attempts()
 
     def _attempts(self) -> int:
-        return sum(model.gns.steps + model.gns.skipped for model in models(_session.current()))
+        return sum(self._each_attempts())
+
+    def _each_attempts(self) -> list[int]:
+        return [model.gns.steps + model.gns.skipped for model in models(_session.current())]
 
     # -- telling -----------------------------------------------------------------------------------
 

@@ -91,14 +91,16 @@ class Window:
         self._micro_batches = 1  # of the window that the last pass was of
         self._passed = False  # a pass came since the last `step` or `zero_grad`
         self._left_out: int | None = None  # place of the last `step` in mid-window; None: a pass came since
+        self._stepped: int | None = None  # the same, passes or not
         self._marked = False  # there was one in this window
         self._leads = False  # this script has passes that its `zero_grad` drops before those that count
+        self._outside_first = False  # gradients that come without the module come before a batch's passes
         self._below: _Sum | None = None  # what the passes since `step` are kept apart from
         self._doubtful: _Sum | None = None  # dropped by `zero_grad`, unless this script has no `step` here
 
     def reset(self) -> None:
         """The window has ended: stepped, or dropped."""
-        self._hidden = self._below = self._doubtful = self._left_out = None
+        self._hidden = self._below = self._doubtful = self._left_out = self._stepped = None
         self._unit, self._place, self._first = 1.0, -1, -1
         self.by_hand = False
         self._ended = self._synced = self._accumulated = self._passed = self._marked = False
@@ -123,14 +125,19 @@ class Window:
         if self._below is not None:
             self._join(self._below)
             self._below = None
-        self._left_out, self._marked, self._passed = self._place, True, False
+        self._left_out = self._stepped = self._place
+        self._marked, self._passed = True, False
 
     @torch.no_grad()
-    def drop_since_step(self) -> bool:
-        """`zero_grad` in the middle of the window. Whether something has been dropped."""
+    def drop_since_step(self, place: int) -> bool:
+        """`zero_grad` in mid-window, in its micro-batch `place`. Whether something has been dropped."""
         below, self._below = self._below, None
-        passed, self._passed, self._left_out = self._passed, False, None
+        passed, self._passed = self._passed, False
+        if self._left_out != place:  # not at once after `step`: what comes now begins the next one
+            self._left_out = None
         if below is not None:
+            if place == self._stepped:
+                self._left_out = place  # still
             self._drop()
             self._hidden, self._unit = below.gradients, below.unit
             self._ended, self._synced, self._accumulated = below.ended, below.synced, True
@@ -192,6 +199,7 @@ class Window:
         self._sort(batch)
         if batch.weight == 0.0:
             return self._set_aside(batch)
+        outside = self._take_outside()
         self._show()
         factor = self._unit / batch.weight
         if self._ended:
@@ -202,7 +210,25 @@ class Window:
         grads = [p.grad for p in self._parameters if p.grad is not None] if factor != 1.0 else []
         if grads:
             torch._foreach_mul_(grads, factor)
+        for param, grad in outside:
+            param.grad = grad if param.grad is None else param.grad.add_(grad)
         return None
+
+    def _take_outside(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Gradients that came since the last pass, without the module: they are of the batch to come.
+
+        Unless those of the window's first batch came behind its pass, as those of its last one will then.
+        They are whole, not the share of a batch, and stand for all of the window (a penalty on the weights),
+        or wait for `zero_grad` (the generator's loss through the judge's bare module).
+        """
+        if self._ended or (self._hidden is None and self._accumulated):
+            return []
+        outside = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        for param, _ in outside:
+            param.grad = None
+        if self._hidden is None:
+            self._outside_first = bool(outside)
+        return outside if self._outside_first else []
 
     @torch.no_grad()
     def after_backward(self, batch: Batch, reduced: bool) -> bool:

@@ -389,6 +389,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
 
             watched = watch(output, arrived)
             return output if watched is None else watched
+        if batch.accumulating:
+            self.refuse_thawed("their gradients would not be averaged over the batches of a step")
         watched = on_backward(output, lambda: self._backward_begins(batch))
         if watched is None:
             raise RuntimeError(
@@ -425,6 +427,15 @@ class AdaptiveDataParallel(DistributedDataParallel):
     def thawed(self) -> bool:
         """Whether there are parameters that require gradients only since this was made: DDP knows none."""
         return any(param.requires_grad and id(param) not in self._trained for param in self.parameters())
+
+    def refuse_thawed(self, why: str) -> None:
+        """RuntimeError if there are any."""
+        if self.thawed:
+            raise RuntimeError(
+                f"parameters require gradients that did not when AdaptiveDataParallel was made: {why}. Let "
+                f"them require gradients from the start, in a parameter group whose learning rate is 0 until "
+                f"they are to train"
+            )
 
     @property
     def stepping(self) -> bool:
@@ -518,7 +529,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
     def begin_zero_grad(self) -> bool:
         """For scaling rules: whether all gradients are to be dropped now, not those since `step` only."""
         if self._window.under_way:
-            if self._window.drop_since_step():
+            if self._window.drop_since_step(self._batch.place):
                 self._sampler.drop_passes()
             return False
         self._window.reset()

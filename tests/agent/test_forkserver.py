@@ -140,6 +140,17 @@ x = []
 threading.Thread(target=forever, daemon=True).start()
 print("end")
 """,
+    "a thread that reads and reads": """
+import os, threading
+ends = os.pipe()
+threading.Thread(target=os.fdopen(ends[0]).readline, daemon=True).start()
+print("end")
+""",
+    "what its own modules hold": """
+from pathlib import Path
+Path("keeps.py").write_text("class A:\\n    def __del__(self): print('finalized')\\na = A()\\n")
+import keeps
+""",
     "an exit code beyond a byte": "import sys; sys.exit(256 + 7)",
     "a broken exit": "import sys; sys.exit((1, 2))",
     "excepthook": """
@@ -174,6 +185,25 @@ def test_what_is_left_open_reaches_the_disk(runner: Runner, tmp_path: Path) -> N
     assert (tmp_path / "hidden").read_bytes() == b"by another module"
     assert gzip.decompress((tmp_path / "packed.gz").read_bytes()) == b"with a trailer"
     assert not list(tmp_path.glob("tmp*"))
+
+
+def test_a_file_that_can_not_be_closed_is_given_up(runner: Runner, tmp_path: Path) -> None:
+    """A daemon thread is in the middle of a write that nobody reads; the other files are closed."""
+    text = """
+import os, threading
+from adaptdl_elastic.agent import child
+child._STUCK = 0.5
+stuck, ends = threading.Event(), os.pipe()
+class Pipe(io.FileIO):
+    def write(self, data):
+        stuck.set()
+        return super().write(bytes(1 << 20))
+full = io.BufferedWriter(Pipe(ends[1], "w"))
+threading.Thread(target=full.write, args=(bytes(1 << 20),), daemon=True).start()
+stuck.wait()
+print("end")
+"""
+    assert runner.run("import io" + text) == (0, "end\n", "")
 
 
 def test_a_collective_that_ends_after_the_script_does_not_abort_it(runner: Runner, tmp_path: Path) -> None:
