@@ -22,6 +22,7 @@ import json
 import os
 import runpy
 import signal
+import socket
 import sys
 import sysconfig
 import threading
@@ -245,7 +246,8 @@ def _files() -> list[Any]:
     standard = (*streams, *(getattr(stream, "buffer", None) for stream in streams))
     plain = (io.BufferedWriter, io.BufferedRandom)
     text = [one for one in found if isinstance(one, io.TextIOBase)]
-    packed = [one for one in found if isinstance(one, io.BufferedIOBase) and type(one) not in plain]
+    bare = (io.FileIO, socket.SocketIO)  # with nothing of their own to write
+    packed = [one for one in found if not isinstance(one, (io.TextIOBase, *bare)) and type(one) not in plain]
     ordered = (*text, *packed, *(one for one in found if type(one) in plain))
     return [one for one in ordered if _writes(one) and not any(one is each for each in standard)]
 

@@ -204,7 +204,7 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
     if isinstance(event, ReplicaResilient):
         return recovery.resilient(state, held, event.local_rank)
     if isinstance(event, ReplicaOver):
-        return replace(state, held=_change(held, event.local_rank, over=event.over)), []
+        return replace(state, held=recovery.said(held, event.local_rank, over=event.over)), []
     if isinstance(event, ReplicaBroken):
         return recovery.hear(state, held, event, now)
     if isinstance(event, ReplicaExited) and any(

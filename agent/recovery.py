@@ -21,6 +21,7 @@ the new generation: whoever was to be in it and lives is in it.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from adaptdl_elastic.agent.states import (
     Action,
@@ -55,18 +56,23 @@ Step = tuple[State, list[Action]]
 def resilient(state: State, held: Held, local_rank: int) -> Step:
     """A replica says that it would survive the death of others; it does so for good."""
     known = all(r.resilient for r in held.replicas)
-
-    def grown(replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
-        return tuple(replace(r, resilient=True) if r.local_rank == local_rank else r for r in replicas)
-
-    change = held.change
-    if change is not None:
-        change = replace(change, newcomers=grown(change.newcomers))
-    held = replace(held, replicas=grown(held.replicas), change=change)
+    held = said(held, local_rank, resilient=True)
     state = replace(state, held=held)
     if known or held.joining or not all(r.resilient for r in held.replicas):
         return state, []
     return state, [WriteRunning(held.generation, library=True, resilient=True)]
+
+
+def said(held: Held, local_rank: int, **fields: Any) -> Held:
+    """What a replica has said of itself, which may be a newcomer that is not held yet."""
+
+    def heard(replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
+        return tuple(replace(r, **fields) if r.local_rank == local_rank else r for r in replicas)
+
+    change = held.change
+    if change is not None:
+        change = replace(change, newcomers=heard(change.newcomers))
+    return replace(held, replicas=heard(held.replicas), change=change)
 
 
 def survived(held: Held, event: ReplicaExited) -> bool:

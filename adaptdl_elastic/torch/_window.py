@@ -221,7 +221,7 @@ class Window:
         They are whole, not the share of a batch, and stand for all of the window (a penalty on the weights),
         or wait for `zero_grad` (the generator's loss through the judge's bare module).
         """
-        if self._ended or (self._hidden is None and self._accumulated):
+        if self._ended or self.by_hand or (self._hidden is None and self._accumulated):
             return []
         outside = [(p, p.grad) for p in self._parameters if p.grad is not None]
         for param, _ in outside:

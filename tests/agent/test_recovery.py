@@ -382,6 +382,19 @@ def test_more_epochs_are_as_any_others() -> None:
     assert slots_written(dies(agent, 1)) == [(0, (1,))]
 
 
+def test_nor_is_a_newcomer_that_was_over_before_its_node_had_gone_over() -> None:
+    agent = resilient(1)
+    agent(d.PlanSeen(plan(1, ("here", 2), transition=INPLACE)))
+    agent(master(1))
+    agent(d.ReplicaReady(1, 1))
+    agent(d.ReplicaResilient(1, 1))
+    agent(d.ReplicaSwitched(1, 1))
+    agent(d.ReplicaOver(1, True))
+    assert "Adopt" in kinds(agent(d.ReplicaSwitched(1, 0)))
+    agent(d.ReplicaOver(0, True))
+    assert kinds(dies(agent, 1, generation=1)) == ["Lost"]
+
+
 def lost_node(first: str) -> tuple[Agent, list[d.Action]]:
     """Of replicas on two nodes that have all epochs behind them this node's are told to go on alone."""
     agent = Agent()
