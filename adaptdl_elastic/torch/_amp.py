@@ -2,7 +2,8 @@
 
 `scaler.unscale_` and `scaler.step` would divide a partial sum by the loss scale, and `scaler.update`
 without a step raises. The calls of the scaler that was given to AdaptiveDataParallel are left out while
-its window is under way; other optimizers that share the scaler are not touched.
+its window is under way. Other optimizers that share the scaler step as they would, but the scale stays as
+it is until no model has a sum of gradients under way, which is in units of it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_adaptdl_elastic"
+_FOUND = "_adaptdl_elastic"  # among the scaler's optimizers: what those have found whose update waits
 
 
 class _Models:
@@ -29,6 +31,10 @@ class _Models:
     def __init__(self) -> None:
         self.by_optimizer: dict[int, AdaptiveDataParallel] = {}
         self.stepped = False
+
+    def summing(self) -> bool:
+        """Whether one of them has gradients of a window that has not been stepped."""
+        return any(not adp.stepping or adp._window.under_way for adp in self.by_optimizer.values())
 
 
 def check(scaler: Any) -> None:
@@ -77,13 +83,32 @@ def _patch(scaler: Any, models: _Models) -> None:
             unscale(optimizer)
 
     def patched_update(self: Any, *args: Any, **kwargs: Any) -> None:
-        if models.stepped:
-            models.stepped = False
+        if not models.stepped:
+            return
+        models.stepped = False
+        if not (models.summing() and _postpone(scaler)):
             update(*args, **kwargs)
 
     scaler.step = types.MethodType(patched_step, scaler)
     scaler.unscale_ = types.MethodType(patched_unscale, scaler)
     scaler.update = types.MethodType(patched_update, scaler)
+
+
+def _postpone(scaler: Any) -> bool:
+    """Let optimizers step again at the same scale; the next update counts what they have found by now.
+
+    False where there is nothing to update: the scaler is disabled.
+    """
+    states = getattr(scaler, "_per_optimizer_states", None)
+    if states is None:
+        return False
+    found: dict[torch.device, torch.Tensor] = {}
+    for state in states.values():
+        for device, one in state["found_inf_per_device"].items():
+            found[device] = found[device] + one if device in found else one
+    states.clear()
+    states[_FOUND] = {"found_inf_per_device": found}
+    return True
 
 
 def skipped(optimizer: torch.optim.Optimizer) -> bool:
