@@ -9,8 +9,10 @@ its own, whose `save` may not tell what this replica alone holds.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import pickle
+import zlib
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,7 @@ LIMIT = 4096
 """Bytes of a State that are copied at every step: microseconds."""
 
 _LIBRARY = "adaptdl_elastic."
+_BLOCK = 1 << 18  # numbers that are weighted and summed up at a time, on a device
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -147,16 +150,41 @@ def _digest(state: checkpoint.State) -> Hashable:
     if isinstance(state, checkpoint.TensorState):
         tensors: list[torch.Tensor] = []
         rest = pickle.dumps(_strip(state.state_dict(), tensors))
+        prints = [_fingerprint(tensor) for tensor in tensors]  # started on a device before any is waited for
         return hashlib.blake2b(rest).digest(), tuple(
-            int(total) for total in [_total(tensor) for tensor in tensors]
+            one if isinstance(one, int) else tuple(one.tolist()) for one in prints
         )
     copy = state.snapshot()
     return hashlib.blake2b(copy).digest() if isinstance(copy, bytes) else repr(copy)
 
 
-def _total(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of its bits as whole numbers, made where it is."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    whole = _WHOLE.get(flat.element_size())
-    flat = flat.view(torch.uint8 if whole is None else whole)
-    return flat.sum(dtype=torch.int64)
+def _fingerprint(tensor: torch.Tensor) -> torch.Tensor | int:
+    """What differs when its bits do, or their places, made where it is."""
+    if tensor.device.type != "cpu":
+        return _block_sums(tensor)
+    flat = _flat(tensor)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
+
+
+def _block_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Of each block, the sum of its bits as whole numbers, each times a weight of its place, modulo 2^64.
+
+    Weights are odd, so that no change of a single number is lost, and random, so that several of them do
+    not make up for each other: a count moved to another bin, numbers in another order.
+    """
+    flat = _flat(tensor)
+    flat = flat.view(_WHOLE.get(flat.element_size(), torch.uint8))
+    weights = _weights(_BLOCK, flat.device)
+    sums = [(block * weights[: len(block)]).sum(dtype=torch.int64) for block in torch.split(flat, _BLOCK)]
+    return torch.stack(sums)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+
+
+@functools.cache
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(count)
+    odd = torch.randint(-(2**62), 2**62, (count,), generator=generator) | 1
+    return odd.to(device)
