@@ -6,7 +6,7 @@ import logging
 import sys
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -86,7 +86,9 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._task = -1  # of the autograd engine: the last backward pass
         self._batch = Batch()
         self._initial_batch_size: int | None = None
-        self._saved_batch_size: int | None = None  # the same of the run that the checkpoint is of
+        self._batch_sizes: dict[str, int] = {}  # of each loader trained with, by its key, in this run
+        self._saved_batch_sizes: dict[str, int] = {}  # the same of the run that the checkpoint is of
+        self._saved_batch_size: int | None = None  # the last one of those
         self._attach_hook()
         self._state = _ParallelState(self, name)  # refuses a second one of a name, before anything is patched
         self.scaling_rule.initialize(self, optimizer, patch_optimizer=True)
@@ -326,9 +328,9 @@ class AdaptiveDataParallel(DistributedDataParallel):
             initial, window = loader.batch_size, loader.window_samples
             parts = replicas * micro_batches
             full = parts * loader.current_local_bsz
-            if self._initial_batch_size is None:
-                self._first_batch(initial)
-            self._initial_batch_size = initial
+            if loader.key not in self._batch_sizes:
+                self._first_batch(loader.key, initial)
+            self._initial_batch_size = self._batch_sizes[loader.key] = initial
             batch = Batch(
                 replicas=replicas,
                 micro_batches=micro_batches,
@@ -351,22 +353,28 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._hook.instead = None
         return batch
 
-    def _first_batch(self, initial: int) -> None:
-        """Statistics are in units of the initial batch size, which may be another than the checkpoint's."""
-        saved = self._saved_batch_size
+    def _first_batch(self, key: str, initial: int) -> None:
+        """Statistics are in units of the initial batch size, which may be another than the checkpoint's.
+
+        That of the same loader. One that the checkpoint does not know may be the first one's successor.
+        """
+        before, saved = self._saved_batch_sizes, self._saved_batch_sizes.get(key)
+        if saved is None and not self._batch_sizes and initial not in before.values():
+            saved = self._saved_batch_size
         if saved is None or saved == initial:
             return
+        self._saved_batch_sizes = {}  # they are told once, and are of other units from now on
         logger.warning(
             "the checkpoint is of batch_size=%d, and it is %d now: gradient statistics begin anew, and "
             "progress is counted in steps of the new size",
             saved,
             initial,
         )
-        before = self.gns.get_progress()
+        progress = self.gns.get_progress()
         self.gns.change_units(initial / saved)
         session, state = _session.current(), loops()
-        if before and session.scratch["models"][0] is self:
-            state.start_progress *= self.gns.get_progress() / before
+        if progress and session.scratch["models"][0] is self:
+            state.start_progress *= self.gns.get_progress() / progress
             session.metrics.update_progress(self.gns.get_progress())
 
     def _watch(self, output: Any, batch: Batch, split: bool) -> Any:
@@ -599,7 +607,12 @@ class _ParallelState(checkpoint.TensorState):
     def state_dict(self) -> Any:
         """One state dict per part; the model's without DDP's prefix."""
         states = {key: part.state_dict() for key, part in self._parts().items()}
-        return {**states, "batch_size": self._adp.initial_batch_size or self._adp._saved_batch_size}
+        return {
+            **states,
+            "batch_size": self._adp.initial_batch_size or self._adp._saved_batch_size,
+            "batch_sizes": dict(self._adp._batch_sizes),
+            "saved_batch_sizes": dict(self._adp._saved_batch_sizes),
+        }
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load the parts that this script has; ValueError where the checkpoint lacks one."""
@@ -610,7 +623,15 @@ class _ParallelState(checkpoint.TensorState):
         for key, part in parts.items():
             part.load_state_dict(state_dict[key])
         self._adp._saved_batch_size = state_dict.get("batch_size")
+        self._adp._batch_sizes = dict(state_dict.get("batch_sizes", {}))  # older checkpoints have none
+        self._adp._saved_batch_sizes = dict(state_dict.get("saved_batch_sizes", {}))
         self._adp._window.reset()
+
+    def load(self, fileobj: BinaryIO) -> None:
+        """From a checkpoint, not from a replica of this run: the script may have other batch sizes now."""
+        super().load(fileobj)
+        adp = self._adp
+        adp._saved_batch_sizes, adp._batch_sizes = {**adp._saved_batch_sizes, **adp._batch_sizes}, {}
 
 
 def _why_irreparable(mp_scaler: Any) -> str | None:

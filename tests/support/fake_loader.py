@@ -21,6 +21,7 @@ class FakeLoader:
     training: bool = False
     training_unknown: bool = False
     sample_dimension: int | None = None
+    key: str = "0"
 
     def train(self) -> None:
         self.training = True
