@@ -5,6 +5,11 @@ from __future__ import annotations
 from adaptdl_elastic.rendezvous.records import INSISTS, JobState, JobStatus
 
 AFTER = 2.0  # seconds that a reason to wait must have stood: every job waits a moment while it begins
+SILENCE = 20.0  # seconds without a word from any coordinator
+UNHEARD = (
+    f"no replica yet: no coordinator has answered in {SILENCE:g} s (`adaptdl doctor` looks for the reason; "
+    f"coordinator.log is in the log directory of the node that has the coordinator)"
+)
 
 
 class Waiting:
@@ -19,7 +24,7 @@ class Waiting:
     def hear(self, status: JobStatus | None, now: float) -> str | None:
         """What is to be said now of the status as last heard."""
         if status is None:
-            return None
+            return self._unheard(now)
         if INSISTS in status.reason:
             told = status.reason in self._insisted
             self._insisted.add(status.reason)
@@ -34,3 +39,11 @@ class Waiting:
             return None
         self._told, self.due = self._reason, None
         return f"no replica yet: {self._reason}"
+
+    def _unheard(self, now: float) -> str | None:
+        if self._told is None and self.due is None:
+            self.due = now + SILENCE
+        if self.due is None or now < self.due:
+            return None
+        self._told, self.due = UNHEARD, None
+        return UNHEARD

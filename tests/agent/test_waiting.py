@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adaptdl_elastic.agent.waiting import AFTER, Waiting
+from adaptdl_elastic.agent.waiting import AFTER, SILENCE, UNHEARD, Waiting
 from adaptdl_elastic.rendezvous.records import INSISTS, JobState, JobStatus
 
 
@@ -16,6 +16,7 @@ RUNNING = JobStatus("job", "run-1", JobState.RUNNING, reason="2 replicas")
 def test_a_reason_that_stands_is_said_once_and_when_it_changes() -> None:
     waiting = Waiting()
     assert waiting.hear(None, 0.0) is None
+    assert waiting.due == SILENCE
     assert waiting.hear(pending("one node"), 10.0) is None
     assert waiting.due == 10.0 + AFTER
     assert waiting.hear(pending("one node"), waiting.due) == "no replica yet: one node"
@@ -24,6 +25,16 @@ def test_a_reason_that_stands_is_said_once_and_when_it_changes() -> None:
     assert waiting.hear(pending("two nodes"), 100.0 + AFTER) == "no replica yet: two nodes"
     assert waiting.hear(pending("one node"), 200.0) is None
     assert waiting.hear(pending("one node"), 200.0 + AFTER) == "no replica yet: one node"
+
+
+def test_that_nobody_decides_is_said_once() -> None:
+    waiting = Waiting()
+    assert waiting.hear(None, 1.0) is None
+    assert waiting.hear(None, SILENCE) is None
+    assert waiting.hear(None, 1.0 + SILENCE) == UNHEARD
+    assert (waiting.hear(None, 99.0), waiting.due) == (None, None)
+    assert waiting.hear(pending("one node"), 100.0) is None
+    assert waiting.hear(pending("one node"), 100.0 + AFTER) == "no replica yet: one node"
 
 
 def test_what_is_over_in_a_moment_is_not_worth_a_word() -> None:
