@@ -158,16 +158,17 @@ class Draft:
             self.ledger,
             avoided & jobs.late_nodes(self.with_late(), self.view, job, self.settings),
         )
-        wanted = jobs.requested_replicas(job) or plan.replicas
+        had = jobs.size_of(plan)
+        wanted = jobs.requested_replicas(job) or had
         found = None if impossible(spec) else nearest(spec, wanted, places, now)
         if found is None:
             if feasible_only:
                 return False
             found, why = {}, f"{why}; {why_pending(spec, rooms(self.view, job), places, self.ledger)}"
-        elif sum(found.values()) != plan.replicas:
+        elif sum(found.values()) != had:
             left = sum(found.values())
             verb = "is" if left == 1 else "are"
-            why = f"{why}: {counted(left, 'replica')} {verb} left of {plan.replicas}"
+            why = f"{why}: {counted(left, 'replica')} {verb} left of {had}"
         how, step = (transition, found) if transition else self.route(job, found)
         return self.publish(job, Change(step, cause, how, why, restarts, failed_step, midway=step != found))
 

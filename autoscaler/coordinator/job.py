@@ -101,6 +101,18 @@ def this_run(job: JobView) -> Plan | None:
     return plan if plan.run == job.spec.record.run and not plan.claim else None
 
 
+def size_of(plan: Plan) -> int:
+    """Replicas that a plan is to leave its job with: a move away from draining nodes may be midway.
+
+    It goes over old and new nodes together, and makes no job larger.
+    """
+    if plan.cause is not Cause.DRAIN or plan.transition is not Transition.INPLACE:
+        return plan.replicas
+    base = recovery.before(plan)
+    before = sum(one.replicas for one in plan.leaving if one.generation == base)
+    return min(plan.replicas, before) if before else plan.replicas
+
+
 def stop_requested(job: JobView) -> bool:
     """Whether a person asked for the present run to stop."""
     request = job.request.record if job.request else None
@@ -364,15 +376,22 @@ def _sort_absent(
 
     A lease that ran out while the store was away proves nothing: its agent may be as well as its
     replicas. So after a break (or our own start) an agent has one lease time to come back, unless
-    another one has taken its place, or the replicas of others have failed for want of its.
+    another one has taken its place, or the replicas of others have failed for want of its. Breaks much
+    later than its loss put that off no further: a store that stutters for ever would keep a dead node
+    in its job. While the store is away altogether, though, nobody could come back.
     """
     lost, missing, settled_at = [], [], FOREVER
+    assert job.plan is not None
     for placement in absent:
         replaced = placement.node in view.agents(job.job)
         gone = view.gone.get((job.job, placement.node))
         since = gone.seen if gone is not None else view.steady_since
         shaken = gone is None or since - view.steady_since < settings.steady
-        patience = max(since, view.steady_since) + (settings.node_ttl if shaken else 0.0)
+        patience = since
+        if shaken:
+            missed_at = gone.seen if gone is not None else job.plan.seen  # as its leader we have written it
+            answers = min(max(since, view.steady_since), missed_at + settings.steady)
+            patience = max(answers + settings.node_ttl, view.steady_since + settings.grace)
         if replaced or evidence or view.now >= patience:
             lost.append(placement.node)
         else:

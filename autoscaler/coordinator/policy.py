@@ -207,6 +207,8 @@ def _fixed_size(
         return _Fixed(size, text, Cause.MANUAL), places
     size = sum(now.values())
     if not spec.autoscale:
+        if condition.plan is not None and jobs.size_of(condition.plan) != size:  # a move was called off
+            size = sum((nearest(spec, jobs.size_of(condition.plan), places, now) or now).values())
         return _Fixed(size, "it was started with autoscaling off") if size else None, places
     if condition.phase is Phase.STEADY and not jobs.uses_library(job):
         if view.now - condition.health.started_at < settings.hello_grace:

@@ -62,9 +62,14 @@ def consider(
     """Whether a round is due: what to remember, the round to begin, and when to look again."""
     if memory.round is not None:
         return memory, None, math.inf  # one at a time: its answer wakes us
-    if any(condition.health.missing for condition in conditions.values()):
-        return memory, None, math.inf  # their nodes are likely well: the end of patience wakes us
-    now, wake_at = view.now, _silent_until(view, conditions, settings)
+    now, missing = view.now, any(condition.health.missing for condition in conditions.values())
+    held_up_since = (now if memory.held_up_since is None else memory.held_up_since) if missing else None
+    memory = replace(memory, held_up_since=held_up_since)
+    if held_up_since is not None:  # their nodes are likely well; but there may be others the whole time
+        until = held_up_since + settings.steady + settings.node_ttl + settings.interval
+        if now < until:
+            return memory, None, until
+    wake_at = _silent_until(view, conditions, settings)
     by_hand = asked_by_hand(view, conditions)
     hurry = bool(by_hand - memory.by_hand)
     starts = somebody_starts(conditions, memory)

@@ -88,6 +88,7 @@ class Memory:
         default_factory=lambda: MappingProxyType({})
     )
     looked_at: float = float("-inf")  # when it was last looked whether a round is due
+    held_up_since: float | None = None  # rounds, because somebody or other has been missing ever since
     described: Mapping[str, Any] = field(  # (job, condition) whose status is as it should be
         default_factory=lambda: MappingProxyType({})
     )

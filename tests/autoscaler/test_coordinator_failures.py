@@ -163,6 +163,83 @@ def test_after_a_break_of_the_store_patience_ends(pump: Pump) -> None:
     assert "n2" not in pump.placed("a")
 
 
+def stutters(pump: Pump, seconds: float) -> None:
+    """The store is slow to answer every few seconds."""
+    end = pump.clock() + seconds
+    while pump.clock() < end:
+        pump.steady_since = pump.clock()
+        pump.later(pump.settings.node_ttl - 1)
+
+
+def test_patience_ends_where_the_store_stutters_all_the_time(pump: Pump) -> None:
+    elastic(pump)
+    pump.steady_since = pump.clock()
+    pump.agents[2].vanish()
+    pump.job("b")
+    pump.node("m0", "b")
+    pump.settle()
+    assert set(pump.placed("a")) == {"n0", "n1", "n2"}
+    assert pump.placed("b") == {}
+    stutters(pump, pump.settings.steady - 1)
+    assert set(pump.placed("a")) == {"n0", "n1", "n2"}
+    stutters(pump, pump.settings.node_ttl + 4)
+    assert set(pump.placed("a")) == {"n0", "n1"}
+    assert pump.placed("b") == {"m0": 1}
+
+
+def test_patience_of_a_leader_that_has_never_seen_the_agent_ends_as_well(pump: Pump) -> None:
+    elastic(pump)
+    pump.agents[2].vanish()
+    pump.take_over()
+    pump.settle()
+    assert set(pump.placed("a")) == {"n0", "n1", "n2"}
+    stutters(pump, pump.settings.steady - 1)
+    assert set(pump.placed("a")) == {"n0", "n1", "n2"}
+    stutters(pump, pump.settings.node_ttl + 4)
+    assert set(pump.placed("a")) == {"n0", "n1"}
+
+
+def test_while_the_store_does_not_answer_at_all_nobody_is_given_up(pump: Pump) -> None:
+    """Who vanished just before has a moment to come back after it, however long it was."""
+    elastic(pump)
+    generation = pump.plan("a").generation
+    pump.steady_since = pump.clock()
+    away = pump.agents[2]
+    assert away.lease is not None
+    away.lease.revoke()
+    pump.settle()
+    for _ in range(100):
+        pump.clock.now += 1
+        pump.steady_since = pump.clock()
+        pump.settle()
+    assert pump.plan("a").generation == generation
+    away.lease = None
+    away.register()
+    pump.later(30)
+    assert pump.plan("a").generation == generation
+
+
+def test_rounds_do_not_wait_for_ever_where_somebody_or_other_is_always_missing(pump: Pump) -> None:
+    elastic(pump, nodes=2)
+    here, away = pump.agents
+    since, pump.slow = pump.clock(), True
+    pump.job("b")
+    pump.node("m0", "b")
+    longest = pump.settings.steady + pump.settings.node_ttl + pump.settings.interval
+    while not pump.asked and pump.clock() <= since + longest + pump.settings.node_ttl:
+        pump.steady_since = pump.clock()
+        assert here.lease is not None
+        here.lease.revoke()
+        here.lease = None
+        if away.lease is None:
+            away.register()
+        pump.settle().later(pump.settings.node_ttl - 1)
+        here, away = away, here
+    assert pump.clock() >= since + longest
+    assert {info.name for info in pump.asked[0].question.jobs} == {"a", "b"}
+    assert pump.plan("a").replicas == 2
+
+
 def test_a_new_agent_under_an_old_name_is_not_the_old_one(pump: Pump) -> None:
     elastic(pump)
     old = pump.agents.pop(1)

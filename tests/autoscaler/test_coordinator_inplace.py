@@ -87,6 +87,50 @@ def test_a_move_to_other_nodes_is_made_in_two_steps(pump: Pump) -> None:
     assert pump.placed("a") == {"n2": 1}
 
 
+def moves(pump: Pump) -> None:
+    """A job `a` of one replica, whose size is its owner's, is on its way from n0 to n1, in place."""
+    pump.job("a", max_replicas=64, max_nodes=8, autoscale=False, rescale_timeout=20)
+    pump.node("n0", "a")
+    pump.settle()
+    pump.agents[0].report(pump.plan("a"), inplace=True, max_profiled_replicas=1)
+    pump.node("n1", "a", 4)
+    for agent in pump.agents:
+        agent.inplace = True
+    pump.settle()
+    assert pump.placed("a") == {"n0": 1}
+    pump.agents[0].register(draining=True)
+    pump.decide()
+    assert (pump.plan("a").transition, pump.placed("a")) == (Transition.INPLACE, {"n0": 1, "n1": 1})
+
+
+def test_a_move_ends_with_as_many_as_it_began_with(pump: Pump) -> None:
+    moves(pump)
+    pump.settle()
+    assert (pump.plan("a").transition, pump.placed("a")) == (Transition.INPLACE, {"n1": 1})
+    assert pump.plan("a").reason == "drains n0"
+    pump.later(2 * pump.settings.interval)
+    assert pump.placed("a") == {"n1": 1}
+
+
+def test_a_failure_on_the_way_does_not_make_a_job_larger(pump: Pump) -> None:
+    moves(pump)
+    while pump.agents[0].running != pump.plan("a").generation:
+        for agent in pump.agents:
+            agent.step()
+    pump.agents[0].fail("boom")
+    pump.settle()
+    assert pump.plan("a").restarts == 1
+    assert pump.placed("a") == {"n1": 1}
+
+
+def test_a_move_that_is_no_longer_asked_for_leaves_nothing_over(pump: Pump) -> None:
+    moves(pump)
+    pump.agents[0].register(draining=False)
+    pump.settle()
+    pump.later(2 * pump.settings.interval)
+    assert pump.plan("a").replicas == 1
+
+
 def test_a_move_keeps_to_the_bounds_on_its_way(pump: Pump) -> None:
     in_place(pump, max_nodes=2)
     for agent in (*pump.agents, pump.node("n2", "a")):

@@ -30,7 +30,7 @@ def answering(answer: bytes) -> Iterator[str]:
                     connection, _ = server.accept()
                 except OSError:
                     return
-                with connection, suppress(ConnectionError):
+                with connection, suppress(OSError):
                     connection.sendall(answer)
                     connection.shutdown(socket.SHUT_WR)
                     while connection.recv(4096):
