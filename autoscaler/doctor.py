@@ -302,7 +302,8 @@ def _unreachable(url: str, problem: Exception, options: StoreOptions) -> Finding
             + f": {text}",
             "give one that its CA has signed with --etcd-cert and --etcd-key (ADAPTDL_ETCD_CERT, _KEY)",
         )
-    if isinstance(problem, urllib3.exceptions.SSLError | ssl.SSLError):
+    cut = url.startswith("https:") and "reset by peer" in text.lower()  # it may be quicker than its answer
+    if cut or isinstance(problem, urllib3.exceptions.SSLError | ssl.SSLError):
         plain = url.replace("https://", "http://", 1)
         return error(
             "store",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing.connection
 import os
 import queue
 import random
@@ -85,6 +86,13 @@ class FakeAgent:
     def start(self, replicas: int) -> None:
         host, port = self._open()
         self.running = [self._launch(rank, replicas, 0, host, port) for rank in range(replicas)]
+
+    def first_to_end(self) -> Process:
+        """Whichever of the running replicas ends first."""
+        by_sentinel = {each.process.sentinel: each for each in self.running}
+        ended = multiprocessing.connection.wait(list(by_sentinel), PATIENCE)
+        assert ended, f"all of them still run:\n{self.outputs()}"
+        return next(by_sentinel[one] for one in ended if isinstance(one, int))
 
     def _open(self) -> tuple[str, int]:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

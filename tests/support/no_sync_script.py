@@ -1,6 +1,7 @@
 """A script that accumulates by hand, in `no_sync`: one weight per sample, one step for four batches.
 
-LOOP: epochs; pace, seconds of a batch; dies, a replica that dies between two steps of the second epoch.
+LOOP: epochs; pace, seconds of a batch; dies, one of two replicas that dies between two steps of the second
+epoch, when the other is between them, too.
 """
 
 import contextlib
@@ -43,8 +44,12 @@ def main():
             if place == PASSES - 1:
                 optimizer.step()
                 optimizer.zero_grad()
-            if (epoch, place, adl.rank()) == (1, 1, S["dies"]):
-                os.kill(os.getpid(), signal.SIGKILL)
+            if (epoch, place) == (1, 1):
+                (OUT / f"between-{adl.rank()}").touch()
+                if adl.rank() == S["dies"]:
+                    while not (OUT / f"between-{1 - adl.rank()}").exists():  # the other one is as far
+                        time.sleep(0.001)
+                    os.kill(os.getpid(), signal.SIGKILL)
             if not (OUT / "hurry").exists():
                 time.sleep(S["pace"])
     torch.save(weights.of.detach(), OUT / f"weights-{adl.rank()}")
