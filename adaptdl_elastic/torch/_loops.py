@@ -36,6 +36,7 @@ class Loops(checkpoint.TensorState):
         self.finished_loops = 0  # of the present epoch
         self.index = 0  # samples that the present data loop has handed out, on all replicas together
         self.size: int | None = None  # samples of its data set; None: not known
+        self.shuffled: bool | None = None  # whether they come in a random order; None: not known
         self.start_progress = 0.0  # statistical progress when the present data loop began
         self.seeds: dict[str, int] = {}  # of the loaders' orders, by their keys, once settled
         self.trainer: str | None = None  # key of the loader that models are trained with, once known
@@ -56,6 +57,7 @@ class Loops(checkpoint.TensorState):
             "finished_loops": finished_loops,
             "index": index,
             "size": self.size,
+            "shuffled": self.shuffled,
             "start_progress": self.start_progress,
             "seeds": dict(self.seeds),
             "samples": self.samples,
@@ -69,7 +71,7 @@ class Loops(checkpoint.TensorState):
         self.finished = state_dict["finished"]
         self.finished_loops = state_dict["finished_loops"]
         self.index = state_dict["index"]
-        self.size = state_dict.get("size")
+        self.size, self.shuffled = state_dict.get("size"), state_dict.get("shuffled")
         self.start_progress = state_dict["start_progress"]
         if not isinstance(state_dict["seeds"], dict):
             raise ValueError("it was saved by an older version, which numbered data loaders in another way")
@@ -88,16 +90,18 @@ class Loops(checkpoint.TensorState):
         loop, index = self.left  # it is over once the script goes on behind it: an exception may have left it
         return loop - 1, index
 
-    def tell_size(self, size: int) -> None:
-        """The data loop under way is over a data set of that many samples."""
-        if self.index and self.size not in (None, size) and self._session.rank == 0:
-            logger.warning(
-                "the data set had %d samples when this data loop began, and has %d now: in what is left of "
-                "it samples may come twice or not at all",
-                self.size,
-                size,
-            )
-        self.size = size
+    def tell_samples(self, size: int, shuffled: bool) -> None:
+        """The data loop under way is over a data set of that many samples, in a random order or not."""
+        began = "when this data loop began, and"
+        changes = []
+        if self.size not in (None, size):
+            changes.append(f"the data set had {self.size} samples {began} has {size} now")
+        if self.shuffled not in (None, shuffled):
+            changes.append(f"shuffle was {self.shuffled} {began} is {shuffled} now")
+        if self.index and changes and self._session.rank == 0:
+            what = "; ".join(changes)
+            logger.warning("%s: in what is left of it samples may come twice or not at all", what)
+        self.size, self.shuffled = size, shuffled
 
     # -- epochs ------------------------------------------------------------------------------------
 

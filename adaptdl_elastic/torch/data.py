@@ -136,7 +136,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                 return
             if not self._stream:
                 helper.end_index = len(self.dataset)  # type: ignore[arg-type]
-                loops().tell_size(helper.end_index)
+                loops().tell_samples(helper.end_index, self._elastic_batches.sampler.shuffle)
             while True:
                 try:
                     yield from self._pass()

@@ -297,9 +297,16 @@ def test_a_checkpoint_that_is_saved_behind_an_exception_is_of_where_that_was(scr
     assert seen == ALL
 
 
-@pytest.mark.parametrize("size", [6, 7])
+@pytest.mark.parametrize(
+    ("size", "shuffle", "told"),
+    [
+        (6, False, []),
+        (7, False, ["the data set had 6 samples when this data loop began, and has 7 now: in"]),
+        (6, True, ["shuffle was False when this data loop began, and is True now: in"]),
+    ],
+)
 def test_a_data_set_that_is_another_in_mid_epoch_is_told(
-    script: Script, caplog: pytest.LogCaptureFixture, size: int
+    script: Script, caplog: pytest.LogCaptureFixture, size: int, shuffle: bool, told: list[str]
 ) -> None:
     for _ in adl.remaining_epochs_until(1):
         for number, _ in enumerate(adl.AdaptiveDataLoader(numbers(6), batch_size=2)):
@@ -309,9 +316,9 @@ def test_a_data_set_that_is_another_in_mid_epoch_is_told(
         break
     script.restart()
     for _ in adl.remaining_epochs_until(2):
-        list(adl.AdaptiveDataLoader(numbers(size), batch_size=2))
-    told = caplog.text.count("had 6 samples when this data loop began, and has 7 now")
-    assert told == (size == 7)
+        list(adl.AdaptiveDataLoader(numbers(size), batch_size=2, shuffle=shuffle))
+    found = [text for text in caplog.messages if "may come twice" in text]
+    assert [text.split(" what is left")[0] for text in found] == told
 
 
 def test_a_data_loop_that_was_left_is_over_once_the_next_is_come_to(script: Script) -> None:
