@@ -41,7 +41,6 @@ _PR_SET_PDEATHSIG = 1
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 CANNOT_EXEC = 127  # as a shell says it
 _NOT_FLUSHED = 120  # Python's own, where the last output can not be written
-_INTERRUPTED = 130
 _STUCK = 10.0  # seconds after which a file that can be neither flushed nor closed is given up
 
 
@@ -92,15 +91,15 @@ def run(command: Command) -> NoReturn:
     if command.mode == "exec":
         _exec(command)
     _fresh_interpreter(command)
-    warm, code = frozenset(sys.modules), 0
+    warm, code, interrupted = frozenset(sys.modules), 0, False
     try:
         _run(command)
     except SystemExit as error:
         code = _exit_code(error)
     except KeyboardInterrupt:  # which has been said
-        code = _INTERRUPTED
+        interrupted = True
     flushed = _wind_up(warm)
-    if code == _INTERRUPTED:
+    if interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     os._exit(code or (0 if flushed else _NOT_FLUSHED))

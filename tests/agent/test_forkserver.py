@@ -151,6 +151,7 @@ from pathlib import Path
 Path("keeps.py").write_text("class A:\\n    def __del__(self): print('finalized')\\na = A()\\n")
 import keeps
 """,
+    "an exit code that is a shell's for Ctrl-C": "import sys; sys.exit(130)",
     "an exit code beyond a byte": "import sys; sys.exit(256 + 7)",
     "a broken exit": "import sys; sys.exit((1, 2))",
     "excepthook": """
