@@ -45,7 +45,10 @@ SCHED_HINTS = MappingProxyType(
 _Count = Annotated[int, Field(ge=0, le=10**9)]
 _Positive = Annotated[int, Field(ge=1, le=10**9)]
 _Seconds = Annotated[float, Field(ge=0, le=1e9)]
-_Amount = Annotated[float, Field(ge=0, le=1e30)]  # samples, squared norms
+MOST = 1e30
+"""The largest squared norm that can be reported."""
+
+_Amount = Annotated[float, Field(ge=0, le=MOST)]  # samples, squared norms
 _Rate = Annotated[float, Field(ge=0, le=1e12)]  # samples per second
 _Gamma = Annotated[float, Field(ge=1, le=1e3)]
 _Theta = tuple[_Seconds, _Seconds, _Seconds, _Seconds, _Seconds, _Seconds, _Gamma]

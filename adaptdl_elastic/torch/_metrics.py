@@ -25,7 +25,7 @@ import numpy as np
 
 from adaptdl_elastic import _session, checkpoint, sched_hints
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, fit_perf_params
-from adaptdl_elastic.sched_hints import JobHints, ProfileEntry
+from adaptdl_elastic.sched_hints import MOST, JobHints, ProfileEntry
 from adaptdl_elastic.torch._choice import BatchSize, Chooser, Limits
 from adaptdl_elastic.torch._profile import ENOUGH, WINDOW, Key, StepTimes, robust_mean
 
@@ -41,6 +41,8 @@ SOON = 0.1
 """Seconds from a change to the first look at it; then twice as long each time, up to the interval."""
 
 FORMAT = 2
+
+_MODELS = 1000  # whose statistics add up to no more than can be reported
 
 
 @dataclass
@@ -165,7 +167,9 @@ class Metrics:
     def update_grad_params(self, key: str, sqr: float, var: float) -> None:
         """|G|² and tr Σ of the model `key`, both at the initial batch size. Several models add up."""
         if math.isfinite(sqr) and math.isfinite(var):
-            self._grads[key] = (max(float(sqr), 0.0), max(float(var), 0.0))
+            # of training that diverges; it is their ratio that counts
+            factor = min(1.0, MOST / (_MODELS * max(abs(sqr), abs(var), 1.0)))
+            self._grads[key] = (max(float(sqr), 0.0) * factor, max(float(var), 0.0) * factor)
 
     def update_gain(self, key: str, gain: float, lr_factor: float) -> None:
         """AdaScale's gain of the model `key`, and what its learning rate is multiplied by."""

@@ -357,6 +357,17 @@ def test_statistics_that_are_no_numbers_are_not_believed(script: Script) -> None
     assert metrics.grad_params() == (2.0, 2.0)
 
 
+def test_statistics_of_training_that_diverges_are_reported(script: Script) -> None:
+    metrics = Metrics(background=False)
+    metrics.update_grad_params("model", 1e34, 5e33)
+    metrics.update_grad_params("other", 1e30, 0.0)
+    hints = metrics.hints()  # raises where they are not in the schema
+    assert hints.grad_params is not None
+    metrics.update_grad_params("other", 0.0, 0.0)
+    sqr, var = metrics.hints().grad_params or (0.0, 0.0)
+    assert sqr / var == pytest.approx(2.0)
+
+
 def test_the_report_and_the_event_say_all_that_is_documented(
     monkeypatch: pytest.MonkeyPatch, script: Script
 ) -> None:
