@@ -29,7 +29,6 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,12 +191,12 @@ def _wind_up(warm: frozenset[str]) -> bool:
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    _unless_stuck(_flush_all)  # a collection may finalize a file's inner layer before its outer one
-    for name in ["__main__", *(name for name in sys.modules if name not in warm and _is_users(name))]:
+    _each_file("flush")  # a collection may finalize a file's inner layer before its outer one
+    for name in ("__main__", *_users_modules(warm)):
         sys.modules.pop(name, None)  # with what only the script refers to: finalizers run
     sys.last_type = sys.last_value = sys.last_traceback = None
     gc.collect()
-    _unless_stuck(_close_all)
+    _each_file("close")
     ctypes.CDLL(None).fflush(None)
     try:
         for stream in (sys.stdout, sys.stderr):  # a script may have put anything there
@@ -208,31 +207,26 @@ def _wind_up(warm: frozenset[str]) -> bool:
     return True
 
 
-def _is_users(name: str) -> bool:
-    """Whether a module lies beside the script, say: neither installed nor Python's."""
-    file = getattr(sys.modules[name], "__file__", None)
+def _users_modules(warm: frozenset[str]) -> list[str]:
+    """Modules that lie beside the script, say: neither installed nor Python's."""
     paths = sysconfig.get_paths()
     installed = tuple(paths[where] for where in ("stdlib", "platstdlib", "purelib", "platlib"))
-    return isinstance(file, str) and not file.startswith(installed)
+    new = {name: module for name, module in sys.modules.items() if name not in warm}
+    files = {name: getattr(module, "__file__", None) for name, module in new.items()}
+    return [name for name, file in files.items() if isinstance(file, str) and not file.startswith(installed)]
 
 
-def _unless_stuck(work: Callable[[], None]) -> None:
-    """Do it, but for what waits for a lock that a daemon thread holds which waits for input, or a reader."""
+def _each_file(method: str) -> None:
+    """Flush or close them, but for what waits for a lock: a daemon thread's that waits for a reader, say."""
+
+    def work() -> None:
+        for one in _files():
+            with suppress(Exception):  # as its finalizer would: nobody is left to be told
+                getattr(one, method)()
+
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(_STUCK)
-
-
-def _flush_all() -> None:
-    for one in _files():
-        with suppress(Exception):  # as its finalizer would: nobody is left to be told
-            one.flush()
-
-
-def _close_all() -> None:
-    for one in _files():
-        with suppress(Exception):
-            one.close()
 
 
 def _files() -> list[Any]:

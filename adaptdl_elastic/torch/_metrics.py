@@ -42,8 +42,6 @@ SOON = 0.1
 
 FORMAT = 2
 
-_MODELS = 1000  # whose statistics add up to no more than can be reported
-
 
 @dataclass
 class _Position:
@@ -167,9 +165,7 @@ class Metrics:
     def update_grad_params(self, key: str, sqr: float, var: float) -> None:
         """|G|² and tr Σ of the model `key`, both at the initial batch size. Several models add up."""
         if math.isfinite(sqr) and math.isfinite(var):
-            # of training that diverges; it is their ratio that counts
-            factor = min(1.0, MOST / (_MODELS * max(abs(sqr), abs(var), 1.0)))
-            self._grads[key] = (max(float(sqr), 0.0) * factor, max(float(var), 0.0) * factor)
+            self._grads[key] = (max(float(sqr), 0.0), max(float(var), 0.0))
 
     def update_gain(self, key: str, gain: float, lr_factor: float) -> None:
         """AdaScale's gain of the model `key`, and what its learning rate is multiplied by."""
@@ -232,7 +228,9 @@ class Metrics:
         values = list(self._grads.values())
         if not values:
             return None
-        return GradParams(sum(v[0] for v in values), sum(v[1] for v in values))
+        sqr, var = sum(v[0] for v in values), sum(v[1] for v in values)
+        factor = MOST / max(sqr, var, MOST)  # of training that diverges; it is their ratio that counts
+        return GradParams(sqr * factor, var * factor)
 
     def gain(self) -> tuple[float, float]:
         """(gain, learning-rate factor), the mean over models; (1, 1) before the first."""

@@ -92,7 +92,6 @@ class Window:
         self._passed = False  # a pass came since the last `step` or `zero_grad`
         self._left_out: int | None = None  # place of the last `step` in mid-window; None: a pass came since
         self._stepped: int | None = None  # the same, passes or not
-        self._marked = False  # there was one in this window
         self._leads = False  # this script has passes that its `zero_grad` drops before those that count
         self._outside_first = False  # gradients that come without the module come before a batch's passes
         self._below: _Sum | None = None  # what the passes since `step` are kept apart from
@@ -103,7 +102,7 @@ class Window:
         self._hidden = self._below = self._doubtful = self._left_out = self._stepped = None
         self._unit, self._place, self._first = 1.0, -1, -1
         self.by_hand = False
-        self._ended = self._synced = self._accumulated = self._passed = self._marked = False
+        self._ended = self._synced = self._accumulated = self._passed = False
 
     @property
     def under_way(self) -> bool:
@@ -126,7 +125,7 @@ class Window:
             self._join(self._below)
             self._below = None
         self._left_out = self._stepped = self._place
-        self._marked, self._passed = True, False
+        self._passed = False
 
     @torch.no_grad()
     def drop_since_step(self, place: int) -> bool:
@@ -142,7 +141,7 @@ class Window:
             self._hidden, self._unit = below.gradients, below.unit
             self._ended, self._synced, self._accumulated = below.ended, below.synced, True
             return True
-        if passed and self._first == self._place and not self._marked:
+        if passed and self._first == self._place and self._stepped is None:
             # All of it came with the batch at hand: a loss that is not this model's, or the body of a loop
             # that steps at windows' ends only.
             if self._doubtful is not None:

@@ -64,7 +64,6 @@ def ask(
     prints: list[Any] = []
     forecasts: dict[str, float] = {}
     undecidable: dict[str, str] = {}
-    unsettled: set[str] = set()
     for name in sorted(conditions):
         job, condition = view.jobs[name], conditions[name]
         if condition.phase not in _ACTIVE or job.spec is None or job.plan is None:
@@ -82,8 +81,6 @@ def ask(
             continue
         infos.append(info)
         current[name] = in_plan(condition.plan)
-        if condition.phase in _UNSETTLED:
-            unsettled.add(name)
         if why is not None:
             causes[name] = why
         prints.append(_fingerprint(job, condition, info, places))
@@ -93,7 +90,8 @@ def ask(
     asked_about = {info.name for info in infos}
     nodes = _nodes(view, ledger, asked_about)
     marks = tuple(prints), nodes, tuple(undecidable)
-    return Question(tuple(infos), nodes, current, causes, marks, forecasts, undecidable, frozenset(unsettled))
+    unsettled = frozenset(name for name in asked_about if conditions[name].phase in _UNSETTLED)
+    return Question(tuple(infos), nodes, current, causes, marks, forecasts, undecidable, unsettled)
 
 
 def described(error: Exception) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from coordinator_pump import Pump, elastic, start
+from fake_agents import FakeAgent
 
 from adaptdl_elastic.rendezvous.records import (
     Cause,
@@ -113,13 +114,19 @@ def test_a_failure_that_was_a_lost_node_is_given_back(pump: Pump) -> None:
     assert all(agent.running == plan.generation for agent in pump.agents)
 
 
-def test_after_a_break_of_the_store_a_missing_agent_has_a_lease_time_to_come_back(pump: Pump) -> None:
-    elastic(pump)
-    generation = pump.plan("a").generation
+def is_missed(pump: Pump) -> FakeAgent:
+    """The lease of n2's agent has run out in a break of the store; it may come back."""
     pump.steady_since = pump.clock()
     away = pump.agents[2]
     assert away.lease is not None
     away.lease.revoke()
+    return away
+
+
+def test_after_a_break_of_the_store_a_missing_agent_has_a_lease_time_to_come_back(pump: Pump) -> None:
+    elastic(pump)
+    generation = pump.plan("a").generation
+    away = is_missed(pump)
     pump.settle()
     assert pump.plan("a").generation == generation
     assert "has not heard from n2" in pump.status("a").reason
@@ -136,10 +143,7 @@ def test_while_an_agent_is_missing_nobody_is_asked_who_shall_have_what(pump: Pum
     pump.settle()
     generation = pump.plan("a").generation
     pump.slow = True
-    pump.steady_since = pump.clock()
-    away = pump.agents[2]
-    assert away.lease is not None
-    away.lease.revoke()
+    away = is_missed(pump)
     pump.node("n4", "a")  # something to be decided
     pump.settle().later(pump.settings.min_gap + 1)
     assert not pump.asked
@@ -203,10 +207,7 @@ def test_while_the_store_does_not_answer_at_all_nobody_is_given_up(pump: Pump) -
     """Who vanished just before has a moment to come back after it, however long it was."""
     elastic(pump)
     generation = pump.plan("a").generation
-    pump.steady_since = pump.clock()
-    away = pump.agents[2]
-    assert away.lease is not None
-    away.lease.revoke()
+    away = is_missed(pump)
     pump.settle()
     for _ in range(100):
         pump.clock.now += 1
