@@ -17,16 +17,18 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import ssl
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import etcd
 import urllib3
 
+from adaptdl_elastic.rendezvous._credentials import renewable_password, renewable_tls
 from adaptdl_elastic.rendezvous._endpoints import Endpoints, InterruptiblePool, TryAgainError
 from adaptdl_elastic.rendezvous._keepalive import KeepAlive, KeptLease
 from adaptdl_elastic.rendezvous.options import StoreOptions
@@ -109,12 +111,10 @@ class EtcdV2Store(Store):
     def __init__(self, endpoints: tuple[str, ...], options: StoreOptions | None = None) -> None:
         self.options = options or StoreOptions()
         self._endpoints = Endpoints(endpoints)
-        secure = any(url.startswith("https") for url in endpoints)
-        self._ssl_context = self.options.ssl_context() if secure else None
-        self._pool = urllib3.PoolManager(
-            num_pools=len(endpoints), maxsize=8, retries=False, ssl_context=self._ssl_context
-        )
-        self._clients = {url: self._client(url, self._pool) for url in endpoints}
+        self._password = renewable_password(self.options)
+        self._tls = renewable_tls(self.options, any(url.startswith("https") for url in endpoints))
+        self._access_lock = threading.Lock()
+        self._access = self._new_access()
         self._keepalive = KeepAlive("etcd-v2-leases")
         self._watches: set[EtcdV2Watch] = set()
         self._closed = False
@@ -213,7 +213,7 @@ class EtcdV2Store(Store):
             watch.close()
         self._keepalive.close(timeout=1.0)
         self._closed = True
-        self._pool.clear()
+        self._access.pool.clear()
 
     def check(self) -> None:
         """Ask something harmless, so that wrong credentials are found out at once."""
@@ -228,14 +228,44 @@ class EtcdV2Store(Store):
 
     # What follows speaks to the server.
 
-    def _client(self, url: str, pool: urllib3.PoolManager) -> _Client:
+    def _new_access(self) -> _Access:
+        password, context = self._password.value, self._tls.value
+        urls = self._endpoints.urls
+        pool = urllib3.PoolManager(num_pools=len(urls), maxsize=8, retries=False, ssl_context=context)
+        return _Access(password, context, pool, {url: self._client(url, pool, password) for url in urls})
+
+    def _current_access(self) -> _Access:
+        """Return clients with the present password and certificates."""
+        with self._access_lock:
+            access = self._access
+            if access.password is not self._password.value or access.context is not self._tls.value:
+                self._access = self._new_access()  # requests under way keep the pool that they have
+            return self._access
+
+    def _ask(self, request: Callable[[], T], access: _Access) -> T:
+        """Run one request as `translate` does; what was refused may be tried again with other credentials."""
+        try:
+            return translate(request)
+        except StoreAuthError as error:
+            if self._password.renew(access.password):
+                raise TryAgainError("the password has changed", sent=False) from None
+            file, problem = self.options.password_file, self._password.problem
+            where = f"; {file} is read again" if file is not None else ""
+            raise StoreAuthError(f"{error}{where}" + (f"; {problem}" if problem else "")) from None
+        except TryAgainError as error:
+            # a server may hang up so quickly that its refusal is not heard
+            if error.sent and self._tls.renew(access.context):
+                error.refused = False
+            raise
+
+    def _client(self, url: str, pool: urllib3.PoolManager, password: str | None) -> _Client:
         parts = urlsplit(url)
         client = _Client(
             host=f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname,
             port=parts.port,
             protocol=parts.scheme,
             username=self.options.user,
-            password=self.options.password,
+            password=password,
             allow_redirect=False,
             allow_reconnect=False,  # it would go on with the URLs that members advertise, reachable or not
             read_timeout=self.options.timeout,
@@ -257,8 +287,8 @@ class EtcdV2Store(Store):
             raise StoreUnavailableError(_CLOSED)
 
         def once(endpoint: str, seconds: float) -> T:
-            client = self._clients[endpoint]
-            return translate(lambda: attempt(client.within(seconds)))
+            access = self._current_access()
+            return self._ask(lambda: attempt(access.clients[endpoint].within(seconds)), access)
 
         return self._endpoints.run(once, timeout or self.options.timeout, on_ambiguous)
 
@@ -346,6 +376,16 @@ class EtcdV2Store(Store):
         if not isinstance(lease, EtcdV2Lease) or lease.lost.is_set():
             raise LeaseLostError("the lease is lost: take a new one and put the key again")
         return lease
+
+
+@dataclass(frozen=True)
+class _Access:
+    """Clients of one password and one set of certificates, by endpoint."""
+
+    password: str | None = field(repr=False)
+    context: ssl.SSLContext | None
+    pool: urllib3.PoolManager
+    clients: dict[str, _Client]
 
 
 class _Client(etcd.Client):  # type: ignore[misc]
@@ -482,8 +522,11 @@ class EtcdV2Watch(Watch):
         self._path = _path(directory(prefix))
         self._next = start
         self._closed = threading.Event()
-        self._pool = InterruptiblePool(store._ssl_context)
+        self._access = store._current_access()
+        self._pool = InterruptiblePool(self._access.context)
         self._endpoint = ""
+        self._admitted = False  # the server has accepted it once
+        self._told = False  # a refusal was logged, since the last good answer
         store._endpoints.on_switch(self._leave)
 
     def __iter__(self) -> Iterator[Change]:
@@ -491,27 +534,55 @@ class EtcdV2Watch(Watch):
         clients: dict[str, _Client] = {}
         try:
             while not self._closed.wait(pause):
+                pause = min(2 * pause, _LONGEST_PAUSE) or 0.02
+                if self._renewed():
+                    clients.clear()
+                if self._closed.is_set():
+                    return
                 self._endpoint = self._store._endpoints.current
-                client = clients.setdefault(self._endpoint, self._store._client(self._endpoint, self._pool))
+                client = clients.get(self._endpoint)
+                if client is None:
+                    client = self._store._client(self._endpoint, self._pool, self._access.password)
+                    clients[self._endpoint] = client
                 try:
-                    result = translate(functools.partial(self._poll, client))
-                    pause = 0.0
+                    result = self._store._ask(functools.partial(self._poll, client), self._access)
                 except etcd.EtcdWatchTimedOut:
-                    pause = 0.0
+                    self._admitted, pause = True, 0.0
                     continue
                 except etcd.EtcdEventIndexCleared as error:
                     raise CompactedError(
                         f"changes of {self._prefix!r} from {self._next} on: {error}"
                     ) from None
+                except StoreAuthError as error:
+                    self._insist(error)
+                    continue
                 except TryAgainError as error:
-                    pause = min(2 * pause, _LONGEST_PAUSE) or 0.02
                     self._broken(error)
                     continue
+                self._admitted, self._told, pause = True, False, 0.0
                 yield from self._changes(result)
         finally:
             self._pool.interrupt()
             self._pool.clear()
             self._forget()
+
+    def _renewed(self) -> bool:
+        """Go over to the present password and certificates, if they are others."""
+        access = self._store._current_access()
+        if access is self._access:
+            return False
+        self._access = access
+        self._pool.clear()
+        self._pool = InterruptiblePool(access.context)
+        return True
+
+    def _insist(self, problem: StoreAuthError) -> None:
+        """Raise what refuses a watch from the beginning; return to try again where it was accepted before."""
+        if not self._admitted:
+            raise problem
+        level = logging.DEBUG if self._told else logging.WARNING
+        self._told = True
+        logger.log(level, "watch of %s: %s; trying again", self._prefix, problem)
 
     def _poll(self, client: _Client) -> Any:
         return client.read(
@@ -539,7 +610,7 @@ class EtcdV2Watch(Watch):
         self._store._endpoints.switch_from(self._endpoint)
         try:
             newest = self._store.revision(self._prefix)
-        except StoreUnavailableError:
+        except (StoreUnavailableError, StoreAuthError):
             return
         if newest < self._next - 1:
             raise CompactedError(

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from adaptdl_elastic.rendezvous.keys import check_name
-from adaptdl_elastic.rendezvous.options import StoreOptionError, StoreOptions, read_password
+from adaptdl_elastic.rendezvous.options import StoreOptionError, StoreOptions
 from adaptdl_elastic.rendezvous.server import GUARD
 
 
@@ -146,7 +146,7 @@ def access(endpoint: str, directory: Path | None = None) -> StoreOptions | None:
     with suppress(RuntimeFileError, StoreOptionError):
         for record in read_all(directory):
             if record.endpoint == endpoint and record.password_file:
-                return StoreOptions(user=GUARD, password=read_password(Path(record.password_file)))
+                return StoreOptions(user=GUARD, password_file=Path(record.password_file))
     return None
 
 
