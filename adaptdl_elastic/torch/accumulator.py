@@ -17,7 +17,9 @@ there must be changed in the same way on every replica, and stays changed.
 
 The sums are part of every checkpoint. Code outside of data loops may run again after a restart: a
 `synchronized()` block that was passed before then shows what it showed before, and additions that were
-made before are not made twice.
+made before are not made twice. An addition is recognised by the statements of the script that lead to it,
+its key, and the number of such additions so far. So an addition that the script makes only after a restart
+counts, and one that it made only before the restart stays.
 """
 
 from __future__ import annotations
@@ -26,18 +28,23 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from adaptdl_elastic import _session, checkpoint, collective
+from adaptdl_elastic.torch._loops import loops
 from adaptdl_elastic.torch._recovery import recovery
 from adaptdl_elastic.torch._registry import current_dataloader
+from adaptdl_elastic.torch._statements import running_statements
 
 __all__ = ["Accumulator"]
 
 Sums = dict[Any, Any]
+Additions = dict[int | None, dict[str, int]]
+Reached = tuple[int, int | None, int]
+"""Epoch loops of the script, the epoch, and data loops of the epoch that a run has begun."""
 
 _ALLOWED = "a number, a tensor, a numpy array of numbers, or a list, tuple or string that grows"
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -66,7 +73,7 @@ class Accumulator(MutableMapping[Any, Any]):
         self._state = AccumulatorState({key: _value(value, key) for key, value in initial.items()})
         self._view: Sums | None = None  # in synchronized mode: what is read and changed
         self._blocks: Counter[int | None] = Counter()  # synchronized() entered so far, by epoch
-        self._additions: Counter[int | None] = Counter()  # made outside of data loops so far, by epoch
+        self._additions: Counter[tuple[int | None, str]] = Counter()  # outside of data loops, of this process
         checkpoint.load_state(self._state)
 
     # ------------------------------------------------------------------------------ accumulation mode
@@ -89,24 +96,25 @@ class Accumulator(MutableMapping[Any, Any]):
 
     def _add(self, items: Sums, sign: int) -> None:
         values = {key: _value(value, key) for key, value in items.items()}
-        target = self._view
-        if target is None:
-            if self._is_replayed():
-                return
-            target = self._state.updates
         for key, value in values.items():
-            _add_to(target, key, value if sign > 0 else _negative(value, key))
+            change = value if sign > 0 else _negative(value, key)
+            if self._view is not None:
+                _add_to(self._view, key, change)
+            elif _in_data_loop():
+                _add_to(self._state.updates, key, change)
+            else:
+                self._add_outside(key, change, sign)
 
-    def _is_replayed(self) -> bool:
-        """Whether this addition was made before a restart. Those in a data loop never come again."""
-        if _in_data_loop():
-            return False
-        epoch = _session.current().epoch
-        self._additions[epoch] += 1
-        if self._additions[epoch] <= self._state.additions.get(epoch, 0):
-            return True
-        self._state.additions[epoch] = self._additions[epoch]
-        return False
+    def _add_outside(self, key: Any, change: Any, sign: int) -> None:
+        """Add `change` unless this addition was made before a restart."""
+        position, epoch = loops(), _session.current().epoch
+        loop = position.epoch_loops if epoch is None else position.entered
+        block = self._blocks[epoch]
+        name = f"{loop} {block} {running_statements(position.body)} {'-+'[sign > 0]}{key!r}"
+        self._additions[epoch, name] += 1
+        self._state.add_outside(
+            Addition(epoch, loop, block, name, self._additions[epoch, name]), {key: change}
+        )
 
     # ------------------------------------------------------------------------------ synchronized mode
 
@@ -131,9 +139,7 @@ class Accumulator(MutableMapping[Any, Any]):
             state.sync()
             return state.results
         if epoch is not None:  # a finished epoch does not run again
-            over = [e for e in state.history if e is not None and e < epoch - LINGER]
-            for other in over:
-                del state.history[other]
+            state.forget_epochs_before(epoch - LINGER)
         shown = state.history.setdefault(epoch, [])
         number = self._blocks[epoch]
         self._blocks[epoch] += 1
@@ -215,6 +221,20 @@ class _Sum:
         return f"<sum {self.key!r} of an Accumulator, to be read inside synchronized()>"
 
 
+class Addition(NamedTuple):
+    """An addition outside of data loops."""
+
+    epoch: int | None
+    loop: int
+    """Data loops of the epoch that were begun before it; outside of epochs, epoch loops of the script."""
+    block: int
+    """synchronized() blocks of the epoch that were entered before it."""
+    name: str
+    """What a later run of the script calls it, too."""
+    number: int
+    """Additions of that name that this process has come to, this one included."""
+
+
 class AccumulatorState(checkpoint.TensorState):
     """The sums in the checkpoint, for as long as their epoch lasts."""
 
@@ -231,11 +251,49 @@ class AccumulatorState(checkpoint.TensorState):
         self.updates: Sums = {}  # of this replica, since then
         self.history: dict[int | None, list[Sums]] = {}  # what each synchronized() block showed, by epoch
         self.syncs = 0  # how often the sums of all replicas were added up
-        self.additions: dict[int | None, int] = {}  # made outside of data loops, by epoch
+        self.additions: Additions = {}  # how often each was made outside of data loops, by epoch
+        self._loaded: Additions = {}  # what that was in the run that goes on here
+        self._reached: Reached = (0, None, 0)  # where that run was
+        self._own: list[tuple[Addition, Sums]] = []  # which a newcomer has made and that run has not
+
+    def add_outside(self, addition: Addition, change: Sums) -> None:
+        """Take an addition outside of data loops, unless it was made before."""
+        if self._was_made(addition):
+            return
+        made = self.additions.setdefault(addition.epoch, {})
+        made[addition.name] = max(addition.number, made.get(addition.name, 0))
+        self.updates = merge(self.updates, change)
+        if _session.current().joining:
+            self._own.append((addition, change))
+
+    def _was_made(self, addition: Addition) -> bool:
+        """Return whether the run that goes on here has made this addition.
+
+        Where that run had gone on to a later loop or block it has made all additions of a name. How many
+        those are differs where another number of replicas shares the samples of a loop of the script's own.
+        """
+        epoch, loop, block, name, number = addition
+        times = self._loaded.get(epoch, {}).get(name, 0)
+        if number <= times:
+            return True
+        epoch_loops, reached_epoch, reached_loop = self._reached
+        if epoch is None:
+            past = loop < epoch_loops
+        else:
+            past = reached_epoch is not None and (epoch, loop) < (reached_epoch, reached_loop)
+        return times > 0 and (past or block < len(self.history.get(epoch, ())))
+
+    def forget_epochs_before(self, epoch: int) -> None:
+        """Drop what is remembered of code that does not run again."""
+        for kept in (self.history, self.additions):
+            for over in [e for e in kept if e is not None and e < epoch]:
+                del kept[over]
 
     def sync(self) -> None:
         """Sum over the replicas."""
-        self.add_total(collective.allreduce(self.updates, merge, tag=self.name))
+        mine = self.updates, self.additions
+        total, self.additions = collective.allreduce(mine, _merge_with_additions, tag=self.name)
+        self.add_total(total)
 
     def syncing(self) -> Callable[[], None]:
         """A `sync` that can be called again after a death: survivors give each other sums that have come."""
@@ -265,11 +323,13 @@ class AccumulatorState(checkpoint.TensorState):
         self.results.update(results)
 
     def state_dict(self) -> dict[str, Any]:
+        position = loops()
         return {
             "results": _encode(self.results),
             "updates": _encode(self.updates),
             "history": {epoch: [_encode(sums) for sums in shown] for epoch, shown in self.history.items()},
-            "additions": dict(self.additions),
+            "additions": {epoch: dict(made) for epoch, made in self.additions.items()},
+            "reached": (position.epoch_loops, _session.current().epoch, position.entered),
             "syncs": self.syncs,
         }
 
@@ -277,8 +337,15 @@ class AccumulatorState(checkpoint.TensorState):
         saved = copy.deepcopy(state_dict)
         self.results, self.updates = _decode(saved["results"]), _decode(saved["updates"])
         self.history = {epoch: [_decode(s) for s in shown] for epoch, shown in saved["history"].items()}
-        self.additions = saved["additions"]
+        if "reached" not in saved:
+            raise ValueError("it was saved by an older version, which recognised additions in another way")
+        self._loaded, self._reached = saved["additions"], tuple(saved["reached"])
+        self.additions = copy.deepcopy(self._loaded)
         self.syncs = saved.get("syncs", 0)
+        own, self._own = self._own, []
+        if _session.current().joining:
+            for addition, change in own:
+                self.add_outside(addition, change)
 
 
 def _in_data_loop() -> bool:
@@ -354,6 +421,16 @@ def _negative(value: Any, key: Any) -> Any:
 
 def _add_to(sums: Sums, key: Any, value: Any) -> None:
     sums[key] = sums[key] + value if key in sums else value
+
+
+def _merge_with_additions(a: tuple[Sums, Additions], b: tuple[Sums, Additions]) -> tuple[Sums, Additions]:
+    """Return the sums of both, and each addition as often as the replica made it that made it most often."""
+    additions = {epoch: dict(made) for epoch, made in a[1].items()}
+    for epoch, made in b[1].items():
+        known = additions.setdefault(epoch, {})
+        for name, number in made.items():
+            known[name] = max(number, known.get(name, 0))
+    return merge(a[0], b[0]), additions
 
 
 def merge(a: Sums, b: Sums) -> Sums:

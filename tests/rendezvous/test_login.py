@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from adaptdl_elastic.rendezvous._credentials import Renewable
-from adaptdl_elastic.rendezvous._http import HttpStatusError
-from adaptdl_elastic.rendezvous._login import SAME_PASSWORD_AFTER, Login
-from adaptdl_elastic.rendezvous.options import StoreOptionError, StoreOptions
-from adaptdl_elastic.rendezvous.store import StoreAuthError
+from adaptdl_elastic.rendezvous.store.base import StoreAuthError
+from adaptdl_elastic.rendezvous.store.credentials import Renewable
+from adaptdl_elastic.rendezvous.store.http import HttpStatusError
+from adaptdl_elastic.rendezvous.store.login import SAME_PASSWORD_AFTER, Login
+from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, StoreOptions
 
 
 @dataclass
@@ -140,7 +140,10 @@ def test_files_that_cannot_be_used_leave_a_credential_as_it_is() -> None:
     credential = Renewable(lambda: content[0], make)
     del content[0]
     assert not credential.renew(credential.value)
-    assert (credential.value, credential.problem) == ("made of a pair", "the key does not fit the certificate")
+    assert (credential.value, credential.problem) == (
+        "made of a pair",
+        "the key does not fit the certificate",
+    )
     del content[0]
     assert credential.renew(credential.value)
     assert (credential.value, credential.problem) == ("made of another pair", "")

@@ -9,8 +9,8 @@ import pytest
 from etcd_binaries import etcd_binary
 from guarded_etcd import FIRST_PASSWORD, GuardedEtcd
 
-from adaptdl_elastic.rendezvous.connect import Api, connect
-from adaptdl_elastic.rendezvous.store import LeaseLostError, Store, StoreAuthError
+from adaptdl_elastic.rendezvous.store.base import LeaseLostError, Store, StoreAuthError
+from adaptdl_elastic.rendezvous.store.connect import Api, connect
 
 pytestmark = [pytest.mark.etcd, pytest.mark.timeout(300)]
 ROOT = "/adaptdl/v1/default/"

@@ -16,9 +16,9 @@ from types import TracebackType
 import certificates
 import urllib3
 
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.options import StoreOptions
-from adaptdl_elastic.rendezvous.server import EtcdServer, ServerTls
+from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer, ServerTls
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
 USER, ADMIN = "adaptdl", "root"
 FIRST_PASSWORD, ADMIN_PASSWORD = "first-password", "root-of-all"
