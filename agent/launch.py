@@ -39,7 +39,7 @@ from adaptdl_elastic.rendezvous.local.addresses import address_towards, listen
 from adaptdl_elastic.rendezvous.local.private_etcd import GUARD, EtcdServer, EtcdServerError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, NodeRecord, Rescale
-from adaptdl_elastic.rendezvous.store.base import Store, StoreError
+from adaptdl_elastic.rendezvous.store.base import Store, StoreAuthError, StoreError
 from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.rendezvous.store.plan_store import PlanStore
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, StoreOptions, parse_endpoints
@@ -164,7 +164,8 @@ def _store(options: RunOptions, environ: Mapping[str, str], stack: ExitStack) ->
         raise
     except StoreError as error:
         then = " Run" if str(error).endswith("?") else "; run"
-        raise LaunchError(f"{error}{then} `adaptdl doctor --etcd {endpoint}`") from None
+        refused = "the store refuses us: " if isinstance(error, StoreAuthError) else ""
+        raise LaunchError(f"{refused}{error}{then} `adaptdl doctor --etcd {endpoint}`") from None
     stack.callback(store.close)
     return StoreAccess(endpoint, store, password_file, environ)
 

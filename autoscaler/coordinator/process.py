@@ -316,6 +316,8 @@ class _Term:
                         self._keeper.forget(action.prefix, self._o._clock())
                     case Say():
                         self.say(action.event, action.fields)
+            except StoreAuthError:
+                raise  # another coordinator may be let in: let go of the lease
             except StoreError as error:
                 logger.warning("could not write (%s); trying again", error)
                 self._follower.shaken()

@@ -47,8 +47,8 @@ class TryAgainError(Exception):
                 refused = "the client certificate is not accepted"
             return cls(f"TLS: {error}", refused=refused)
         if isinstance(error, urllib3.exceptions.NewConnectionError):
-            refused = "refused" in str(error)
-            return cls("connection refused" if refused else str(error).rpartition(": ")[2], sent=False)
+            closed = "refused" in str(error)
+            return cls("connection refused" if closed else str(error).rpartition(": ")[2], sent=False)
         if isinstance(error, urllib3.exceptions.ConnectTimeoutError):
             return cls("no connection in time", sent=False)
         if isinstance(error, urllib3.exceptions.TimeoutError | TimeoutError):

@@ -244,7 +244,13 @@ class EtcdV3Store(Store):
         timeout: float | None = None,
         first_line: bool = False,
         on_ambiguous: Callable[[], None] | None = None,
+        login: bool = True,
     ) -> Json:
+        """Ask the server; StoreError if it does not do it.
+
+        login: False: log in only if the server asks for it.
+        """
+
         def once(headers: dict[str, str]) -> Json:
             return self._http.call(
                 path,
@@ -258,11 +264,11 @@ class EtcdV3Store(Store):
         if self._closed and path != "/v3/lease/revoke":
             raise StoreUnavailableError(_CLOSED)
         try:
-            headers = self._login.headers()
+            headers = self._login.headers() if login else self._login.at_hand()
             try:
                 return once(headers)
             except HttpStatusError as error:
-                if not _is_stale_token(error):
+                if not (_is_stale_token(error) or (not headers and "user name is empty" in error.message)):
                     raise
                 self._login.forget(headers)  # tokens live for five minutes; one new login, not a loop
                 return once(self._login.headers())
@@ -289,8 +295,9 @@ class EtcdV3Lease(KeptLease):
     def renew(self, timeout: float) -> bool:
         """Ask the server to keep it; whether it still had it."""
         try:
+            # etcd up to 3.5 renews a lease for anybody: while the password is refused its keys stay
             answer = self._store._call(
-                "/v3/lease/keepalive", {"ID": self.id}, timeout=timeout, first_line=True
+                "/v3/lease/keepalive", {"ID": self.id}, timeout=timeout, first_line=True, login=False
             )
         except LeaseLostError:
             return False

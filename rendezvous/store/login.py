@@ -49,6 +49,11 @@ class Login:
                 self._token = self._log_in(self._options.user)
             return {"Authorization": self._token}
 
+    def at_hand(self) -> dict[str, str]:
+        """Return the headers of a request without logging in: with the token, if there is one."""
+        with self._lock:
+            return {} if self._token is None else {"Authorization": self._token}
+
     def forget(self, headers: dict[str, str]) -> None:
         """Drop the token of these headers: the server does not know it, or no longer."""
         with self._lock:
