@@ -76,7 +76,7 @@ def interrupt(loop, epoch, count):
     if adl.rank() == rank:
         os.kill(os.getpid(), signal.SIGINT)
     control, deadline = _session.current().control, time.monotonic() + 30
-    while control._round is None:  # these steps are too quick for anything to be agreed meanwhile
+    while not control.round_open:  # these steps are too quick for anything to be agreed meanwhile
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
