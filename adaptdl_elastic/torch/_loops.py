@@ -42,6 +42,7 @@ class Loops(checkpoint.TensorState):
         self.samples = 0  # of the present epoch, in training loops
         self.until: int | None = None  # remaining_epochs_until's argument
         self.body: CodeType | None = None  # what has the epoch loop in it
+        self.epoch_loops = 0  # of the script that this process has come to
         self.entered = 0  # data loops of the present epoch that this process has come to
         self.looping = False  # inside a data loop
         self.left: tuple[int, int] | None = None  # data loop that its body left, and where it would go on

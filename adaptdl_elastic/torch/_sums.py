@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from adaptdl_elastic import _session, checkpoint, collective
 from adaptdl_elastic._session import Session
+from adaptdl_elastic.torch._loops import loops
 
 Totals = dict[Any, Any]
 """The sums of one accumulator by their keys."""
+Additions = dict[int | None, dict[str, int]]
+Reached = tuple[int, int | None, int]
+"""Epoch loops of the script, the epoch, and data loops of the epoch that a run has begun."""
 Sums = dict[str, tuple[dict[Any, Any], dict[Any, Any], int]]
 """Accumulator's name → (sums over all replicas, this replica's since then, how often synchronised)."""
 OwnSums = dict[str, dict[Any, Any]]
 """Accumulator's name → this replica's sums since it was last synchronised; then those of several."""
 
 _NDARRAY = "__ndarray__"  # marks a numpy array in a file that may hold tensors only
+
+
+class Addition(NamedTuple):
+    """An addition outside of data loops."""
+
+    epoch: int | None
+    loop: int
+    """Data loops of the epoch that were begun before it; outside of epochs, epoch loops of the script."""
+    block: int
+    """synchronized() blocks of the epoch that were entered before it."""
+    name: str
+    """What a later run of the script calls it, too."""
+    number: int
+    """Additions of that name that this process has come to, this one included."""
 
 
 class AccumulatorState(checkpoint.TensorState):
@@ -38,11 +56,49 @@ class AccumulatorState(checkpoint.TensorState):
         self.updates: Totals = {}  # of this replica, since then
         self.history: dict[int | None, list[Totals]] = {}  # what each synchronized() block showed, by epoch
         self.syncs = 0  # how often the sums of all replicas were added up
-        self.additions: dict[int | None, int] = {}  # made outside of data loops, by epoch
+        self.additions: Additions = {}  # how often each was made outside of data loops, by epoch
+        self._loaded: Additions = {}  # what that was in the run that goes on here
+        self._reached: Reached = (0, None, 0)  # where that run was
+        self._own: list[tuple[Addition, Totals]] = []  # which a newcomer has made and that run has not
+
+    def add_outside(self, addition: Addition, change: Totals) -> None:
+        """Take an addition outside of data loops, unless it was made before."""
+        if self._was_made(addition):
+            return
+        made = self.additions.setdefault(addition.epoch, {})
+        made[addition.name] = max(addition.number, made.get(addition.name, 0))
+        self.updates = merge(self.updates, change)
+        if _session.current().joining:
+            self._own.append((addition, change))
+
+    def _was_made(self, addition: Addition) -> bool:
+        """Return whether the run that goes on here has made this addition.
+
+        Where that run had gone on to a later loop or block it has made all additions of a name. How many
+        those are differs where another number of replicas shares the samples of a loop of the script's own.
+        """
+        epoch, loop, block, name, number = addition
+        times = self._loaded.get(epoch, {}).get(name, 0)
+        if number <= times:
+            return True
+        epoch_loops, reached_epoch, reached_loop = self._reached
+        if epoch is None:
+            past = loop < epoch_loops
+        else:
+            past = reached_epoch is not None and (epoch, loop) < (reached_epoch, reached_loop)
+        return times > 0 and (past or block < len(self.history.get(epoch, ())))
+
+    def forget_epochs_before(self, epoch: int) -> None:
+        """Drop what is remembered of code that does not run again."""
+        for kept in (self.history, self.additions):
+            for over in [e for e in kept if e is not None and e < epoch]:
+                del kept[over]
 
     def sync(self) -> None:
         """Sum over the replicas."""
-        self.add_total(collective.allreduce(self.updates, merge, tag=self.name))
+        mine = self.updates, self.additions
+        total, self.additions = collective.allreduce(mine, _merge_with_additions, tag=self.name)
+        self.add_total(total)
 
     def syncing(self) -> Callable[[], None]:
         """A `sync` that can be called again after a death: survivors give each other sums that have come."""
@@ -72,11 +128,13 @@ class AccumulatorState(checkpoint.TensorState):
         self.results.update(results)
 
     def state_dict(self) -> dict[str, Any]:
+        position = loops()
         return {
             "results": _encode(self.results),
             "updates": _encode(self.updates),
             "history": {epoch: [_encode(sums) for sums in shown] for epoch, shown in self.history.items()},
-            "additions": dict(self.additions),
+            "additions": {epoch: dict(made) for epoch, made in self.additions.items()},
+            "reached": (position.epoch_loops, _session.current().epoch, position.entered),
             "syncs": self.syncs,
         }
 
@@ -84,12 +142,31 @@ class AccumulatorState(checkpoint.TensorState):
         saved = copy.deepcopy(state_dict)
         self.results, self.updates = _decode(saved["results"]), _decode(saved["updates"])
         self.history = {epoch: [_decode(s) for s in shown] for epoch, shown in saved["history"].items()}
-        self.additions = saved["additions"]
+        if "reached" not in saved:
+            raise ValueError("it was saved by an older version, which recognised additions in another way")
+        self._loaded, self._reached = saved["additions"], tuple(saved["reached"])
+        self.additions = copy.deepcopy(self._loaded)
         self.syncs = saved.get("syncs", 0)
+        own, self._own = self._own, []
+        if _session.current().joining:
+            for addition, change in own:
+                self.add_outside(addition, change)
 
 
 def add_to(sums: Totals, key: Any, value: Any) -> None:
     sums[key] = sums[key] + value if key in sums else value
+
+
+def _merge_with_additions(
+    a: tuple[Totals, Additions], b: tuple[Totals, Additions]
+) -> tuple[Totals, Additions]:
+    """Return the sums of both, and each addition as often as the replica made it that made it most often."""
+    additions = {epoch: dict(made) for epoch, made in a[1].items()}
+    for epoch, made in b[1].items():
+        known = additions.setdefault(epoch, {})
+        for name, number in made.items():
+            known[name] = max(number, known.get(name, 0))
+    return merge(a[0], b[0]), additions
 
 
 def merge(a: Totals, b: Totals) -> Totals:

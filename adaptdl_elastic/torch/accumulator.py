@@ -17,7 +17,9 @@ there must be changed in the same way on every replica, and stays changed.
 
 The sums are part of every checkpoint. Code outside of data loops may run again after a restart: a
 `synchronized()` block that was passed before then shows what it showed before, and additions that were
-made before are not made twice.
+made before are not made twice. An addition is recognised by the statements of the script that lead to it,
+its key, and the number of such additions so far. So an addition that the script makes only after a restart
+counts, and one that it made only before the restart stays.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ import torch
 
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic.torch._bootstrap import current_session
+from adaptdl_elastic.torch._loops import loops
 from adaptdl_elastic.torch._registry import current_dataloader
-from adaptdl_elastic.torch._sums import AccumulatorState, Totals, add_to
+from adaptdl_elastic.torch._statements import running_statements
+from adaptdl_elastic.torch._sums import AccumulatorState, Addition, Totals, add_to
 
 __all__ = ["Accumulator"]
 
@@ -61,7 +65,7 @@ class Accumulator(MutableMapping[Any, Any]):
         self._state = AccumulatorState({key: _value(value, key) for key, value in initial.items()})
         self._view: Totals | None = None  # in synchronized mode: what is read and changed
         self._blocks: Counter[int | None] = Counter()  # synchronized() entered so far, by epoch
-        self._additions: Counter[int | None] = Counter()  # made outside of data loops so far, by epoch
+        self._additions: Counter[tuple[int | None, str]] = Counter()  # outside of data loops, of this process
         checkpoint.load_state(self._state)
 
     # ------------------------------------------------------------------------------ accumulation mode
@@ -84,24 +88,25 @@ class Accumulator(MutableMapping[Any, Any]):
 
     def _add(self, items: Totals, sign: int) -> None:
         values = {key: _value(value, key) for key, value in items.items()}
-        target = self._view
-        if target is None:
-            if self._is_replayed():
-                return
-            target = self._state.updates
         for key, value in values.items():
-            add_to(target, key, value if sign > 0 else _negative(value, key))
+            change = value if sign > 0 else _negative(value, key)
+            if self._view is not None:
+                add_to(self._view, key, change)
+            elif _in_data_loop():
+                add_to(self._state.updates, key, change)
+            else:
+                self._add_outside(key, change, sign)
 
-    def _is_replayed(self) -> bool:
-        """Whether this addition was made before a restart. Those in a data loop never come again."""
-        if _in_data_loop():
-            return False
-        epoch = current_session().epoch
-        self._additions[epoch] += 1
-        if self._additions[epoch] <= self._state.additions.get(epoch, 0):
-            return True
-        self._state.additions[epoch] = self._additions[epoch]
-        return False
+    def _add_outside(self, key: Any, change: Any, sign: int) -> None:
+        """Add `change` unless this addition was made before a restart."""
+        position, epoch = loops(), current_session().epoch
+        loop = position.epoch_loops if epoch is None else position.entered
+        block = self._blocks[epoch]
+        name = f"{loop} {block} {running_statements(position.body)} {'-+'[sign > 0]}{key!r}"
+        self._additions[epoch, name] += 1
+        self._state.add_outside(
+            Addition(epoch, loop, block, name, self._additions[epoch, name]), {key: change}
+        )
 
     # ------------------------------------------------------------------------------ synchronized mode
 
@@ -126,9 +131,7 @@ class Accumulator(MutableMapping[Any, Any]):
             state.sync()
             return state.results
         if epoch is not None:  # a finished epoch does not run again
-            over = [e for e in state.history if e is not None and e < epoch - LINGER]
-            for other in over:
-                del state.history[other]
+            state.forget_epochs_before(epoch - LINGER)
         shown = state.history.setdefault(epoch, [])
         number = self._blocks[epoch]
         self._blocks[epoch] += 1

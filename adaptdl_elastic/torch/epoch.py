@@ -63,6 +63,7 @@ def _run(until: int) -> Iterator[int]:
         session.control.loops_over = False
         session.send({"type": "over", "over": False})
     state.until, state.body = until, sys._getframe(1).f_code
+    state.epoch_loops += 1
     ran = False
     try:
         while state.finished < until:
