@@ -49,9 +49,8 @@ from typing import Any
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic._interfaces import Command, Message
 from adaptdl_elastic._session import Session
-from adaptdl_elastic.torch import _ability, _backend, _habits, _transfer
+from adaptdl_elastic.torch import _ability, _backend, _habits, _regroup, _transfer
 from adaptdl_elastic.torch._registry import current_dataloader
-from adaptdl_elastic.torch._regroup import become, finish, form, seal, tell_switched
 from adaptdl_elastic.torch._store import FOREVER, PATIENCE, ImpatientStore, meeting
 
 log = logging.getLogger(__name__)
@@ -172,7 +171,7 @@ class Rescaler:
             store = plan.meeting()
             store.set(f"preview/{attempt}", json.dumps(at))
             step = {"preview": {**self._past, **checkpoint.snapshot_states(names)}, "at": at}
-            store.set(f"step/{attempt}", seal(step))
+            store.set(f"step/{attempt}", _regroup.seal(step))
         except RuntimeError as error:  # the store is gone with its agent: training goes on
             log.warning("generation %d can not begin in place: %s", plan.generation, error)
 
@@ -214,17 +213,17 @@ class Rescaler:
         session.reducer.barrier(tag="switch")
         new_rank = message["ranks"][session.rank]
         if new_rank is None:
-            tell_switched(session, generation)
+            _regroup.tell_switched(session, generation)
             if group is not None and group.early:  # what others abort, its exit should not wait for
                 group.leave()
             raise SystemExit(0)
         session.reducer.close()
-        become(session, message, generation, new_rank)
+        _regroup.become(session, message, generation, new_rank)
         try:
-            form(session, plan.meeting(), attempt, lambda: plan.called_off or safe.newer())
+            _regroup.form(session, plan.meeting(), attempt, lambda: plan.called_off or safe.newer())
             donors = [rank for rank in range(session.replicas) if rank not in plan.newcomers]
             _transfer.give(session, plan.newcomers, donors)
-            finish(session, position, began)
+            _regroup.finish(session, position, began)
         except (RuntimeError, OSError) as error:  # somebody died on the way
             safe.recover(str(error))
         plan.tried.set()
@@ -244,7 +243,7 @@ class Rescaler:
         with contextlib.suppress(RuntimeError):  # the store is gone, and nobody waits
             store = plan.meeting()
             for attempt in (plan.attempt, plan.attempt + 1):  # the one they wait for
-                store.set(f"step/{attempt}", seal({"refused": why}))
+                store.set(f"step/{attempt}", _regroup.seal({"refused": why}))
 
     def _met(self, plan: Plan, command: Command) -> bool:
         """Rank 0: whether the newcomers wait where the script is, or come there within moments."""
@@ -273,7 +272,7 @@ class Rescaler:
             return True
         plan.called_off = True
         with contextlib.suppress(RuntimeError):  # the store is gone, and nobody waits
-            plan.meeting().set(f"step/{command['attempt'] + 1}", seal({"elsewhere": here.key}))
+            plan.meeting().set(f"step/{command['attempt'] + 1}", _regroup.seal({"elsewhere": here.key}))
         return False
 
     def _plan(self, generation: int) -> Plan:

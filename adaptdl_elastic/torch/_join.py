@@ -16,9 +16,8 @@ import torch
 
 from adaptdl_elastic import checkpoint, collective
 from adaptdl_elastic._session import Session
-from adaptdl_elastic.torch import _ability, _backend, _habits, _transfer, _waiting_group
+from adaptdl_elastic.torch import _ability, _backend, _habits, _regroup, _transfer, _waiting_group
 from adaptdl_elastic.torch._loops import loops
-from adaptdl_elastic.torch._regroup import finish, form, open_sealed
 from adaptdl_elastic.torch._store import FOREVER, meeting
 
 JOIN_VARIABLE = "ADAPTDL_JOIN"
@@ -46,7 +45,7 @@ class Newcomer:
     def _next(self) -> dict[str, Any]:
         key = f"step/{self._attempt}"
         self._store.wait([key], FOREVER)
-        step = open_sealed(self._store.get(key))
+        step = _regroup.open_sealed(self._store.get(key))
         if "refused" in step:
             collective.give_up(step["refused"])
         return step
@@ -77,7 +76,7 @@ class Newcomer:
     def _join(self) -> None:
         session, began = self.session, time.monotonic()
         _waiting_group.leave()
-        form(session, self._store, self._attempt - 1)
+        _regroup.form(session, self._store, self._attempt - 1)
         _transfer.take(session)
         session.joining = False
         known = _ability.ability(session)
@@ -85,7 +84,7 @@ class Newcomer:
             known.agree()  # as the others have, or they would not have changed in place
         os.environ.pop(JOIN_VARIABLE, None)
         state = loops()
-        finish(session, (state.finished, state.entered, state.index), began)
+        _regroup.finish(session, (state.finished, state.entered, state.index), began)
         session.newcomer = None
 
 

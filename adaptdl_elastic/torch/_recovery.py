@@ -45,12 +45,11 @@ from adaptdl_elastic import env
 from adaptdl_elastic._interfaces import ElasticLoader, Message, Place, RetryDataLoop
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.reducer import LOOPS, Future, PeerLostError
-from adaptdl_elastic.torch import _backend, _habits, _transfer
+from adaptdl_elastic.torch import _backend, _habits, _regroup, _transfer
 from adaptdl_elastic.torch._loops import loops
 from adaptdl_elastic.torch._own_states import tensors_of_script
 from adaptdl_elastic.torch._process_group import disconnect_torch
 from adaptdl_elastic.torch._registry import current_dataloader, registry
-from adaptdl_elastic.torch._regroup import become, finish, form, tell_switched
 from adaptdl_elastic.torch._store import FOREVER, meeting
 from adaptdl_elastic.torch._sums import (
     OwnSums,
@@ -365,18 +364,18 @@ class Recovery:
     def _meet(self, plan: Message) -> None:
         session, generation = self._session, int(plan["generation"])
         if plan["rank"] is None:
-            tell_switched(session, generation)
+            _regroup.tell_switched(session, generation)
             raise SystemExit(0)
-        become(session, plan, generation, plan["rank"])
+        _regroup.become(session, plan, generation, plan["rank"])
         store = meeting(plan["master_addr"], int(plan["master_port"]), generation)
         # A survivor may be busy outside of all loops, for longer than anybody could guess. Who has died
         # or hangs is found by the agents, whose next plan ends this, as does the coordinator's patience.
-        form(session, store, 0, self.newer, FOREVER)
+        _regroup.form(session, store, 0, self.newer, FOREVER)
 
     def _finish(self, began: float) -> None:
         state = loops()
         position = (state.finished, state.entered, state.index)
-        finish(self._session, position, began, recovered=True)
+        _regroup.finish(self._session, position, began, recovered=True)
         self._before = None
 
     # -- agreeing ----------------------------------------------------------------------------------
