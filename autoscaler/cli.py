@@ -34,7 +34,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "events": (f"{_HERE}.commands.cluster:events", "What the coordinator did of late."),
     "doctor": (f"{_HERE}.commands.doctor:doctor", "Check this node and the store, and name the remedies."),
     "coordinator": (f"{_HERE}.commands.cluster:coordinator", "Serve every job of a cluster."),
-    "simulate": (f"{_HERE}.simulator.cli:simulate", "Replay a workload against a policy."),
+    "simulate": (f"{_HERE}.simulator.simulate_command:simulate", "Replay a workload against a policy."),
     "autoscale": (f"{_HERE}.commands.autoscale:autoscale", "Let a cloud give and take nodes."),
 }
 
