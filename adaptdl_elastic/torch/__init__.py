@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from adaptdl_elastic.torch._report import rank, report, world_size
+    from adaptdl_elastic.torch._job_info import rank, report, world_size
     from adaptdl_elastic.torch._startup import init_process_group
     from adaptdl_elastic.torch.accumulator import Accumulator
     from adaptdl_elastic.torch.data import (
