@@ -61,10 +61,10 @@ _HOMES = {
     "current_epoch": "epoch",
     "finished_epochs": "epoch",
     "init_process_group": "_startup",
-    "rank": "_report",
+    "rank": "_job_info",
     "remaining_epochs_until": "epoch",
-    "report": "_report",
-    "world_size": "_report",
+    "report": "_job_info",
+    "world_size": "_job_info",
 }
 
 
