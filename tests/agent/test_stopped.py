@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,19 +21,27 @@ class Script:
     """A run of `answers.py`, and what its replicas write to the FIFO `ready`."""
 
     def __init__(self, run: ElasticRun, directory: Path, fifo: int) -> None:
-        self.run, self._directory = run, directory
-        self._lines = os.fdopen(fifo, closefd=False)
+        self.run, self._directory, self._fifo = run, directory, fifo
+        self._lines = list[str]()
 
     def wait_for(self, word: str, generation: int, replicas: int) -> None:
         """Until all replicas of a generation have written that word."""
         seen = set[str]()
         while len(seen) < replicas:
-            line = self._lines.readline().strip()
+            line = self._next_line()
             at, _, rank_and_size = line.removeprefix(f"{word} ").partition(" ")
             if line.startswith(word) and int(at) == generation:
                 rank, size = rank_and_size.split()
                 assert int(size) == replicas, line
                 seen.add(rank)
+
+    def _next_line(self) -> str:
+        while not self._lines:
+            if select.select([self._fifo], [], [], 0.5)[0]:
+                self._lines += os.read(self._fifo, 4096).decode().splitlines()  # writes of a line are atomic
+            else:
+                assert self.run.process.poll() is None, self.run.text()
+        return self._lines.pop(0)
 
     def scale(self, replicas: int) -> None:
         done = self.run.adaptdl("scale", "job", "--replicas", str(replicas))
