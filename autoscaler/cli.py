@@ -19,7 +19,7 @@ import click
 from click.core import ParameterSource
 
 if TYPE_CHECKING:
-    from adaptdl_elastic.rendezvous.store import Store
+    from adaptdl_elastic.rendezvous.store.base import Store
 
 _HERE = "adaptdl_elastic.autoscaler"
 _COMMANDS: dict[str, tuple[str, str]] = {
@@ -149,7 +149,7 @@ class Where:
         cluster = self.cluster or os.environ.get("ADAPTDL_CLUSTER")
         if endpoint:
             return endpoint, cluster or "default"
-        from adaptdl_elastic.rendezvous import runtime_file
+        from adaptdl_elastic.rendezvous.local import runtime_file
 
         try:
             found = runtime_file.find(job)
@@ -168,9 +168,9 @@ class Where:
 
     def connect(self, job: str | None = None) -> tuple[Store, str]:
         """The store and the cluster; CommandError when it can not be had."""
-        from adaptdl_elastic.rendezvous import runtime_file
-        from adaptdl_elastic.rendezvous.connect import StoreOptions, connect
-        from adaptdl_elastic.rendezvous.store import StoreAuthError, StoreError
+        from adaptdl_elastic.rendezvous.local import runtime_file
+        from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreError
+        from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 
         endpoint, cluster = self.locate(job)
         try:
@@ -272,7 +272,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:
-        from adaptdl_elastic.rendezvous.store import StoreError
+        from adaptdl_elastic.rendezvous.store.base import StoreError
 
         if not isinstance(error, StoreError):
             raise

@@ -171,9 +171,9 @@ def autoscale(
     Runs beside the coordinator until it is stopped (Ctrl-C, SIGTERM); nodes stay when it goes.
     """
     from adaptdl_elastic.autoscaler.providers.base import ProviderError
+    from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import Autoscaler, LoopOptions, identity
     from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
-    from adaptdl_elastic.autoscaler.scaling.loop import Autoscaler, LoopOptions, identity
-    from adaptdl_elastic.rendezvous.keys import Keys, check_name
+    from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
 
     if any(not name.strip() for name in groups):
         raise OptionError("--asg '': give the name of an auto-scaling group")
@@ -234,7 +234,7 @@ _OF_EC2 = ("region", "profile", "queue_url", "prices", "price_file", "seize")
 
 def _prices(options: tuple[str, ...], path: Path | None) -> dict[str, float]:
     from adaptdl_elastic.autoscaler.providers.base import ProviderError
-    from adaptdl_elastic.autoscaler.providers.prices import parse_price_option, read_prices
+    from adaptdl_elastic.autoscaler.providers.ec2.prices import parse_price_option, read_prices
 
     try:
         table = {} if path is None else read_prices(path)
@@ -255,7 +255,7 @@ def _ec2(
     owner: str,
     seize: bool,
 ) -> Any:
-    from adaptdl_elastic.autoscaler.providers.ec2 import Ec2Provider
+    from adaptdl_elastic.autoscaler.providers.ec2.provider import Ec2Provider
 
     return Ec2Provider(
         groups,

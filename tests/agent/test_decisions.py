@@ -10,9 +10,9 @@ from decided import ME, Agent, kinds, master, plan
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptdl_elastic.agent import states as d
-from adaptdl_elastic.agent.decisions import KILL_AGAIN_AFTER, OWN_STOP_AFTER, PATIENCE, deadline, decide
-from adaptdl_elastic.rendezvous.records import (
+from adaptdl_elastic.agent.core import states as d
+from adaptdl_elastic.agent.core.decisions import KILL_AGAIN_AFTER, OWN_STOP_AFTER, PATIENCE, deadline, decide
+from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
     Failure,
     JobState,
@@ -545,7 +545,7 @@ def test_a_script_without_the_library_is_restarted_instead() -> None:
 
 
 def test_replicas_keep_their_slots_and_get_their_new_ranks() -> None:
-    from adaptdl_elastic.agent.inplace import renumber
+    from adaptdl_elastic.agent.core.inplace_change import renumber
 
     numbers = renumber(plan(0, ("a", 2), ("b", 2)), plan(1, ("a", 1), ("c", 1), ("b", 3)))
     assert numbers.ranks == (0, None, 2, 3)

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from adaptdl_elastic.agent.child import Command, die_with
-from adaptdl_elastic.agent.forkserver import Exited, ForkServer, Spawned
+from adaptdl_elastic.agent.runtime.fork_server import Exited, ForkServer, Spawned
+from adaptdl_elastic.agent.runtime.forked_child import Command, die_with
 from adaptdl_elastic.channel import Channel
 
 
@@ -193,8 +193,8 @@ def test_a_file_that_can_not_be_closed_is_given_up(runner: Runner, tmp_path: Pat
     """A daemon thread is in the middle of a write that nobody reads; the other files are closed."""
     text = """
 import os, threading
-from adaptdl_elastic.agent import child
-child._STUCK = 0.5
+from adaptdl_elastic.agent.runtime import forked_child
+forked_child._STUCK = 0.5
 stuck, ends = threading.Event(), os.pipe()
 class Pipe(io.FileIO):
     def write(self, data):
@@ -241,7 +241,7 @@ def test_a_module_runs_as_python_runs_it(runner: Runner, tmp_path: Path) -> None
     expected = plainly(tmp_path, "-m", "mod", "a")
     assert (code, out) == expected[:2]
     assert err.splitlines()[-3:] == expected[2].splitlines()[-3:]
-    assert "forkserver" not in err
+    assert "fork_server" not in err
     assert "child.py" not in err
 
 

@@ -12,10 +12,10 @@ from moto_process import Moto, make_group
 
 from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, Where
 from adaptdl_elastic.autoscaler.commands.autoscale import autoscale
-from adaptdl_elastic.autoscaler.providers.ec2_owner import OWNER_TAG
-from adaptdl_elastic.rendezvous import records
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.memory import MemoryStore
+from adaptdl_elastic.autoscaler.providers.ec2.ownership import OWNER_TAG
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 KEYS = Keys("test")
 
