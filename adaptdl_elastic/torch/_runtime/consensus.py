@@ -410,6 +410,7 @@ class Control:
     def _stop(self, command: Command) -> None:
         session = self.session
         self.report_step(force=True)
+        session.send({"type": "stopping"})  # a script may turn the exit into another one
         if session.reducer is not None:
             with contextlib.suppress(Exception):  # rank 0 has written; nobody leaves before
                 session.reducer.barrier(tag="stop")
