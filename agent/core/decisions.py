@@ -42,6 +42,7 @@ from adaptdl_elastic.agent.core.states import (
     Replica,
     ReplicaBroken,
     ReplicaExited,
+    ReplicaFinished,
     ReplicaHello,
     ReplicaOver,
     ReplicaPong,
@@ -49,6 +50,7 @@ from adaptdl_elastic.agent.core.states import (
     ReplicaResilient,
     ReplicaStarted,
     ReplicaStep,
+    ReplicaStopping,
     ReplicaSwitched,
     SpecSeen,
     StartReplicas,
@@ -63,7 +65,7 @@ from adaptdl_elastic.agent.core.states import (
     WriteEnded,
     WriteRunning,
 )
-from adaptdl_elastic.channel import STOPPED
+from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
     Failure,
@@ -205,6 +207,10 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
         return peer_loss.resilient(state, held, event.local_rank)
     if isinstance(event, ReplicaOver):
         return replace(state, held=peer_loss.said(held, event.local_rank, over=event.over)), []
+    if isinstance(event, ReplicaFinished):
+        return replace(state, held=peer_loss.said(held, event.local_rank, finished=True)), []
+    if isinstance(event, ReplicaStopping):
+        return replace(state, held=peer_loss.said(held, event.local_rank, stopping=True)), []
     if isinstance(event, ReplicaBroken):
         return peer_loss.hear(state, held, event, now)
     if isinstance(event, ReplicaExited) and any(
@@ -228,26 +234,38 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
             held = _change(held, local_rank, step=step, stepped=now, heard=now, pinged=None)
         case ReplicaPong(_, local_rank):
             held = _change(held, local_rank, heard=now, pinged=None)
-        case ReplicaExited(_, local_rank, code, time, message):
-            held = _learn_exit(held, local_rank, code, time, message)
+        case ReplicaExited():
+            held = _learn_exit(held, event)
     return replace(state, held=held), actions
 
 
-def _learn_exit(
-    held: LocalGeneration, local_rank: int, code: int, time: float, message: str
-) -> LocalGeneration:
+def _learn_exit(held: LocalGeneration, event: ReplicaExited) -> LocalGeneration:
+    local_rank, code = event.local_rank, event.exit_code
     replica = next((r for r in held.replicas if r.local_rank == local_rank), None)
     if replica is None:  # not in it yet when others died in it (`recovery.enter_in_haste`)
         return peer_loss.stray_ended(held, local_rank, code)
     if replica.exit_code is not None:
         return held
-    expected = code in (0, STOPPED) or replica.signalled
-    held = _change(held, local_rank, exit_code=code, exited=time, message=message)
+    stopped = _was_stopped(replica, event)
+    held = _change(
+        held, local_rank, exit_code=code, exited=event.time, message=event.message, stopped=stopped
+    )
     if held.joining:
         return held  # `inplace` sees it
-    if expected or held.phase is Phase.KILLING or held.failure is not None:
+    if code == 0 or stopped or held.phase is Phase.KILLING or held.failure is not None:
         return held
-    return replace(held, failure=Failure(replica.rank, code, message, time))
+    return replace(held, failure=Failure(replica.rank, code, event.message, event.time))
+
+
+def _was_stopped(replica: Replica, event: ReplicaExited) -> bool:
+    """Whether a replica has ended because it was asked to, and not because its script was at its end.
+
+    A script may answer SIGTERM with any exit code, 0 included, so the code proves nothing after a signal.
+    What proves an end of its own is that the signal could not reach the script any more.
+    """
+    if event.exit_code == STOPPED or replica.stopping:
+        return True
+    return replica.signalled and event.signal_arrived and not replica.finished
 
 
 def _change(held: LocalGeneration, local_rank: int, **fields: object) -> LocalGeneration:
@@ -423,7 +441,7 @@ def _why_stop(state: State, held: LocalGeneration, now: float) -> str | None:
     if state.departure is not None and now >= max(state.departure.since, held.since) + OWN_STOP_AFTER:
         return state.departure.reason
     # a replica that was told by somebody else: the others have agreed with it, or are about to die of it
-    if any(r.exit_code == STOPPED for r in held.replicas):
+    if any(r.stopped for r in held.replicas):
         return "another replica stopped"
     return None
 
@@ -436,7 +454,6 @@ def _kill(state: State, held: LocalGeneration, why: str, now: float) -> tuple[St
 
 def _ended(me: AgentIdentity, held: LocalGeneration) -> EndedRecord:
     """How the held generation has ended on this node."""
-    codes = [r.exit_code or 0 for r in held.replicas]
     failure = held.failure
     if held.joining:
         outcome, code = Outcome.ABORTED, 0  # nothing was lost by it: those it was to join go on
@@ -448,7 +465,7 @@ def _ended(me: AgentIdentity, held: LocalGeneration) -> EndedRecord:
         first = missed[0]
         outcome, code = Outcome.FAILED, first.exit_code or 0
         failure = Failure(first.rank, code, first.message, first.exited)
-    elif any(codes):
+    elif any(r.exit_code or r.stopped for r in held.replicas):
         outcome, code = Outcome.STOPPED, STOPPED
     else:
         outcome, code = Outcome.DONE, 0

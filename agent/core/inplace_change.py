@@ -253,7 +253,7 @@ def withdraw(state: State, held: LocalGeneration, why: str) -> Step:
     change = held.change
     assert change is not None
     plan, node = change.plan, state.me.node
-    finished = not held.lost and all(r.exit_code == 0 for r in held.replicas)
+    finished = not held.lost and all(r.exit_code == 0 and not r.stopped for r in held.replicas)
     outcome = Outcome.DONE if finished else Outcome.ABORTED
     failure = None if finished else Failure(-1, 0, why)
     alive = tuple(r.local_rank for r in change.newcomers if r.exit_code is None)

@@ -85,7 +85,7 @@ def survived(held: LocalGeneration, event: ReplicaExited) -> bool:
     replica = _find(held, event.local_rank)
     if change is not None and change.switched and replica is None:
         replica = next((r for r in change.newcomers if r.local_rank == event.local_rank), None)
-    if replica is None or replica.signalled or replica.exit_code is not None:
+    if replica is None or replica.signalled or replica.stopping or replica.exit_code is not None:
         return False
     others = [r for r in held.replicas if r.exit_code is None and r is not replica]
     if not all(r.resilient for r in others or [replica]):

@@ -41,7 +41,10 @@ class Replica:
     library: bool = False  # it said hello: stop it by message
     resilient: bool = False  # the death of others does not end it
     over: bool = False  # it has all epochs behind it, and is on its way to the script's end
-    signalled: bool = False  # it was sent SIGTERM: whatever it answers is what we asked for
+    signalled: bool = False  # it was sent SIGTERM
+    finished: bool = False  # its script had come to its end before any SIGTERM could reach it
+    stopping: bool = False  # it has saved on request, and leaves the script by SystemExit(143)
+    stopped: bool = False  # it has exited because it was asked to, whatever its exit code
     switched: bool = False  # a newcomer that has joined what it was to join
     exit_code: int | None = None
     exited: float = 0.0  # wall clock
@@ -247,6 +250,20 @@ class ReplicaOver:
 
 
 @dataclass(frozen=True)
+class ReplicaFinished:
+    """A script came to its end by itself, with exit code 0, and no SIGTERM can interrupt it any more."""
+
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class ReplicaStopping:
+    """A replica has carried out a stop: what follows is the end of its process, with whatever exit code."""
+
+    local_rank: int
+
+
+@dataclass(frozen=True)
 class ReplicaBroken:
     """A replica has found that others of that generation are gone, and waits for another plan."""
 
@@ -271,6 +288,7 @@ class ReplicaExited:
     exit_code: int
     time: float  # wall clock
     message: str = ""
+    signal_arrived: bool = True  # False: it had ended before a signal of ours was delivered
 
 
 @dataclass(frozen=True)
@@ -322,6 +340,8 @@ Event = (
     | ReplicaSwitched
     | ReplicaResilient
     | ReplicaOver
+    | ReplicaFinished
+    | ReplicaStopping
     | ReplicaBroken
     | ReplicaPong
     | ReplicaExited

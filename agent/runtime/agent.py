@@ -58,7 +58,7 @@ from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
 from adaptdl_elastic.agent.runtime.run_result import run_result
 from adaptdl_elastic.agent.terminal.event_recorder import Journal
 from adaptdl_elastic.agent.terminal.replica_output import NoOutputError, Output
-from adaptdl_elastic.channel import STOPPED
+from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.rendezvous.local.addresses import NoPortError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
@@ -463,9 +463,9 @@ class ElasticAgent(SimpleElasticAgent):
     def _ask_to_stop(self, local_ranks: tuple[int, ...], plain: tuple[int, ...], reason: str) -> None:
         if self._give_up_joining(STOPPED):
             return
-        for handle in self._held(local_ranks):
-            handle.send({"type": "stop", "reason": reason})  # one that can not hear it is about to end
-        for handle in self._held(plain):
+        for handle in self._held((*local_ranks, *plain)):
+            handle.send({"type": "stop", "reason": reason})  # one that cannot hear it is about to end
+        for handle in self._held(plain):  # after the message, which `channel.say_finished` looks for
             self._forks.signal(handle.number, signal.SIGTERM)
 
     def _kill(self, local_ranks: tuple[int, ...], reason: str) -> None:
@@ -518,7 +518,7 @@ class ElasticAgent(SimpleElasticAgent):
             if isinstance(item, Spawned):
                 self._spawned(handle, item.pid)
             elif isinstance(item, Exited):
-                self._exited(handle, item.exit_code)
+                self._exited(handle, item.exit_code, item.signalled)
 
     def _fork_server_died(self) -> None:
         """The kernel has killed its replicas with it."""
@@ -539,7 +539,7 @@ class ElasticAgent(SimpleElasticAgent):
             pids = {h.rank: h.pid for h in mine if h.pid is not None}
             self._journal.started(plan, pids, self._mirror.last_step_before(plan))
 
-    def _exited(self, handle: ReplicaHandle, code: int) -> None:
+    def _exited(self, handle: ReplicaHandle, code: int, signalled: bool = True) -> None:
         while select.select([handle], [], [], 0)[0]:  # its last words come before its end
             if not self._channel_news(handle):
                 break
@@ -550,7 +550,8 @@ class ElasticAgent(SimpleElasticAgent):
         message = ""
         if code not in (0, STOPPED):
             message = failure_reports.describe(code, handle.error_file, self._setting.command.argv[0])
-        self._decide(states.ReplicaExited(handle.generation, handle.local_rank, code, time.time(), message))
+        generation, local_rank = handle.generation, handle.local_rank
+        self._decide(states.ReplicaExited(generation, local_rank, code, time.time(), message, signalled))
 
     def _channel_news(self, handle: ReplicaHandle) -> bool:
         messages = handle.receive()
@@ -589,6 +590,10 @@ class ElasticAgent(SimpleElasticAgent):
                 self._decide(states.ReplicaResilient(int(message["generation"]), handle.local_rank))
             case "over":
                 self._decide(states.ReplicaOver(handle.local_rank, bool(message["over"])))
+            case "finished":
+                self._decide(states.ReplicaFinished(handle.local_rank))
+            case "stopping":
+                self._decide(states.ReplicaStopping(handle.local_rank))
             case "broken":
                 logger.info("replica %d: others are gone: %s", handle.rank, message.get("reason"))
                 self._decide(states.ReplicaBroken(int(message["generation"]), handle.local_rank))

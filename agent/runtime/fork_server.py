@@ -59,6 +59,7 @@ class Exited:
 
     id: int
     exit_code: int
+    signalled: bool = False  # a signal of the agent's was delivered to it before it ended
 
 
 class ForkServer:
@@ -136,7 +137,7 @@ class ForkServer:
 def _news(message: dict[str, Any]) -> Spawned | Exited:
     if message["op"] == "spawned":
         return Spawned(message["id"], message["pid"])
-    return Exited(message["id"], message["exit_code"])
+    return Exited(message["id"], message["exit_code"], message["signalled"])
 
 
 def _line(**message: object) -> bytes:
@@ -190,6 +191,7 @@ class _Server:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._pids: dict[int, int] = {}  # replica's id → pid
+        self._signalled: set[int] = set()  # ids of replicas that the agent has sent a signal
         self._graces: dict[int, float] = {}  # process group → when it is killed
         self._buffer = b""
         self._descriptors: list[int] = []
@@ -237,7 +239,10 @@ class _Server:
 
     def _handle(self, message: dict[str, Any]) -> Command | None:
         if message["op"] == "signal":
-            self._signal_group(self._pids.get(message["id"]), message["signal"])
+            self._reap()  # one that has ended already was not ended by this signal
+            if message["id"] in self._pids:
+                self._signalled.add(message["id"])
+                self._signal_group(self._pids[message["id"]], message["signal"])
             return None
         count = len(message["streams"])
         mine, self._descriptors = self._descriptors[:count], self._descriptors[count:]
@@ -283,7 +288,9 @@ class _Server:
                     self._signal_group(pid, signal.SIGTERM if status == 0 else signal.SIGKILL)
                     if status == 0:
                         self._graces[pid] = time.monotonic() + _GRACE
-                    self._send(op="exited", id=number, exit_code=os.waitstatus_to_exitcode(status))
+                    code, signalled = os.waitstatus_to_exitcode(status), number in self._signalled
+                    self._signalled.discard(number)
+                    self._send(op="exited", id=number, exit_code=code, signalled=signalled)
 
     def _signal_group(self, pid: int | None, number: int) -> None:
         if pid is None:

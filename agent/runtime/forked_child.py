@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from adaptdl_elastic.channel import FD_VARIABLE
+from adaptdl_elastic.protocol.channel import FD_VARIABLE, say_finished
 
 _PR_SET_PDEATHSIG = 1
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
@@ -90,13 +90,18 @@ def run(command: Command) -> NoReturn:
     if command.mode == "exec":
         _exec(command)
     _fresh_interpreter(command)
-    warm, code, interrupted = frozenset(sys.modules), 0, False
+    warm, code, interrupted, pid = frozenset(sys.modules), 0, False, os.getpid()
     try:
         _run(command)
     except SystemExit as error:
         code = _exit_code(error)
     except KeyboardInterrupt:  # which has been said
         interrupted = True
+    threading._shutdown()  # type: ignore[attr-defined]
+    if code == 0 and not interrupted and os.getpid() == pid:  # a fork of the script's own may come here, too
+        # too late to stop what has ended; no SIG_IGN, which programs started from here would inherit
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        say_finished()
     flushed = _wind_up(warm)
     if interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -185,11 +190,10 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _wind_up(warm: frozenset[str]) -> bool:
-    """All that the interpreter does before it tears itself down; whether the last output was written.
+    """Do what the interpreter does after its threads and before its teardown; True if all output was written.
 
     warm: the modules that there were before the script.
     """
-    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     _each_file("flush")  # a collection may finalize a file's inner layer before its outer one
     for name in ("__main__", *_users_modules(warm)):

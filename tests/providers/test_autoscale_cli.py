@@ -55,8 +55,8 @@ def test_a_dry_run_prints_what_it_would_do(moto: Moto, store: MemoryStore) -> No
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "give --asg NAME (an auto-scaling group) or --local COMMAND"),
-        (("--asg", "workers", "--local", "true"), "give --asg or --local, not both"),
+        ((), "give --asg NAME (an auto-scaling group), --local COMMAND or --provider NAME"),
+        (("--asg", "workers", "--local", "true"), "give one of --asg, --local and --provider"),
         (("--asg", "workers", "--price", "g5.xlarge"), "write TYPE=PRICE"),
         (("--asg", "workers", "--price", "g5.xlarge=cheap"), "not a price per hour"),
         (("--asg", "workers", "--prices", "/nowhere.csv"), "/nowhere.csv"),

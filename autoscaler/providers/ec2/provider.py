@@ -37,6 +37,7 @@ from adaptdl_elastic.autoscaler.providers.ec2.errors import FAILURES, NotWaiting
 from adaptdl_elastic.autoscaler.providers.ec2.notice_queue import NoticeQueue
 from adaptdl_elastic.autoscaler.providers.ec2.ownership import OWNER_TAG, another, refuse, tag, tags_of
 from adaptdl_elastic.autoscaler.providers.ec2.prices import latest_spot_prices
+from adaptdl_elastic.autoscaler.providers.registry import ProviderRequest
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,27 @@ def connect(service: str, region: str | None = None, profile: str | None = None)
     )
     with explained(f"connect to {service}"):
         return boto3.session.Session(region_name=region, profile_name=profile).client(service, config=config)
+
+
+def from_request(request: ProviderRequest) -> Ec2Provider:
+    """Return a provider for the groups in option `groups` (names, separated by commas).
+
+    Further options: `region`, `profile`, `queue_url`.
+
+    Raises:
+        ProviderError: No group is named, or the account cannot be reached.
+    """
+    options = request.known("groups", "region", "profile", "queue_url")
+    return Ec2Provider(
+        [name for name in options.get("groups", "").split(",") if name],
+        request.prices,
+        slots=request.slots,
+        region=options.get("region"),
+        profile=options.get("profile"),
+        queue_url=options.get("queue_url"),
+        owner=request.owner,
+        seize=request.seize,
+    )
 
 
 class Ec2Provider(Provider):
