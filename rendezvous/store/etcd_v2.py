@@ -17,13 +17,12 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import ssl
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import etcd
 import urllib3
@@ -37,12 +36,11 @@ from adaptdl_elastic.rendezvous.store.base import (
     Snapshot,
     Store,
     StoreAuthError,
-    StoreRefusedError,
     StoreUnavailableError,
     Watch,
 )
-from adaptdl_elastic.rendezvous.store.credentials import renewable_password, renewable_tls
 from adaptdl_elastic.rendezvous.store.endpoints import Endpoints, InterruptiblePool, TryAgainError
+from adaptdl_elastic.rendezvous.store.etcd_v2_client import Client, Clients
 from adaptdl_elastic.rendezvous.store.keepalive import KeepAlive, KeptLease
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
@@ -111,10 +109,7 @@ class EtcdV2Store(Store):
     def __init__(self, endpoints: tuple[str, ...], options: StoreOptions | None = None) -> None:
         self.options = options or StoreOptions()
         self._endpoints = Endpoints(endpoints)
-        self._password = renewable_password(self.options)
-        self._tls = renewable_tls(self.options, any(url.startswith("https") for url in endpoints))
-        self._access_lock = threading.Lock()
-        self._access = self._new_access()
+        self._clients = Clients(endpoints, self.options)
         self._keepalive = KeepAlive("etcd-v2-leases")
         self._watches: set[EtcdV2Watch] = set()
         self._closed = False
@@ -213,7 +208,7 @@ class EtcdV2Store(Store):
             watch.close()
         self._keepalive.close(timeout=1.0)
         self._closed = True
-        self._access.pool.clear()
+        self._clients.close()
 
     def check(self) -> None:
         """Ask something harmless, so that wrong credentials are found out at once."""
@@ -228,54 +223,9 @@ class EtcdV2Store(Store):
 
     # What follows speaks to the server.
 
-    def _new_access(self) -> _Access:
-        password, context = self._password.value, self._tls.value
-        urls = self._endpoints.urls
-        pool = urllib3.PoolManager(num_pools=len(urls), maxsize=8, retries=False, ssl_context=context)
-        return _Access(password, context, pool, {url: self._client(url, pool, password) for url in urls})
-
-    def _current_access(self) -> _Access:
-        """Return clients with the present password and certificates."""
-        with self._access_lock:
-            access = self._access
-            if access.password is not self._password.value or access.context is not self._tls.value:
-                self._access = self._new_access()  # requests under way keep the pool that they have
-            return self._access
-
-    def _ask(self, request: Callable[[], T], access: _Access) -> T:
-        """Run one request as `translate` does; what was refused may be tried again with other credentials."""
-        try:
-            return translate(request)
-        except StoreAuthError as error:
-            if self._password.renew(access.password):
-                raise TryAgainError("the password has changed", sent=False) from None
-            file, problem = self.options.password_file, self._password.problem
-            where = f"; {file} is read again" if file is not None else ""
-            raise StoreAuthError(f"{error}{where}" + (f"; {problem}" if problem else "")) from None
-        except TryAgainError as error:
-            # a server may hang up so quickly that its refusal is not heard
-            if error.sent and self._tls.renew(access.context):
-                error.refused = ""
-            raise
-
-    def _client(self, url: str, pool: urllib3.PoolManager, password: str | None) -> _Client:
-        parts = urlsplit(url)
-        client = _Client(
-            host=f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname,
-            port=parts.port,
-            protocol=parts.scheme,
-            username=self.options.user,
-            password=password,
-            allow_redirect=False,
-            allow_reconnect=False,  # it would go on with the URLs that members advertise, reachable or not
-            read_timeout=self.options.timeout,
-        )
-        client.http = pool  # ours: one TLS context for all, nothing from the environment
-        return client
-
     def _run(
         self,
-        attempt: Callable[[_Client], T],
+        attempt: Callable[[Client], T],
         on_ambiguous: Callable[[], None] | None = None,
         timeout: float | None = None,
     ) -> T:
@@ -287,8 +237,8 @@ class EtcdV2Store(Store):
             raise StoreUnavailableError(_CLOSED)
 
         def once(endpoint: str, seconds: float) -> T:
-            access = self._current_access()
-            return self._ask(lambda: attempt(access.clients[endpoint].within(seconds)), access)
+            access = self._clients.current()
+            return self._clients.ask(lambda: attempt(access.clients[endpoint].within(seconds)), access)
 
         return self._endpoints.run(once, timeout or self.options.timeout, on_ambiguous)
 
@@ -378,67 +328,6 @@ class EtcdV2Store(Store):
         return lease
 
 
-@dataclass(frozen=True)
-class _Access:
-    """Clients of one password and one set of certificates, by endpoint."""
-
-    password: str | None = field(repr=False)
-    context: ssl.SSLContext | None
-    pool: urllib3.PoolManager
-    clients: dict[str, _Client]
-
-
-class _Client(etcd.Client):  # type: ignore[misc]
-    """python-etcd's client with a time-out per request: its `write` and `delete` take none."""
-
-    _own = threading.local()
-
-    @property
-    def read_timeout(self) -> float:
-        """Seconds."""
-        return float(getattr(self._own, "seconds", 60.0))
-
-    def within(self, seconds: float) -> _Client:
-        """Itself, with this time-out for the next request of this thread."""
-        self._own.seconds = seconds
-        return self
-
-
-def translate(request: Callable[[], T]) -> T:
-    """Run one request; what python-etcd raises becomes TryAgainError or ours.
-
-    Answers are left as they are: not found, compare failed, exists already, index cleared, watch timed out.
-    """
-    try:
-        return request()
-    except (
-        etcd.EtcdCompareFailed,
-        etcd.EtcdAlreadyExist,
-        etcd.EtcdKeyNotFound,
-        etcd.EtcdEventIndexCleared,
-        etcd.EtcdWatchTimedOut,
-    ):
-        raise
-    except etcd.EtcdInsufficientPermissions:
-        raise StoreAuthError(
-            "etcd refused: the user or password is wrong, or its v2 role does not cover the prefix: check "
-            "ADAPTDL_ETCD_USER and its password (docs/security.md)"
-        ) from None
-    except (etcd.EtcdNotFile, etcd.EtcdNotDir) as error:
-        raise StoreRefusedError(
-            f"with etcd's v2 API a key can not be the directory of another: {error}"
-        ) from None
-    except etcd.EtcdConnectionFailed as error:
-        raise TryAgainError.from_error(error.cause or error) from None
-    except etcd.EtcdLeaderElectionInProgress as error:
-        raise TryAgainError(str(error)) from None
-    except etcd.EtcdException as error:
-        status = (error.payload or {}).get("status")
-        if status is None or status >= 500:  # not JSON, or a server in trouble
-            raise TryAgainError(str(error)) from None
-        raise StoreRefusedError(f"etcd: {error} (HTTP status {status})") from None
-
-
 class EtcdV2Lease(KeptLease):
     """The keys whose time to live we refresh."""
 
@@ -522,7 +411,7 @@ class EtcdV2Watch(Watch):
         self._path = _path(directory(prefix))
         self._next = start
         self._closed = threading.Event()
-        self._access = store._current_access()
+        self._access = store._clients.current()
         self._pool = InterruptiblePool(self._access.context)
         self._endpoint = ""
         self._admitted = False  # the server has accepted it once
@@ -531,7 +420,7 @@ class EtcdV2Watch(Watch):
 
     def __iter__(self) -> Iterator[Change]:
         pause = 0.0
-        clients: dict[str, _Client] = {}
+        clients: dict[str, Client] = {}
         try:
             while not self._closed.wait(pause):
                 pause = min(2 * pause, _LONGEST_PAUSE) or 0.02
@@ -542,10 +431,10 @@ class EtcdV2Watch(Watch):
                 self._endpoint = self._store._endpoints.current
                 client = clients.get(self._endpoint)
                 if client is None:
-                    client = self._store._client(self._endpoint, self._pool, self._access.password)
+                    client = self._store._clients.client(self._endpoint, self._pool, self._access.password)
                     clients[self._endpoint] = client
                 try:
-                    result = self._store._ask(functools.partial(self._poll, client), self._access)
+                    result = self._store._clients.ask(functools.partial(self._poll, client), self._access)
                 except etcd.EtcdWatchTimedOut:
                     self._admitted, pause = True, 0.0
                     continue
@@ -568,7 +457,7 @@ class EtcdV2Watch(Watch):
 
     def _renewed(self) -> bool:
         """Go over to the present password and certificates, if they are others."""
-        access = self._store._current_access()
+        access = self._store._clients.current()
         if access is self._access:
             return False
         self._access = access
@@ -584,7 +473,7 @@ class EtcdV2Watch(Watch):
         self._told = True
         logger.log(level, "watch of %s: %s; trying again", self._prefix, problem)
 
-    def _poll(self, client: _Client) -> Any:
+    def _poll(self, client: Client) -> Any:
         return client.read(
             self._path, wait=True, recursive=True, waitIndex=self._next, timeout=urllib3.Timeout(5.0, _POLL)
         )

@@ -18,6 +18,7 @@ from adaptdl_elastic.rendezvous.store.base import (
     Lease,
     LeaseLostError,
     Store,
+    StoreAuthError,
     StoreError,
     Watch,
 )
@@ -61,6 +62,7 @@ class Roster:
         self._found: dict[int, MasterRecord] = {}
         self._closing = threading.Event()
         self._watch: Watch | None = None
+        self._error: StoreError | None = None
         self._threads = [
             threading.Thread(target=self._follow, name="roster-watch", daemon=True),
             threading.Thread(target=self._keep, name="roster-lease", daemon=True),
@@ -77,15 +79,17 @@ class Roster:
             thread.start()
 
     def view(self) -> m.View:
-        """What the store holds now, as last heard."""
+        """What the store holds now; StoreError when it can no longer be followed."""
         with self._changed:
+            if self._error is not None:
+                raise self._error
             return self._view
 
     def wait_for_change(self, seen: m.View, until: float) -> bool:
         """Whether the view has become another than `seen`, by `until` (monotonic)."""
         with self._changed:
             left = None if until == math.inf else max(0.0, until - time.monotonic())
-            return self._changed.wait_for(lambda: self._view is not seen, left)
+            return self._changed.wait_for(lambda: self._view is not seen or bool(self._error), left)
 
     def wait_for_round(self, after: int) -> None:
         """Say that this node waits for a round after that one, and see it said."""
@@ -93,7 +97,9 @@ class Roster:
         self._member = replace(self._member, after=number)
         self._write()
         with self._changed:  # until the watch has brought it: what is decided next must know
-            self._changed.wait_for(lambda: self._mine_is_at_least(number), timeout=self._ttl)
+            self._changed.wait_for(
+                lambda: bool(self._error) or self._mine_is_at_least(number), timeout=self._ttl
+            )
 
     def _mine_is_at_least(self, number: int) -> bool:
         mine = self._view.members.get(self._member.id)
@@ -195,7 +201,12 @@ class Roster:
                 return
             except CompactedError:
                 self._catch_up()
-            except StoreError as error:  # also a store that refuses us: it may let us in again
+            except StoreAuthError as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+            except StoreError as error:
                 logger.debug("watch: %s", error)
                 self._closing.wait(_RETRY)
 
