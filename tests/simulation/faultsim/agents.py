@@ -6,28 +6,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+from adaptdl_elastic.agent.cluster import job_joining
+from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
+from adaptdl_elastic.agent.cluster.store_link import NameTakenError
+from adaptdl_elastic.agent.core.states import AgentIdentity
+from adaptdl_elastic.agent.runtime import agent as agent_module
+from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
+from adaptdl_elastic.agent.runtime.event_loop import Signalled
+from adaptdl_elastic.agent.runtime.forked_child import Command
+from adaptdl_elastic.agent.runtime.plan_handler import PlanHandler
+from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment
+from adaptdl_elastic.agent.terminal.event_recorder import Journal
+from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
+from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy
+from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, NodeRecord
+from adaptdl_elastic.rendezvous.store.base import StoreError
+from adaptdl_elastic.rendezvous.store.plan_store import PlanStore
 from faultsim import threads
 from faultsim.kernel import Process
 from faultsim.node import Forks, Machine, Output, Wire
 from faultsim.replica import Replica, Script
-from torch.distributed.elastic.agent.server.api import WorkerSpec
-
-from adaptdl_elastic.agent import elastic, joining
-from adaptdl_elastic.agent.child import Command
-from adaptdl_elastic.agent.coordinator_host import CoordinatorCommand
-from adaptdl_elastic.agent.environ import JobEnvironment
-from adaptdl_elastic.agent.journal import Journal
-from adaptdl_elastic.agent.loop import Signalled
-from adaptdl_elastic.agent.rendezvous_handler import PlanHandler
-from adaptdl_elastic.agent.setting import Setting
-from adaptdl_elastic.agent.states import Identity
-from adaptdl_elastic.agent.storelink import NameTakenError
-from adaptdl_elastic.autoscaler.coordinator.policy import Policy
-from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
-from adaptdl_elastic.autoscaler.coordinator.types import Settings
-from adaptdl_elastic.rendezvous.plans import PlanStore
-from adaptdl_elastic.rendezvous.records import JobSpec, NodeRecord
-from adaptdl_elastic.rendezvous.store import StoreError
 
 if TYPE_CHECKING:
     from faultsim.world import World
@@ -55,7 +56,7 @@ class AgentProcess(Process):
         self.machine, self.job, self.serial = machine, job, serial
         self.wires: dict[int, Wire] = {}
         self.events: list[dict[str, Any]] = []  # its event log
-        self.agent: elastic.AdaptiveAgent | None = None
+        self.agent: agent_module.ElasticAgent | None = None
         self.loop: Any = None
         self.said: list[str] = []
         machine.processes.append(self)
@@ -92,18 +93,18 @@ class AgentProcess(Process):
             version="1",
         )
         try:
-            registration = joining.register(store, world.keys, record, exact=True)
+            registration = job_joining.register(store, world.keys, record, exact=True)
             try:
-                spec = joining.join_job(store, world.keys, fresh, record.version, self.say, once=True)
+                spec = job_joining.join_job(store, world.keys, fresh, record.version, self.say, once=True)
                 if spec.run != fresh.run:
                     registration.update(run=spec.run)
             except BaseException:
                 registration.close()
                 raise
-        except (joining.JoinError, StoreError, NameTakenError) as error:
+        except (job_joining.JoinError, StoreError, NameTakenError) as error:
             self.kernel.exit(2, f"(can not join: {error})")
         journal = Journal(self.events.append, threads.Time.time)
-        agent = self.agent = elastic.AdaptiveAgent(
+        agent = self.agent = agent_module.ElasticAgent(
             self._worker_spec(),
             self._setting(spec),
             store.of_node(machine.name),
@@ -142,10 +143,10 @@ class AgentProcess(Process):
             event_log_handler="null",
         )
 
-    def _setting(self, spec: JobSpec) -> Setting:
+    def _setting(self, spec: JobSpec) -> AgentConfig:
         job, machine = self.job, self.machine
-        return Setting(
-            me=Identity(
+        return AgentConfig(
+            me=AgentIdentity(
                 machine.name,
                 self.identity,
                 spec.job,
@@ -177,7 +178,12 @@ class CoordinatorProcess(Process):
     """A coordinator, which ends when `parent_gone` is set."""
 
     def __init__(
-        self, machine: Machine, world: World, policy: Policy, settings: Settings, parent_gone: threads.Event
+        self,
+        machine: Machine,
+        world: World,
+        policy: Policy,
+        settings: CoordinatorSettings,
+        parent_gone: threads.Event,
     ) -> None:
         serial = next(world.kernel.numbers)
         name = f"{machine.name}:coordinator#{serial}"

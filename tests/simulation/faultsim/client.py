@@ -16,12 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from faultsim.etcd import Etcd, LeaseGoneError, Stream
-from faultsim.kernel import Kernel, Process
-from faultsim.threads import SimpleQueue
-
-from adaptdl_elastic.rendezvous._keepalive import KeepAlive, KeptLease
-from adaptdl_elastic.rendezvous.store import (
+from adaptdl_elastic.rendezvous.store.base import (
     Change,
     CompactedError,
     KeyValue,
@@ -32,6 +27,10 @@ from adaptdl_elastic.rendezvous.store import (
     StoreUnavailableError,
     Watch,
 )
+from adaptdl_elastic.rendezvous.store.keepalive import KeepAlive, KeptLease
+from faultsim.etcd import Etcd, LeaseGoneError, Stream
+from faultsim.kernel import Kernel, Process
+from faultsim.threads import SimpleQueue
 
 T = TypeVar("T")
 
@@ -157,7 +156,7 @@ class SimClient(Store):
                 return self._attempt(operation, min(ATTEMPT_SECONDS, until - self._kernel.now))
             except LeaseGoneError:
                 if lease is not None:
-                    lease.lost.set()  # type: ignore[attr-defined]
+                    lease.lost.set()
                 raise LeaseLostError("the lease is lost: take a new one and put the key again") from None
             except _Unanswered:
                 on_ambiguous()

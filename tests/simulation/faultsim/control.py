@@ -7,11 +7,11 @@ the first boundary after that.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from faultsim.mesh import PeerLost
-
 from adaptdl_elastic.channel import STOPPED
+from faultsim.mesh import PeerLost
 
 if TYPE_CHECKING:
     from faultsim.replica import Replica
@@ -85,9 +85,7 @@ class Control:
         if len(self._ready) == mesh.size:
             after, commands = max(self._ready.values()), list(self._running or ())
             for member in range(mesh.size):
-                mesh.tell(
-                    self._replica, member, lambda one: one.control._decide(number, after, commands)
-                )
+                mesh.tell(self._replica, member, lambda one: one.control._decide(number, after, commands))
 
     def _decide(self, number: int, after: int, commands: list[Command]) -> None:
         if self._round == number:
@@ -117,7 +115,9 @@ class Control:
         if self._round is None:
             self._position = position
             return
-        replica.wait_for(lambda: self._decision is not None or self._round is None or bool(replica.lost), None)
+        replica.wait_for(
+            lambda: self._decision is not None or self._round is None or bool(replica.lost), None
+        )
         if self._decision is None:
             if replica.lost:
                 raise PeerLost(replica.lost)
@@ -144,10 +144,8 @@ class Control:
             if replica.rank == 0:
                 replica.save("stop")
             replica.report_step(force=True)
-            try:
+            with suppress(PeerLost):
                 mesh.gather(("stop", position), None)
-            except PeerLost:
-                pass
             mesh.leave(replica)
             replica.kernel.exit(STOPPED, "(stops)")
         if "checkpoint" in kinds:

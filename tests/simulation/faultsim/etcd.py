@@ -13,9 +13,8 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from adaptdl_elastic.rendezvous.store.base import Change, KeyValue, Snapshot
 from faultsim.kernel import Kernel
-
-from adaptdl_elastic.rendezvous.store import Change, KeyValue, Snapshot
 
 LEASE_LOOK_SECONDS = 0.5  # between two looks of the server for leases that have run out
 

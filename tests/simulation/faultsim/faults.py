@@ -6,13 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from adaptdl_elastic.rendezvous.schema.records import DrainRequest, JobRequest, encode
 from faultsim.agents import AgentProcess, CoordinatorProcess
 from faultsim.client import Line
 from faultsim.kernel import Process
 from faultsim.node import Machine
 from faultsim.replica import Replica
-
-from adaptdl_elastic.rendezvous.records import DrainRequest, JobRequest, encode
 
 if TYPE_CHECKING:
     from faultsim.world import World
@@ -35,17 +34,18 @@ class Faults:
             self._kernel.at(when, self._strike, kinds, mean_seconds, until)
 
     def _strike(self, kinds: list[str], mean_seconds: float, until: float) -> None:
-        kind = self._chance.choice(kinds)
-        if KINDS[kind](self):
-            self.count += 1
-            if kind not in _HARMLESS:
-                self._world.truth.excuse()
+        self._do(self._chance.choice(kinds))
         if self._chance.random() < 0.25:  # one seldom comes alone
             self._kernel.after(2.0 * self._chance.random() ** 2, self._again, kinds, until)
         self.begin(kinds, mean_seconds, until)
 
     def _again(self, kinds: list[str], until: float) -> None:
-        if self._kernel.now < until and KINDS[(kind := self._chance.choice(kinds))](self):
+        if self._kernel.now < until:
+            self._do(self._chance.choice(kinds))
+
+    def _do(self, kind: str) -> None:
+        if KINDS[kind](self):
+            self.count += 1
             if kind not in _HARMLESS:
                 self._world.truth.excuse()
 

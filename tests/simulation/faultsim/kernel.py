@@ -41,7 +41,9 @@ class Defect(AssertionError):
 class Process:
     """One simulated operating system process."""
 
-    def __init__(self, kernel: Kernel, name: str, clock_offset: float = 0.0, wall_offset: float = 0.0) -> None:
+    def __init__(
+        self, kernel: Kernel, name: str, clock_offset: float = 0.0, wall_offset: float = 0.0
+    ) -> None:
         self.kernel, self.name = kernel, name
         self.clock_offset, self.wall_offset = clock_offset, wall_offset  # seconds
         self.alive, self.stopped = True, False
@@ -221,7 +223,7 @@ class Kernel:
         task.token += 1
         self._hash.update(b"%d," % task.number)
         self._switch_to(task)
-        if not process.alive:
+        if process.exit_code is not None:  # it has died meanwhile
             self._bury(process)
 
     def _switch_to(self, task: Task) -> None:

@@ -15,16 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adaptdl_elastic.agent.core.states import StartReplicas
+from adaptdl_elastic.agent.runtime.fork_server import Exited, Spawned
+from adaptdl_elastic.agent.runtime.generation_store import Joined
+from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
+from adaptdl_elastic.rendezvous.schema.records import MasterRecord
 from faultsim import threads
 from faultsim.client import Line, SimClient
 from faultsim.etcd import Etcd
 from faultsim.kernel import Kernel, Process
-
-from adaptdl_elastic.agent.forkserver import Exited, Spawned
-from adaptdl_elastic.agent.meeting import Joined
-from adaptdl_elastic.agent.replica import ReplicaHandle
-from adaptdl_elastic.agent.states import StartReplicas
-from adaptdl_elastic.rendezvous.records import MasterRecord
 
 if TYPE_CHECKING:
     from faultsim.world import World
@@ -237,7 +236,9 @@ class Select:
     """In place of the module `select` in the agent."""
 
     @staticmethod
-    def select(read: list[Handle], write: list[Any], error: list[Any], timeout: float) -> tuple[list[Any], ...]:
+    def select(
+        read: list[Handle], write: list[Any], error: list[Any], timeout: float
+    ) -> tuple[list[Any], ...]:
         return [one for one in read if one.readable], [], []
 
 
@@ -327,7 +328,9 @@ class Output:
 class MeetingPoint:
     """A TCPStore that an agent keeps for one generation."""
 
-    def __init__(self, kernel: Kernel, owner: Process, machine: Machine, generation: int, secret: str) -> None:
+    def __init__(
+        self, kernel: Kernel, owner: Process, machine: Machine, generation: int, secret: str
+    ) -> None:
         self.kernel, self.owner, self.machine = kernel, owner, machine
         self.generation, self.secret = generation, secret
         self.closed = False

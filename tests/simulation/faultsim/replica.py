@@ -16,13 +16,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from adaptdl_elastic.channel import CAN_NOT_JOIN, STOPPED
 from faultsim import threads
 from faultsim.control import Control
 from faultsim.kernel import Process
 from faultsim.mesh import Mesh, NotFormed, PeerLost
 from faultsim.node import Machine, MeetingPoint, Wire
-
-from adaptdl_elastic.channel import CAN_NOT_JOIN, STOPPED
 
 if TYPE_CHECKING:
     from faultsim.rescale import Rescaler
@@ -81,6 +80,7 @@ class Replica(Process):
         self.last_step_time: float | None = None
         self._reported = float("-inf")
         self._first_step = True
+        self._unread: list[dict[str, Any]] = []  # messages that came before its hello
         self._plans: list[dict[str, Any]] = []  # to go on without the dead
         self.bell = threads.Condition()
         self.control = Control(self)
@@ -89,6 +89,13 @@ class Replica(Process):
         self.at_end += [self._gone]
         machine.processes.append(self)
         self.spawn(self._main, "main")
+
+    @property
+    def formed(self) -> Mesh:
+        """The connections of the present generation; PeerLost when they have been given up."""
+        if self.mesh is None:
+            raise PeerLost("its connections were given up")
+        return self.mesh
 
     # -- waiting
 
@@ -118,10 +125,6 @@ class Replica(Process):
             self.spawn(lambda: self._on_message(message), "channel")
         elif self.alive:  # it reads its channel from its hello on
             self._unread.append(message)
-
-    @property
-    def _unread(self) -> list[dict[str, Any]]:
-        return self.__dict__.setdefault("unread", [])
 
     def _on_message(self, message: dict[str, Any]) -> None:
         kind = message["type"]
@@ -239,14 +242,12 @@ class Replica(Process):
         script = self.script
         while self.step < script.steps:
             self.control.boundary(self.step)
-            assert self.mesh is not None
             self.kernel.sleep(self.draw(script.step_seconds))
-            values = self.mesh.gather(("step", self.step + 1), (self.step, self.chain))
-            self.world.truth.commit(self, self.mesh, values)
+            values = self.formed.gather(("step", self.step + 1), (self.step, self.chain))
+            self.world.truth.commit(self, self.formed, values)
             self.last_step_time = threads.Time.time()
             self.report_step()
-        assert self.mesh is not None
-        self.mesh.gather("end", None)
+        self.formed.gather("end", None)
 
     def report_step(self, force: bool = False) -> None:
         """Tell the agent of a step: the first of a generation, then one a second, and the last."""
@@ -281,9 +282,7 @@ class Replica(Process):
         step, chain = self.step, self.chain
         self.kernel.sleep(self.draw(self.script.save_seconds))
         number = self.world.truth.save(self, step, chain)
-        self.send(
-            type="saved", checkpoint={"id": number, "path": "/checkpoints", "step": step}, request=None
-        )
+        self.send(type="saved", checkpoint={"id": number, "path": "/checkpoints", "step": step}, request=None)
 
     # -- deaths
 
@@ -339,10 +338,9 @@ class Replica(Process):
         self.become(plan, generation, int(plan["rank"]))
         point = self.connect(plan["master_addr"], int(plan["master_port"]))
         self.form(point, None, self.newer)
-        assert self.mesh is not None
-        standing = self.mesh.gather("standing", (self.step, self.chain))
+        standing = self.formed.gather("standing", (self.step, self.chain))
         self.step, self.chain = self.world.truth.agree(self, standing)
-        self.mesh.gather("recovered", None)
+        self.formed.gather("recovered", None)
         self.finish_switch()
 
     def become(self, plan: dict[str, Any], generation: int, rank: int) -> None:
@@ -360,8 +358,7 @@ class Replica(Process):
 
     def finish_switch(self) -> None:
         """What everybody in a new generation does last."""
-        assert self.mesh is not None
-        self.mesh.gather("switched", None)
+        self.formed.gather("switched", None)
         self.send(type="switched", generation=self.generation, last_step=self.last_step_time)
         self.enter_generation()
 

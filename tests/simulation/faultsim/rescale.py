@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from adaptdl_elastic.channel import CAN_NOT_JOIN
 from faultsim import threads
 from faultsim.mesh import NotFormed, PeerLost
 from faultsim.node import MeetingPoint
-
-from adaptdl_elastic.channel import CAN_NOT_JOIN
 
 if TYPE_CHECKING:
     from faultsim.replica import Replica
@@ -123,10 +122,8 @@ class Rescaler:
             if replica.rank == 0:
                 point.values[f"step/{attempt + 1}"] = {"go": True}
             replica.form(point, PATIENCE_SECONDS, lambda: plan.called_off or replica.newer())
-            assert replica.mesh is not None
-            replica.world.truth.hand_over(
-                replica, replica.mesh.gather("state", (replica.step, replica.chain)), plan.newcomers
-            )
+            states = replica.formed.gather("state", (replica.step, replica.chain))
+            replica.world.truth.hand_over(replica, states, plan.newcomers)
             replica.finish_switch()
         except (NotFormed, PeerLost) as error:
             replica.recover(str(error), again=True)
@@ -151,8 +148,7 @@ class Rescaler:
             attempt += 1
             seen = self._next(point, attempt)
         replica.form(point, PATIENCE_SECONDS, lambda: False)
-        assert replica.mesh is not None
-        values = replica.mesh.gather("state", None)
+        values = replica.formed.gather("state", None)
         replica.step, replica.chain = next(value for value in values.values() if value is not None)
         replica.joining = False
         replica.finish_switch()

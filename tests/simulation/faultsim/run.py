@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, Rescale
 from faultsim.agents import Job
 from faultsim.faults import KINDS, Faults
 from faultsim.replica import Script
 from faultsim.world import World
-
-from adaptdl_elastic.autoscaler.coordinator.types import Settings
-from adaptdl_elastic.rendezvous.records import JobSpec, Rescale
 
 PROGRESS_SECONDS = 240.0  # after healing, until every job trains or has ended
 MOST_MACHINES = 12
@@ -41,7 +40,7 @@ def draw(world: World) -> tuple[list[str], float, float]:
     weather = chance.uniform(30.0, 120.0)
     for name in names:
         world.jobs[name] = _job(world, name, machines, sum(slots), weather)
-    world.settings = Settings(interval=chance.choice([5.0, 15.0, 30.0]), refill_after=60.0)
+    world.settings = CoordinatorSettings(interval=chance.choice([5.0, 15.0, 30.0]), refill_after=60.0)
     for index, count in enumerate(slots):
         machine = world.machine(f"n{index}", count)
         for name in names:

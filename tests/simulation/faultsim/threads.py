@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from faultsim.kernel import EPOCH, Kernel, Task
 
@@ -212,10 +211,9 @@ class Timer(Thread):
 class OnTasks:
     """Put before a class that is derived from the real `threading.Thread`: its `run` becomes a task."""
 
-    run: Callable[[], object]
-    name: str
     _task: Task | None = None
-    start, is_alive, join = Thread.start, Thread.is_alive, Thread.join
+    if not TYPE_CHECKING:
+        start, is_alive, join = Thread.start, Thread.is_alive, Thread.join
 
 
 class SimpleQueue(Generic[T]):
@@ -289,3 +287,19 @@ class Secrets:
     @staticmethod
     def token_hex(size: int = 16) -> str:
         return kernel().random.randbytes(size).hex()
+
+
+class Os:
+    """Takes the place of the module `os` where it says which process this is."""
+
+    @staticmethod
+    def getpid() -> int:
+        return 1
+
+
+class Socket:
+    """Takes the place of the module `socket` where it says which machine this is."""
+
+    @staticmethod
+    def gethostname() -> str:
+        return kernel().running().process.name.partition(":")[0]

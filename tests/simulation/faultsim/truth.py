@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from adaptdl_elastic.rendezvous.records import (
+from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
     JobState,
     JobStatus,
@@ -19,7 +19,7 @@ from adaptdl_elastic.rendezvous.records import (
     Plan,
     decode,
 )
-from adaptdl_elastic.rendezvous.store import Change
+from adaptdl_elastic.rendezvous.store.base import Change
 
 if TYPE_CHECKING:
     from faultsim.mesh import Mesh
@@ -98,7 +98,7 @@ class Truth:
             self._kernel.defect(f"{replica.name} starts though its job has {job.status.state.value}")
 
     def _counts(self, replica: Replica) -> bool:
-        """Whether others may rely on it: nobody can know of replicas whose agent is gone or not registered."""
+        """Whether others can know of it: its agent lives and is registered."""
         if not replica.alive or not replica.agent.alive:
             return False
         found = self._world.etcd.get(self._world.keys.node(replica.machine.name, replica.job))
@@ -112,7 +112,9 @@ class Truth:
     def commit(self, replica: Replica, mesh: Mesh, values: Mapping[int, tuple[int, str]]) -> None:
         """A replica has the result of a step."""
         if len(set(values.values())) > 1:
-            self._kernel.defect(f"replicas of {mesh.label} train from different states: {sorted(values.items())}")
+            self._kernel.defect(
+                f"replicas of {mesh.label} train from different states: {sorted(values.items())}"
+            )
         step, chain = values[replica.mesh_rank]
         job = self.job(replica.job)
         after = f"{step + 1}.{id_of(mesh, job)}"
@@ -215,7 +217,9 @@ class Truth:
         if status.state is JobState.FAILED:
             most = self._world.specs[name].max_restarts
             if job.deaths <= most:
-                self._kernel.defect(f"job {name} failed after {job.deaths} deaths, {most} restarts are allowed")
+                self._kernel.defect(
+                    f"job {name} failed after {job.deaths} deaths, {most} restarts are allowed"
+                )
         if status.state is JobState.STOPPED and name not in self._world.stops:
             self._kernel.defect(f"job {name} is stopped, and nobody asked: {status.reason}")
 
@@ -227,7 +231,9 @@ class Truth:
         if before is None or before.generation == plan.generation or before.run != plan.run:
             return
         if plan.cause is Cause.FAILURE and plan.restarts != before.restarts + 1 and plan.restarts != 1:
-            self._kernel.defect(f"a failure of job {name} makes {plan.restarts} restarts of {before.restarts}")
+            self._kernel.defect(
+                f"a failure of job {name} makes {plan.restarts} restarts of {before.restarts}"
+            )
 
 
 def id_of(mesh: Any, job: JobTruth) -> int:

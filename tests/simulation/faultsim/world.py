@@ -8,6 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import history
+
+from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
+from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo, NodeInfo, Reason
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobSpec
 from faultsim import patching, threads
 from faultsim.agents import AgentProcess, CoordinatorProcess, Job
 from faultsim.etcd import Etcd
@@ -16,16 +21,11 @@ from faultsim.node import Machine, MeetingPoint, Pipes
 from faultsim.rescale import Rescaler
 from faultsim.truth import Truth
 
-from adaptdl_elastic.autoscaler.coordinator.types import Settings
-from adaptdl_elastic.autoscaler.policy.types import Decision, JobInfo, NodeInfo, Reason
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.records import JobRequest, JobSpec
-
 
 class World:
     """A cluster that begins empty. Use it within `running`."""
 
-    def __init__(self, seed: int, settings: Settings | None = None) -> None:
+    def __init__(self, seed: int, settings: CoordinatorSettings | None = None) -> None:
         self.kernel = Kernel(seed)
         self.keys = Keys("sim")
         self.etcd = Etcd(self.kernel)
@@ -39,7 +39,7 @@ class World:
         self.stops: set[str] = set()  # jobs that a person has asked to stop
         self.plain_exit_code = 143
         self.calm = False  # the policy leaves jobs as they are
-        self.settings = settings or Settings(interval=20.0)
+        self.settings = settings or CoordinatorSettings(interval=20.0)
         self.truth = Truth(self)
         self.etcd.listeners.append(self.truth.store_changed)
         self.writes: dict[str, int] = {}  # by process
