@@ -11,10 +11,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from adaptdl_elastic._storage import StorageError, reason
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, MalformedRecordError, decode
 from adaptdl_elastic.rendezvous.store.base import Store, StoreError
+from adaptdl_elastic.storage import StorageError, reason
 
 FINISHED = "finished.json"  # the note, beside the checkpoints
 _LOCK_TTL = 5.0  # seconds: an agent that dies while it puts checkpoints aside holds up others for so long
@@ -69,7 +69,7 @@ def kept(path: str) -> CheckpointArchive:
     """What a checkpoint path stands for. StorageError when nobody can keep checkpoints there."""
     if path.startswith("s3://"):
         try:
-            from adaptdl_elastic._storage_s3 import S3Storage
+            from adaptdl_elastic.storage.s3 import S3Storage
 
             return S3Storage(path)
         except (ImportError, ValueError) as error:

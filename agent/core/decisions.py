@@ -65,7 +65,7 @@ from adaptdl_elastic.agent.core.states import (
     WriteEnded,
     WriteRunning,
 )
-from adaptdl_elastic.channel import STOPPED
+from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
     Failure,

@@ -57,7 +57,7 @@ from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
 from adaptdl_elastic.agent.runtime.run_result import run_result
 from adaptdl_elastic.agent.terminal.event_recorder import Journal
 from adaptdl_elastic.agent.terminal.replica_output import NoOutputError, Output
-from adaptdl_elastic.channel import STOPPED
+from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.rendezvous.local.addresses import NoPortError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (

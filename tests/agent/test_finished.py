@@ -11,8 +11,7 @@ from unittest.mock import Mock
 import pytest
 from moto_process import REGION, Moto, running_moto
 
-from adaptdl_elastic import _locations, _storage
-from adaptdl_elastic._storage import Manifest, StorageError
+from adaptdl_elastic import storage as storage_module
 from adaptdl_elastic.agent import launch
 from adaptdl_elastic.agent.cluster import checkpoint_archive
 from adaptdl_elastic.agent.runtime import agent
@@ -20,6 +19,7 @@ from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, encode
 from adaptdl_elastic.rendezvous.store.base import StoreError
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
+from adaptdl_elastic.storage import Manifest, StorageError, locations
 
 KEYS = Keys("test")
 BUCKET = "checkpoints"
@@ -55,11 +55,11 @@ class Job:
 
     @property
     def ids(self) -> list[str]:
-        return _locations.open_storage(self.path).ids()
+        return locations.open_storage(self.path).ids()
 
     def save(self, content: bytes) -> str:
-        storage = _locations.open_storage(self.path)
-        writing = storage.begin(_storage.new_id(storage.ids(), 0))
+        storage = locations.open_storage(self.path)
+        writing = storage.begin(storage_module.new_id(storage.ids(), 0))
         with writing.state("a") as file:
             file.write(content)
         writing.commit(Manifest(id=writing.id, states=writing.entries))
@@ -88,7 +88,7 @@ def test_the_checkpoints_of_a_finished_job_are_put_aside_once(job: Job) -> None:
     assert job.ids == []
     (line,) = job.said
     assert "starting anew" in line
-    archive = _locations.open_storage(line.rpartition(" ")[2])
+    archive = locations.open_storage(line.rpartition(" ")[2])
     assert archive.ids() == saved
     with archive.open(saved[1], archive.manifest(saved[1]).states["a"]) as file:
         assert file.read() == b"two"
@@ -100,10 +100,10 @@ def test_the_checkpoints_of_a_finished_job_are_put_aside_once(job: Job) -> None:
 def test_each_rerun_leaves_its_own(job: Job) -> None:
     for content in (b"first", b"second"):
         saved = job.save(content)
-        _locations.open_storage(job.path).sweep()
+        locations.open_storage(job.path).sweep()
         job.end()
         job.start()
-        archive = _locations.open_storage(job.said[-1].rpartition(" ")[2])
+        archive = locations.open_storage(job.said[-1].rpartition(" ")[2])
         with archive.open(saved, archive.manifest(saved).states["a"]) as file:
             assert file.read() == content
     assert len(set(job.said)) == 2
