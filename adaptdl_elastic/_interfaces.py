@@ -8,12 +8,12 @@ implement them are named by `adaptdl_elastic.torch._bootstrap` only.
 | `SavedState` | what is saved and given to newcomers | `checkpoint.State` |
 | `ElasticModel` | a model whose number of replicas changes | `torch.parallel.AdaptiveDataParallel` |
 | `ScaledModel` | what a scaling rule and a GradScaler need of it | the same |
-| `ElasticLoader` | the batch under way | `AdaptiveDataLoaderHelper` |
-| `Consensus` | acting at the same step on all replicas | `torch._control.Control` |
-| `Reporter` | step times, statistics, the best batch size | `torch._metrics.Metrics` |
-| `Survivor` | going on after a death | `torch._recovery.Recovery` |
-| `Rescaling` | changing the number of replicas in place | `torch._inplace.Rescaler` |
-| `Joining` | becoming one of the running replicas | `torch._join.Newcomer` |
+| `ElasticLoader` | the batch under way | `torch._data.loader` |
+| `Consensus` | acting at the same step on all replicas | `torch._runtime.consensus` |
+| `Reporter` | step times, statistics, the best batch size | `torch._tuning.reporter` |
+| `Survivor` | going on after a death | `torch._elastic.recovery` |
+| `Rescaling` | changing the number of replicas in place | `torch._elastic.rescale` |
+| `Joining` | becoming one of the running replicas | `torch._elastic.join` |
 
 Nothing here imports torch at run time.
 """
@@ -312,7 +312,7 @@ class Loaders(Protocol):
 
 
 class ScriptPosition(Protocol):
-    """Where the script is; see `adaptdl_elastic.torch._loops`."""
+    """Where the script is; see `adaptdl_elastic.torch._runtime.position`."""
 
     step: int
     """Optimizer steps finished since the job began."""
@@ -545,7 +545,7 @@ class Summed(Protocol):
 
 
 class TorchGroup(Protocol):
-    """Torch's default group of one generation; see `adaptdl_elastic.torch._backend.Group`."""
+    """Torch's default group of one generation; see `adaptdl_elastic.torch._process_group.backends.Group`."""
 
     early: bool
 

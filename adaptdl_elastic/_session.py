@@ -40,7 +40,7 @@ from adaptdl_elastic._interfaces import (
     Survivor,
     TorchGroup,
 )
-from adaptdl_elastic.channel import Channel
+from adaptdl_elastic.protocol.channel import Channel
 from adaptdl_elastic.reducer import Reducer
 
 EVENT_LOG_VARIABLE = "ADAPTDL_EVENT_LOG"

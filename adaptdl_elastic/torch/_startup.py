@@ -16,10 +16,10 @@ from adaptdl_elastic import checkpoint, collective, env
 from adaptdl_elastic._checks import whole
 from adaptdl_elastic._session import Identity, Session
 from adaptdl_elastic.reducer import Reducer
-from adaptdl_elastic.torch import _ability, _backend
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._join import JOIN_VARIABLE, begin_joining
-from adaptdl_elastic.torch._process_group import connect_torch, listening_host, make_group
+from adaptdl_elastic.torch._elastic.join import JOIN_VARIABLE, begin_joining
+from adaptdl_elastic.torch._process_group import backends, capability
+from adaptdl_elastic.torch._process_group.setup import connect_torch, listening_host, make_group
 
 dist: Any = torch.distributed  # its stub does not export the stores
 _ADDRESS = "adaptdl/address"
@@ -101,8 +101,8 @@ def _checked_identity(known: Identity, world_size: Any, rank: Any) -> Identity:
 
 def _meet(session: Session, backend: str, init_method: str | None) -> None:
     session.backend = backend
-    _backend.kind(backend).place()
-    _ability.begin(session, backend)
+    backends.kind(backend).place()
+    capability.begin(session, backend)
     if os.environ.get(JOIN_VARIABLE):
         begin_joining(session, backend)
         return
@@ -113,7 +113,7 @@ def _meet(session: Session, backend: str, init_method: str | None) -> None:
     else:
         _by_hand(session, backend, init_method)
     session.start()
-    _ability.compare(session)
+    capability.compare(session)
     checkpoint.agree(lambda value: collective.broadcast(value, tag="checkpoint"))
 
 

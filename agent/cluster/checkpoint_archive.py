@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from adaptdl_elastic._storage import StorageError, reason
 from adaptdl_elastic.rendezvous.store.base import Store, StoreError
+from adaptdl_elastic.storage import StorageError, reason
 
 NOTE = "finished.json"  # beside the checkpoints
 _NOT_OF_A_RUN = ("archive-", "finished-", ".probe-")  # archives, also of earlier versions; `launch` probes
@@ -94,7 +94,7 @@ def kept(path: str) -> CheckpointArchive:
     """What a checkpoint path stands for. StorageError when nobody can keep checkpoints there."""
     if path.startswith("s3://"):
         try:
-            from adaptdl_elastic._storage_s3 import S3Storage
+            from adaptdl_elastic.storage.s3 import S3Storage
 
             return S3Storage(path)
         except (ImportError, ValueError) as error:

@@ -57,7 +57,7 @@ from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
 from adaptdl_elastic.agent.runtime.run_result import run_result
 from adaptdl_elastic.agent.terminal.event_recorder import Journal
 from adaptdl_elastic.agent.terminal.replica_output import NoOutputError, Output
-from adaptdl_elastic.channel import STOPPED
+from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.rendezvous.local.addresses import NoPortError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
@@ -120,6 +120,7 @@ class ElasticAgent(SimpleElasticAgent):
             lambda key, other: self._writer.submit(partial(registration.claim, key, str(holder), other)),
             lambda key: self._writer.submit(partial(registration.release, key, str(holder))),
             time.monotonic() + SETTLED_AFTER,
+            time.monotonic,
         )
         self._signals = Count()
         self._checkpoint_asked = 0

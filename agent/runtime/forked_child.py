@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from adaptdl_elastic.channel import FD_VARIABLE, say_finished
+from adaptdl_elastic.protocol.channel import FD_VARIABLE, say_finished
 
 _PR_SET_PDEATHSIG = 1
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from adaptdl_elastic.channel import Channel, Message
+from adaptdl_elastic.protocol.channel import Channel, Message
 
 logger = logging.getLogger(__name__)
 _CHUNK = 1 << 16

@@ -11,8 +11,7 @@ from unittest.mock import Mock
 import pytest
 from moto_process import REGION, Moto, running_moto
 
-from adaptdl_elastic import _locations, _storage
-from adaptdl_elastic._storage import Manifest, StorageError
+from adaptdl_elastic import storage as storage_module
 from adaptdl_elastic.agent import launch
 from adaptdl_elastic.agent.cluster import checkpoint_archive, ended_run
 from adaptdl_elastic.agent.cluster.ended_run import JobEndedError, JoinError, StartOptions
@@ -21,6 +20,7 @@ from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus, encode
 from adaptdl_elastic.rendezvous.store.base import StoreError
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
+from adaptdl_elastic.storage import Manifest, StorageError, locations
 
 KEYS = Keys("test")
 BUCKET = "checkpoints"
@@ -60,7 +60,7 @@ class Job:
 
     @property
     def ids(self) -> list[str]:
-        return _locations.open_storage(self.path).ids()
+        return locations.open_storage(self.path).ids()
 
     @property
     def spec(self) -> JobSpec:
@@ -68,8 +68,8 @@ class Job:
         return JobSpec("job", f"run-{self.runs}", COMMAND, profile_key="a", checkpoint_path=self.path)
 
     def save(self, content: bytes) -> str:
-        storage = _locations.open_storage(self.path)
-        writing = storage.begin(_storage.new_id(storage.ids(), 0))
+        storage = locations.open_storage(self.path)
+        writing = storage.begin(storage_module.new_id(storage.ids(), 0))
         with writing.state("a") as file:
             file.write(content)
         writing.commit(Manifest(id=writing.id, states=writing.entries))
@@ -114,7 +114,7 @@ def test_a_job_that_is_done_stays_done_until_another_run_is_asked_for(job: Job) 
     job.start(anew=True)
     assert job.ids == []
     (line,) = job.said
-    archive = _locations.open_storage(line.rpartition(" ")[2])
+    archive = locations.open_storage(line.rpartition(" ")[2])
     assert archive.ids() == saved
     with archive.open(saved[1], archive.manifest(saved[1]).states["a"]) as file:
         assert file.read() == b"two"
@@ -126,10 +126,10 @@ def test_a_job_that_is_done_stays_done_until_another_run_is_asked_for(job: Job) 
 def test_each_further_run_leaves_its_own_checkpoints(job: Job) -> None:
     for content in (b"first", b"second"):
         saved = job.save(content)
-        _locations.open_storage(job.path).sweep()
+        locations.open_storage(job.path).sweep()
         job.end()
         job.start(anew=True)
-        archive = _locations.open_storage(job.said[-1].rpartition(" ")[2])
+        archive = locations.open_storage(job.said[-1].rpartition(" ")[2])
         with archive.open(saved, archive.manifest(saved).states["a"]) as file:
             assert file.read() == content
     assert len(set(job.said)) == 2

@@ -18,7 +18,7 @@ import pytest
 
 from adaptdl_elastic.agent.runtime.fork_server import Exited, ForkServer, Spawned
 from adaptdl_elastic.agent.runtime.forked_child import Command, die_with
-from adaptdl_elastic.channel import Channel
+from adaptdl_elastic.protocol.channel import Channel
 
 
 @pytest.fixture(scope="module")
