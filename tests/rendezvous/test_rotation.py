@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import certificates
 import pytest
 from etcd_binaries import etcd_binary
 from guarded_etcd import FIRST_PASSWORD, GuardedEtcd
@@ -133,6 +134,20 @@ def test_certificates_of_another_authority_are_read_again(guarded, store, collec
     guarded.write_certificates()
     store.put(f"{ROOT}a", "3")
     assert [change.value for change in seen.wait(2)] == ["1", "3"]
+
+
+def test_an_authority_is_replaced_as_the_page_says_and_nobody_is_refused(guarded, store, collect):
+    seen = collect(store.watch(ROOT, store.put(f"{ROOT}a", "0")))
+    old, new = guarded.authority, certificates.authority("next CA")
+    guarded.trust(old, new)
+    store.put(f"{ROOT}a", "1")
+    guarded.reissue(new)
+    store.put(f"{ROOT}a", "2")
+    guarded.restart()
+    store.put(f"{ROOT}a", "3")
+    guarded.trust(new)
+    store.put(f"{ROOT}a", "4")
+    assert [change.value for change in seen.wait(5)] == ["0", "1", "2", "3", "4"]
 
 
 def test_only_the_clients_certificate_is_refused(guarded, store, collect, tmp_path):

@@ -116,5 +116,10 @@ def issue(folder: Path, name: str, ca: Authority, common_name: bool = True) -> P
 
 def write_cert(path: Path, certificate: x509.Certificate) -> Path:
     """Write a certificate as PEM."""
-    path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    path.write_bytes(pem(certificate))
     return path
+
+
+def pem(certificate: x509.Certificate) -> bytes:
+    """Return a certificate as PEM."""
+    return certificate.public_bytes(serialization.Encoding.PEM)

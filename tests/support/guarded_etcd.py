@@ -124,6 +124,24 @@ class GuardedEtcd:
         self._issue_for_server()
         self.etcd.start()
 
+    def trust(self, *authorities: certificates.Authority) -> None:
+        """Write these CAs into every `ca.pem`, and restart the server, which reads its own at the start."""
+        for folder in (self._server, self._admin, self.node):
+            (folder / "ca.pem").write_bytes(b"".join(certificates.pem(one[0]) for one in authorities))
+        self.etcd.terminate()
+        self.etcd.start()
+
+    def reissue(self, authority: certificates.Authority) -> None:
+        """Replace the certificates of the server and of all clients by new ones of this CA."""
+        certificates.issue(self._server, "server", authority)
+        certificates.issue(self._admin, "admin", authority, common_name=False)
+        certificates.issue(self.node, "node", authority, common_name=False)
+
+    @property
+    def authority(self) -> certificates.Authority:
+        """The CA of the server's certificate."""
+        return self._authority
+
     def restart(self) -> None:
         """Kill the server and start it again on its data; it forgets its tokens."""
         self.etcd.kill()
