@@ -105,11 +105,11 @@ def deadline(state: State) -> float | None:
     if held is not None and held.until is not None:
         times.append(held.until)
     if held is not None and held.phase is Phase.RUNNING:
-        if held.change is not None and not held.change.announced:
+        if held.change is not None and not held.change.announced and not held.change.switched:
             times.append(held.change.until)
         if held.join_by is not None:
             times.append(held.join_by)
-        if state.departure is not None:
+        if state.departure is not None and not _goes_along(state, held):
             times.append(max(state.departure.since, held.since) + OWN_STOP_AFTER)
         times += hang_detection.due(state, held)
     return min(times, default=None)
@@ -355,13 +355,11 @@ def _reconcile_held(state: State, held: LocalGeneration, now: float) -> tuple[St
         if step is not None:
             return step
         plan = state.plan
-        if plan is not None and plan.generation > max(held.generation, held.withdrawn):
+        if plan is not None and _goes_along(state, held):
             if held.change is not None and held.change.plan is plan:
                 return state, []
-            if plan.transition is Transition.RECOVER and peer_loss.possible(held, plan):
-                return _recover(state, held, plan, now)
-            if held.change is None and inplace_change.possible(held, plan):
-                return _go_over(state, held, plan, now)
+            recovers = plan.transition is Transition.RECOVER
+            return (_recover if recovers else _go_over)(state, held, plan, now)
         why = _why_stop(state, held, now)
         if why is not None:
             held = replace(held, phase=Phase.STOPPING, until=now + state.me.checkpoint_timeout)
@@ -371,6 +369,21 @@ def _reconcile_held(state: State, held: LocalGeneration, now: float) -> tuple[St
             asked = tuple(local_rank for local_rank in alive if local_rank not in plain)
             return replace(state, held=held), [AskToStop(asked, plain, why)]
     return state, []
+
+
+def _goes_along(state: State, held: LocalGeneration) -> bool:
+    """Return True while the held replicas follow a newer plan in their processes.
+
+    Nothing else stops them meanwhile, so the time at which a departing node would stop them does not count.
+    """
+    plan = state.plan
+    if plan is None or plan.generation <= max(held.generation, held.withdrawn):
+        return False
+    if held.change is not None and held.change.plan is plan:
+        return True
+    if plan.transition is Transition.RECOVER:
+        return peer_loss.possible(held, plan)
+    return held.change is None and inplace_change.possible(held, plan)
 
 
 def _go_over(state: State, held: LocalGeneration, plan: Plan, now: float) -> tuple[State, list[Action]]:

@@ -122,6 +122,7 @@ class ElasticAgent(SimpleElasticAgent):
             lambda key, other: self._writer.submit(partial(registration.claim, key, str(holder), other)),
             lambda key: self._writer.submit(partial(registration.release, key, str(holder))),
             time.monotonic() + SETTLED_AFTER,
+            time.monotonic,
         )
         self._signals = Count()
         self._checkpoint_asked = 0
