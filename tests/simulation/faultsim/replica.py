@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from adaptdl_elastic.channel import CAN_NOT_JOIN, STOPPED
+from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN, STOPPED
 from faultsim import threads
 from faultsim.control import Control
 from faultsim.kernel import Process
