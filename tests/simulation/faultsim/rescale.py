@@ -1,4 +1,4 @@
-"""A change of size in place, as a replica goes through it: a model of `torch/_inplace.py`."""
+"""A change of size in place, as a replica goes through it: a model of `torch/_elastic/rescale.py`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Rescaler:
     def on_plan(self, message: dict[str, Any]) -> None:
         """Of a change, or that it is off."""
         replica, generation = self._replica, int(message["generation"])
-        if message.get("withdraw"):
+        if message["type"] == "withdraw":
             plan = self._plans.get(generation)
             if plan is not None:
                 plan.called_off = True
