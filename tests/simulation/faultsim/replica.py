@@ -2,9 +2,9 @@
 
 It keeps the protocol of `adaptdl_elastic/protocol/messages.py`, and does at each point what the library does
 (`torch/_runtime/consensus.py`, `torch/_elastic/rescale.py` and `recovery.py`): it says hello, trains in steps
-that all replicas of a generation take together, agrees on boundaries for stops, checkpoints and changes in place, joins, leaves,
-and goes on after deaths. Its state is a step number and the name of that state (`chain`), so that checks
-can tell two histories of one job apart.
+that all replicas of a generation take together, agrees on boundaries for stops, checkpoints and changes in
+place, joins, leaves, and goes on after deaths. Its state is a step number and the name of that state
+(`chain`), so that checks can tell two histories of one job apart.
 
 Not modelled: several data loops and epochs, evaluation, accumulation windows, scripts whose replicas come
 apart, torch itself, NCCL's self-test, and what a process does between two of its steps.
