@@ -18,11 +18,11 @@ from adaptdl_elastic.torch._gradient import comm_hook, grad_scaler
 from adaptdl_elastic.torch._gradient.accumulation import Batch, Window, accumulates, on_backward, watch
 from adaptdl_elastic.torch._gradient.estimator import Array
 from adaptdl_elastic.torch._gradient.measurement import Sampler
-from adaptdl_elastic.torch._gradient.model_snapshot import ModelBefore
+from adaptdl_elastic.torch._gradient.model_snapshot import DataParallelSnapshot
 from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
 from adaptdl_elastic.torch._model_arguments import OWNER, check_arguments
 from adaptdl_elastic.torch._process_group import backends
-from adaptdl_elastic.torch._runtime.position import loops
+from adaptdl_elastic.torch._runtime.position import script_position
 from adaptdl_elastic.torch.scaling_rules import AdamScale, ScalingRuleBase, default_rule
 
 __all__ = ["AdaptiveDataParallel"]
@@ -209,7 +209,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
 
     def snapshot_step(self, last: ModelSnapshot | None) -> ModelSnapshot:
         """Copy what a step may change besides parameters, into the memory of `last` where that fits."""
-        return ModelBefore(self, last)
+        return DataParallelSnapshot(self, last)
 
     @property
     def failure(self) -> BaseException | None:
@@ -376,7 +376,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         replicas = self._hook.world_size
         if loader is not None and self.training:
             loader.train()
-        if loader is None or not (loader.training or loader.training_unknown):
+        if loader is None or not (loader.training or loader.training_loader_undecided):
             # A validation loop that did not turn gradients off.
             scale = self.gns.accum_scale
             batch = Batch(replicas=replicas, size=scale, scale=scale)
@@ -434,7 +434,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         )
         progress = self.gns.get_progress()
         self.gns.change_units(initial / saved)
-        session, state = current_session(), loops()
+        session, state = current_session(), script_position()
         if progress and session.models[0] is self:
             state.start_progress *= self.gns.get_progress() / progress
             session.metrics.update_progress(self.gns.get_progress())
@@ -710,7 +710,7 @@ def _evaluating() -> bool:
     loader = current_dataloader()
     if loader is None or loader.training:
         return False
-    return not (loader.training_unknown and torch.is_grad_enabled())
+    return not (loader.training_loader_undecided and torch.is_grad_enabled())
 
 
 def _mean(factor: float | Array) -> float:

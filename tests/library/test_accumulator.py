@@ -116,7 +116,7 @@ def loader() -> AdaptiveDataLoader[Any]:
 
 
 def stop() -> None:
-    _session.current().control.request({"kind": "stop", "reason": "test"})
+    _session.current().consensus.request({"kind": "stop", "reason": "test"})
 
 
 def test_sums_can_be_added_to_and_not_read_before_they_are_synchronized(script: Script) -> None:

@@ -65,7 +65,7 @@ class _State(checkpoint.State):
         fileobj.write(json.dumps(self._metrics.dump()).encode())
 
     def load(self, fileobj: BinaryIO) -> None:
-        self._metrics.undump(json.load(fileobj))
+        self._metrics.restore(json.load(fileobj))
 
 
 class Metrics:
@@ -192,7 +192,7 @@ class Metrics:
         bounds = None if local_bsz_bounds is None else (int(local_bsz_bounds[0]), int(local_bsz_bounds[1]))
         self._limits = Limits(init_batch_size, max_batch_size, bounds, bool(gradient_accumulation))
 
-    def current(self, atomic_bsz: int, accumulation_steps: int) -> None:
+    def set_current_batch_size(self, atomic_bsz: int, accumulation_steps: int) -> None:
         """The batch size that is in use from now on."""
         now = BatchSize(atomic_bsz, accumulation_steps)
         if now != self._current:
@@ -212,7 +212,7 @@ class Metrics:
         """Where the job is: steps, epoch of how many, samples (at the initial batch size) of how many."""
         self._position = _Position(step, epoch, epochs, samples_done, samples_total)
 
-    def inplace(self, possible: bool, reason: str = "") -> None:
+    def set_inplace(self, possible: bool, reason: str = "") -> None:
         """Whether this script can be rescaled without a restart, and why not."""
         self._inplace = (possible, reason)
 
@@ -413,7 +413,7 @@ class Metrics:
             "batch_size": batch_size or self._reached,
         }
 
-    def undump(self, saved: dict[str, Any]) -> None:
+    def restore(self, saved: dict[str, Any]) -> None:
         """The inverse of `dump`. ValueError for a newer format."""
         if saved.get("v") != FORMAT:
             raise ValueError(f"metrics of format {saved.get('v')}, this version reads {FORMAT}")
