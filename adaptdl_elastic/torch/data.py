@@ -29,9 +29,9 @@ from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.iterable import iterate_stream, wrap_stream
 from adaptdl_elastic.torch._data.loader import (
     AdaptiveDataLoaderHelper,
-    AdaptiveDataLoaderMixin,
     initial_seed,
 )
+from adaptdl_elastic.torch._data.loader_mixin import AdaptiveDataLoaderMixin
 from adaptdl_elastic.torch._data.partition import derive_seed
 from adaptdl_elastic.torch._data.registry import current_dataloader
 from adaptdl_elastic.torch._data.sampler import ElasticBatchSampler, ElasticSampler

@@ -191,3 +191,28 @@ def _watch(session: Session, group: Group | None, thread: threading.Thread, limi
             if thread.is_alive():
                 session.transfer_stuck = True
                 raise PeerLostError(why)
+
+
+def broadcast(tensors: list[torch.Tensor], torch_group: Any, group: Group | None, limit: timedelta) -> None:
+    """Give every replica the tensors of the group's rank 0. A collective.
+
+    Args:
+        tensors: Overwritten once all have arrived.
+        torch_group: The process group.
+        group: What the library knows of it; None: nothing.
+        limit: How long to wait for the others.
+    """
+    copies = [tensor.clone() for tensor in tensors]  # a broadcast that breaks leaves half of each
+
+    def start() -> list[Any]:
+        return [dist.broadcast(one, group=torch_group, group_src=0, async_op=True) for one in copies]
+
+    works = start() if group is None else group.queue(start)
+    if group is not None:
+        group.wait(works, limit)
+    else:
+        for work in works:
+            work.wait(limit)
+    with torch.no_grad():
+        for tensor, copied in zip(tensors, copies, strict=True):
+            tensor.copy_(copied)
