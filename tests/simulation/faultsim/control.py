@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from adaptdl_elastic.channel import STOPPED
+from adaptdl_elastic.protocol.channel import STOPPED
 from faultsim.mesh import PeerLost
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """A replica: a small model of what the training library does under an agent.
 
-It keeps the protocol of `adaptdl_elastic/channel.py`, and does at each point what the library does
+It keeps the protocol of `adaptdl_elastic/protocol/channel.py`, and does at each point what the library does
 (`torch/_control.py`, `_inplace.py`, `_recovery.py`): it says hello, trains in steps that all replicas of a
 generation take together, agrees on boundaries for stops, checkpoints and changes in place, joins, leaves,
 and goes on after deaths. Its state is a step number and the name of that state (`chain`), so that checks
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from adaptdl_elastic.channel import CAN_NOT_JOIN, STOPPED
+from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN, STOPPED
 from faultsim import threads
 from faultsim.control import Control
 from faultsim.kernel import Process

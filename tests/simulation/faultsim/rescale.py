@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from adaptdl_elastic.channel import CAN_NOT_JOIN
+from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN
 from faultsim import threads
 from faultsim.mesh import NotFormed, PeerLost
 from faultsim.node import MeetingPoint
