@@ -69,7 +69,6 @@ from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
     Failure,
-    JobState,
     JobStatus,
     Outcome,
     PeerLossRecord,
@@ -284,7 +283,7 @@ def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
         return _reconcile_held(state, state.held, now)
     plan, status = state.plan, state.status
     if status is not None and status.state.ended:
-        return _exit(state, _code_of(status), _reason_of(status))
+        return _exit(state, status.process_exit_code, _reason_of(status))
     if state.away is not None and state.outcome is not None and now >= _lonely_until(state, state.away):
         code = {Outcome.DONE: 0, Outcome.STOPPED: STOPPED}.get(state.outcome, 1)
         why = f"the store has been away for {PATIENCE:g} s: nobody says what became of the job"
@@ -534,12 +533,6 @@ def _exit_now(state: State, code: int, reason: str) -> tuple[State, list[Action]
     if state.held is not None and state.held.alive:
         actions.append(Kill(tuple(r.local_rank for r in state.held.alive), reason))
     return replace(state, exiting=True), [*actions, Exit(code, reason)]
-
-
-def _code_of(status: JobStatus) -> int:
-    if status.exit_code is not None:
-        return status.exit_code if status.exit_code >= 0 else 128 - status.exit_code
-    return {JobState.DONE: 0, JobState.STOPPED: STOPPED}.get(status.state, 1)
 
 
 def _reason_of(status: JobStatus) -> str:
