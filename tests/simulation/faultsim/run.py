@@ -76,6 +76,7 @@ def _job(world: World, name: str, machines: int, slots: int, weather: float) -> 
         rescale=chance.choice([Rescale.AUTO, Rescale.AUTO, Rescale.AUTO, Rescale.RESTART, Rescale.INPLACE]),
         rescale_timeout=20.0,
         checkpoint_timeout=15.0,
+        checkpoint_path=f"/checkpoints/{name}",
     )
     return Job(spec, script, checkpoint_interval=chance.choice([3.0, 10.0, 30.0]))
 
