@@ -182,6 +182,14 @@ class Truth:
         if replica.mesh is job.mesh and replica.rank == 0 and replica.step >= replica.script.steps:
             job.finished = True
 
+    def plain_step(self, replica: Replica) -> None:
+        """A script without the library does something; nobody knows what."""
+        self.job(replica.job).committed_at = self._kernel.now
+
+    def plain_end(self, replica: Replica) -> None:
+        """It comes to its end."""
+        self.job(replica.job).finished = True
+
     # -- checkpoints
 
     def save(self, replica: Replica, step: int, chain: str) -> str:
