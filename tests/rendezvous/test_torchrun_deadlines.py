@@ -25,12 +25,13 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 
-from adaptdl_elastic.rendezvous import _gathering, torchrun
-from adaptdl_elastic.rendezvous import _torchrun_handler as module
-from adaptdl_elastic.rendezvous import membership as m
-from adaptdl_elastic.rendezvous.memory import MemoryStore
-from adaptdl_elastic.rendezvous.records import MasterRecord, decode, encode
-from adaptdl_elastic.rendezvous.store import StoreUnavailableError
+from adaptdl_elastic.rendezvous import torchrun
+from adaptdl_elastic.rendezvous.schema.records import MasterRecord, decode, encode
+from adaptdl_elastic.rendezvous.store.base import StoreUnavailableError
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
+from adaptdl_elastic.rendezvous.torchrun import gathering as gathering_module
+from adaptdl_elastic.rendezvous.torchrun import handler as module
+from adaptdl_elastic.rendezvous.torchrun import membership as m
 
 PREFIX = "/adaptdl/v1/default/torchrun/job/"
 SLACK = 10.0  # seconds that a busy machine may be late
@@ -94,9 +95,9 @@ class Group:
         found = self.store.range(NODES).items
         return {item.key.removeprefix(NODES): decode(m.Member, item.value, item.key) for item in found}
 
-    def round(self) -> m.Round | None:
+    def round(self) -> m.MembershipRound | None:
         found = self.store.get(ROUND)
-        return decode(m.Round, found.value, ROUND) if found else None
+        return decode(m.MembershipRound, found.value, ROUND) if found else None
 
     def close(self) -> None:
         for handler in self.handlers:
@@ -128,7 +129,7 @@ class Ghost:
         group = self._group
         group.wait_for(lambda: len(group.members()) == 2, "the other to come")
         (other,) = set(group.members()) - {"ghost"}
-        group.store.put(ROUND, encode(m.Round(1, ("ghost", other))))
+        group.store.put(ROUND, encode(m.MembershipRound(1, ("ghost", other))))
         if port is not None:
             group.store.put(PREFIX + "rounds/1/master", encode(MasterRecord(1, "127.0.0.1", port)))
         return other
@@ -179,12 +180,12 @@ def test_the_store_of_a_living_rank_0_vanishes(
     handler, started = group.handler(timeout="4"), time.monotonic()
     with quiet(capfd, caplog, most=100):  # torch prints one backtrace
         (entering,) = group.enter(handler)
-        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ghost.invite(port=server.port)
-        prefix = "/adaptdl/job/1/here/1"
-        group.wait_for(lambda: server.check([prefix]), "the other to come to the store")
-        del server
-        error = outcome(entering[0] if isinstance(entering, list) else entering, 4, started)
+        servers = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+        ghost.invite(port=servers[0].port)
+        key = "/adaptdl/job/1/here/1"
+        group.wait_for(lambda: servers[0].check([key]), "the other to come to the store")
+        servers.clear()
+        error = outcome(entering, 4, started)
     assert isinstance(error, RendezvousTimeoutError)
     assert re.search(r"within 4 s .*rank 0's node cannot be reached at 127\.0\.0\.1", str(error))
 
@@ -232,7 +233,7 @@ def test_a_port_behind_a_wall_ends_all_members_in_time(
 ):
     """Seen before: both still inside after 120 s of timeout=8, round after round."""
     with closed_port() as wall, quiet(capfd, caplog, most=60):
-        serve = _gathering.serve
+        serve = gathering_module.serve
         monkeypatch.setattr(module, "serve", lambda *given: (wall, serve(*given)[1]))
         handlers, started = [group.handler(timeout="4") for _ in range(2)], time.monotonic()
         errors = [outcome(entering, 4, started) for entering in group.enter(*handlers)]
@@ -250,14 +251,14 @@ def test_a_node_that_cannot_reach_rank_0_gives_up_so_that_others_go_on(
     (info,) = [entering.result(20) for entering in group.enter(alone)]
     assert info.world_size == 1
     monkeypatch.setattr(module, "REACH_SECONDS", 0.3)
-    connect = _gathering.Gathering._connect
+    connect = gathering_module.Gathering._connect
 
-    def refused(self: _gathering.Gathering) -> TCPStore:
+    def refused(self: gathering_module.Gathering) -> TCPStore:
         if self._rank == 1:
             raise ConnectionRefusedError("behind a wall")
         return connect(self)
 
-    monkeypatch.setattr(_gathering.Gathering, "_connect", refused)
+    monkeypatch.setattr(gathering_module.Gathering, "_connect", refused)
     (entering,) = group.enter(misfit := group.handler((1, 2), read_timeout="1", timeout="60"))
     group.wait_for(lambda: alone.num_nodes_waiting() > 0, "the newcomer to be noticed")
     (again,) = group.enter(alone)
@@ -284,13 +285,13 @@ def test_rank_0_dies_between_saying_where_and_the_connection(group: Group):
 
 
 def test_a_slow_member_is_waited_for(group: Group, monkeypatch: pytest.MonkeyPatch):
-    release, connect = threading.Event(), _gathering.Gathering._connect
+    release, connect = threading.Event(), gathering_module.Gathering._connect
 
-    def slowly(self: _gathering.Gathering) -> TCPStore:
+    def slowly(self: gathering_module.Gathering) -> TCPStore:
         assert release.wait(30)
         return connect(self)
 
-    monkeypatch.setattr(_gathering.Gathering, "_connect", slowly)
+    monkeypatch.setattr(gathering_module.Gathering, "_connect", slowly)
     entering = group.enter(*(group.handler() for _ in range(2)))
     group.wait_for(lambda: group.round() is not None, "a round")
     assert not any(one.done() for one in entering)

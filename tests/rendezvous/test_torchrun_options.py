@@ -9,12 +9,12 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
 from adaptdl_elastic.rendezvous import torchrun
-from adaptdl_elastic.rendezvous._torchrun_options import Options
+from adaptdl_elastic.rendezvous.torchrun.handler_options import HandlerOptions
 
 
-def parse(text: str, **more: object) -> Options:
+def parse(text: str, **more: object) -> HandlerOptions:
     """As torchrun hands `--rdzv-conf` over, with the `timeout` that it puts in by itself."""
-    return Options.parse({"timeout": 900, **_parse_rendezvous_config(text), **more})
+    return HandlerOptions.parse({"timeout": 900, **_parse_rendezvous_config(text), **more})
 
 
 def test_the_defaults_are_torchs_where_it_has_them():

@@ -1,0 +1,59 @@
+"""The import graph of the product: no cycles, and no use of another module's underscored names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from import_graph import Module, cycles, imports, measure, private_uses, product
+
+WITHOUT_CYCLES = ["adaptdl_elastic", "agent", "rendezvous"]
+"""Trees that are free of import cycles, of whatever kind of import."""
+
+WITHOUT_PRIVATE_USES = ["adaptdl_elastic", "rendezvous"]
+"""Trees whose modules keep to each other's public names."""
+
+
+@pytest.mark.parametrize("tree", WITHOUT_CYCLES)
+def test_a_tree_has_no_import_cycle_of_any_kind(tree: str) -> None:
+    members = {name: module for name, module in product().items() if module.tree == tree}
+    assert members
+    assert cycles(imports(members)) == []
+
+
+def test_no_module_uses_underscored_names_of_others() -> None:
+    modules = product()
+    paths = [module.path for module in modules.values() if module.tree in WITHOUT_PRIVATE_USES]
+    assert [str(reach) for reach in private_uses(paths, modules)] == []
+
+
+def test_trees_together_have_no_cycle_beyond_those_within_a_tree() -> None:
+    modules = product()
+    for component in cycles(imports(modules)):
+        assert len({modules[name].tree for name in component}) == 1, component
+
+
+def test_every_kind_of_import_counts(tmp_path: Path) -> None:
+    texts = {
+        "a": "import b",
+        "b": "def f():\n    from c import x",
+        "c": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a",
+        "d": "import a",
+    }
+    modules = {name: Module(name, "t", tmp_path / f"{name}.py", text) for name, text in texts.items()}
+    assert cycles(imports(modules)) == [["a", "b", "c"]]
+    assert measure("t", modules).largest_cycle == 3
+
+
+def test_a_use_of_an_underscored_name_of_another_module_is_found(tmp_path: Path) -> None:
+    texts = {
+        "a": "class A:\n    def __init__(self):\n        self._mine = 1\n        self._mine\n_other = 1",
+        "b": "import torch\ndef f(a):\n    torch._dynamo\n    a._own = 1\n    return a._mine\n_own = 2",
+    }
+    modules = {}
+    for name, text in texts.items():
+        path = tmp_path / f"{name}.py"
+        path.write_text(text)
+        modules[name] = Module(name, "t", path, text)
+    paths = [module.path for module in modules.values()]
+    assert [(reach.path.name, reach.name) for reach in private_uses(paths, modules)] == [("b.py", "_mine")]
