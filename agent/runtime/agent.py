@@ -65,6 +65,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
     Failure,
     JobState,
+    JobStatus,
     MasterRecord,
     Outcome,
     Plan,
@@ -119,6 +120,7 @@ class ElasticAgent(SimpleElasticAgent):
             lambda key, other: self._writer.submit(partial(registration.claim, key, str(holder), other)),
             lambda key: self._writer.submit(partial(registration.release, key, str(holder))),
             time.monotonic() + SETTLED_AFTER,
+            time.monotonic,
         )
         self._signals = Count()
         self._checkpoint_asked = 0
@@ -136,6 +138,12 @@ class ElasticAgent(SimpleElasticAgent):
         """Whether the job itself, not only this node's part in it, came to its end."""
         status = self.state.status
         return self.exit_code == 0 and status is not None and status.state is JobState.DONE
+
+    @property
+    def job_ended(self) -> JobStatus | None:
+        """How the job itself, not only this node's part in it, has ended; None where it has not."""
+        status = self.state.status
+        return status if status is not None and status.state.ended else None
 
     # SimpleElasticAgent's methods ---------------------------------------------------------------
 
