@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptdl_elastic.agent.terminal.torchrun_options import torchrun_parser
+from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.rendezvous.schema.keys import check_name
 from adaptdl_elastic.rendezvous.schema.records import HEAVIEST
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, parse_endpoints
@@ -300,7 +301,7 @@ def check(
             raise OptionError(str(error)) from None
     if args.once and args.anew:
         raise OptionError("--once and --anew exclude each other: give --anew to train again, else --once")
-    path = args.checkpoint_path or environ.get("ADAPTDL_CHECKPOINT_PATH") or str(Path(".adaptdl") / job)
+    path = args.checkpoint_path or environ.get(environment.CHECKPOINT_PATH) or str(Path(".adaptdl") / job)
     if "://" not in path:
         path = str(Path(path).absolute())
     _check_numbers(args)

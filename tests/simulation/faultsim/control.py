@@ -1,4 +1,4 @@
-"""How the replicas of a generation agree on a boundary to act at: a model of `torch/_control.py`.
+"""How the replicas of a generation agree on a boundary to act at: a model of `torch/_runtime/consensus.py`.
 
 Whoever wants something asks rank 0, which opens a round: every replica's control thread answers with the
 last boundary its training has passed and holds it at the next one; rank 0 takes the latest, and all act at
@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from adaptdl_elastic.channel import STOPPED
+from adaptdl_elastic.protocol.channel import STOPPED
 from faultsim.mesh import PeerLost
 
 if TYPE_CHECKING:

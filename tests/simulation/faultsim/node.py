@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,13 @@ from adaptdl_elastic.agent.core.states import StartReplicas
 from adaptdl_elastic.agent.runtime.fork_server import Exited, Spawned
 from adaptdl_elastic.agent.runtime.generation_store import Joined
 from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
+from adaptdl_elastic.protocol.messages import (
+    VERSION,
+    AgentMessage,
+    ReplicaMessage,
+    encode,
+    report_from_dict,
+)
 from adaptdl_elastic.rendezvous.schema.records import MasterRecord
 from faultsim import threads
 from faultsim.client import Line, SimClient
@@ -168,11 +175,11 @@ class Wire:
             self.to_agent.append(message)
         self.on_readable()
 
-    def down(self, message: Mapping[str, Any]) -> bool:
+    def down(self, message: AgentMessage) -> bool:
         """From the agent; False where nobody is there any more."""
         if not self.replica_alive:
             return False
-        self._down.send(json.loads(json.dumps(dict(message), allow_nan=False)))
+        self._down.send(json.loads(encode(message)))
         return True
 
     def up(self, message: dict[str, Any] | None) -> None:
@@ -205,14 +212,14 @@ class Handle(ReplicaHandle):
     def on_readable(self, call: Callable[[], None]) -> None:
         self.wire.on_readable = call
 
-    def receive(self) -> list[dict[str, Any]] | None:
-        messages = list(self.wire.to_agent)
+    def receive(self) -> list[ReplicaMessage] | None:
+        messages = [report_from_dict({"v": VERSION, **message}) for message in self.wire.to_agent]
         self.wire.to_agent.clear()
         if not messages and self.wire.hung_up:
             return None
         return messages
 
-    def send(self, message: Mapping[str, Any]) -> bool:
+    def send(self, message: AgentMessage) -> bool:
         return self.wire.down(message)
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
 """A replica: a small model of what the training library does under an agent.
 
-It keeps the protocol of `adaptdl_elastic/channel.py`, and does at each point what the library does
-(`torch/_control.py`, `_inplace.py`, `_recovery.py`): it says hello, trains in steps that all replicas of a
-generation take together, agrees on boundaries for stops, checkpoints and changes in place, joins, leaves,
-and goes on after deaths. Its state is a step number and the name of that state (`chain`), so that checks
-can tell two histories of one job apart.
+It keeps the protocol of `adaptdl_elastic/protocol/messages.py`, and does at each point what the library does
+(`torch/_runtime/consensus.py`, `torch/_elastic/rescale.py` and `recovery.py`): it says hello, trains in steps
+that all replicas of a generation take together, agrees on boundaries for stops, checkpoints and changes in
+place, joins, leaves, and goes on after deaths. Its state is a step number and the name of that state
+(`chain`), so that checks can tell two histories of one job apart.
 
 Not modelled: several data loops and epochs, evaluation, accumulation windows, scripts whose replicas come
 apart, torch itself, NCCL's self-test, and what a process does between two of its steps.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from adaptdl_elastic.channel import CAN_NOT_JOIN, STOPPED
+from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN, STOPPED
 from faultsim import threads
 from faultsim.control import Control
 from faultsim.kernel import Process
@@ -134,9 +134,9 @@ class Replica(Process):
             self.control.request({**message, "kind": kind})
         elif kind == "ping":
             self.send(type="pong", id=message["id"], waiting=False)
-        elif kind == "plan" and message.get("recover"):
+        elif kind == "recover":
             self._on_recovery_plan(message)
-        elif kind == "plan":
+        elif kind in ("change", "withdraw"):
             self.rescaler.on_plan(message)
 
     def _hello(self) -> None:
@@ -262,7 +262,7 @@ class Replica(Process):
         if self.mesh is not None:
             self.mesh.leave(self)
         self.report_step(force=True)
-        self.send(type="over", over=True)
+        self.send(type="epochs_finished", finished=True)
         self.kernel.sleep(self.draw(self.script.tail_seconds))
         self.world.truth.finished(self)
 
@@ -282,7 +282,7 @@ class Replica(Process):
         step, chain = self.step, self.chain
         self.kernel.sleep(self.draw(self.script.save_seconds))
         number = self.world.truth.save(self, step, chain)
-        self.send(type="saved", checkpoint={"id": number, "path": "/checkpoints", "step": step}, request=None)
+        self.send(type="saved", id=number, path="/checkpoints", step=step, request=None)
 
     # -- deaths
 
@@ -328,7 +328,7 @@ class Replica(Process):
             mesh, self.mesh = self.mesh, None
             mesh.broken_off(self)
         self.control.abandon()
-        self.send(type="broken", generation=self.generation, reason=reason)
+        self.send(type="peer_lost", generation=self.generation, reason=reason)
 
     def _meet_again(self, plan: dict[str, Any]) -> None:
         generation = int(plan["generation"])

@@ -1,10 +1,10 @@
-"""A change of size in place, as a replica goes through it: a model of `torch/_inplace.py`."""
+"""A change of size in place, as a replica goes through it: a model of `torch/_elastic/rescale.py`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from adaptdl_elastic.channel import CAN_NOT_JOIN
+from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN
 from faultsim import threads
 from faultsim.mesh import NotFormed, PeerLost
 from faultsim.node import MeetingPoint
@@ -37,7 +37,7 @@ class Rescaler:
     def on_plan(self, message: dict[str, Any]) -> None:
         """Of a change, or that it is off."""
         replica, generation = self._replica, int(message["generation"])
-        if message.get("withdraw"):
+        if message["type"] == "withdraw":
             plan = self._plans.get(generation)
             if plan is not None:
                 plan.called_off = True
