@@ -27,6 +27,7 @@ from adaptdl_elastic import _session, checkpoint, sched_hints
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, fit_perf_params
 from adaptdl_elastic.sched_hints import MOST, JobHints, ProfileEntry
 from adaptdl_elastic.torch._choice import BatchSize, Chooser, Limits
+from adaptdl_elastic.torch._health import TrainingWarnings, data_problem
 from adaptdl_elastic.torch._profile import ENOUGH, WINDOW, Key, StepTimes, robust_mean
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class Metrics:
         self._grads: dict[str, tuple[float, float]] = {}
         self._gains: dict[str, tuple[float, float]] = {}
         self._progress = 0.0
+        self.warnings = TrainingWarnings(self._session)
         self._limits: Limits | None = None
         self._current = BatchSize(0, 0)
         self._steps = 0  # with an optimizer step, since it was changed
@@ -206,9 +208,21 @@ class Metrics:
         epochs: int | None = None,
         samples_done: float | None = None,
         samples_total: float | None = None,
+        data_size: int = 0,
     ) -> None:
-        """Where the job is: steps, epoch of how many, samples (at the initial batch size) of how many."""
+        """Where the job is: steps, epoch of how many, samples (at the initial batch size) of how many.
+
+        data_size: Samples of the data set, 0 where that is not known.
+        """
         self._position = _Position(step, epoch, epochs, samples_done, samples_total)
+        now, limits, replicas = self._current, self._limits, self._session.replicas
+        if limits is not None:
+            parts = replicas * (now.accumulation_steps + 1)
+            problem = data_problem(data_size, parts * now.atomic_bsz, limits.init, parts)
+            if self.warnings.report("the batch size", problem):
+                self._wake.set()
+        if self._session.rank == 0 and self._background and self._thread is None:
+            self._start()  # no step is ever measured where all of them are shorter than the batch size
 
     def inplace(self, possible: bool, reason: str = "") -> None:
         """Whether this script can be rescaled without a restart, and why not."""
@@ -316,6 +330,7 @@ class Metrics:
             step=position.step,
             inplace=self._inplace[0],
             inplace_reason=self._inplace[1],
+            warnings=self.warnings.messages,
             time=time.time(),
         )
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from adaptdl_elastic.torch._buckets import Divisor, Preconditioner
+from adaptdl_elastic.torch._health import GradientHealth
 from adaptdl_elastic.torch._noise import SMOOTHING, Array, Measurement, Moments, Schedule, lr_gain
 
 __all__ = ["AdamGradientNoiseScale", "GradientNoiseScale"]
@@ -73,6 +74,7 @@ class GradientNoiseScale:
         self._next = 0  # step to be measured next
         self._factors: tuple[float, float, Array] | None = None  # scale, gain, by group: of now
         self.skipped = 0
+        self.health = GradientHealth()
 
     # What was measured.
 
@@ -193,6 +195,7 @@ class GradientNoiseScale:
 
     def record(self, measurement: Measurement, step: int) -> bool:
         """Take in what was measured at `step`; False when it was inf or nan, which is skipped."""
+        self.health.measured(step, measurement.finite)
         if not measurement.finite:
             self.skipped += 1
             logger.info("the gradient of step %d is inf or nan: not counted in its statistics", step)

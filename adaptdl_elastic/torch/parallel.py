@@ -496,6 +496,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if len(models) > 1:  # a GAN's judge may step more often: the job is as far as the one that has most
             progress = max(model.gns.get_progress() for model in models)
         metrics.update_progress(progress)
+        self.gns.health.stepped()
+        metrics.warnings.report(f"gradients of {self.name}", self.gns.health.problem)
         if self._sampler.news:
             self._sampler.news = False
             metrics.update_grad_params(self.name, self.gns.sqr_avg(), self.gns.var_avg())
@@ -520,6 +522,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._window.reset()
         self.gns.reset_accumulation()
         self.gns.skipped += 1
+        self.gns.health.skipped(self.gns.steps, lambda: float(_amp.loss_scale(self._mp_scaler)))
+        _session.current().metrics.warnings.report(f"gradients of {self.name}", self.gns.health.problem)
         logger.info("step %d skipped: its gradients are inf or nan", self.gns.steps)
 
     def step_left_out(self) -> None:
