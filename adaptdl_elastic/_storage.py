@@ -23,7 +23,7 @@ import secrets
 import shutil
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -393,20 +393,3 @@ def reason(error: BaseException) -> str:
     if isinstance(error, StorageError):
         return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def open_storage(path: str, options: Mapping[str, Any] | None = None) -> Storage:
-    """The storage that `path` names: `s3://bucket/prefix`, or a directory (it need not exist yet).
-
-    `options` goes to boto3's client. Raises ValueError for any other scheme.
-    """
-    scheme, separator, rest = path.partition("://")
-    if not separator:
-        return DirectoryStorage(path)
-    if scheme == "file":
-        return DirectoryStorage(rest)
-    if scheme == "s3":
-        from adaptdl_elastic._storage_s3 import S3Storage
-
-        return S3Storage(path, options)
-    raise ValueError(f"checkpoints can be kept in a directory or in s3://bucket/prefix, not in {path!r}")

@@ -118,7 +118,7 @@ class S3Storage(Storage):
             with self._errors("can not write to"):
                 self._client.put_object(Bucket=self._bucket, Key=self._note, Body=note)
 
-    def put_aside(self, name: str) -> str:
+    def move_aside(self, name: str) -> str:
         """Copy all checkpoints below another prefix, then delete them here, the note last; where they are.
 
         S3 copies by itself, and knows no renaming.

@@ -6,7 +6,8 @@ on and nothing but an agent's own child can hold the other end. When the agent i
 reads end-of-file.
 
 agent → replica
-    {"type": "stop", "reason": str}           checkpoint at a common step, then exit 143
+    {"type": "stop", "reason": str}           checkpoint at a common step, then exit 143; a replica that has
+                                              not said hello gets SIGTERM after it
     {"type": "checkpoint", "request": int}    save now and go on
     {"type": "plan", "generation": int, "replicas": int, "nodes": int,
      "ranks": [int | None, ...], "newcomers": [int, ...],
@@ -33,6 +34,10 @@ replica → agent
     {"type": "resilient", "generation": int}  from now on, in this generation, the death of others does not
                                               end this replica
     {"type": "over", "over": bool}            it has all epochs behind it; false: it begins more
+    {"type": "finished"}                      the script came to its end by itself, with exit code 0, before
+                                              it was asked to stop; SIGTERM has no effect from now on
+    {"type": "stopping"}                      it has saved as it was asked to, and raises SystemExit(143): it
+                                              was stopped, whatever exit code the script makes of that
     {"type": "broken", "generation": int, "reason": str}
                                               somebody is gone; it waits for a plan to go on without them
     {"type": "pong", "id": int, "waiting": bool}
@@ -63,6 +68,8 @@ CAN_NOT_JOIN = 76
 """Exit code of a newcomer that can not be brought to where the others are. Nothing is lost by it."""
 
 Message = dict[str, Any]
+
+_PEEK_BYTES = 1 << 16
 
 
 class Channel:
@@ -119,3 +126,22 @@ class Channel:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def say_finished(environ: Mapping[str, str] = os.environ) -> None:
+    """Tell the agent that the script came to its end by itself, unless the agent has asked it to stop.
+
+    Call this where SIGTERM has no effect any more. The agent sends `stop` before SIGTERM, so a script that
+    finds no such message here cannot have been ended by the signal. A script that uses the library has read
+    the message already; it says `stopping` when it obeys.
+    """
+    try:
+        with socket.socket(fileno=os.dup(int(environ[FD_VARIABLE]))) as sock:
+            try:
+                asked = b'"type":"stop"' in sock.recv(_PEEK_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                asked = False
+            if not asked:
+                sock.sendall(b'{"type":"finished"}\n', socket.MSG_DONTWAIT)
+    except (KeyError, ValueError, OSError):  # no agent, or the script has closed the descriptor
+        return

@@ -35,6 +35,8 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
 from adaptdl_elastic import _session, _storage, env
 from adaptdl_elastic._checkpoint_manager import CheckpointError, CheckpointManager, Saved
+from adaptdl_elastic._interfaces import SavedState
+from adaptdl_elastic._locations import open_storage
 from adaptdl_elastic._session import Session
 
 if TYPE_CHECKING:
@@ -60,7 +62,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_SCRATCH = "checkpoint"
 _crc32_lock = threading.Lock()  # the option is the process's
 
 
@@ -280,7 +281,7 @@ def save_all_states(
     return job.result
 
 
-def _writer(state: State) -> Callable[[Any], None]:
+def _writer(state: SavedState) -> Callable[[Any], None]:
     """What writes the state as it is now, later."""
     snapshot = state._copy_for_save()
 
@@ -428,8 +429,8 @@ def unregister(state: State) -> None:
 
 def flush(timeout: float | None = None) -> bool:
     """Wait until background saves are on disk; False when `timeout` seconds did not suffice."""
-    manager = _session.current().scratch.get(_SCRATCH)
-    return True if manager is None else manager.flush(timeout)
+    manager = _session.current().checkpoints
+    return manager.flush(timeout) if isinstance(manager, CheckpointManager) else True
 
 
 def snapshot_states(names: Iterable[str] | None = None) -> dict[str, Any]:
@@ -456,11 +457,11 @@ def restore_states(snapshots: Mapping[str, Any]) -> None:
 
 
 def _manager(session: Session) -> CheckpointManager:
-    manager = session.scratch.get(_SCRATCH)
+    manager = session.checkpoints
     if manager is None:
         path = env.checkpoint_path()
-        manager = session.scratch[_SCRATCH] = CheckpointManager(
-            _storage.open_storage(path) if path else None,
+        manager = session.checkpoints = CheckpointManager(
+            open_storage(path) if path else None,
             recorded=os.environ.get("ADAPTDL_CHECKPOINT_ID"),
             job=session.job,
             keep=int(_number("ADAPTDL_CHECKPOINT_KEEP", 3, 1)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from adaptdl_elastic import _session
 from adaptdl_elastic._checks import integer
 
 VERSION = 1
@@ -223,10 +225,6 @@ def post_sched_hints(sched_hints: Mapping[str, Any], job_key: str | None = None)
         ValueError: for an unknown name.
         MalformedHintsError, TypeError: for a value that does not fit.
     """
-    from dataclasses import asdict
-
-    from adaptdl_elastic import _session
-
     session = _session.current()
     hints = asdict(session.metrics.hints()) | from_adaptdl(sched_hints)
     if session.rank != 0:

@@ -28,10 +28,10 @@ from dataclasses import dataclass, field
 import psutil
 
 from adaptdl_elastic import sched_hints
-from adaptdl_elastic.rendezvous import records
-from adaptdl_elastic.rendezvous.connect import connect
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.records import (
+from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
     JobRequest,
     JobSpec,
@@ -40,8 +40,8 @@ from adaptdl_elastic.rendezvous.records import (
     Plan,
     RunningRecord,
 )
-from adaptdl_elastic.rendezvous.server import EtcdServer
-from adaptdl_elastic.rendezvous.store import Store, Watch
+from adaptdl_elastic.rendezvous.store.base import Store, Watch
+from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.sched_hints import JobHints
 
 

@@ -241,7 +241,7 @@ def state_transfer(device: str = "cuda:0") -> dict[str, Any]:
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     tensors: list[torch.Tensor] = []
-    described = _transfer._strip(state, tensors)
+    described = _transfer.strip(state, tensors)
     slots: list[_transfer.Slot] = []
     _transfer._find_slots(described, slots)
     targets, group = [slot.fresh() for slot in slots], _Loop(torch.device(device))

@@ -180,7 +180,7 @@ class Trainee:
         cpu, wall = time.process_time(), time.perf_counter()
         for inputs, targets in batches:
             if self.resilient:
-                self.before = Before(_session.current(), [self.model], 0, self.before)
+                self.before = Before(_session.current(), 0, self.before)
             self.optimizer.zero_grad()
             with torch.autocast(self.device.type, self.kind, enabled=self.kind is not None):
                 loss = self.loss(self.model(inputs), targets)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from adaptdl_elastic.rendezvous.server import EtcdServer
+from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parent / ".cluster-demo"
@@ -171,8 +171,8 @@ def last_accuracy(events: list[Event]) -> float:
 
 def main() -> int:
     """Run it, draw it, and say whether it showed what it should."""
-    from adaptdl_elastic.agent.plot import draw
-    from adaptdl_elastic.agent.report import summarise
+    from adaptdl_elastic.agent.terminal.run_plot import draw
+    from adaptdl_elastic.agent.terminal.run_summary import summarise
 
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir()

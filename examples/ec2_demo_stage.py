@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 from ec2_demo_story import CHEAP, GROUP, HERE, JOB, NOTICE, OUT, TYPE, ZONE, Line, Story
 
-from adaptdl_elastic.rendezvous.server import tied
+from adaptdl_elastic.rendezvous.local.private_etcd import tied
 
 sys.path.insert(0, str(HERE.parent / "tests" / "support"))  # the fakes are the tests' own
 

@@ -16,10 +16,10 @@ import tempfile
 import threading
 from pathlib import Path
 
-from adaptdl_elastic.rendezvous.connect import connect
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.server import EtcdServer
-from adaptdl_elastic.rendezvous.store import Store
+from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.store.base import Store
+from adaptdl_elastic.rendezvous.store.connect import connect
 
 SCRIPT = Path(__file__).with_name("image_classification.py")
 

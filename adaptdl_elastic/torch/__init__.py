@@ -20,8 +20,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from adaptdl_elastic.torch._process_group import init_process_group
     from adaptdl_elastic.torch._report import rank, report, world_size
+    from adaptdl_elastic.torch._startup import init_process_group
     from adaptdl_elastic.torch.accumulator import Accumulator
     from adaptdl_elastic.torch.data import (
         AdaptiveDataLoader,
@@ -60,7 +60,7 @@ _HOMES = {
     "current_dataloader": "data",
     "current_epoch": "epoch",
     "finished_epochs": "epoch",
-    "init_process_group": "_process_group",
+    "init_process_group": "_startup",
     "rank": "_report",
     "remaining_epochs_until": "epoch",
     "report": "_report",

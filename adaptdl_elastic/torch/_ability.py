@@ -13,23 +13,19 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from adaptdl_elastic import env
+from adaptdl_elastic._session import Session
 from adaptdl_elastic.torch import _backend
+from adaptdl_elastic.torch._backend import Nccl
 from adaptdl_elastic.torch._selftest import remembered, verdict
-
-if TYPE_CHECKING:
-    from adaptdl_elastic._session import Session
-    from adaptdl_elastic.torch._backend import Nccl
+from adaptdl_elastic.torch._store import FOREVER, meeting
 
 log = logging.getLogger(__name__)
 
 COMMAND = "able"
-_SCRATCH = "ability"
-_FOREVER = timedelta(days=365)
 
 
 class Ability:
@@ -78,8 +74,6 @@ class Ability:
         self._thread("adaptdl-able", self._compare)
 
     def _compare(self) -> None:
-        from adaptdl_elastic.torch import _inplace
-
         self._ended.wait()
         try:
             found = self._found()
@@ -90,22 +84,20 @@ class Ability:
             return
         if any(found):
             self.why = next(why for why in found if why)
-            self._session.metrics.inplace(*_inplace.may_change(self._session))
+            self._session.report_eligibility()
         else:
             self._session.control.request({"kind": COMMAND})
 
     def _found(self) -> list[str]:
         """What each replica's node has found, "" where it works; on others than rank 0 its own."""
-        from adaptdl_elastic.torch import _inplace
-
         session, found = self._session, [self.why if self.failed else ""]
         if session.replicas > 1:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = _inplace.meeting(host, port, session.generation)
+            store = meeting(host, port, session.generation)
             store.set(f"able/{session.rank}", found[0])
             if session.rank == 0:
                 keys = [f"able/{rank}" for rank in range(session.replicas)]
-                store.wait(keys, _FOREVER)
+                store.wait(keys, FOREVER)
                 found = [store.get(key).decode() for key in keys]
         return found
 
@@ -124,7 +116,7 @@ def begin(session: Session, backend: str) -> None:
     """Find out whether groups of `backend` can be made anew, where that is asked at all."""
     kind: Any = _backend.kind(backend)
     if kind.tested and wanted(session):
-        found = session.scratch[_SCRATCH] = Ability(session, backend, kind)
+        found = session.capability = Ability(session, backend, kind)
         if not found.failed:  # else the processes before found that out, and torch's own ways are better
             kind.prepare()
         found.begin()
@@ -144,14 +136,14 @@ def wanted(session: Session) -> bool:
 
 def ability(session: Session) -> Ability | None:
     """This process's; None: its groups need no self-test, or nobody asks."""
-    found = session.scratch.get(_SCRATCH)
+    found = session.capability
     assert found is None or isinstance(found, Ability)
     return found
 
 
 def why_not(session: Session) -> str | None:
     """Why the groups of this process can not be made anew; None: they can."""
-    kind, known = _backend.kind(session.scratch.get("backend")), ability(session)
+    kind, known = _backend.kind(session.backend), ability(session)
     if known is not None and not known.agreed:
         return known.why
     if kind.tested and known is None:

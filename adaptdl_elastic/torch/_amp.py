@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import logging
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from adaptdl_elastic._interfaces import ScaledModel
 from adaptdl_elastic.torch._objects import instances_of
-
-if TYPE_CHECKING:
-    from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +27,12 @@ class _Models:
     """The models whose optimizers a scaler steps, and whether any has been since its last update."""
 
     def __init__(self) -> None:
-        self.by_optimizer: dict[int, AdaptiveDataParallel] = {}
+        self.by_optimizer: dict[int, ScaledModel] = {}
         self.stepped = False
 
     def summing(self) -> bool:
         """Whether one of them has gradients of a window that has not been stepped."""
-        return any(not adp.stepping or adp._window.under_way for adp in self.by_optimizer.values())
+        return any(not adp.stepping or adp.window_under_way for adp in self.by_optimizer.values())
 
 
 def check(scaler: Any) -> None:
@@ -44,7 +42,7 @@ def check(scaler: Any) -> None:
             raise TypeError(f"mp_scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
 
 
-def attach(scaler: Any, adp: AdaptiveDataParallel, optimizer: torch.optim.Optimizer) -> None:
+def attach(scaler: Any, adp: ScaledModel, optimizer: torch.optim.Optimizer) -> None:
     """Make `scaler` respect the windows of `adp`. Once per scaler and model; models can share one."""
     models: _Models | None = getattr(scaler, _ATTRIBUTE, None)
     if models is None:
@@ -121,7 +119,7 @@ def skipped(optimizer: torch.optim.Optimizer) -> bool:
     return found is not None and bool(found)
 
 
-def guard(adp: AdaptiveDataParallel, optimizer: torch.optim.Optimizer) -> None:
+def guard(adp: ScaledModel, optimizer: torch.optim.Optimizer) -> None:
     """Have scalers that `adp` was not given say so in the middle of a window, where they find no gradients.
 
     Nothing tells who uses a scaler: all there are in the process are looked up.
@@ -131,7 +129,7 @@ def guard(adp: AdaptiveDataParallel, optimizer: torch.optim.Optimizer) -> None:
             _guard(scaler, adp, optimizer)
 
 
-def _guard(scaler: Any, adp: AdaptiveDataParallel, ours: torch.optim.Optimizer) -> None:
+def _guard(scaler: Any, adp: ScaledModel, ours: torch.optim.Optimizer) -> None:
     def guarded(method: Any) -> Any:
         def call(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if optimizer is ours and scaler.is_enabled() and not adp.stepping:

@@ -26,22 +26,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed
 
 from adaptdl_elastic import env
+from adaptdl_elastic._session import Session
 from adaptdl_elastic.reducer import PeerLostError
-
-if TYPE_CHECKING:
-    from adaptdl_elastic._session import Session
 
 dist: Any = torch.distributed  # its stub does not export all of it
 log = logging.getLogger(__name__)
-
-GROUP = "group"  # in the session's scratch
-STUCK = "a transfer that never ends"  # in the session's scratch
 
 ARRIVES = timedelta(minutes=10)
 """How long a gradient may be on its way: torch's time limit of NCCL's collectives."""
@@ -88,8 +83,8 @@ class Group:
     @classmethod
     def why_not(cls, session: Session) -> str | None:
         """Why such groups can not be made anew within a process of this script; None: they can."""
-        backend = session.scratch.get("backend")
-        return f"the backend is {backend}: only groups of gloo and of NCCL are known to be re-made safely"
+        known = "only groups of gloo and of NCCL are known to be re-made safely"
+        return f"the backend is {session.backend}: {known}"
 
     @property
     def limits(self) -> dict[str, Any]:
@@ -255,7 +250,7 @@ class Nccl(Group):
         found = os.environ.get(_HANDLING)
         if _HANDLING in cls.variables and found != cls.variables[_HANDLING]:
             return f"{_HANDLING}={found} has torch abort, or end the process, by itself: leave it unset"
-        for model in session.scratch.get("models", []):
+        for model in session.models:
             if any(parameter.device.type != cls.kind for parameter in model.module.parameters()):
                 return f"a part of the model {model.name!r} is not on a {cls.kind} device"
         return None
@@ -279,7 +274,7 @@ class Nccl(Group):
 
     @property
     def device(self) -> torch.device:
-        models = [] if self.session is None else self.session.scratch.get("models", [])
+        models = [] if self.session is None else self.session.models
         for model in models:
             for parameter in model.module.parameters():
                 found: torch.device = parameter.device
@@ -428,7 +423,7 @@ def _nccl_version() -> Any:
 
 def present(session: Session) -> Group | None:
     """This process's group of the present generation; None: torch's was made by the script."""
-    found = session.scratch.get(GROUP)
+    found = session.group
     assert found is None or isinstance(found, Group)
     return found
 
@@ -483,7 +478,7 @@ def _watch(session: Session, group: Group | None, thread: threading.Thread, limi
                 group.interrupt()
             thread.join(_GRACE)
             if thread.is_alive():
-                session.scratch[STUCK] = True
+                session.transfer_stuck = True
                 raise PeerLostError(why)
 
 

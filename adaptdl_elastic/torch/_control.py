@@ -44,25 +44,17 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from adaptdl_elastic import env
+from adaptdl_elastic import checkpoint, env
+from adaptdl_elastic._interfaces import Command, Position
+from adaptdl_elastic._session import Session
 from adaptdl_elastic.channel import STOPPED
 from adaptdl_elastic.reducer import AGREEMENT, CollectiveMismatchError, PeerLostError
 
-if TYPE_CHECKING:
-    from adaptdl_elastic._session import Session
-    from adaptdl_elastic.torch._recovery import Recovery
-
 log = logging.getLogger(__name__)
-
-Position = tuple[int, int, int]
-"""(epoch, number of the data loop within it, global samples handed out in it)."""
-
-Command = dict[str, Any]
-"""What to do at a boundary: `kind` and what that kind needs. Plain data: it travels between replicas."""
 
 INTERRUPTED = 130
 """Exit code after a second Ctrl-C: 128 + SIGINT."""
@@ -77,11 +69,16 @@ _POLL_INTERVAL = 0.2  # seconds from one look for a better batch size to the nex
 class Control:
     """One replica's side of every agreement; rank 0's also leads."""
 
-    def __init__(self, session: Session, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        session: Session,
+        handlers: Mapping[str, Callable[[Command], None]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.session = session
         self.started = False
         self.loops_over = False  # the last epoch loop has ended, the script is on its way to its end
-        self.handlers: dict[str, Callable[[Command], None]] = {}
+        self.handlers = dict(handlers or {})  # what is done at an agreed boundary, by the command's kind
         self.polls: list[Callable[[], Command | None]] = []
         self._clock = clock
         self._condition = threading.Condition()
@@ -125,8 +122,6 @@ class Control:
     def _at_exit(self) -> None:
         if os.getpid() != self.session.pid or self._closed:
             return
-        from adaptdl_elastic import checkpoint
-
         self.report_step(force=True)
         with contextlib.suppress(Exception):
             checkpoint.flush(env.checkpoint_interval() or 30.0)
@@ -216,11 +211,12 @@ class Control:
             if kind in ("stop", "checkpoint"):
                 self.request({**message, "kind": kind})
             elif kind == "ping":
-                self.session.send({"type": "pong", "id": message["id"], "waiting": self._recovery.waiting})
+                waiting = self.session.recovery.waiting
+                self.session.send({"type": "pong", "id": message["id"], "waiting": waiting})
+            elif kind == "plan" and message.get("recover"):
+                self.session.recovery.on_plan(message)
             elif kind == "plan":
-                from adaptdl_elastic.torch import _inplace
-
-                _inplace.on_plan(self.session, message)
+                self.session.rescaling.on_plan(message)
         if not self._closed and os.getpid() == self.session.pid:
             log.error("the agent of this replica is gone")
             os._exit(STOPPED)
@@ -260,13 +256,16 @@ class Control:
         with self._condition:
             self.lost = self.lost or reason
             self._condition.notify_all()
-        self._recovery.on_lost()
+        self.session.recovery.on_lost()
+
+    def poll_soon(self) -> None:
+        """Have the polls asked, which have just become more: the control thread may wait for events only."""
+        self._events.put(("tick", 0, None))
 
     @property
-    def _recovery(self) -> Recovery:
-        from adaptdl_elastic.torch._recovery import recovery
-
-        return recovery(self.session)
+    def round_open(self) -> bool:
+        """Whether rank 0 is about to have something done: the next boundary waits for its decision."""
+        return self._round is not None
 
     def _tell(self, rank: int, message: Any) -> None:
         if rank == self.session.rank:
@@ -325,7 +324,7 @@ class Control:
         generation = self.session.generation
         self._execute([{**command, "position": position} for command in commands])
         if any(command["kind"] == "checkpoint" for command in commands):
-            self._recovery.mark()
+            self.session.recovery.mark()
         if self.session.generation == generation:  # else there is another rank 0's leader to talk to
             self._tell(0, ("executed", number, None))
 
@@ -381,19 +380,10 @@ class Control:
             self.save("request" if any("request" in c for c in saves) else "periodic", saves)
         for command in commands:
             if command["kind"] not in ("stop", "checkpoint"):
-                self._handler(command["kind"])(command)
-
-    def _handler(self, kind: str) -> Callable[[Command], None]:
-        if kind not in self.handlers:  # our own agent may not have spoken yet of what all have agreed on
-            from adaptdl_elastic.torch import _inplace
-
-            self.handlers.update(_inplace.rescaler(self.session).handlers())
-        return self.handlers[kind]
+                self.handlers[command["kind"]](command)
 
     def save(self, kind: str, requests: Sequence[Command] = ()) -> None:
         """Save a checkpoint, on every replica between the same steps, and tell the agent."""
-        from adaptdl_elastic import checkpoint
-
         asked = [{key: value for key, value in c.items() if key != "position"} for c in requests]
         numbers = [c["request"] for c in requests if c.get("request") is not None]
         session = self.session
@@ -420,6 +410,7 @@ class Control:
     def _stop(self, command: Command) -> None:
         session = self.session
         self.report_step(force=True)
+        session.send({"type": "stopping"})  # a script may turn the exit into another one
         if session.reducer is not None:
             with contextlib.suppress(Exception):  # rank 0 has written; nobody leaves before
                 session.reducer.barrier(tag="stop")

@@ -23,21 +23,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from adaptdl_elastic import _session, checkpoint, collective
 from adaptdl_elastic._checks import flag, integer
+from adaptdl_elastic._interfaces import Command, ElasticLoader
 from adaptdl_elastic.torch._checks import check_bounds, check_writer
 from adaptdl_elastic.torch._choice import Limits, initial, misfit
 from adaptdl_elastic.torch._loops import Loops, loops
 from adaptdl_elastic.torch._partition import Window, local_batch, share
-from adaptdl_elastic.torch._recovery import models, recovery
 from adaptdl_elastic.torch._registry import registry
-
-if TYPE_CHECKING:
-    from adaptdl_elastic.torch._control import Command
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +132,16 @@ class AdaptiveDataLoaderHelper:
     def current_batch_size(self) -> int:
         """Samples of a full optimizer step, over all replicas."""
         return self.replicas * self._atomic * (self._accum + 1 if self.training else 1)
+
+    @property
+    def may_accumulate(self) -> bool:
+        """Whether several batches may be accumulated to one step."""
+        return self._accumulation
+
+    @property
+    def accumulation(self) -> int:
+        """Batches without an optimizer step in a full window."""
+        return self._accum
 
     @property
     def micro_batch(self) -> int:
@@ -249,6 +256,7 @@ class AdaptiveDataLoaderHelper:
                 raise RuntimeError(
                     "autoscale_batch_size was called on another loader already; only one trains"
                 )
+            assert isinstance(known, AdaptiveDataLoaderHelper)
             if known.batch_size == self.batch_size:
                 self._atomic, self._accum, self._generation = known._atomic, known._accum, known._generation
             polls = _session.current().control.polls
@@ -259,7 +267,7 @@ class AdaptiveDataLoaderHelper:
         self._registry.training = self
         self._announce_limits()
 
-    def _replaces(self, known: AdaptiveDataLoaderHelper) -> bool:
+    def _replaces(self, known: ElasticLoader) -> bool:
         """Whether this is the loader that a script makes anew in every epoch, `known` being the last one."""
         return known.key == self.key and self._registry.current is not known
 
@@ -267,11 +275,11 @@ class AdaptiveDataLoaderHelper:
         """Settle the batch size of this generation; the atomic batch size.
 
         Raises:
-            Again: a death was survived instead.
+            RetryDataLoop: a death was survived instead.
         """
-        return recovery(_session.current()).once(self._sync_local_bsz, self)
+        return _session.current().recovery.once(self.sync_local_bsz, self)
 
-    def _sync_local_bsz(self) -> int:
+    def sync_local_bsz(self) -> int:
         """Settle the batch size of this generation, the same on every replica; the atomic batch size."""
         session = _session.current()
         if self._generation != session.generation:
@@ -291,7 +299,7 @@ class AdaptiveDataLoaderHelper:
                 session.control.handlers["batch_size"] = self._change
                 if self._poll not in session.control.polls:
                     session.control.polls.append(self._poll)
-                    session.control._events.put(("tick", 0, None))  # it may wait for events only
+                    session.control.poll_soon()
             if self.training:
                 session.metrics.current(self._atomic, self._accum)
         return self._atomic
@@ -343,9 +351,9 @@ class AdaptiveDataLoaderHelper:
         ended, left = False, None
         try:
             if self.replicas > 1:
-                for model in models(session):
+                for model in session.models:
                     model.refuse_thawed("replicas would train them apart, as under DistributedDataParallel")
-            recovery(session).arm()
+            session.recovery.arm()
             self._skipped = not state.enter(self.key)
             known = self._registry.training
             if state.trainer == self.key and (known is None or self._replaces(known)):
@@ -354,7 +362,7 @@ class AdaptiveDataLoaderHelper:
             self._begun, self._left = (state.index, self._attempts()), None
             if not (self._skipped or self.training) and state.index == 0:
                 # Further on, who has come in the meantime would do it alone, and has rank 0's buffers.
-                for model in models(session):
+                for model in session.models:
                     model.data_loop_begins()
             if state.index == 0 and not self._skipped:
                 state.start_progress = session.metrics.get_progress() if self.adaptive else 0.0
@@ -363,7 +371,7 @@ class AdaptiveDataLoaderHelper:
             try:
                 yield
                 ended = True
-                if self._chunk and models(session):
+                if self._chunk and session.models:
                     logger.warning(
                         "a data loop ended in the middle of an accumulation window: the gradients of its "
                         "last %d batches are dropped; let its last batch end at end_index",
@@ -373,11 +381,11 @@ class AdaptiveDataLoaderHelper:
                 ended = True
                 if not self._skipped:
                     left = self._goes_on_at()
-                    recovery(session).loop_left(self)
+                    session.recovery.loop_left(self)
                 raise
         finally:
             if self.training and (left is not None or self._chunk):
-                for model in models(session):
+                for model in session.models:
                     model.drop_window()
             if state.looping:
                 state.leave(ended and not self._skipped, left)
@@ -394,7 +402,7 @@ class AdaptiveDataLoaderHelper:
 
     def ended(self) -> bool:
         """All batches have been handed out; False: some have to be once more, because a replica died."""
-        return recovery(_session.current()).loop_ended(self)
+        return _session.current().recovery.loop_ended(self)
 
     def pause(self) -> None:
         """What happens until the next batch is no part of a step."""
@@ -431,14 +439,14 @@ class AdaptiveDataLoaderHelper:
                 full = self.replicas * self._atomic
                 self._left = -(-(self.end_index - index % self.end_index) // full)
             if self.training or self.training_unknown:
-                recovery(_session.current()).begin_window(index)
+                _session.current().recovery.begin_window(index)
         if self.training:
             _session.current().metrics.profile_step_start(self._atomic)
 
     def end_batch(self, commit: bool = True, even: bool = True) -> None:
         """The loop's body has done with the batch, and `current_index` is behind it."""
         session, state, training = _session.current(), self._running(), self.training
-        accumulating, safe = self.is_accum_step(), recovery(session)
+        accumulating, safe = self.is_accum_step(), session.recovery
         if training:
             if commit and even and not safe.broken:
                 session.metrics.profile_step_commit(accumulating)
@@ -448,9 +456,9 @@ class AdaptiveDataLoaderHelper:
             self._chunk += 1
             return
         self._chunk = 0
-        counts = training or (self.training_unknown and not models(session))
+        counts = training or (self.training_unknown and not session.models)
         if counts and not (training and safe.failed):
-            session.step += 1
+            state.step += 1
             if self._window is not None or training:
                 state.samples += self.window_samples
             session.last_step_time = time.time()
@@ -460,16 +468,14 @@ class AdaptiveDataLoaderHelper:
             safe.recover("a replica is gone", self)
             return
         session.control.report_step()
-        if not any(model._window.by_hand for model in models(session)):  # others could not go on from here
+        if not any(model.accumulates_by_hand for model in session.models):  # others could not go on from here
             safe.guarded(state.boundary, self)
 
     def _report_position(self, session: _session.Session, state: Loops) -> None:
         now = (session.generation, state.finished)
         if self._told != now:
-            from adaptdl_elastic.torch import _inplace
-
             self._told = now
-            session.metrics.inplace(*_inplace.may_change(session))
+            session.report_eligibility()
         done = total = None
         if self.end_index:
             done = float(state.finished * self.end_index + min(state.index, self.end_index))
@@ -491,7 +497,7 @@ class AdaptiveDataLoaderHelper:
         hand, and steps once in k windows, makes a k-th of that in a pass.
 
         Raises:
-            Again: a death was survived instead.
+            RetryDataLoop: a death was survived instead.
         """
         session, state = _session.current(), self._running()
         progress, attempts = self._effort()
@@ -510,7 +516,7 @@ class AdaptiveDataLoaderHelper:
                     "without autoscaling"
                 )
             done = True
-        safe = recovery(session)
+        safe = session.recovery
         return safe.once(lambda: bool(collective.broadcast(done, tag="end of epoch")), self)
 
     def _effort(self) -> tuple[float, int]:
@@ -521,7 +527,7 @@ class AdaptiveDataLoaderHelper:
         return sum(self._each_attempts())
 
     def _each_attempts(self) -> list[int]:
-        return [model.gns.steps + model.gns.skipped for model in models(_session.current())]
+        return [model.attempted_steps for model in _session.current().models]
 
     # -- telling -----------------------------------------------------------------------------------
 
@@ -597,13 +603,13 @@ def initial_seed(loader: AdaptiveDataLoaderHelper, generator: torch.Generator | 
     Once settled it is kept in checkpoints: a script that does not seed goes on in the order it began in.
 
     Raises:
-        Again: a death was survived instead.
+        RetryDataLoop: a death was survived instead.
     """
     state = loops()
     known = state.seeds.get(loader.key)
     if known is None:
         own = generator.initial_seed() if generator is not None else torch.initial_seed()
-        mine, safe = own & (2**63 - 1), recovery(_session.current())
+        mine, safe = own & (2**63 - 1), _session.current().recovery
         known = safe.once(lambda: int(collective.broadcast(mine, tag="seed")), loader)
         state.seeds[loader.key] = known
     return known

@@ -13,17 +13,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from adaptdl_elastic import _session
+from adaptdl_elastic.torch._data_helper import AdaptiveDataLoaderHelper
 from adaptdl_elastic.torch._loops import loops
 from adaptdl_elastic.torch._partition import windows
-
-if TYPE_CHECKING:
-    from adaptdl_elastic.torch._data_helper import AdaptiveDataLoaderHelper
 
 Item = tuple[int, list[Any]]
 """A chunk's size over all replicas, and this replica's samples of it."""

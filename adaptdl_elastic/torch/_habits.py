@@ -8,22 +8,20 @@ or a loss scale that has not moved is the same in a newcomer, which makes its ow
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
+from adaptdl_elastic import env
+from adaptdl_elastic._session import Session
 from adaptdl_elastic.torch import _ability, _amp
 from adaptdl_elastic.torch._objects import instances_of
 
-if TYPE_CHECKING:
-    from adaptdl_elastic._session import Session
-
 GROUPS = "the script has process groups of its own"
 
-_SCRATCH = "habits"
 _c10d: Any = torch.distributed.distributed_c10d
 _KINDS = (LRScheduler, torch.amp.GradScaler, DistributedDataParallel)
 _DEPTH, _MOST = 6, 10_000  # levels of attributes and containers that a scheduler may keep other ones in
@@ -31,9 +29,9 @@ _DEPTH, _MOST = 6, 10_000  # levels of attributes and containers that a schedule
 
 def look(session: Session, again: bool = False) -> None:
     """Look through the objects of this process, unless that has been done and it need not be done again."""
-    if _SCRATCH in session.scratch and not again:
+    if session.user_objects is not None and not again:
         return
-    session.scratch[_SCRATCH] = [weakref.ref(one) for one in instances_of(*_KINDS)]
+    session.user_objects = [weakref.ref(one) for one in instances_of(*_KINDS)]
 
 
 def _found(session: Session, kind: type[Any]) -> list[Any]:
@@ -41,7 +39,7 @@ def _found(session: Session, kind: type[Any]) -> list[Any]:
     if not _ability.wanted(session):
         return []  # nobody asks
     look(session)
-    alive = [reference() for reference in session.scratch[_SCRATCH]]
+    alive = [reference() for reference in session.user_objects or ()]
     return [one for one in alive if isinstance(one, kind)]
 
 
@@ -61,25 +59,48 @@ def why_not_remade(session: Session) -> str | None:
     """
     if own_groups() or len(_c10d._world.pg_map) > 1:
         return GROUPS
-    models = session.scratch.get("models", [])
-    if any(one not in models for one in _found(session, DistributedDataParallel)):
+    if any(one not in session.models for one in _found(session, DistributedDataParallel)):
         return "there is a DistributedDataParallel beside AdaptiveDataParallel"
     return None
 
 
 def why_nobody_may_join(session: Session) -> str | None:
     """What is in use that newcomers would not get from the others; None: nothing."""
-    for model in session.scratch.get("models", []):
+    for model in session.models:
         if model.thawed:
             return "parameters were thawed (requires_grad) after AdaptiveDataParallel was made"
-        known = _inside(model._lr_scheduler)
+        known = _inside(model.lr_scheduler)
         for one in _found(session, LRScheduler):
-            if getattr(one, "optimizer", None) is model._optimizer and id(one) not in known and _moved(one):
+            if getattr(one, "optimizer", None) is model.optimizer and id(one) not in known and _moved(one):
                 return f"AdaptiveDataParallel was not given the {type(one).__name__} in use as lr_scheduler"
     for scaler in _found(session, torch.amp.GradScaler):
         if not _amp.attached(scaler) and scaler.is_enabled() and getattr(scaler, "_scale", None) is not None:
             return "AdaptiveDataParallel was not given the GradScaler in use as mp_scaler"
     return None
+
+
+def may_change(session: Session) -> tuple[bool, str]:
+    """Whether this script and backend can change their size in place, newcomers and all; and why not."""
+    able, why = possible(session)
+    if able:
+        why = why_not_remade(session) or why_nobody_may_join(session) or ""
+    return not why, why
+
+
+def possible(session: Session) -> tuple[bool, str]:
+    """Whether replicas of this script and backend can be of another generation; the same on all; why not."""
+    why = _ability.why_not(session)
+    if why is not None:
+        return False, why
+    if any(model.has_own_process_group for model in session.models):
+        return False, "an AdaptiveDataParallel was given a process group of its own"
+    if not session.models:
+        return False, "no AdaptiveDataParallel has been made"
+    if own_groups():
+        return False, GROUPS
+    if session.channel is not None and env.secret() is None:
+        return False, "there is no ADAPTDL_SECRET"
+    return True, ""
 
 
 def _moved(scheduler: Any) -> bool:

@@ -40,49 +40,23 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
-import pickle
-import secrets
-import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-import torch.distributed
-
-from adaptdl_elastic import checkpoint, collective, env
-from adaptdl_elastic._session import Identity, Session
-from adaptdl_elastic.reducer import Reducer
-from adaptdl_elastic.torch import _ability, _backend, _habits, _recovery, _transfer, _waiting_group
-from adaptdl_elastic.torch._loops import loops
-from adaptdl_elastic.torch._process_group import connect_torch, leave_torch, listening_host, relax_torch
+from adaptdl_elastic import checkpoint
+from adaptdl_elastic._interfaces import Command, Message
+from adaptdl_elastic._session import Session
+from adaptdl_elastic.torch import _ability, _backend, _habits, _regroup, _transfer
 from adaptdl_elastic.torch._registry import current_dataloader
-from adaptdl_elastic.torch._store import ImpatientStore
-
-if TYPE_CHECKING:
-    from adaptdl_elastic.channel import Message
-    from adaptdl_elastic.torch._control import Command, Position
-
-dist: Any = torch.distributed  # its stub does not export the stores
+from adaptdl_elastic.torch._store import FOREVER, PATIENCE, ImpatientStore, meeting
 
 log = logging.getLogger(__name__)
 
-JOIN_VARIABLE = "ADAPTDL_JOIN"
-
-PATIENCE = 20.0
-"""Seconds that those who have begun to switch wait for each other."""
-
 _WAITS, _CATCH_UP = (1, 3), timedelta(seconds=2)
 """At which misses of each other those who train wait for the newcomers, and for how long."""
-
-_TRANSFER = 60.0  # seconds that one tensor may take from one replica to another
-
-_NEWCOMER, _RESCALER = "newcomer", "rescaler"  # in the session's scratch
-_FOREVER = timedelta(days=365)
 
 
 class Plan:
@@ -173,7 +147,7 @@ class Rescaler:
                 command: Command = {"generation": plan.generation, "attempt": plan.attempt}
                 if plan.newcomers:
                     self._session.control.request({**command, "kind": "preview"})
-                    command["loaders"] = plan.loaders(store, _FOREVER)
+                    command["loaders"] = plan.loaders(store, FOREVER)
                     if not self._wanted(plan):
                         return
                     command["at"] = json.loads(store.get(f"preview/{plan.attempt}"))
@@ -191,13 +165,13 @@ class Rescaler:
         if self._session.rank != 0 or plan is None or not self._wanted(plan):
             return
         at, attempt = list(command["position"][:2]), command["attempt"]
-        heavy = {model._state.name for model in _recovery.models(self._session)}
+        heavy = {model.name for model in self._session.models}
         names = [name for name in self._session.states if name not in heavy]
         try:
             store = plan.meeting()
             store.set(f"preview/{attempt}", json.dumps(at))
             step = {"preview": {**self._past, **checkpoint.snapshot_states(names)}, "at": at}
-            store.set(f"step/{attempt}", _seal(step))
+            store.set(f"step/{attempt}", _regroup.seal(step))
         except RuntimeError as error:  # the store is gone with its agent: training goes on
             log.warning("generation %d can not begin in place: %s", plan.generation, error)
 
@@ -208,14 +182,14 @@ class Rescaler:
             state.sync()  # to be armed is to remember sums that all have
         if known is not None:
             known.agree()
-        session.metrics.inplace(*may_change(session))
-        _recovery.recovery(session).arm()
+        session.report_eligibility()
+        session.recovery.arm()
 
     def _switch(self, command: Command) -> None:
         """Become generation g + 1, or leave."""
         session, generation, position = self._session, command["generation"], command["position"]
         assert session.reducer is not None
-        go, safe = False, _recovery.recovery(session)
+        go, safe = False, session.recovery
         if session.rank == 0:
             known = self._plans.get(generation)
             go = known is not None and self._wanted(known) and self._met(known, command)
@@ -239,17 +213,17 @@ class Rescaler:
         session.reducer.barrier(tag="switch")
         new_rank = message["ranks"][session.rank]
         if new_rank is None:
-            tell_switched(session, generation)
+            _regroup.tell_switched(session, generation)
             if group is not None and group.early:  # what others abort, its exit should not wait for
                 group.leave()
             raise SystemExit(0)
         session.reducer.close()
-        become(session, message, generation, new_rank)
+        _regroup.become(session, message, generation, new_rank)
         try:
-            form(session, plan.meeting(), attempt, lambda: plan.called_off or safe.newer())
+            _regroup.form(session, plan.meeting(), attempt, lambda: plan.called_off or safe.newer())
             donors = [rank for rank in range(session.replicas) if rank not in plan.newcomers]
             _transfer.give(session, plan.newcomers, donors)
-            finish(session, position, began)
+            _regroup.finish(session, position, began)
         except (RuntimeError, OSError) as error:  # somebody died on the way
             safe.recover(str(error))
         plan.tried.set()
@@ -269,7 +243,7 @@ class Rescaler:
         with contextlib.suppress(RuntimeError):  # the store is gone, and nobody waits
             store = plan.meeting()
             for attempt in (plan.attempt, plan.attempt + 1):  # the one they wait for
-                store.set(f"step/{attempt}", _seal({"refused": why}))
+                store.set(f"step/{attempt}", _regroup.seal({"refused": why}))
 
     def _met(self, plan: Plan, command: Command) -> bool:
         """Rank 0: whether the newcomers wait where the script is, or come there within moments."""
@@ -298,7 +272,7 @@ class Rescaler:
             return True
         plan.called_off = True
         with contextlib.suppress(RuntimeError):  # the store is gone, and nobody waits
-            plan.meeting().set(f"step/{command['attempt'] + 1}", _seal({"elsewhere": here.key}))
+            plan.meeting().set(f"step/{command['attempt'] + 1}", _regroup.seal({"elsewhere": here.key}))
         return False
 
     def _plan(self, generation: int) -> Plan:
@@ -307,264 +281,3 @@ class Rescaler:
             if not self._lock.wait_for(lambda: generation in self._plans, PATIENCE):
                 raise RuntimeError(f"the agent has not told this replica of generation {generation}")
             return self._plans[generation]
-
-
-class Newcomer:
-    """A newcomer's side, from its start until it is one of the others."""
-
-    def __init__(self, session: Session, backend: str, store: Any) -> None:
-        self.session, self.backend, self._store = session, backend, store
-        self._attempt = 0
-        self._at: tuple[int, int] = (0, 0)  # epoch and data loop where the others were last seen
-
-    def preview(self, step: dict[str, Any] | None = None) -> None:
-        """Go on from where the others were when rank 0 looked last."""
-        again = step is not None
-        step = step or self._next()
-        states = step["preview"]
-        if again:  # our own way there is to be gone, not jumped over
-            states.pop("adaptdl-loops", None)
-        epoch, loop = step["at"]
-        self._at = (epoch, max(loop, 1))
-        checkpoint.restore_states(states)
-
-    def _next(self) -> dict[str, Any]:
-        key = f"step/{self._attempt}"
-        self._store.wait([key], _FOREVER)
-        step = _open(self._store.get(key))
-        if "refused" in step:
-            collective.give_up(step["refused"])
-        return step
-
-    def arrive(self, place: tuple[int, int], loader: str) -> bool:
-        """Come to a loop over `loader`: join the others in it, or pass it by because they have (False)."""
-        session, known = self.session, _ability.ability(self.session)
-        if known is not None:
-            known.insist()  # before anybody counts on this replica
-        _habits.look(session)  # now, while nobody waits for it
-        while place >= self._at:
-            self._store.set(f"arrived/{self._attempt}/{session.rank}", loader)
-            session.send({"type": "ready", "generation": session.generation})
-            self._attempt += 1
-            step = self._next()
-            if "elsewhere" in step:
-                collective.give_up(
-                    f"data loop {place[1]} of epoch {place[0]} is over loader {loader} here, and over "
-                    f"{step['elsewhere']} on the running replicas (is it for a variable of theirs?)"
-                )
-            if "preview" in step:
-                self.preview(step)
-                continue
-            self._join()
-            return True
-        return False
-
-    def _join(self) -> None:
-        session, began = self.session, time.monotonic()
-        _waiting_group.leave()
-        form(session, self._store, self._attempt - 1)
-        _transfer.take(session)
-        session.joining = False
-        known = _ability.ability(session)
-        if known is not None:
-            known.agree()  # as the others have, or they would not have changed in place
-        os.environ.pop(JOIN_VARIABLE, None)
-        state = loops()
-        finish(session, (state.finished, state.entered, state.index), began)
-        session.scratch.pop(_NEWCOMER)
-
-
-def newcomer(session: Session) -> Newcomer:
-    """This process's, while `session.joining`."""
-    found = session.scratch[_NEWCOMER]
-    assert isinstance(found, Newcomer)
-    return found
-
-
-def rescaler(session: Session) -> Rescaler:
-    """This process's side of changes in place, once it is one of those who were there."""
-    with session.lock:
-        found = session.scratch.get(_RESCALER)
-        if found is None:
-            found = session.scratch[_RESCALER] = Rescaler(session)
-        assert isinstance(found, Rescaler)
-        return found
-
-
-def epoch_ends(session: Session, epoch: int) -> None:
-    """An epoch's states are about to be dropped."""
-    if _RESCALER in session.scratch:
-        rescaler(session).epoch_ends(epoch)
-
-
-def on_plan(session: Session, message: Message) -> None:
-    """The agent speaks of another generation. In the channel's thread."""
-    if message.get("recover"):
-        _recovery.recovery(session).on_plan(message)
-    else:
-        rescaler(session).on_plan(message)
-
-
-def may_change(session: Session) -> tuple[bool, str]:
-    """Whether this script and backend can change their size in place, newcomers and all; and why not."""
-    able, why = possible(session)
-    if able:
-        why = _habits.why_not_remade(session) or _habits.why_nobody_may_join(session) or ""
-    return not why, why
-
-
-def possible(session: Session) -> tuple[bool, str]:
-    """Whether replicas of this script and backend can be of another generation; the same on all; why not."""
-    why = _ability.why_not(session)
-    if why is not None:
-        return False, why
-    if any(model._ddp_kwargs.get("process_group") is not None for model in _recovery.models(session)):
-        return False, "an AdaptiveDataParallel was given a process group of its own"
-    if not _recovery.models(session):
-        return False, "no AdaptiveDataParallel has been made"
-    if _habits.own_groups():
-        return False, _habits.GROUPS
-    if session.channel is not None and env.secret() is None:
-        return False, "there is no ADAPTDL_SECRET"
-    return True, ""
-
-
-def begin_joining(session: Session, backend: str) -> None:
-    """A newcomer's `init_process_group`: a group of the planned size, and the others' states."""
-    store = meeting(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), session.generation)
-    found = session.scratch[_NEWCOMER] = Newcomer(session, backend, store)
-    session.start()
-    checkpoint.agree(lambda _: (None, None))  # nothing is loaded from disk
-    session.joining = True
-    # a newcomer passes ends of epochs without the optimizer steps before them, and gets the result later
-    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-    found.preview()
-    hook = sys.excepthook
-    _waiting_group.enter(backend, session.rank, session.replicas)
-    sys.excepthook = hook
-    _warm_up(_backend.kind(backend).training_device())
-
-
-def meeting(host: str, port: int, generation: int) -> Any:
-    """The store where generation `generation` meets."""
-    store = dist.TCPStore(
-        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE)
-    )
-    return dist.PrefixStore(f"adaptdl/{generation}", store)
-
-
-def become(session: Session, message: Message, generation: int, rank: int) -> None:
-    """Leave torch's present group, and be `rank` of the generation that `message` describes."""
-    session.control.abandon()
-    leave_torch(session)
-    os.environ.update({name: str(value) for name, value in message["environ"].items()})
-    session.identity = Identity(rank, message["replicas"], message["nodes"], generation, session.job)
-
-
-def form(
-    session: Session,
-    store: Any,
-    attempt: int,
-    cancelled: Callable[[], bool] = lambda: False,
-    patience: timedelta = timedelta(seconds=PATIENCE),
-) -> None:
-    """Connect all of this generation: first the library's collectives, then torch's.
-
-    Raises RuntimeError when they have not all come within `patience`, or it can not be done, or
-    `cancelled()` meanwhile.
-    """
-    key = f"go/{session.generation}"
-    if session.rank == 0:
-        host, secret = listening_host(), secrets.token_hex(16)
-
-        def publish(port: int) -> None:
-            store.set(key, json.dumps([host, port, secret]))
-            store.set(f"step/{attempt + 1}", _seal({"go": True}))
-
-        reducer = _reducer(session, host, 0, secret, publish, cancelled, patience)
-    else:
-        why = "there is another plan"
-        ImpatientStore(store, lambda: why if cancelled() else None, patience).wait([key])
-        host, port, secret = json.loads(store.get(key))
-        reducer = _reducer(session, host, port, secret, None, cancelled)
-    session.reducer = reducer
-    reducer.barrier(tag="formed")  # all live: torch's group will not wait in vain
-    connect_torch(session, session.scratch["backend"], store, timedelta(seconds=_TRANSFER))
-
-
-def _reducer(
-    session: Session,
-    host: str,
-    port: int,
-    secret: str,
-    publish: Any,
-    cancelled: Callable[[], bool],
-    patience: timedelta = timedelta(seconds=PATIENCE),
-) -> Reducer:
-    return Reducer(
-        session.rank,
-        session.replicas,
-        host,
-        port,
-        secret=secret.encode(),
-        timeout=patience.total_seconds(),
-        on_control=session.on_control,
-        on_lost=session.on_lost,
-        publish=publish,
-        cancelled=cancelled,
-    )
-
-
-def finish(session: Session, position: Position, began: float, recovered: bool = False) -> None:
-    """What everybody in a new generation does last."""
-    for model in _recovery.models(session):
-        model.reinit_process_group()
-    assert session.reducer is not None
-    epoch, loop, index = position  # a list, if it came through a message
-    session.control.renew((epoch, loop, index), recovered)
-    session.reducer.barrier(tag="switched")
-    relax_torch(session)
-    session.metrics.pause()
-    tell_switched(session, session.generation)
-    _recovery.recovery(session).arm()
-    log.info(
-        "generation %d: rank %d of %d after %.3f s",
-        session.generation,
-        session.rank,
-        session.replicas,
-        time.monotonic() - began,
-    )
-
-
-def tell_switched(session: Session, generation: int) -> None:
-    """Tell the agent that generation g is behind this replica, and when its last step ended."""
-    session.send({"type": "switched", "generation": generation, "last_step": session.last_step_time})
-
-
-def _warm_up(device: torch.device) -> None:
-    """What torch does once, at the first backward pass, in advance: the others will wait for that pass."""
-    layer = torch.nn.Linear(64, 64, device=device)
-    layer(torch.ones(64, 64, device=device)).sum().backward()
-
-
-def _seal(step: dict[str, Any]) -> bytes:
-    """A step for the newcomers, so that whoever else writes into the store can not run code in them."""
-    data = pickle.dumps(step)
-    return _sign(data) + data
-
-
-def _open(sealed: bytes) -> dict[str, Any]:
-    import hmac
-
-    signature, data = sealed[:32], sealed[32:]
-    if not hmac.compare_digest(signature, _sign(data)):
-        raise RuntimeError("the preview was not written by a replica that knows ADAPTDL_SECRET")
-    found: dict[str, Any] = pickle.loads(data)
-    return found
-
-
-def _sign(data: bytes) -> bytes:
-    import hashlib
-    import hmac
-
-    return hmac.new(env.secret() or b"", data, hashlib.sha256).digest()

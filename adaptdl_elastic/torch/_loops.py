@@ -21,8 +21,6 @@ from adaptdl_elastic.reducer import LOOPS, PeerFinishedError, PeerLostError
 
 logger = logging.getLogger(__name__)
 
-_SCRATCH = "loops"
-
 
 class Loops(checkpoint.TensorState):
     """The position of a script, and the seeds of its loaders. One a session; see `loops()`."""
@@ -32,6 +30,7 @@ class Loops(checkpoint.TensorState):
     def __init__(self, session: Session) -> None:
         super().__init__("adaptdl-loops")
         self._session = session
+        self.step = 0  # optimizer steps finished since the job began
         self.finished = 0  # epochs
         self.finished_loops = 0  # of the present epoch
         self.index = 0  # samples that the present data loop has handed out, on all replicas together
@@ -62,7 +61,7 @@ class Loops(checkpoint.TensorState):
             "start_progress": self.start_progress,
             "seeds": dict(self.seeds),
             "samples": self.samples,
-            "step": self._session.step,
+            "step": self.step,
             "trainer": self.trainer,
             "announced": list(self.announced),
         }
@@ -78,7 +77,7 @@ class Loops(checkpoint.TensorState):
             raise ValueError("it was saved by an older version, which numbered data loaders in another way")
         self.seeds = dict(state_dict["seeds"])
         self.samples = state_dict["samples"]
-        self._session.step = state_dict["step"]
+        self.step = state_dict["step"]
         self.trainer = state_dict["trainer"]
         epoch, loop = state_dict["announced"]
         self.announced = (epoch, loop)
@@ -126,9 +125,7 @@ class Loops(checkpoint.TensorState):
         self.left = None
         self.seeds = {key: seed for key, seed in self.seeds.items() if key.isdigit()}  # not made in an epoch
         if not session.joining:
-            from adaptdl_elastic.torch import _inplace
-
-            _inplace.epoch_ends(session, epoch)
+            session.rescaling.epoch_ends(epoch)
         checkpoint.end_epoch(epoch)
 
     # -- data loops --------------------------------------------------------------------------------
@@ -153,9 +150,9 @@ class Loops(checkpoint.TensorState):
         self.looping, self.left = True, None
         self.entered += 1
         if self._session.joining:
-            from adaptdl_elastic.torch import _inplace
-
-            if not _inplace.newcomer(self._session).arrive((self.finished, self.entered), loader):
+            newcomer = self._session.newcomer
+            assert newcomer is not None
+            if not newcomer.arrive((self.finished, self.entered), loader):
                 return False
         elif self.entered <= self.finished_loops:
             return False
@@ -192,9 +189,7 @@ class Loops(checkpoint.TensorState):
 
     def _pass(self) -> None:
         """Pass the beginning of an epoch or a data loop."""
-        from adaptdl_elastic.torch._recovery import recovery
-
-        safe = recovery(self._session)
+        safe = self._session.recovery
         safe.between_loops()
         safe.guarded(self.boundary)
 
@@ -221,9 +216,9 @@ def _first(a: None, b: None) -> None:
 def loops() -> Loops:
     """The position of this process's script, restored from the checkpoint by the first call."""
     session = _session.current()
-    found = session.scratch.get(_SCRATCH)
+    found = session.position
     if found is None:
-        found = session.scratch[_SCRATCH] = Loops(session)
+        found = session.position = Loops(session)
         checkpoint.load_state(found)
     assert isinstance(found, Loops)
     return found

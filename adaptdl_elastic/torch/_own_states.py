@@ -14,16 +14,15 @@ import hashlib
 import pickle
 import zlib
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from adaptdl_elastic import checkpoint
+from adaptdl_elastic._interfaces import SavedState
+from adaptdl_elastic._session import Session
 from adaptdl_elastic.torch._loops import loops
-from adaptdl_elastic.torch._transfer import _strip
-
-if TYPE_CHECKING:
-    from adaptdl_elastic._session import Session
+from adaptdl_elastic.torch._transfer import strip
 
 LIMIT = 4096
 """Bytes of a State that are copied at every step: microseconds."""
@@ -55,7 +54,7 @@ class OwnStates:
             if _of_script(state) and name not in self._digests:
                 self._note(name, state)
 
-    def _note(self, name: str, state: checkpoint.State) -> None:
+    def _note(self, name: str, state: SavedState) -> None:
         try:
             copy = None if _synchronised(state) else _small_copy(state)
             if copy is None:
@@ -109,19 +108,19 @@ def tensors_of_script(session: Session) -> set[str]:
     }
 
 
-def _of_script(state: checkpoint.State) -> bool:
+def _of_script(state: SavedState) -> bool:
     return not type(state).__module__.startswith(_LIBRARY)
 
 
-def _synchronised(state: checkpoint.State) -> bool:
+def _synchronised(state: SavedState) -> bool:
     return type(state).sync is not checkpoint.State.sync
 
 
-def _small_copy(state: checkpoint.State) -> Any:
+def _small_copy(state: SavedState) -> Any:
     """A snapshot, or None where it would be large."""
     if isinstance(state, checkpoint.TensorState) and type(state).snapshot is checkpoint.TensorState.snapshot:
         tensors: list[torch.Tensor] = []
-        rest = _strip(state.state_dict(), tensors)
+        rest = strip(state.state_dict(), tensors)
         if sum(tensor.numel() * tensor.element_size() for tensor in tensors) + _bytes(rest) > LIMIT:
             return None
         return state.snapshot()
@@ -145,11 +144,11 @@ def _bytes(value: Any) -> int:
     return int(getattr(value, "nbytes", 8))
 
 
-def _digest(state: checkpoint.State) -> Hashable:
+def _digest(state: SavedState) -> Hashable:
     """What differs when the State does."""
     if isinstance(state, checkpoint.TensorState):
         tensors: list[torch.Tensor] = []
-        rest = pickle.dumps(_strip(state.state_dict(), tensors))
+        rest = pickle.dumps(strip(state.state_dict(), tensors))
         prints = [_fingerprint(tensor) for tensor in tensors]  # started on a device before any is waited for
         return hashlib.blake2b(rest).digest(), tuple(
             one if isinstance(one, int) else tuple(one.tolist()) for one in prints

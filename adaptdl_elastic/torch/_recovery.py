@@ -39,20 +39,19 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import torch
+from typing import Any, TypeVar
 
 from adaptdl_elastic import env
+from adaptdl_elastic._interfaces import ElasticLoader, Message, Place, RetryDataLoop
+from adaptdl_elastic._session import Session
 from adaptdl_elastic.reducer import LOOPS, Future, PeerLostError
-from adaptdl_elastic.torch import _backend, _transfer
+from adaptdl_elastic.torch import _backend, _habits, _regroup, _transfer
 from adaptdl_elastic.torch._loops import loops
 from adaptdl_elastic.torch._own_states import tensors_of_script
 from adaptdl_elastic.torch._process_group import disconnect_torch
 from adaptdl_elastic.torch._registry import current_dataloader, registry
-from adaptdl_elastic.torch._undo import (
-    Before,
+from adaptdl_elastic.torch._store import FOREVER, meeting
+from adaptdl_elastic.torch._sums import (
     OwnSums,
     Sums,
     add_sums,
@@ -61,21 +60,13 @@ from adaptdl_elastic.torch._undo import (
     put_sums,
     sums_of,
 )
-
-if TYPE_CHECKING:
-    from adaptdl_elastic._session import Session
-    from adaptdl_elastic.channel import Message
-    from adaptdl_elastic.torch._data_helper import AdaptiveDataLoaderHelper
+from adaptdl_elastic.torch._undo import Before
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_SCRATCH = "recovery"
 _STEP = 0.3  # seconds that a step may take to notice a death by itself
-_FOREVER = timedelta(days=365)
 _ATTEMPTS = 10  # more deaths than that, one during the recovery from another, are a defect
-Place = tuple[int, int]
-"""(epoch, number of the data loop within it)."""
 Where = tuple[int, int, bool]
 """A place, and whether that loop is over. Orders replicas by how far they are in the script."""
 
@@ -137,15 +128,13 @@ class Recovery:
         if self.armed or self.why_not() is not None:
             return
         self._armed = session.generation
-        for model in models(self._session):
+        for model in self._session.models:
             model.absorb_failures()
         self.mark()
         session.send({"type": "resilient", "generation": session.generation})
 
     def why_not(self) -> str | None:
         """Why a death can not be survived in this generation; None: it can."""
-        from adaptdl_elastic.torch import _inplace
-
         session = self._session
         if session.joining:
             return "it has not joined the others yet"
@@ -153,29 +142,24 @@ class Recovery:
             return "no agent would bring the others together"
         if env.rescale() == "restart":
             return "--rescale=restart"
-        possible, why = _inplace.possible(session)
+        possible, reason = _habits.possible(session)
         if not possible:
-            return why
+            return reason
         if registry().unrepeatable:
             return "only AdaptiveDataLoader can hand out the samples of a step again"
-        for model in models(self._session):
-            if model.find_unused_parameters:
-                return "find_unused_parameters=True needs a collective that can not be given up"
-            if isinstance(model._optimizer, torch.optim.LBFGS):
-                return "LBFGS moves parameters in the middle of a step"
-        return None
+        return next((why for model in session.models if (why := model.why_not_resilient())), None)
 
     # -- before and after a window -----------------------------------------------------------------
 
     def begin_window(self, index: int) -> None:
         """The first batch of a training window is about to be handed out."""
         if self.armed and self._session.replicas > 1:
-            self._before = Before(self._session, models(self._session), index, self._before)
+            self._before = Before(self._session, index, self._before)
 
     @property
     def failed(self) -> bool:
         """Whether the gradients of the window under way could not be synchronised."""
-        return any(model.failure is not None for model in models(self._session))
+        return any(model.failure is not None for model in self._session.models)
 
     @property
     def broken(self) -> bool:
@@ -188,7 +172,7 @@ class Recovery:
             state = loops()
             self._mark = Mark((state.finished, state.entered), state.index, sums_of(self._session))
 
-    def guarded(self, call: Callable[[], T], helper: AdaptiveDataLoaderHelper | None = None) -> T:
+    def guarded(self, call: Callable[[], T], helper: ElasticLoader | None = None) -> T:
         """`call()`, again after each death that it meets with."""
         while True:
             try:
@@ -196,25 +180,25 @@ class Recovery:
             except PeerLostError as error:
                 self._survive(error, helper)
 
-    def once(self, call: Callable[[], T], helper: AdaptiveDataLoaderHelper) -> T:
+    def once(self, call: Callable[[], T], helper: ElasticLoader) -> T:
         """`call()`, a collective of a data loop.
 
         Raises:
-            Again: a death was survived instead. What was agreed on arrived here or did not; the other
+            RetryDataLoop: a death was survived instead. What was agreed on arrived here or did not; the other
                 replicas may be one collective further, or have been, so all begin at the same one anew.
         """
         try:
             return call()
         except PeerLostError as error:
             self._survive(error, helper)
-        raise Again
+        raise RetryDataLoop
 
-    def _survive(self, error: PeerLostError, helper: AdaptiveDataLoaderHelper | None) -> None:
+    def _survive(self, error: PeerLostError, helper: ElasticLoader | None) -> None:
         if not self.armed:
             raise error
         self.recover(str(error), helper)
 
-    def loop_ended(self, helper: AdaptiveDataLoaderHelper) -> bool:
+    def loop_ended(self, helper: ElasticLoader) -> bool:
         """All replicas have come to the end of this loop; False: a part of it has to be done again."""
         if not self.armed or self._session.replicas == 1:
             return True
@@ -229,7 +213,7 @@ class Recovery:
             return self._passed
         return True
 
-    def loop_left(self, helper: AdaptiveDataLoaderHelper) -> None:
+    def loop_left(self, helper: ElasticLoader) -> None:
         """This replica has left a loop by `break`: nobody is to wait for it at the loop's end."""
         # after a step that failed the next boundary ends this replica: from a generator's end nobody can
         if self.armed and self._session.replicas > 1 and not self.failed:
@@ -260,7 +244,7 @@ class Recovery:
         assert self._session.reducer is not None
         self._session.reducer.barrier(tag="buffers")  # torch's broadcast has a time limit
         try:
-            for model in models(self._session):
+            for model in self._session.models:
                 model.sync_buffers()
         except RuntimeError as error:  # gloo may notice a death before we do
             raise PeerLostError(str(error)) from error
@@ -285,7 +269,7 @@ class Recovery:
         if self._session.control.loops_over:
             return  # there is no step any more; a collective says so itself if it needs the others
         if self._session.generation == generation and not self.waiting:
-            for model in models(self._session):
+            for model in self._session.models:
                 model.give_up("a replica is gone")
             self._session.send({"type": "broken", "generation": generation, "reason": "a replica is gone"})
 
@@ -316,9 +300,7 @@ class Recovery:
                     return max(self._plans, key=lambda plan: int(plan["generation"]))
                 self._told.wait()
 
-    def recover(
-        self, reason: str, helper: AdaptiveDataLoaderHelper | None = None, at_end: bool = False
-    ) -> None:
+    def recover(self, reason: str, helper: ElasticLoader | None = None, at_end: bool = False) -> None:
         """Become a generation without the dead, and stand where training goes on.
 
         Args:
@@ -357,11 +339,13 @@ class Recovery:
                 return
         raise PeerLostError(f"{reason}; the survivors have tried {_ATTEMPTS} times to go on together")
 
-    def _check(self, failed: bool, helper: AdaptiveDataLoaderHelper | None, reason: str) -> None:
+    def _check(self, failed: bool, helper: ElasticLoader | None, reason: str) -> None:
         why = None
         if failed and (helper is None or self._before is None):
             why = "the step that it broke is in no data loop of this library"
-        elif self._before is not None and (failed or any(m._window.by_hand for m in models(self._session))):
+        elif self._before is not None and (
+            failed or any(m.accumulates_by_hand for m in self._session.models)
+        ):
             why = self._before.why_irreparable(self._session)
         if why is not None:
             raise PeerLostError(f"{reason}; training restarts from the last checkpoint, because {why}")
@@ -369,7 +353,8 @@ class Recovery:
     def _hang_up(self, reason: str) -> None:
         session = self._session
         disconnect_torch(session)
-        if any(model.stuck for model in models(self._session)) or session.scratch.pop(_backend.STUCK, False):
+        stuck, session.transfer_stuck = session.transfer_stuck, False
+        if stuck or any(model.stuck for model in session.models):
             _backend.keep()
         if session.reducer is not None:
             session.reducer.abort()
@@ -377,29 +362,25 @@ class Recovery:
         session.send({"type": "broken", "generation": session.generation, "reason": reason[:200]})
 
     def _meet(self, plan: Message) -> None:
-        from adaptdl_elastic.torch import _inplace
-
         session, generation = self._session, int(plan["generation"])
         if plan["rank"] is None:
-            _inplace.tell_switched(session, generation)
+            _regroup.tell_switched(session, generation)
             raise SystemExit(0)
-        _inplace.become(session, plan, generation, plan["rank"])
-        store = _inplace.meeting(plan["master_addr"], int(plan["master_port"]), generation)
+        _regroup.become(session, plan, generation, plan["rank"])
+        store = meeting(plan["master_addr"], int(plan["master_port"]), generation)
         # A survivor may be busy outside of all loops, for longer than anybody could guess. Who has died
         # or hangs is found by the agents, whose next plan ends this, as does the coordinator's patience.
-        _inplace.form(session, store, 0, self.newer, _FOREVER)
+        _regroup.form(session, store, 0, self.newer, FOREVER)
 
     def _finish(self, began: float) -> None:
-        from adaptdl_elastic.torch import _inplace
-
         state = loops()
         position = (state.finished, state.entered, state.index)
-        _inplace.finish(self._session, position, began, recovered=True)
+        _regroup.finish(self._session, position, began, recovered=True)
         self._before = None
 
     # -- agreeing ----------------------------------------------------------------------------------
 
-    def _agree(self, helper: AdaptiveDataLoaderHelper | None, at_end: bool) -> None:
+    def _agree(self, helper: ElasticLoader | None, at_end: bool) -> None:
         """Bring every survivor to the same step and the same sample."""
         session = self._session
         assert session.reducer is not None
@@ -413,12 +394,12 @@ class Recovery:
         behind = [one.rank for one in everybody if one.torn or one.step < top]
         if behind:
             self._heal(mine, top, behind)
-        for model in models(self._session):
+        for model in self._session.models:
             statistics = session.reducer.broadcast(
-                model.gns.state_dict() if session.rank == 0 else None, tag="statistics"
+                model.statistics() if session.rank == 0 else None, tag="statistics"
             )
-            model.gns.load_state_dict(statistics)
-            session.metrics.update_progress(model.gns.get_progress())
+            model.load_statistics(statistics)
+            session.metrics.update_progress(model.progress)
         for one in everybody:
             if one.where[0] == mine.where[0]:  # of loaders that are made in every epoch there are others
                 loops().seeds = {**one.seeds, **loops().seeds}
@@ -444,7 +425,7 @@ class Recovery:
             raise Irreparable(f"others are at {where} (epoch, data loop), this one is in {mine.where}")
         session.reducer.barrier(tag="recovered")
 
-    def _standing(self, helper: AdaptiveDataLoaderHelper | None) -> Standing:
+    def _standing(self, helper: ElasticLoader | None) -> Standing:
         session, state = self._session, loops()
         index = state.index
         if self._failed:
@@ -470,7 +451,7 @@ class Recovery:
     def _heal(self, mine: Standing, top: int, behind: list[int]) -> None:
         """Those behind get the models of those who are not."""
         session = self._session
-        names = {model._state.name for model in models(self._session)} | tensors_of_script(session)
+        names = {model.name for model in session.models} | tensors_of_script(session)
         donors = [rank for rank in range(session.replicas) if rank not in behind]
         if session.rank not in behind:
             _transfer.give(session, behind, donors, names)
@@ -482,7 +463,7 @@ class Recovery:
         _transfer.take(session)
         self._torn = False
         if mine.step < top:
-            session.step = top
+            loops().step = top
             if self._failed and self._before is not None:  # the window counts after all
                 loops().samples += loops().index - self._before.index
             mine.index, self._failed = loops().index, False
@@ -525,10 +506,6 @@ class Recovery:
         put_sums(self._session, self._mark.sums)
 
 
-class Again(Exception):
-    """A death was survived: the data loop goes on where it looks for what to do next."""
-
-
 class Irreparable(RuntimeError):
     """The survivors have nothing in common from which they could go on."""
 
@@ -556,19 +533,3 @@ def _newest(everybody: list[Standing]) -> int:
     if not steps:
         raise Irreparable("no survivor has a whole model")
     return max(steps)
-
-
-def models(session: Session) -> list[Any]:
-    """Every AdaptiveDataParallel of the script, in the order of their construction."""
-    found: list[Any] = session.scratch.get("models", [])
-    return found
-
-
-def recovery(session: Session) -> Recovery:
-    """This process's."""
-    found = session.scratch.get(_SCRATCH)
-    if found is None:
-        with session.lock:
-            found = session.scratch.setdefault(_SCRATCH, Recovery(session))
-    assert isinstance(found, Recovery)
-    return found

@@ -6,15 +6,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from adaptdl_elastic import _session
+from adaptdl_elastic._interfaces import ElasticLoader
 from adaptdl_elastic.torch._loops import loops
 
-if TYPE_CHECKING:
-    from adaptdl_elastic.torch._data_helper import AdaptiveDataLoaderHelper
-
-_SCRATCH = "data"
 _PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -24,8 +20,8 @@ class LoaderRegistry:
     def __init__(self) -> None:
         self._outside = 0  # made outside of epoch loops
         self._inside: tuple[int | None, Counter[str]] = (None, Counter())  # epoch; made in it, by place
-        self.current: AdaptiveDataLoaderHelper | None = None  # whose loop is under way
-        self.training: AdaptiveDataLoaderHelper | None = None  # the one that models are trained with
+        self.current: ElasticLoader | None = None  # whose loop is under way
+        self.training: ElasticLoader | None = None  # the one that models are trained with
         self.unrepeatable = 0  # loaders that can not hand out the samples of a step again
 
     def key(self) -> str:
@@ -63,12 +59,14 @@ def _place() -> str:
 
 def registry() -> LoaderRegistry:
     """The loaders of this process's session."""
-    scratch = _session.current().scratch
-    found = scratch.setdefault(_SCRATCH, LoaderRegistry())
+    session = _session.current()
+    found = session.loaders
+    if found is None:
+        found = session.loaders = LoaderRegistry()
     assert isinstance(found, LoaderRegistry)
     return found
 
 
-def current_dataloader() -> AdaptiveDataLoaderHelper | None:
+def current_dataloader() -> ElasticLoader | None:
     """The helper of the loader whose loop is under way in this process, None outside of data loops."""
     return registry().current

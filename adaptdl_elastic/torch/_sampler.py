@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
-from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.data import Sampler
@@ -11,9 +10,7 @@ from torch.utils.data import Sampler
 from adaptdl_elastic import _session
 from adaptdl_elastic._checks import flag, integer
 from adaptdl_elastic.torch import _partition
-
-if TYPE_CHECKING:
-    from adaptdl_elastic.torch._partition import Window
+from adaptdl_elastic.torch._partition import Window
 
 
 class ElasticSampler(Sampler[int]):

@@ -11,7 +11,21 @@ import torch.distributed
 
 dist: Any = torch.distributed  # its stub does not export the stores
 
+PATIENCE = 20.0
+"""Seconds that those who have begun to switch wait for each other."""
+
+FOREVER = timedelta(days=365)
+"""For waiting that only a notice, or the end of the process, ends."""
+
 LOOK = 0.005  # seconds from one look into the store to the next: what that may add to a change
+
+
+def meeting(host: str, port: int, generation: int) -> Any:
+    """Return the store where generation `generation` meets."""
+    store = dist.TCPStore(
+        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE)
+    )
+    return dist.PrefixStore(f"adaptdl/{generation}", store)
 
 
 class ImpatientStore(dist.Store):  # type: ignore[misc]

@@ -50,7 +50,7 @@ def give(session: Session, newcomers: list[int], donors: list[int], names: set[s
         if names is not None and name not in names:
             continue
         if isinstance(state, checkpoint.TensorState):
-            described[name] = ("tensors", _strip(state.state_dict(), tensors))
+            described[name] = ("tensors", strip(state.state_dict(), tensors))
         elif session.rank == donors[0]:
             described[name] = ("bytes", state.snapshot())
     _describe(session, (described, newcomers, donors) if session.rank == donors[0] else None)
@@ -100,7 +100,7 @@ def _targets(session: Session, described: dict[str, tuple[str, Any]]) -> list[to
         _find_slots(body, slots)
         state, own = session.states.get(name), list[torch.Tensor]()
         if isinstance(state, checkpoint.TensorState):
-            skeleton = _strip(state.state_dict(), own)
+            skeleton = strip(state.state_dict(), own)
             if skeleton != body:  # as an optimizer's, which has no state before its first step
                 own = _matching(skeleton, own, body)
         targets += own or [slot.fresh() for slot in slots]
@@ -166,21 +166,21 @@ def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield bucket
 
 
-def _strip(value: Any, tensors: list[torch.Tensor]) -> Any:
+def strip(value: Any, tensors: list[torch.Tensor]) -> Any:
     """`value` with a Slot in place of every tensor, which goes to the end of `tensors`. See `like`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return Slot(tuple(value.shape), value.dtype, value.device.type)
     if isinstance(value, dict):
-        return like(value, ((key, _strip(item, tensors)) for key, item in value.items()))
+        return like(value, ((key, strip(item, tensors)) for key, item in value.items()))
     if isinstance(value, (list, tuple)):
-        items = [_strip(item, tensors) for item in value]
+        items = [strip(item, tensors) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
     return value
 
 
 def _find_slots(value: Any, slots: list[Slot]) -> None:
-    """Every Slot, in the order in which `_strip` met the tensors."""
+    """Every Slot, in the order in which `strip` met the tensors."""
     if isinstance(value, Slot):
         slots.append(value)
     elif isinstance(value, dict):
@@ -192,7 +192,7 @@ def _find_slots(value: Any, slots: list[Slot]) -> None:
 
 
 def _fill(value: Any, supply: Iterator[torch.Tensor]) -> Any:
-    """The inverse of `_strip`."""
+    """The inverse of `strip`."""
     if isinstance(value, Slot):
         return next(supply)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Sums over all samples of a loop, whatever replicas they were seen on and however often the job moved.
+"""Totals over all samples of a loop, whatever replicas they were seen on and however often the job moved.
 
 ::
 
@@ -26,34 +26,26 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from adaptdl_elastic import _session, checkpoint, collective
+from adaptdl_elastic import checkpoint
+from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._loops import loops
-from adaptdl_elastic.torch._recovery import recovery
 from adaptdl_elastic.torch._registry import current_dataloader
 from adaptdl_elastic.torch._statements import running_statements
+from adaptdl_elastic.torch._sums import AccumulatorState, Addition, Totals, add_to
 
 __all__ = ["Accumulator"]
-
-Sums = dict[Any, Any]
-Additions = dict[int | None, dict[str, int]]
-Reached = tuple[int, int | None, int]
-"""Epoch loops of the script, the epoch, and data loops of the epoch that a run has begun."""
 
 _ALLOWED = "a number, a tensor, a numpy array of numbers, or a list, tuple or string that grows"
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 LINGER = 2
 """Epochs for which blocks are remembered after their own: a replica that joins may be that far behind."""
-
-_NDARRAY = "__ndarray__"  # marks a numpy array in a file that may hold tensors only
-_SCRATCH = "accumulators"
-LATEST = "latest accumulator"  # in the session's scratch: the one that was synchronised last
 
 
 class Accumulator(MutableMapping[Any, Any]):
@@ -71,7 +63,7 @@ class Accumulator(MutableMapping[Any, Any]):
             )
         initial = dict(*args, **kwargs)
         self._state = AccumulatorState({key: _value(value, key) for key, value in initial.items()})
-        self._view: Sums | None = None  # in synchronized mode: what is read and changed
+        self._view: Totals | None = None  # in synchronized mode: what is read and changed
         self._blocks: Counter[int | None] = Counter()  # synchronized() entered so far, by epoch
         self._additions: Counter[tuple[int | None, str]] = Counter()  # outside of data loops, of this process
         checkpoint.load_state(self._state)
@@ -94,20 +86,20 @@ class Accumulator(MutableMapping[Any, Any]):
         self.subtract(other)
         return self
 
-    def _add(self, items: Sums, sign: int) -> None:
+    def _add(self, items: Totals, sign: int) -> None:
         values = {key: _value(value, key) for key, value in items.items()}
         for key, value in values.items():
             change = value if sign > 0 else _negative(value, key)
             if self._view is not None:
-                _add_to(self._view, key, change)
+                add_to(self._view, key, change)
             elif _in_data_loop():
-                _add_to(self._state.updates, key, change)
+                add_to(self._state.updates, key, change)
             else:
                 self._add_outside(key, change, sign)
 
     def _add_outside(self, key: Any, change: Any, sign: int) -> None:
         """Add `change` unless this addition was made before a restart."""
-        position, epoch = loops(), _session.current().epoch
+        position, epoch = loops(), current_session().epoch
         loop = position.epoch_loops if epoch is None else position.entered
         block = self._blocks[epoch]
         name = f"{loop} {block} {running_statements(position.body)} {'-+'[sign > 0]}{key!r}"
@@ -133,8 +125,8 @@ class Accumulator(MutableMapping[Any, Any]):
         finally:
             self._view = None
 
-    def _enter(self) -> Sums:
-        state, epoch = self._state, _session.current().epoch
+    def _enter(self) -> Totals:
+        state, epoch = self._state, current_session().epoch
         if _in_data_loop():
             state.sync()
             return state.results
@@ -145,7 +137,7 @@ class Accumulator(MutableMapping[Any, Any]):
         self._blocks[epoch] += 1
         if number < len(shown):
             return copy.deepcopy(shown[number])
-        recovery(_session.current()).guarded(state.syncing())
+        current_session().recovery.guarded(state.syncing())
         shown.append(copy.deepcopy(state.results))
         return state.results
 
@@ -194,7 +186,7 @@ class Accumulator(MutableMapping[Any, Any]):
         """Start all sums anew. Only inside synchronized(), and on every replica."""
         self._readable("clear an Accumulator").clear()
 
-    def _readable(self, what: str) -> Sums:
+    def _readable(self, what: str) -> Totals:
         if self._view is None:
             raise RuntimeError(
                 f"can not {what} while replicas hold different parts of it: do it inside `with "
@@ -221,138 +213,11 @@ class _Sum:
         return f"<sum {self.key!r} of an Accumulator, to be read inside synchronized()>"
 
 
-class Addition(NamedTuple):
-    """An addition outside of data loops."""
-
-    epoch: int | None
-    loop: int
-    """Data loops of the epoch that were begun before it; outside of epochs, epoch loops of the script."""
-    block: int
-    """synchronized() blocks of the epoch that were entered before it."""
-    name: str
-    """What a later run of the script calls it, too."""
-    number: int
-    """Additions of that name that this process has come to, this one included."""
-
-
-class AccumulatorState(checkpoint.TensorState):
-    """The sums in the checkpoint, for as long as their epoch lasts."""
-
-    required = False  # one that was not reached before the checkpoint is not in it
-
-    def __init__(self, initial: Sums) -> None:
-        session = _session.current()
-        epoch = self.expires = session.epoch
-        counts: Counter[int | None] = session.scratch.setdefault(_SCRATCH, Counter())
-        super().__init__(f"adaptdl-accumulator-epoch{epoch}-{counts[epoch]}")
-        counts[epoch] += 1
-        self.results: Sums = initial  # over all replicas, up to the last sync
-        self.summed: Sums = {}  # what that sync gave, whatever a synchronized() block has made of it since
-        self.updates: Sums = {}  # of this replica, since then
-        self.history: dict[int | None, list[Sums]] = {}  # what each synchronized() block showed, by epoch
-        self.syncs = 0  # how often the sums of all replicas were added up
-        self.additions: Additions = {}  # how often each was made outside of data loops, by epoch
-        self._loaded: Additions = {}  # what that was in the run that goes on here
-        self._reached: Reached = (0, None, 0)  # where that run was
-        self._own: list[tuple[Addition, Sums]] = []  # which a newcomer has made and that run has not
-
-    def add_outside(self, addition: Addition, change: Sums) -> None:
-        """Take an addition outside of data loops, unless it was made before."""
-        if self._was_made(addition):
-            return
-        made = self.additions.setdefault(addition.epoch, {})
-        made[addition.name] = max(addition.number, made.get(addition.name, 0))
-        self.updates = merge(self.updates, change)
-        if _session.current().joining:
-            self._own.append((addition, change))
-
-    def _was_made(self, addition: Addition) -> bool:
-        """Return whether the run that goes on here has made this addition.
-
-        Where that run had gone on to a later loop or block it has made all additions of a name. How many
-        those are differs where another number of replicas shares the samples of a loop of the script's own.
-        """
-        epoch, loop, block, name, number = addition
-        times = self._loaded.get(epoch, {}).get(name, 0)
-        if number <= times:
-            return True
-        epoch_loops, reached_epoch, reached_loop = self._reached
-        if epoch is None:
-            past = loop < epoch_loops
-        else:
-            past = reached_epoch is not None and (epoch, loop) < (reached_epoch, reached_loop)
-        return times > 0 and (past or block < len(self.history.get(epoch, ())))
-
-    def forget_epochs_before(self, epoch: int) -> None:
-        """Drop what is remembered of code that does not run again."""
-        for kept in (self.history, self.additions):
-            for over in [e for e in kept if e is not None and e < epoch]:
-                del kept[over]
-
-    def sync(self) -> None:
-        """Sum over the replicas."""
-        mine = self.updates, self.additions
-        total, self.additions = collective.allreduce(mine, _merge_with_additions, tag=self.name)
-        self.add_total(total)
-
-    def syncing(self) -> Callable[[], None]:
-        """A `sync` that can be called again after a death: survivors give each other sums that have come."""
-        before = self.syncs
-
-        def sync() -> None:
-            if self.syncs == before:
-                self.sync()
-
-        return sync
-
-    def add_total(self, total: Sums) -> None:
-        """All replicas' updates, this one's included, have been added up to `total`."""
-        self.take_total(merge(self.results, total), self.syncs + 1)
-
-    def take_total(self, results: Sums, syncs: int) -> None:
-        """The `syncs`-th synchronisation has given `results`."""
-        self.updates, self.syncs = {}, syncs
-        self.show(results)
-        self.summed = copy.deepcopy(self.results)
-        _session.current().scratch[LATEST] = self
-
-    def show(self, results: Sums) -> None:
-        """Have these sums over all replicas, in a synchronized() block that is under way, too."""
-        results = dict(results)
-        self.results.clear()
-        self.results.update(results)
-
-    def state_dict(self) -> dict[str, Any]:
-        position = loops()
-        return {
-            "results": _encode(self.results),
-            "updates": _encode(self.updates),
-            "history": {epoch: [_encode(sums) for sums in shown] for epoch, shown in self.history.items()},
-            "additions": {epoch: dict(made) for epoch, made in self.additions.items()},
-            "reached": (position.epoch_loops, _session.current().epoch, position.entered),
-            "syncs": self.syncs,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = copy.deepcopy(state_dict)
-        self.results, self.updates = _decode(saved["results"]), _decode(saved["updates"])
-        self.history = {epoch: [_decode(s) for s in shown] for epoch, shown in saved["history"].items()}
-        if "reached" not in saved:
-            raise ValueError("it was saved by an older version, which recognised additions in another way")
-        self._loaded, self._reached = saved["additions"], tuple(saved["reached"])
-        self.additions = copy.deepcopy(self._loaded)
-        self.syncs = saved.get("syncs", 0)
-        own, self._own = self._own, []
-        if _session.current().joining:
-            for addition, change in own:
-                self.add_outside(addition, change)
-
-
 def _in_data_loop() -> bool:
     return current_dataloader() is not None
 
 
-def _items(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sums:
+def _items(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Totals:
     if len(args) > 1:
         raise TypeError(f"expected at most one positional argument, got {len(args)}")
     return dict(*args, **kwargs)
@@ -417,49 +282,3 @@ def _negative(value: Any, key: Any) -> Any:
         return -value
     except TypeError:
         raise TypeError(f"can not subtract a {type(value).__name__} from {key!r}") from None
-
-
-def _add_to(sums: Sums, key: Any, value: Any) -> None:
-    sums[key] = sums[key] + value if key in sums else value
-
-
-def _merge_with_additions(a: tuple[Sums, Additions], b: tuple[Sums, Additions]) -> tuple[Sums, Additions]:
-    """Return the sums of both, and each addition as often as the replica made it that made it most often."""
-    additions = {epoch: dict(made) for epoch, made in a[1].items()}
-    for epoch, made in b[1].items():
-        known = additions.setdefault(epoch, {})
-        for name, number in made.items():
-            known[name] = max(number, known.get(name, 0))
-    return merge(a[0], b[0]), additions
-
-
-def merge(a: Sums, b: Sums) -> Sums:
-    """The sums of both: key by key, in the order in which the keys were first seen."""
-    merged = dict(a)
-    for key, value in b.items():
-        _add_to(merged, key, value)
-    return merged
-
-
-def _encode(value: Any) -> Any:
-    """`value` with a marked tensor in place of every numpy array, at any depth."""
-    if isinstance(value, np.ndarray):
-        return {_NDARRAY: torch.from_numpy(value)}
-    if isinstance(value, dict):
-        return {key: _encode(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        parts = [_encode(part) for part in value]
-        return parts if isinstance(value, list) else tuple(parts)
-    return value
-
-
-def _decode(value: Any) -> Any:
-    """The inverse of `_encode`."""
-    if isinstance(value, dict):
-        if value.keys() == {_NDARRAY}:
-            return value[_NDARRAY].numpy()
-        return {key: _decode(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        parts = [_decode(part) for part in value]
-        return parts if isinstance(value, list) else tuple(parts)
-    return value

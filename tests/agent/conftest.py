@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cluster import Cluster
 
-from adaptdl_elastic.rendezvous.server import EtcdServer
+from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
 
 
 @pytest.fixture

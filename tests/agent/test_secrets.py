@@ -12,16 +12,16 @@ from decided import plan
 from elastic_run import ElasticRun
 from torch.distributed import TCPStore
 
-from adaptdl_elastic.agent import states as d
+from adaptdl_elastic.agent.core import states as d
 from adaptdl_elastic.agent.launch import store_environment
-from adaptdl_elastic.agent.meeting import Joined, Meeting
-from adaptdl_elastic.agent.options import parse
-from adaptdl_elastic.rendezvous.server import GUARD
+from adaptdl_elastic.agent.runtime.generation_store import GenerationStore, Joined
+from adaptdl_elastic.agent.terminal.run_options import parse
+from adaptdl_elastic.rendezvous.local.private_etcd import GUARD
 
 SOON = 60.0  # seconds, for what is only waited for when a test fails
 
 
-class Node(Meeting):
+class Node(GenerationStore):
     """One agent's part in a meeting."""
 
     def __init__(self) -> None:

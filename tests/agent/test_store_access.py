@@ -14,11 +14,11 @@ import pytest
 import requests
 from elastic_run import ElasticRun, marked
 
-from adaptdl_elastic.rendezvous import runtime_file
-from adaptdl_elastic.rendezvous.connect import StoreOptions, connect
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.server import EtcdServer, ServerTls
-from adaptdl_elastic.rendezvous.store import StoreAuthError
+from adaptdl_elastic.rendezvous.local import runtime_file
+from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer, ServerTls
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.store.base import StoreAuthError
+from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 
 TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
 PASSWORD = "correct-horse-battery"

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptdl_elastic.rendezvous.server import EtcdServer
+from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

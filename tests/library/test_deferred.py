@@ -335,11 +335,11 @@ def test_how_backends_are_spelled(backend: Any, kind: type[_backend.Group]) -> N
 
 def test_why_a_backend_can_not_change_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(Identity(), None)
-    session.scratch["backend"] = "mpi"
+    session.backend = "mpi"
     assert "the backend is mpi" in str(_ability.why_not(session))
-    session.scratch["backend"] = "gloo"
+    session.backend = "gloo"
     assert _ability.why_not(session) is None
-    session.scratch["backend"] = "nccl"
+    session.backend = "nccl"
     assert _ability.why_not(session) == "there is no agent"
     monkeypatch.setenv("ADAPTDL_RESCALE", "restart")
     assert _ability.why_not(session) == "--rescale=restart"

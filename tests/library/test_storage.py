@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptdl_elastic import _storage
+from adaptdl_elastic import _locations, _storage
 from adaptdl_elastic._storage import (
     ChecksumWriter,
     DamagedError,
@@ -192,9 +192,9 @@ def test_a_directory_that_can_not_be_read_is_not_an_empty_one(tmp_path: Path) ->
 
 
 def test_where_checkpoints_can_be_kept() -> None:
-    assert isinstance(_storage.open_storage("relative/path"), DirectoryStorage)
-    assert _storage.open_storage("file:///somewhere").path == "/somewhere"
+    assert isinstance(_locations.open_storage("relative/path"), DirectoryStorage)
+    assert _locations.open_storage("file:///somewhere").path == "/somewhere"
     with pytest.raises(ValueError, match="not in 'gs://"):
-        _storage.open_storage("gs://bucket/prefix")
+        _locations.open_storage("gs://bucket/prefix")
     with pytest.raises(ValueError, match="names no bucket"):
-        _storage.open_storage("s3://")
+        _locations.open_storage("s3://")

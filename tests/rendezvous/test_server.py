@@ -11,14 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from adaptdl_elastic.rendezvous import server as module
-from adaptdl_elastic.rendezvous.connect import StoreOptions, connect
-from adaptdl_elastic.rendezvous.server import GUARD, EtcdServer, EtcdServerError
-from adaptdl_elastic.rendezvous.store import StoreAuthError, StoreError
+from adaptdl_elastic.rendezvous.local import private_etcd as module
+from adaptdl_elastic.rendezvous.local.private_etcd import GUARD, EtcdServer, EtcdServerError
+from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreError
+from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 
 OWNER = """
 import os, sys, threading
-from adaptdl_elastic.rendezvous.server import EtcdServer
+from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
 server = EtcdServer()
 threading.Thread(target=server.start).start()  # the thread that starts it ends: etcd must not
 while not server.running: pass

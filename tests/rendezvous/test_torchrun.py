@@ -18,8 +18,8 @@ import psutil
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
-from adaptdl_elastic.rendezvous.connect import connect
-from adaptdl_elastic.rendezvous.server import EtcdServer
+from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
+from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.rendezvous.torchrun import create_handler
 
 SCRIPT = Path(__file__).parents[1] / "support" / "torchrun_script.py"

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session
 from adaptdl_elastic.reducer import Reducer
-from adaptdl_elastic.torch import _buckets, _inplace, _transfer
+from adaptdl_elastic.torch import _buckets, _regroup, _transfer
 from adaptdl_elastic.torch.scaling_rules import LinearScale
 
 S = {
@@ -124,7 +124,7 @@ def main():
     if trouble == "crash":
         raise RuntimeError("trouble")
     if trouble is not None:
-        die_in(trouble, 1, _transfer if trouble == "take" else _inplace)
+        die_in(trouble, 1, _transfer if trouble == "take" else _regroup)
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(3)
     model = Model()

@@ -22,7 +22,7 @@ def connect(_):
     session = _session.current()
     known = _ability.ability(session)
     if not session.joining and known is not None:
-        while session.control._round is None and "failed" not in known.why:
+        while not session.control.round_open and "failed" not in known.why:
             time.sleep(0.001)  # then to be carried out at the first boundary
 
 

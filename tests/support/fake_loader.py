@@ -22,6 +22,7 @@ class FakeLoader:
     training_unknown: bool = False
     sample_dimension: int | None = None
     key: str = "0"
+    may_accumulate: bool = False
 
     def train(self) -> None:
         self.training = True

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, checkpoint
-from adaptdl_elastic.torch import _buckets, _inplace, _loops
+from adaptdl_elastic.torch import _buckets, _loops, _regroup
 
 S = {
     "epochs": 2, "size": 480, "batch": 12, "pace": 0.0, "faults": [], "kind": "all", "norm": False,
@@ -72,7 +72,7 @@ def be_busy():
         while not (OUT / "free").exists():
             time.sleep(0.01)
         return
-    clock, form, hours = time.monotonic, _inplace.form, [0]
+    clock, form, hours = time.monotonic, _regroup.form, [0]
 
     def hasty():
         hours[0] += not (OUT / "free").exists()
@@ -87,7 +87,7 @@ def be_busy():
         finally:
             time.monotonic = clock
 
-    _inplace.form = hastily
+    _regroup.form = hastily
 
 
 class Counter(checkpoint.State):
