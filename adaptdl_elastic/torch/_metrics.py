@@ -88,7 +88,7 @@ class Metrics:
         self._grads: dict[str, tuple[float, float]] = {}
         self._gains: dict[str, tuple[float, float]] = {}
         self._progress = 0.0
-        self.warnings = TrainingWarnings(self._session)
+        self._warnings = TrainingWarnings(self._session)
         self._limits: Limits | None = None
         self._current = BatchSize(0, 0)
         self._steps = 0  # with an optimizer step, since it was changed
@@ -219,10 +219,14 @@ class Metrics:
         if limits is not None:
             parts = replicas * (now.accumulation_steps + 1)
             problem = data_problem(data_size, parts * now.atomic_bsz, limits.init, parts)
-            if self.warnings.report("the batch size", problem):
-                self._wake.set()
+            self.report_problem("the batch size", problem)
         if self._session.rank == 0 and self._background and self._thread is None:
             self._start()  # no step is ever measured where all of them are shorter than the batch size
+
+    def report_problem(self, about: str, problem: str | None) -> None:
+        """Take what is wrong with a part of the training and what to do, or None: nothing is any more."""
+        if self._warnings.report(about, problem):
+            self._wake.set()
 
     def inplace(self, possible: bool, reason: str = "") -> None:
         """Whether this script can be rescaled without a restart, and why not."""
@@ -330,7 +334,7 @@ class Metrics:
             step=position.step,
             inplace=self._inplace[0],
             inplace_reason=self._inplace[1],
-            warnings=self.warnings.messages,
+            warnings=self._warnings.messages,
             time=time.time(),
         )
 

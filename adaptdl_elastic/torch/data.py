@@ -155,7 +155,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                 f"drop_last leaves all of them out: nothing is done in this loop. Give a batch_size of "
                 f"{samples} at most, or leave drop_last out"
             )
-        _session.current().metrics.warnings.report(f"the samples of loader {helper.key}", problem)
+        current_session().metrics.report_problem(f"the samples of loader {helper.key}", problem)
 
     def _pass(self) -> Iterator[Any]:
         """Hand out all that is left."""

@@ -560,7 +560,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
             progress = max(model.progress for model in models)
         metrics.update_progress(progress)
         self.gns.health.stepped()
-        metrics.warnings.report(f"gradients of {self.name}", self.gns.health.problem)
+        metrics.report_problem(f"gradients of {self.name}", self.gns.health.problem)
         if self._sampler.news:
             self._sampler.news = False
             metrics.update_grad_params(self.name, self.gns.sqr_avg(), self.gns.var_avg())
@@ -586,7 +586,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self.gns.reset_accumulation()
         self.gns.skipped += 1
         self.gns.health.skipped(self.gns.steps, lambda: float(_amp.loss_scale(self._mp_scaler)))
-        _session.current().metrics.warnings.report(f"gradients of {self.name}", self.gns.health.problem)
+        current_session().metrics.report_problem(f"gradients of {self.name}", self.gns.health.problem)
         logger.info("step %d skipped: its gradients are inf or nan", self.gns.steps)
 
     def step_left_out(self) -> None:
