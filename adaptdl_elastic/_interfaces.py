@@ -8,21 +8,23 @@ implement them are named by `adaptdl_elastic.torch._bootstrap` only.
 | `SavedState` | what is saved and given to newcomers | `checkpoint.State` |
 | `ElasticModel` | a model whose number of replicas changes | `torch.parallel.AdaptiveDataParallel` |
 | `ScaledModel` | what a scaling rule and a GradScaler need of it | the same |
-| `ElasticLoader` | the batch under way | `AdaptiveDataLoaderHelper` |
-| `Consensus` | acting at the same step on all replicas | `torch._control.Control` |
-| `Reporter` | step times, statistics, the best batch size | `torch._metrics.Metrics` |
-| `Survivor` | going on after a death | `torch._recovery.Recovery` |
-| `Rescaling` | changing the number of replicas in place | `torch._inplace.Rescaler` |
-| `Joining` | becoming one of the running replicas | `torch._join.Newcomer` |
+| `ElasticLoader` | the batch under way | `torch._data.loader` |
+| `Consensus` | acting at the same step on all replicas | `torch._runtime.consensus` |
+| `Reporter` | step times, statistics, the best batch size | `torch._tuning.reporter` |
+| `Survivor` | going on after a death | `torch._elastic.recovery` |
+| `Rescaling` | changing the number of replicas in place | `torch._elastic.rescale` |
+| `Joining` | becoming one of the running replicas | `torch._elastic.join` |
 
 Nothing here imports torch at run time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
+
+from adaptdl_elastic.protocol.messages import ChangePlan, RecoveryPlan
 
 if TYPE_CHECKING:
     import torch
@@ -37,9 +39,6 @@ Place = tuple[int, int]
 
 Command = dict[str, Any]
 """What to do at a boundary: `kind` and what that kind needs. Plain data: it travels between replicas."""
-
-Message = dict[str, Any]
-"""A message between an agent and a replica, as `adaptdl_elastic.channel` describes it."""
 
 
 class RetryDataLoop(Exception):
@@ -312,7 +311,7 @@ class Loaders(Protocol):
 
 
 class ScriptPosition(Protocol):
-    """Where the script is; see `adaptdl_elastic.torch._loops`."""
+    """Where the script is; see `adaptdl_elastic.torch._runtime.position`."""
 
     step: int
     """Optimizer steps finished since the job began."""
@@ -505,7 +504,7 @@ class Survivor(Protocol):
     def on_lost(self) -> None:
         """A peer is gone. From any thread."""
 
-    def on_plan(self, message: Message) -> None:
+    def on_plan(self, message: RecoveryPlan) -> None:
         """The agent's plan of a generation without the dead. In the channel's thread."""
 
 
@@ -515,8 +514,11 @@ class Rescaling(Protocol):
     def handlers(self) -> dict[str, Callable[[Command], None]]:
         """Return what is done at agreed boundaries, by the kind of the command."""
 
-    def on_plan(self, message: Message) -> None:
-        """The agent's `plan` message. In the channel's thread."""
+    def on_plan(self, message: ChangePlan) -> None:
+        """The agent's plan of a change in place. In the channel's thread."""
+
+    def on_withdrawn(self, generation: int) -> None:
+        """The agent has withdrawn the plan of that generation. In the channel's thread."""
 
     def epoch_ends(self, epoch: int) -> None:
         """States of `epoch` are about to be dropped."""
@@ -549,17 +551,10 @@ class Summed(Protocol):
 
 
 class TorchGroup(Protocol):
-    """Torch's default group of one generation; see `adaptdl_elastic.torch._backend.Group`."""
+    """Torch's default group of one generation; see `adaptdl_elastic.torch._process_group.backends.Group`."""
 
     early: bool
 
     @property
     def hung_up(self) -> bool:
         """Whether it has been aborted."""
-
-
-class Agent(Protocol):
-    """The line to this replica's agent."""
-
-    def send(self, message: Mapping[str, Any]) -> bool:
-        """Send one message; False when nobody is there any more."""

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from adaptdl_elastic.agent.terminal.run_options import OptionError, parse
-from adaptdl_elastic.channel import STOPPED
+from adaptdl_elastic.protocol.channel import STOPPED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-from adaptdl_elastic import sched_hints
+from adaptdl_elastic.protocol import hints as job_hints
+from adaptdl_elastic.protocol.hints import JobHints
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS
 from adaptdl_elastic.rendezvous.store.base import Change, KeyValue, Snapshot
-from adaptdl_elastic.sched_hints import JobHints
 
 R = TypeVar("R")
 K = TypeVar("K")
@@ -371,8 +371,8 @@ class ClusterCache:
         if isinstance(value, JobHints):
             return Observed(value, revision, now)
         try:
-            return Observed(sched_hints.decode(str(value)), revision, now)
-        except sched_hints.MalformedHintsError as error:
+            return Observed(job_hints.decode(str(value)), revision, now)
+        except job_hints.MalformedHintsError as error:
             self._complain(key, f"{key}: {error}; the last good report is kept")
             return None
 

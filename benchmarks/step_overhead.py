@@ -37,8 +37,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptdl_elastic import _session
-from adaptdl_elastic.torch._noise import Schedule
-from adaptdl_elastic.torch._undo import Before
+from adaptdl_elastic.torch._elastic.step_snapshot import Before
+from adaptdl_elastic.torch._gradient.estimator import Schedule
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 from adaptdl_elastic.torch.scaling_rules import AdamScale, AdaScale, ScalingRuleBase
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from adaptdl_elastic import _session
 from adaptdl_elastic._session import Session
-from adaptdl_elastic.torch import _habits
-from adaptdl_elastic.torch._control import Control
-from adaptdl_elastic.torch._inplace import Rescaler
-from adaptdl_elastic.torch._metrics import Metrics
-from adaptdl_elastic.torch._recovery import Recovery
+from adaptdl_elastic.torch._elastic import eligibility
+from adaptdl_elastic.torch._elastic.recovery import Recovery
+from adaptdl_elastic.torch._elastic.rescale import Rescaler
+from adaptdl_elastic.torch._runtime.consensus import Control
+from adaptdl_elastic.torch._tuning.reporter import Metrics
 
 
 def _consensus(session: Session) -> Control:
@@ -24,7 +24,7 @@ _session.install(
         reporter=Metrics,
         recovery=Recovery,
         rescaling=Rescaler,
-        may_change=_habits.may_change,
+        may_change=eligibility.may_change,
     )
 )
 

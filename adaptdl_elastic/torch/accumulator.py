@@ -35,10 +35,10 @@ import torch
 
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._loops import loops
-from adaptdl_elastic.torch._registry import current_dataloader
-from adaptdl_elastic.torch._statements import running_statements
-from adaptdl_elastic.torch._sums import AccumulatorState, Addition, Totals, add_to
+from adaptdl_elastic.torch._data.accumulator_state import AccumulatorState, Addition, Totals, add_to
+from adaptdl_elastic.torch._data.registry import current_dataloader
+from adaptdl_elastic.torch._runtime.position import loops
+from adaptdl_elastic.torch._runtime.statements import running_statements
 
 __all__ = ["Accumulator"]
 

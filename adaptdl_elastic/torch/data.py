@@ -26,16 +26,16 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from adaptdl_elastic._checks import flag
 from adaptdl_elastic._interfaces import RetryDataLoop
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._data_helper import (
+from adaptdl_elastic.torch._data.iterable import iterate_stream, wrap_stream
+from adaptdl_elastic.torch._data.loader import (
     AdaptiveDataLoaderHelper,
     AdaptiveDataLoaderMixin,
     initial_seed,
 )
-from adaptdl_elastic.torch._data_iterable import iterate_stream, wrap_stream
-from adaptdl_elastic.torch._loops import loops
-from adaptdl_elastic.torch._partition import derive_seed
-from adaptdl_elastic.torch._registry import current_dataloader
-from adaptdl_elastic.torch._sampler import ElasticBatchSampler, ElasticSampler
+from adaptdl_elastic.torch._data.partition import derive_seed
+from adaptdl_elastic.torch._data.registry import current_dataloader
+from adaptdl_elastic.torch._data.sampler import ElasticBatchSampler, ElasticSampler
+from adaptdl_elastic.torch._runtime.position import loops
 
 __all__ = [
     "AdaptiveDataLoader",

@@ -25,10 +25,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from adaptdl_elastic import checkpoint, env
+from adaptdl_elastic import _frames, checkpoint, env
+from adaptdl_elastic.protocol.messages import EpochsFinished
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._checks import integer
-from adaptdl_elastic.torch._loops import loops
+from adaptdl_elastic.torch._data.checks import integer
+from adaptdl_elastic.torch._runtime.position import loops
 
 __all__ = ["current_epoch", "finished_epochs", "remaining_epochs_until"]
 
@@ -61,8 +62,8 @@ def _run(until: int) -> Iterator[int]:
     session.start()
     if session.control.loops_over:
         session.control.loops_over = False
-        session.send({"type": "over", "over": False})
-    state.until, state.body = until, sys._getframe(1).f_code
+        session.send(EpochsFinished(False))
+    state.until, state.body = until, _frames.script_frame().f_code
     state.epoch_loops += 1
     ran = False
     try:
@@ -83,7 +84,7 @@ def _run(until: int) -> Iterator[int]:
                 file=sys.stderr,
             )
         session.control.loops_over = True
-        session.send({"type": "over", "over": True})
+        session.send(EpochsFinished(True))
     finally:
         session.epoch = None
 

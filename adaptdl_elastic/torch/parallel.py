@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import logging
-import sys
 from datetime import timedelta
-from types import FrameType
 from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from adaptdl_elastic import checkpoint
+from adaptdl_elastic import _frames, checkpoint
 from adaptdl_elastic._interfaces import ModelSnapshot
-from adaptdl_elastic.torch import _amp, _backend, _buckets
-from adaptdl_elastic.torch._arguments import OWNER, check_arguments
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._loops import loops
-from adaptdl_elastic.torch._model_before import ModelBefore
-from adaptdl_elastic.torch._noise import Array
-from adaptdl_elastic.torch._registry import current_dataloader
-from adaptdl_elastic.torch._sampling import Sampler
-from adaptdl_elastic.torch._window import Batch, Window, accumulates, on_backward, watch
-from adaptdl_elastic.torch.gradient_noise_scale import AdamGradientNoiseScale, GradientNoiseScale
+from adaptdl_elastic.torch._data.registry import current_dataloader
+from adaptdl_elastic.torch._gradient import comm_hook, grad_scaler
+from adaptdl_elastic.torch._gradient.accumulation import Batch, Window, accumulates, on_backward, watch
+from adaptdl_elastic.torch._gradient.estimator import Array
+from adaptdl_elastic.torch._gradient.measurement import Sampler
+from adaptdl_elastic.torch._gradient.model_snapshot import ModelBefore
+from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
+from adaptdl_elastic.torch._model_arguments import OWNER, check_arguments
+from adaptdl_elastic.torch._process_group import backends
+from adaptdl_elastic.torch._runtime.position import loops
 from adaptdl_elastic.torch.scaling_rules import AdamScale, ScalingRuleBase, default_rule
 
 __all__ = ["AdaptiveDataParallel"]
@@ -95,7 +94,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self.scaling_rule.initialize(self, optimizer, patch_optimizer=True)
         setattr(optimizer, OWNER, name)
         if mp_scaler is not None:
-            _amp.attach(mp_scaler, self, optimizer)
+            grad_scaler.attach(mp_scaler, self, optimizer)
         checkpoint.load_state(self._state)
         current_session().models.append(self)
 
@@ -104,12 +103,12 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._buffers_wait = False  # a broadcast of them was left out in the forward pass under way
         self._buffers_are_shared = bool(self.broadcast_buffers)  # as torch understood its arguments
         optimizer = self._optimizer  # not self: the reducer keeps the hook, and would keep us, for ever
-        norms = _buckets.Norms(lambda: optimizer.param_groups, self.gns.preconditioner)
-        self._hook = _buckets.HookState(norms, self.process_group, self.process_group.size())
+        norms = comm_hook.Norms(lambda: optimizer.param_groups, self.gns.preconditioner)
+        self._hook = comm_hook.HookState(norms, self.process_group, self.process_group.size())
         if self.process_group is dist.group.WORLD:
-            self._hook.link = _backend.present(current_session())
+            self._hook.link = backends.present(current_session())
         self._sampler = Sampler(self.gns, self._hook, self._mp_scaler)
-        self.register_comm_hook(self._hook, _buckets.reduce_bucket)
+        self.register_comm_hook(self._hook, comm_hook.reduce_bucket)
 
     def reinit_process_group(self) -> None:
         """Make buckets and hook anew for the present default process group, on the same parameters.
@@ -486,7 +485,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
                 self.gns.count_micro_batch()
                 if self._mp_scaler is None and not self._looked_for_scalers:
                     self._looked_for_scalers = True
-                    _amp.guard(self, self._optimizer)
+                    grad_scaler.guard(self, self._optimizer)
             if batch.accumulating and batch.place == 0 and not self._window.apart:
                 self._sampler.first_part(self._window.gradients())
             elif not (batch.accumulating or self._hook.reduced):
@@ -546,7 +545,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
 
     def end_step(self, factor: float | Array) -> None:
         """For scaling rules: the optimizer has stepped at learning rates times `factor`."""
-        if _amp.skipped(self._optimizer):
+        if grad_scaler.skipped(self._optimizer):
             self.skipped_step()
             return
         self._sampler.close(self._batch.size)
@@ -585,7 +584,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._window.reset()
         self.gns.reset_accumulation()
         self.gns.skipped += 1
-        self.gns.health.skipped(self.gns.steps, lambda: float(_amp.loss_scale(self._mp_scaler)))
+        self.gns.health.skipped(self.gns.steps, lambda: float(grad_scaler.loss_scale(self._mp_scaler)))
         current_session().metrics.report_problem(f"gradients of {self.name}", self.gns.health.problem)
         logger.info("step %d skipped: its gradients are inf or nan", self.gns.steps)
 
@@ -703,12 +702,10 @@ class _ParallelState(checkpoint.TensorState):
 
 def _why_irreparable(mp_scaler: Any) -> str | None:
     """Whether a GradScaler that we were not given is about to count a step that was not taken."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    for frame in _frames.callers():
         caller = frame.f_locals.get("self")
         if isinstance(caller, torch.amp.GradScaler) and caller is not mp_scaler:
             return "AdaptiveDataParallel was not given the GradScaler in use as mp_scaler"
-        frame = frame.f_back
     return None
 
 

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from adaptdl_elastic._interfaces import ScaledModel
-from adaptdl_elastic.torch._noise import Array
+from adaptdl_elastic.torch._gradient.estimator import Array
 
 __all__ = [
     "AdaScale",

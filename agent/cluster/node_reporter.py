@@ -10,6 +10,8 @@ from typing import Any
 
 from adaptdl_elastic.agent.cluster.store_link import Writer
 from adaptdl_elastic.agent.core.states import AgentIdentity
+from adaptdl_elastic.protocol.hints import MalformedHintsError
+from adaptdl_elastic.protocol.hints import decode as decode_hints
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
     CheckpointRecord,
@@ -21,8 +23,6 @@ from adaptdl_elastic.rendezvous.schema.records import (
     encode,
 )
 from adaptdl_elastic.rendezvous.store.base import Store
-from adaptdl_elastic.sched_hints import MalformedHintsError
-from adaptdl_elastic.sched_hints import decode as decode_hints
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import json
 import signal
 from pathlib import Path
 
-from adaptdl_elastic.channel import CAN_NOT_JOIN
+from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN
 
 _LONGEST = 400  # characters of a message; the whole of it is in the replica's stderr and error file
 _REMEDY = {

@@ -8,7 +8,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
-from adaptdl_elastic.channel import STOPPED
+from adaptdl_elastic.protocol.channel import STOPPED
 
 
 def run_result(

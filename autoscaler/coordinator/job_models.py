@@ -14,8 +14,8 @@ from adaptdl_elastic.autoscaler.cluster_view import JobView, View
 from adaptdl_elastic.autoscaler.policy.learning import Corrections, correct
 from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel
 from adaptdl_elastic.goodput import GradParams, PerfParams
+from adaptdl_elastic.protocol.hints import JobHints, ProfileEntry
 from adaptdl_elastic.rendezvous.schema.records import JobState
-from adaptdl_elastic.sched_hints import JobHints, ProfileEntry
 
 _SHORTEST = 1e-9  # seconds: a step that takes less has not been measured
 _LONGEST = 1e6  # the same: others' steps are told to nobody

@@ -17,8 +17,8 @@ from adaptdl_elastic.autoscaler.cluster_view import BILL_SECONDS, JobView, View
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CompareAndSwap, Decided, Say
 from adaptdl_elastic.autoscaler.coordinator.job_phase import this_run
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
+from adaptdl_elastic.protocol.hints import JobHints
 from adaptdl_elastic.rendezvous.schema.records import JobCost, JobState, JobStatus, Plan
-from adaptdl_elastic.sched_hints import JobHints
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from elastic_run import ElasticRun, environment
 
-from adaptdl_elastic.torch._health import LEAST_STEPS, GradientHealth, data_problem
+from adaptdl_elastic.torch._gradient.gradient_health import LEAST_STEPS, GradientHealth
+from adaptdl_elastic.torch._tuning.training_warnings import data_problem
 
 SCRIPT = Path(__file__).parents[1] / "support" / "unsound_script.py"
 

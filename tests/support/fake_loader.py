@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adaptdl_elastic import _session
-from adaptdl_elastic.torch._registry import registry
+from adaptdl_elastic.torch._data.registry import registry
 
 
 @dataclass
