@@ -10,6 +10,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from adaptdl_elastic.agent.cluster import job_joining
 from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
+from adaptdl_elastic.agent.cluster.ended_run import JobEndedError, StartOptions
 from adaptdl_elastic.agent.cluster.store_link import NameTakenError
 from adaptdl_elastic.agent.core.states import AgentIdentity
 from adaptdl_elastic.agent.runtime import agent as agent_module
@@ -95,12 +96,15 @@ class AgentProcess(Process):
         try:
             registration = job_joining.register(store, world.keys, record, exact=True)
             try:
-                spec = job_joining.join_job(store, world.keys, fresh, record.version, self.say, once=True)
+                start = StartOptions(once=True)
+                spec = job_joining.join_job(store, world.keys, fresh, record.version, self.say, start)
                 if spec.run != fresh.run:
                     registration.update(run=spec.run)
             except BaseException:
                 registration.close()
                 raise
+        except JobEndedError as ended:
+            self.kernel.exit(ended.exit_code, f"({ended})")
         except (job_joining.JoinError, StoreError, NameTakenError) as error:
             self.kernel.exit(2, f"(can not join: {error})")
         journal = Journal(self.events.append, threads.Time.time)

@@ -257,6 +257,7 @@ class Forks:
         self._kernel = machine.world.kernel
         self._news: deque[Spawned | Exited] = deque()
         self._replicas: dict[int, Process] = {}
+        self._signalled: set[int] = set()  # numbers of replicas that a signal of the agent's has reached
         self.on_readable: Callable[[], None] = lambda: None
         self._pipe = OneWay(self._kernel, self._arrive)
         self._closed = False
@@ -286,13 +287,18 @@ class Forks:
     def _ended(self, number: int, process: Process) -> None:
         assert process.exit_code is not None
         self._replicas.pop(number, None)
-        self._pipe.send(Exited(number, process.exit_code))
+        self._pipe.send(Exited(number, process.exit_code, number in self._signalled))
 
     def signal(self, number: int, what: int) -> None:
         process = self._replicas.get(number)
         if process is not None:
             delay = CHANNEL_SECONDS * self._kernel.random.random()
-            self._kernel.after(delay, process.signal, int(what))  # type: ignore[attr-defined]
+            self._kernel.after(delay, self._deliver, number, process, int(what))
+
+    def _deliver(self, number: int, process: Process, what: int) -> None:
+        if process.alive:
+            self._signalled.add(number)
+            process.signal(what)  # type: ignore[attr-defined]
 
     def receive(self) -> list[Spawned | Exited] | None:
         news = list(self._news)

@@ -47,6 +47,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
     },
     "adaptdl_elastic.agent.cluster.node_reporter": {"time": _C},
     "adaptdl_elastic.agent.terminal.event_recorder": {"time": _C},
+    "adaptdl_elastic.agent.cluster.ended_run": {"time": _C},
     "adaptdl_elastic.agent.cluster.job_joining": {"time": _C, "threading": _T},
     "adaptdl_elastic.agent.cluster.coordinator_host": {
         "time": _C,
