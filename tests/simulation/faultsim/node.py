@@ -289,7 +289,7 @@ class Forks:
     def _ended(self, number: int, process: Process) -> None:
         assert process.exit_code is not None
         self._replicas.pop(number, None)
-        self._pipe.send(Exited(number, process.exit_code, number in self._signalled))
+        self._pipe.send(Exited(number, process.exit_code, number in self._signalled, threads.Time.time()))
 
     def signal(self, number: int, what: int) -> None:
         process = self._replicas.get(number)
