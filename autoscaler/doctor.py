@@ -32,6 +32,7 @@ from adaptdl_elastic.rendezvous._endpoints import TryAgainError
 from adaptdl_elastic.rendezvous._http import Http, HttpStatusError
 from adaptdl_elastic.rendezvous.addresses import address_towards
 from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.local_store import is_local
 from adaptdl_elastic.rendezvous.options import DEFAULT_PORT, StoreOptions, parse_endpoints
 from adaptdl_elastic.rendezvous.store import Store, StoreAuthError, StoreError
 
@@ -242,6 +243,8 @@ def check_directory(path: Path) -> list[Finding]:
 
 def check_server(endpoint: str, options: StoreOptions) -> list[Finding]:
     """Every endpoint: does it answer, which version is it, and what is its time."""
+    if is_local(endpoint):  # to connect tells all there is to know
+        return [ok("store", f"in the memory of a standalone job's agent ({endpoint})")]
     found: list[Finding] = []
     for url in parse_endpoints(endpoint, options.secure):
         http = Http((url,), options, lambda _: False)

@@ -96,14 +96,12 @@ def _store(where: Where, node: str, directory: Path | None) -> list[Any]:
     from adaptdl_elastic.autoscaler import doctor as checks
     from adaptdl_elastic.autoscaler.commands.report import read
     from adaptdl_elastic.rendezvous.keys import Keys
-    from adaptdl_elastic.rendezvous.options import StoreOptions
     from adaptdl_elastic.rendezvous.store import StoreAuthError, StoreError
 
     found: list[checks.Finding] = []
     try:
         endpoint, cluster = where.locate()
-        options = StoreOptions.from_environment(ca=where.ca, cert=where.cert, key=where.key, user=where.user)
-        found = checks.check_server(endpoint, options)
+        found = checks.check_server(endpoint, where.options(endpoint))
         if all(finding.level is checks.Level.ERROR for finding in found):
             return found
         store, _ = where.connect()
