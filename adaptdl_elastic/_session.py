@@ -3,6 +3,9 @@
 Module-level functions everywhere in this library are a thin facade over the `Session` that `current()`
 returns. It is made by the first call that needs it and starts (says hello, installs signal handlers)
 when `adaptdl_elastic.torch.init_process_group` is called, or a loop begins; importing does neither.
+
+Its parts are typed fields. Each is made when it is first asked for, by the `Parts` that
+`adaptdl_elastic.torch._bootstrap` installs; here they are known by the protocols of `_interfaces` only.
 Nothing here imports torch.
 """
 
@@ -13,20 +16,32 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import adaptdl_elastic
 from adaptdl_elastic import env
-from adaptdl_elastic.channel import Channel
-
-if TYPE_CHECKING:
-    from adaptdl_elastic.checkpoint import State
-    from adaptdl_elastic.reducer import Reducer
-    from adaptdl_elastic.torch._control import Control
-    from adaptdl_elastic.torch._metrics import Metrics
+from adaptdl_elastic._interfaces import (
+    Capability,
+    Closable,
+    Consensus,
+    ElasticModel,
+    Joining,
+    Loaders,
+    Reporter,
+    Rescaling,
+    SavedState,
+    ScriptPosition,
+    Summed,
+    Survivor,
+    TorchGroup,
+)
+from adaptdl_elastic.protocol.channel import Channel
+from adaptdl_elastic.reducer import Reducer
 
 EVENT_LOG_VARIABLE = "ADAPTDL_EVENT_LOG"
 
@@ -55,23 +70,58 @@ class Identity:
         )
 
 
+@dataclass(frozen=True)
+class Parts:
+    """How a session makes its parts, each when it is first asked for."""
+
+    consensus: Callable[[Session], Consensus]
+    reporter: Callable[[Session], Reporter]
+    recovery: Callable[[Session], Survivor]
+    rescaling: Callable[[Session], Rescaling]
+    may_change: Callable[[Session], tuple[bool, str]]
+    """Whether the number of replicas can change in place, and why not."""
+
+
 class Session:
     """What one replica knows about itself, its agent, and what belongs into a checkpoint."""
 
     def __init__(self, identity: Identity, channel: Channel | None) -> None:
         self.identity = identity
         self.channel = channel
-        self.states: dict[str, State] = {}  # in the order of registration
-        self.scratch: dict[str, Any] = {}  # what one module keeps for itself, by its name
+        self.states: dict[str, SavedState] = {}  # in the order of registration
+        self.models: list[ElasticModel] = []  # in the order of their construction
         self.reducer: Reducer | None = None  # the library's collectives, once connected
-        self.step = 0  # optimizer steps finished since the job began
         self.epoch: int | None = None  # of the epoch loop that runs
         self.last_step_time: float | None = None  # wall clock, end of the last finished optimizer step
-        self.joining = False  # a newcomer that has not yet come to where the others are
         self.pid = os.getpid()
-        self._control: Control | None = None
-        self._metrics: Metrics | None = None
         self.lock = threading.RLock()  # for making what there is to be one of
+        # what modules below the bootstrap make when it is first asked for
+        self.position: ScriptPosition | None = None
+        self.loaders: Loaders | None = None
+        self.checkpoints: Closable | None = None
+        self.accumulators: Counter[int | None] = Counter()  # made so far, by epoch
+        self.last_summed: Summed | None = None  # the accumulator that was synchronised last
+        self.user_objects: list[weakref.ref[Any]] | None = None  # found in the heap; None: not looked for yet
+        # torch's process group
+        self.backend: str | None = None  # as init_process_group was given it
+        self.group: TorchGroup | None = None
+        self.group_store: Any = None  # kept alive for torch, which calls it from C++
+        self.transfer_stuck = False  # a transfer is under way that may never end
+        self.capability: Capability | None = None
+        # a newcomer that has not yet come to where the others are
+        self.joining = False
+        self.newcomer: Joining | None = None
+        # made by the installed parts
+        self._consensus: Consensus | None = None
+        self._reporter: Reporter | None = None
+        self._recovery: Survivor | None = None
+        self._rescaling: Rescaling | None = None
+        self._lost: int | None = None  # rank of a peer that was lost before there was a consensus
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps finished since the job began."""
+        return 0 if self.position is None else self.position.step
 
     @property
     def rank(self) -> int:
@@ -99,41 +149,67 @@ class Session:
         return self.identity.job
 
     @property
-    def metrics(self) -> Metrics:
+    def metrics(self) -> Reporter:
         """Profiled step times and gradient statistics, and the goodput model fitted to them."""
-        with self.lock:
-            if self._metrics is None:
-                from adaptdl_elastic.torch._metrics import Metrics
-
-                self._metrics = Metrics(self)
-            return self._metrics
+        if self._reporter is None:
+            with self.lock:
+                if self._reporter is None:
+                    self._reporter = _installed().reporter(self)
+        return self._reporter
 
     @property
-    def control(self) -> Control:
+    def control(self) -> Consensus:
         """Stops, checkpoints and changes, agreed among all replicas."""
-        with self.lock:
-            if self._control is None:
-                from adaptdl_elastic.torch._control import Control
+        if self._consensus is None:
+            with self.lock:
+                if self._consensus is None:
+                    self._consensus = _installed().consensus(self)
+                    if self._lost is not None:
+                        self._consensus.on_lost(self._lost)
+        return self._consensus
 
-                self._control = Control(self)
-            return self._control
+    @property
+    def recovery(self) -> Survivor:
+        """What lets this replica survive the death of another one."""
+        if self._recovery is None:
+            with self.lock:
+                if self._recovery is None:
+                    self._recovery = _installed().recovery(self)
+        return self._recovery
+
+    @property
+    def rescaling(self) -> Rescaling:
+        """What changes the number of replicas in place."""
+        if self._rescaling is None:
+            with self.lock:
+                if self._rescaling is None:
+                    self._rescaling = _installed().rescaling(self)
+        return self._rescaling
+
+    def report_eligibility(self) -> None:
+        """Report whether the number of replicas can change in place, as it is now."""
+        self.metrics.inplace(*_installed().may_change(self))
 
     @property
     def started(self) -> bool:
         """Whether the agent knows that this script uses the library."""
-        return self._control is not None and self._control.started
+        return self._consensus is not None and self._consensus.started
 
     def start(self) -> None:
         """Say hello to the agent and take its orders, and the terminal's. Again does nothing."""
         self.control.start()
 
     def on_control(self, sender: int, message: Any) -> None:
-        """Another replica's control message arrived (in the reducer's thread)."""
-        self.control.on_message(sender, message)
+        """Take another replica's control message (in the reducer's thread)."""
+        if self._consensus is not None or _parts is not None:
+            self.control.on_message(sender, message)
 
     def on_lost(self, rank: int) -> None:
         """Another replica is gone (in the reducer's thread)."""
-        self.control.on_lost(rank)
+        if self._consensus is not None or _parts is not None:
+            self.control.on_lost(rank)
+        else:  # a script of collectives only, so far
+            self._lost = rank
 
     def hello(self) -> dict[str, Any]:
         """What an agent is told first."""
@@ -166,13 +242,9 @@ class Session:
 
     def close(self) -> None:
         """Hang up on everybody. For tests, and for the end of a process."""
-        if self._control is not None:
-            self._control.close()
-        if self._metrics is not None:
-            self._metrics.close()
-        for kept in list(self.scratch.values()):
-            if callable(close := getattr(kept, "close", None)):
-                close()
+        for part in (self._consensus, self._reporter, self.checkpoints):
+            if part is not None:
+                part.close()
         if self.reducer is not None:
             self.reducer.close()
             self.reducer = None
@@ -181,7 +253,20 @@ class Session:
 
 
 _current: Session | None = None
+_parts: Parts | None = None
 _lock = threading.Lock()
+
+
+def install(parts: Parts) -> None:
+    """Let sessions make their parts as `parts` says."""
+    global _parts
+    _parts = parts
+
+
+def _installed() -> Parts:
+    if _parts is None:
+        raise RuntimeError("this needs the training library: import adaptdl_elastic.torch's names first")
+    return _parts
 
 
 def current() -> Session:

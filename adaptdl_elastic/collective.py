@@ -11,17 +11,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from pathlib import Path
 from typing import Any, NoReturn
 
-from adaptdl_elastic import _session, env
-from adaptdl_elastic.channel import CAN_NOT_JOIN
+from adaptdl_elastic import _frames, _session, env
+from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN
 from adaptdl_elastic.reducer import Future, ReduceFn, Reducer, default_reduce_fn
 
 __all__ = ["allreduce", "allreduce_async", "broadcast", "initialize", "teardown"]
-
-
-_HERE = str(Path(__file__).parent)
 
 
 def initialize(
@@ -128,10 +124,7 @@ def give_up(why: str) -> NoReturn:
 def _tag(kind: str, tag: str | None) -> str:
     """What the replicas compare: the call, its place in the script, and the epoch."""
     if tag is None:
-        frame = sys._getframe(2)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
-            frame = frame.f_back
-        tag = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        tag = _frames.script_line()
     elif not isinstance(tag, str):
         raise TypeError(f"tag={tag!r}: give a string")
     epoch = _session.current().epoch

@@ -7,199 +7,38 @@ AdaptDL's names for the parts of it that AdaptDL had, kept for scripts that call
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from functools import partial
-from types import MappingProxyType
-from typing import Annotated, Any
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
-
+from adaptdl_elastic import _session
 from adaptdl_elastic._checks import integer
-
-VERSION = 1
-_CONFIG = ConfigDict(extra="ignore", allow_inf_nan=False)
-
-PERF_PARAMS = MappingProxyType(
-    dict.fromkeys(("alpha_c", "beta_c", "alpha_n", "beta_n", "alpha_r", "beta_r", "gamma"))
+from adaptdl_elastic.protocol.hints import (
+    MOST,
+    PERF_PARAMS,
+    SCHED_HINTS,
+    VERSION,
+    JobHints,
+    MalformedHintsError,
+    ProfileEntry,
+    decode,
+    encode,
+    from_adaptdl,
 )
-"""Names of the parameters θ of the throughput model (Pollux, OSDI'21, section 3.2)."""
 
-SCHED_HINTS = MappingProxyType(
-    dict.fromkeys(
-        (
-            "initBatchSize",
-            "localBszBounds",
-            "maxBatchSize",
-            "maxProfiledReplicas",
-            "gradientAccumulation",
-            "gradParams",
-            "perfParams",
-        )
-    )
-)
-"""AdaptDL's names of what a job reports."""
-
-
-# What lies beyond is a defect of whoever wrote it, and nothing that could be calculated with.
-_Count = Annotated[int, Field(ge=0, le=10**9)]
-_Positive = Annotated[int, Field(ge=1, le=10**9)]
-_Seconds = Annotated[float, Field(ge=0, le=1e9)]
-MOST = 1e30
-"""The largest squared norm that can be reported."""
-
-_Amount = Annotated[float, Field(ge=0, le=MOST)]  # samples, squared norms
-_Rate = Annotated[float, Field(ge=0, le=1e12)]  # samples per second
-_Gamma = Annotated[float, Field(ge=1, le=1e3)]
-_Theta = tuple[_Seconds, _Seconds, _Seconds, _Seconds, _Seconds, _Seconds, _Gamma]
-_SHORTEST = 1e-12  # seconds that a forward and backward pass takes at least
-
-
-@dataclass(frozen=True, config=_CONFIG)
-class ProfileEntry:
-    """Mean step times at one configuration, in seconds."""
-
-    nodes: _Positive
-    replicas: _Positive
-    atomic_bsz: _Positive
-    accum_step_time: _Seconds  # a forward and backward pass without synchronisation; 0: not measured
-    optim_step_time: _Seconds  # a forward and backward pass with gradient synchronisation and step
-    accum_count: _Count = 0  # how many of each were measured
-    optim_count: _Count = 0
-
-
-@dataclass(frozen=True, config=_CONFIG)
-class JobHints:
-    """A job's report. Sizes are in samples, times in seconds, rates in samples per second.
-
-    Raises pydantic's ValidationError for what can not be, whoever makes one; `decode` says it in a line.
-    """
-
-    job: str
-    generation: int
-    nodes: _Positive
-    replicas: _Positive
-    init_batch_size: _Count
-    batch_size: _Count  # in use now, global
-    atomic_bsz: _Count
-    accumulation_steps: _Count = 0
-    max_batch_size: _Positive | None = None  # None: autoscale_batch_size was never called
-    local_bsz_bounds: tuple[_Positive, _Positive] | None = None
-    gradient_accumulation: bool = False
-    max_profiled_replicas: _Count = 1
-    grad_params: tuple[_Amount, _Amount] | None = None  # |G|² and tr Σ at init_batch_size
-    perf_params: _Theta | None = None  # in the order of PERF_PARAMS
-    profile: Annotated[tuple[ProfileEntry, ...], Field(max_length=10_000)] = ()
-    gain: _Amount = 1.0
-    lr_factor: _Amount = 1.0
-    throughput: _Rate | None = None  # measured
-    goodput: _Rate | None = None  # measured: throughput × efficiency
-    predicted_goodput: _Rate | None = None  # by the model, for this configuration
-    efficiency: _Amount | None = None
-    epoch: _Count = 0
-    epochs: _Count | None = None  # remaining_epochs_until's argument
-    progress: _Amount | None = None  # fraction of the whole job that is done, where epochs are declared
-    samples_done: _Amount | None = None  # in samples at init_batch_size, since the job's start
-    remaining_samples: _Amount | None = None  # the same, to the declared end
-    step: _Count = 0
-    inplace: bool = False  # whether this script and backend could rescale in place
-    inplace_reason: str = ""  # why not
-    time: float = 0.0
-
-    def __post_init__(self) -> None:
-        low, high = self.local_bsz_bounds or (1, 1)
-        if low > high:
-            raise ValueError(f"local_bsz_bounds: {low} is more than {high}")
-        if self.max_batch_size is not None and self.max_batch_size < self.init_batch_size:
-            raise ValueError(
-                f"max_batch_size: {self.max_batch_size} is less than init_batch_size {self.init_batch_size}"
-            )
-        if self.perf_params is not None and sum(self.perf_params[:2]) < _SHORTEST:
-            raise ValueError("perf_params: steps that take no time at all (alpha_c, beta_c)")
-
-
-_ADAPTER: TypeAdapter[JobHints] = TypeAdapter(JobHints)
-
-
-class MalformedHintsError(ValueError):
-    """A report that does not fit the schema."""
-
-
-def encode(hints: JobHints) -> str:
-    """Hints as versioned JSON."""
-    return f'{{"v":{VERSION},{_ADAPTER.dump_json(hints).decode()[1:]}'
-
-
-def decode(text: str | bytes) -> JobHints:
-    """The hints that `text` holds; MalformedHintsError says what is wrong with it."""
-    try:
-        return _ADAPTER.validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        if first["type"] == "value_error":
-            raise MalformedHintsError(first["msg"].removeprefix("Value error, ")) from None
-        where = ".".join(str(part) for part in first["loc"]) or "hints"
-        raise MalformedHintsError(f"{where}: {first['msg']}") from None
-
-
-_FIELDS = {
-    "initBatchSize": "init_batch_size",
-    "localBszBounds": "local_bsz_bounds",
-    "maxBatchSize": "max_batch_size",
-    "maxProfiledReplicas": "max_profiled_replicas",
-    "gradientAccumulation": "gradient_accumulation",
-    "gradParams": "grad_params",
-    "perfParams": "perf_params",
-}
-
-
-def from_adaptdl(sched_hints: Mapping[str, Any]) -> dict[str, Any]:
-    """AdaptDL's hints by the names of `JobHints`' fields; None values are left out.
-
-    Raises:
-        ValueError: for a name that is not one of SCHED_HINTS (or, in perfParams, PERF_PARAMS).
-        TypeError: for what is no dictionary.
-    """
-    if not isinstance(sched_hints, Mapping):
-        raise TypeError(f"hints are a dictionary of {', '.join(SCHED_HINTS)}; got {sched_hints!r}")
-    fields: dict[str, Any] = {}
-    for name, value in sched_hints.items():
-        if name not in _FIELDS:
-            raise ValueError(f"no such hint: {name!r}; there are {', '.join(SCHED_HINTS)}")
-        if value is not None:
-            fields[_FIELDS[name]] = _PARTS[name](value) if name in _PARTS else value
-    return fields
-
-
-def _numbers(name: str, value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple):
-        raise TypeError(f"{name}={value!r}: give a list of numbers")
-    return tuple(value)
-
-
-def _perf_params(value: Any) -> tuple[float, ...]:
-    if not isinstance(value, Mapping):
-        return _numbers("perfParams", value)
-    if set(value) != set(PERF_PARAMS):
-        raise ValueError(
-            f"perfParams needs exactly {', '.join(PERF_PARAMS)}, got {', '.join(map(str, value))}"
-        )
-    return tuple(value[name] for name in PERF_PARAMS)
-
-
-def _grad_params(value: Any) -> tuple[float, ...]:
-    if not isinstance(value, Mapping):
-        return _numbers("gradParams", value)
-    if not {"var"} < set(value) <= {"norm", "sqr", "var"} or len(value) != 2:
-        raise ValueError(f"gradParams needs norm and var, got {', '.join(map(str, value))}")
-    return (value["norm"] if "norm" in value else value["sqr"], value["var"])
-
-
-_PARTS: dict[str, Callable[[Any], Any]] = {
-    "perfParams": _perf_params,
-    "gradParams": _grad_params,
-    "localBszBounds": partial(_numbers, "localBszBounds"),
-}
+__all__ = [
+    "MOST",
+    "PERF_PARAMS",
+    "SCHED_HINTS",
+    "VERSION",
+    "JobHints",
+    "MalformedHintsError",
+    "ProfileEntry",
+    "decode",
+    "encode",
+    "from_adaptdl",
+    "post_sched_hints",
+]
 
 
 def _plain(value: Any) -> Any:
@@ -222,10 +61,6 @@ def post_sched_hints(sched_hints: Mapping[str, Any], job_key: str | None = None)
         ValueError: for an unknown name.
         MalformedHintsError, TypeError: for a value that does not fit.
     """
-    from dataclasses import asdict
-
-    from adaptdl_elastic import _session
-
     session = _session.current()
     hints = asdict(session.metrics.hints()) | from_adaptdl(sched_hints)
     if session.rank != 0:

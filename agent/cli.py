@@ -8,8 +8,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from adaptdl_elastic.agent.options import OptionError, parse
-from adaptdl_elastic.channel import STOPPED
+from adaptdl_elastic.agent.terminal.run_options import OptionError, parse
+from adaptdl_elastic.protocol.channel import STOPPED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,10 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"adaptdl-run: error: {error}", file=sys.stderr)
         return 2
     from adaptdl_elastic.agent.launch import STOPPING, LaunchError, complain, ignore_signals, launch
-    from adaptdl_elastic.agent.output import NoOutputError, StreamOptionError
-    from adaptdl_elastic.rendezvous.addresses import NoPortError
-    from adaptdl_elastic.rendezvous.options import StoreOptionError
-    from adaptdl_elastic.rendezvous.runtime_file import RuntimeFileError
+    from adaptdl_elastic.agent.terminal.replica_output import NoOutputError, StreamOptionError
+    from adaptdl_elastic.rendezvous.local.addresses import NoPortError
+    from adaptdl_elastic.rendezvous.local.runtime_file import RuntimeFileError
+    from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError
 
     for note in options.notes:
         complain(note)

@@ -19,29 +19,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import adaptdl_elastic
-from adaptdl_elastic._storage import StorageError
-from adaptdl_elastic.agent import finished, interruption, joining
-from adaptdl_elastic.agent.child import Command
-from adaptdl_elastic.agent.coordinator_host import CoordinatorCommand
-from adaptdl_elastic.agent.display import Display
-from adaptdl_elastic.agent.environ import JobEnvironment, SharePath
-from adaptdl_elastic.agent.eventlog import EventLog
-from adaptdl_elastic.agent.forkserver import ForkServer
-from adaptdl_elastic.agent.options import MANY_REPLICAS, PROGRAM, Options
-from adaptdl_elastic.agent.output import Output, Streams
-from adaptdl_elastic.agent.setting import Setting
-from adaptdl_elastic.agent.states import Identity
-from adaptdl_elastic.agent.storelink import Registration
-from adaptdl_elastic.channel import STOPPED
-from adaptdl_elastic.rendezvous import runtime_file
-from adaptdl_elastic.rendezvous.addresses import address_towards, listen
-from adaptdl_elastic.rendezvous.connect import connect
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.local_server import LocalServer
-from adaptdl_elastic.rendezvous.options import StoreOptionError, StoreOptions, parse_endpoints
-from adaptdl_elastic.rendezvous.plans import PlanStore
-from adaptdl_elastic.rendezvous.records import JobSpec, NodeRecord, Rescale
-from adaptdl_elastic.rendezvous.store import Store, StoreError
+from adaptdl_elastic.agent.cluster import checkpoint_archive, job_joining
+from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
+from adaptdl_elastic.agent.cluster.store_link import Registration
+from adaptdl_elastic.agent.core.states import AgentIdentity
+from adaptdl_elastic.agent.machine import interruption
+from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
+from adaptdl_elastic.agent.runtime.fork_server import ForkServer
+from adaptdl_elastic.agent.runtime.forked_child import Command
+from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment, SharePath
+from adaptdl_elastic.agent.terminal.display import Display
+from adaptdl_elastic.agent.terminal.event_log import EventLog
+from adaptdl_elastic.agent.terminal.replica_output import Output, Streams
+from adaptdl_elastic.agent.terminal.run_options import MANY_REPLICAS, PROGRAM, RunOptions
+from adaptdl_elastic.protocol.channel import STOPPED
+from adaptdl_elastic.rendezvous.local import runtime_file
+from adaptdl_elastic.rendezvous.local.addresses import address_towards, listen
+from adaptdl_elastic.rendezvous.local.store_server import LocalServer
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, NodeRecord, Rescale
+from adaptdl_elastic.rendezvous.store.base import Store, StoreError
+from adaptdl_elastic.rendezvous.store.connect import connect
+from adaptdl_elastic.rendezvous.store.plan_store import PlanStore
+from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, StoreOptions, parse_endpoints
+from adaptdl_elastic.storage import StorageError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -58,7 +59,7 @@ class LaunchError(RuntimeError):
     """The run can not start; the message says what to do."""
 
 
-def launch(options: Options, say: Callable[[str], None]) -> int:
+def launch(options: RunOptions, say: Callable[[str], None]) -> int:
     """Run this node's part of the job; the exit code. LaunchError when it can not start."""
     with ExitStack() as stack:
         redirects = Streams.parse("--redirects", options.redirects)
@@ -93,7 +94,7 @@ def launch(options: Options, say: Callable[[str], None]) -> int:
             stack.callback(runtime_file.remove, options.job, os.getpid())
         # Before anything is leased: while torch's libraries are loaded no other thread of ours runs: on a
         # busy machine for longer than a lease.
-        importlib.import_module("adaptdl_elastic.agent.elastic")
+        importlib.import_module("adaptdl_elastic.agent.runtime.agent")
         outfit = Outfit(access, Keys(options.cluster), fork_server, output, events, display, share)
         return _run(options, _join(options, outfit), outfit)
 
@@ -139,11 +140,11 @@ class _Found:
 
     spec: JobSpec
     registration: Registration
-    identity: interruption.Identity | None
+    identity: interruption.InstanceIdentity | None
     host: str
 
 
-def _store(options: Options, environ: Mapping[str, str], stack: ExitStack) -> StoreAccess:
+def _store(options: RunOptions, environ: Mapping[str, str], stack: ExitStack) -> StoreAccess:
     """Connect to the store, or keep one in this process where no endpoint is given."""
     environ = store_environment(options, environ)
     if options.endpoint is None:
@@ -164,7 +165,7 @@ def _store(options: Options, environ: Mapping[str, str], stack: ExitStack) -> St
     return StoreAccess(options.endpoint, store, environ)
 
 
-def store_environment(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
+def store_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[str, str]:
     """`environ`, with `ADAPTDL_ETCD_*` as the command line has it, and without where there is no etcd.
 
     The coordinator that this agent may come to keep gets it: the process list is everybody's to read.
@@ -203,14 +204,14 @@ def check_checkpoint_path(path: str) -> None:
         ) from None
 
 
-def _open_event_log(options: Options, say: Callable[[str], None]) -> EventLog:
+def _open_event_log(options: RunOptions, say: Callable[[str], None]) -> EventLog:
     try:
         return EventLog(options.event_log, say)
     except OSError as error:
         raise LaunchError(f"--event-log {options.event_log}: {error.strerror}") from None
 
 
-def _join(options: Options, outfit: Outfit) -> _Found:
+def _join(options: RunOptions, outfit: Outfit) -> _Found:
     """Register this node and join the job, or begin it; LaunchError when that can not be."""
     host = options.local_addr or "127.0.0.1"
     if not (options.local_addr or options.standalone):
@@ -223,26 +224,28 @@ def _join(options: Options, outfit: Outfit) -> _Found:
             f"the checkpoints of the finished job in {options.checkpoint_path} can not be looked at and put "
             f"aside: {error}; give another --checkpoint-path"
         ) from None
-    except (joining.JoinError, StoreError) as error:
+    except (job_joining.JoinError, StoreError) as error:
         raise LaunchError(str(error)) from None
 
 
-def _take_part(options: Options, host: str, store: Store, keys: Keys, say: Callable[[str], None]) -> _Found:
+def _take_part(
+    options: RunOptions, host: str, store: Store, keys: Keys, say: Callable[[str], None]
+) -> _Found:
     identity = interruption.discover()
-    if not (options.once and joining.has_ended(store, keys, options.job)):
-        finished.archive_finished(
+    if not (options.once and job_joining.has_ended(store, keys, options.job)):
+        checkpoint_archive.archive_finished(
             store,
             keys,
             options.job,
             options.checkpoint_path,
-            lambda: bool(joining.live_agents(store, keys, options.job)),
+            lambda: bool(job_joining.live_agents(store, keys, options.job)),
             say,
         )
     fresh = job_spec(options)
     record = _node_record(options, host, identity, fresh.run)
-    registration = joining.register(store, keys, record, exact=options.node_name is not None)
+    registration = job_joining.register(store, keys, record, exact=options.node_name is not None)
     try:
-        spec = joining.join_job(store, keys, fresh, record.version, say, options.once)
+        spec = job_joining.join_job(store, keys, fresh, record.version, say, options.once)
         if spec.run != fresh.run:
             registration.update(run=spec.run)
     except BaseException:
@@ -251,9 +254,11 @@ def _take_part(options: Options, host: str, store: Store, keys: Keys, say: Calla
     return _Found(spec, registration, identity, host)
 
 
-def _node_record(options: Options, host: str, identity: interruption.Identity | None, run: str) -> NodeRecord:
+def _node_record(
+    options: RunOptions, host: str, identity: interruption.InstanceIdentity | None, run: str
+) -> NodeRecord:
     return NodeRecord(
-        node=options.node_name or joining.node_name(socket.gethostname()),
+        node=options.node_name or job_joining.node_name(socket.gethostname()),
         job=options.job,
         run=run,
         agent=uuid.uuid4().hex[:12],
@@ -280,7 +285,7 @@ def _count_gpus() -> int:
     )
 
 
-def job_spec(options: Options) -> JobSpec:
+def job_spec(options: RunOptions) -> JobSpec:
     """What the command line says about the job, as a new run."""
     return JobSpec(
         job=options.job,
@@ -300,12 +305,12 @@ def job_spec(options: Options) -> JobSpec:
         preemptible=options.preemptible,
         avoid_preemptible_nodes=options.avoid_preemptible_nodes,
         weight=options.weight,
-        curve_key=_digest(options),
+        profile_key=_digest(options),
         created=time.time(),
     )
 
 
-def _digest(options: Options) -> str:
+def _digest(options: RunOptions) -> str:
     """The same for the same script with the same arguments, wherever it lies: jobs that have it in common
     share their profiles, agents that do not have it are not of one job."""
     script = Path(options.script)
@@ -316,13 +321,13 @@ def _digest(options: Options) -> str:
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-def _run(options: Options, found: _Found, outfit: Outfit) -> int:
+def _run(options: RunOptions, found: _Found, outfit: Outfit) -> int:
     """Run the agent until this node's part is over; the exit code."""
-    from adaptdl_elastic.agent.elastic import AdaptiveAgent
-    from adaptdl_elastic.agent.journal import Journal
+    from adaptdl_elastic.agent.runtime.agent import ElasticAgent
+    from adaptdl_elastic.agent.terminal.event_recorder import Journal
 
     journal = Journal(outfit.events.write)
-    agent = AdaptiveAgent(
+    agent = ElasticAgent(
         _worker_spec(options),
         _setting(options, found, outfit),
         outfit.access.store.of_node(found.registration.record.node),
@@ -345,7 +350,7 @@ def _run(options: Options, found: _Found, outfit: Outfit) -> int:
             watcher.stop()
         try:
             if agent.job_done:  # while we are registered nobody puts aside, and no note comes too late for it
-                finished.note_finished(options.checkpoint_path, found.spec.run, outfit.display.say)
+                checkpoint_archive.note_finished(options.checkpoint_path, found.spec.run, outfit.display.say)
         finally:
             found.registration.close()
             outfit.share.close(agent.job_done)
@@ -357,10 +362,10 @@ def _run(options: Options, found: _Found, outfit: Outfit) -> int:
     return agent.exit_code
 
 
-def _setting(options: Options, found: _Found, outfit: Outfit) -> Setting:
+def _setting(options: RunOptions, found: _Found, outfit: Outfit) -> AgentConfig:
     record = found.registration.record
-    return Setting(
-        me=Identity(
+    return AgentConfig(
+        me=AgentIdentity(
             record.node,
             record.agent,
             options.job,
@@ -389,10 +394,10 @@ def _setting(options: Options, found: _Found, outfit: Outfit) -> Setting:
     )
 
 
-def _worker_spec(options: Options) -> WorkerSpec:
+def _worker_spec(options: RunOptions) -> WorkerSpec:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    from adaptdl_elastic.agent.rendezvous_handler import PlanHandler
+    from adaptdl_elastic.agent.runtime.plan_handler import PlanHandler
 
     return WorkerSpec(
         role=options.role,
@@ -404,7 +409,7 @@ def _worker_spec(options: Options) -> WorkerSpec:
     )
 
 
-def _coordinator_command(options: Options, access: StoreAccess) -> CoordinatorCommand:
+def _coordinator_command(options: RunOptions, access: StoreAccess) -> CoordinatorCommand:
     """Of the coordinator that this agent may come to keep."""
     arguments = ["--etcd", access.endpoint, "--cluster", options.cluster, "--etcd-api", options.etcd_api]
     if options.standalone:

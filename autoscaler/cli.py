@@ -7,7 +7,6 @@ Every subcommand lives in its own module, which is imported only when it is used
 from __future__ import annotations
 
 import difflib
-import importlib
 import math
 import os
 import sys
@@ -18,12 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import click
 from click.core import ParameterSource
 
+from adaptdl_elastic.extensions import ExtensionError, ExtensionPoint
+
 if TYPE_CHECKING:
-    from adaptdl_elastic.rendezvous.options import StoreOptions
-    from adaptdl_elastic.rendezvous.store import Store
+    from adaptdl_elastic.rendezvous.store.base import Store
+    from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
 _HERE = "adaptdl_elastic.autoscaler"
-_COMMANDS: dict[str, tuple[str, str]] = {
+_OWN: dict[str, tuple[str, str]] = {
     "ls": (f"{_HERE}.commands.jobs:ls", "What runs: jobs, their size, batch size, goodput and progress."),
     "status": (f"{_HERE}.commands.jobs:status", "One job in detail."),
     "explain": (f"{_HERE}.commands.explain:explain", "Why a job has what it has."),
@@ -35,9 +36,14 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "events": (f"{_HERE}.commands.cluster:events", "What the coordinator did of late."),
     "doctor": (f"{_HERE}.commands.doctor:doctor", "Check this node and the store, and name the remedies."),
     "coordinator": (f"{_HERE}.commands.cluster:coordinator", "Serve every job of a cluster."),
-    "simulate": (f"{_HERE}.simulator.cli:simulate", "Replay a workload against a policy."),
+    "simulate": (f"{_HERE}.simulator.simulate_command:simulate", "Replay a workload against a policy."),
     "autoscale": (f"{_HERE}.commands.autoscale:autoscale", "Let a cloud give and take nodes."),
 }
+
+COMMANDS = ExtensionPoint(
+    "command", "adaptdl_elastic.commands", {name: target for name, (target, _) in _OWN.items()}
+)
+"""The subcommands of `adaptdl`; another package adds one by an entry point to a `click.Command`."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -87,37 +93,45 @@ class Finite(click.FloatRange):
         return super().convert(value, param, ctx)
 
 
+def _short_help(name: str) -> str:
+    """Return one line for the list of commands, without importing the command."""
+    return _OWN[name][1] if name in _OWN else f"From the package {COMMANDS.origin(name)}."
+
+
 class _LazyGroup(click.Group):
     """Subcommands by name of the module they are in."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
+        return COMMANDS.names()
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
+        if cmd_name not in COMMANDS.names():
             return None
-        module, _, name = _COMMANDS[cmd_name][0].partition(":")
         try:
-            command = getattr(importlib.import_module(module), name)
+            command = COMMANDS.load(cmd_name)
         except ModuleNotFoundError as error:
             raise CommandError(
                 f"{cmd_name} needs the module {error.name!r}, which is not installed"
             ) from error
-        assert isinstance(command, click.Command)
+        except ExtensionError as error:
+            raise CommandError(str(error)) from error
+        if not isinstance(command, click.Command):
+            raise CommandError(f"the command {cmd_name!r} of {COMMANDS.origin(cmd_name)} is no click.Command")
         return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        if name in _COMMANDS or name.startswith("-") or ctx.resilient_parsing:
+        names = COMMANDS.names()
+        if name in names or name.startswith("-") or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
-        close = difflib.get_close_matches(name, _COMMANDS, 1)
+        close = difflib.get_close_matches(name, names, 1)
         raise OptionError(f"there is no command {name!r}" + (f" (did you mean {close[0]}?)" if close else ""))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+            formatter.write_dl([(name, _short_help(name)) for name in COMMANDS.names()])
 
 
 @click.group(
@@ -150,7 +164,7 @@ class Where:
         cluster = self.cluster or os.environ.get("ADAPTDL_CLUSTER")
         if endpoint:
             return endpoint, cluster or "default"
-        from adaptdl_elastic.rendezvous import runtime_file
+        from adaptdl_elastic.rendezvous.local import runtime_file
 
         try:
             found = runtime_file.find(job)
@@ -169,8 +183,8 @@ class Where:
 
     def options(self, endpoint: str) -> StoreOptions:
         """The time-out and the credentials for an endpoint; a standalone job's store takes no credentials."""
-        from adaptdl_elastic.rendezvous.local_store import is_local
-        from adaptdl_elastic.rendezvous.options import StoreOptions
+        from adaptdl_elastic.rendezvous.store.local_socket import is_local
+        from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
         if is_local(endpoint):
             name = "ADAPTDL_ETCD_TIMEOUT"
@@ -179,9 +193,9 @@ class Where:
 
     def connect(self, job: str | None = None) -> tuple[Store, str]:
         """The store and the cluster; CommandError when it can not be had."""
-        from adaptdl_elastic.rendezvous.connect import connect
-        from adaptdl_elastic.rendezvous.local_store import is_local
-        from adaptdl_elastic.rendezvous.store import StoreAuthError, StoreError
+        from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreError
+        from adaptdl_elastic.rendezvous.store.connect import connect
+        from adaptdl_elastic.rendezvous.store.local_socket import is_local
 
         endpoint, cluster = self.locate(job)
         try:
@@ -282,7 +296,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:
-        from adaptdl_elastic.rendezvous.store import StoreError
+        from adaptdl_elastic.rendezvous.store.base import StoreError
 
         if not isinstance(error, StoreError):
             raise

@@ -28,12 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from adaptdl_elastic.autoscaler.policy.allocate import allocate
-from adaptdl_elastic.autoscaler.policy.types import Settings
+from adaptdl_elastic.autoscaler.policy.policy_types import PolicySettings
 from adaptdl_elastic.autoscaler.providers.base import Pool
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 from adaptdl_elastic.autoscaler.simulator.application import read_application
-from adaptdl_elastic.autoscaler.simulator.engine import Options
-from adaptdl_elastic.autoscaler.simulator.market import NOTICE, Market, fixed, generate, read_market
+from adaptdl_elastic.autoscaler.simulator.engine import SimulationOptions
 from adaptdl_elastic.autoscaler.simulator.market_bound import Frontier, cost_at, frontier
 from adaptdl_elastic.autoscaler.simulator.market_run import (
     Bill,
@@ -41,6 +40,13 @@ from adaptdl_elastic.autoscaler.simulator.market_run import (
     run_fixed,
     run_goodput,
     run_threshold,
+)
+from adaptdl_elastic.autoscaler.simulator.simulated_market import (
+    NOTICE,
+    SimulatedMarket,
+    fixed,
+    generate,
+    read_market,
 )
 from adaptdl_elastic.autoscaler.simulator.workload import WorkloadError, read_workload
 
@@ -61,11 +67,15 @@ def setup(traces: Path, workload: int, pause: float) -> Setup:
     apps = {folder.name: read_application(folder) for folder in sorted((traces / "apps").iterdir())}
     jobs = read_workload(traces / "workloads" / f"workload-{workload}.csv")
     # CPU seconds, not a busy machine's, must never decide what is allocated
-    settings = Settings(time_limit=60.0)
-    return Setup(jobs, apps, allocate, settings, Options(pause=pause, interval=60.0, events=True), SLOTS)
+    settings = PolicySettings(time_limit=60.0)
+    return Setup(
+        jobs, apps, allocate, settings, SimulationOptions(pause=pause, interval=60.0, events=True), SLOTS
+    )
 
 
-def run(task: Task, traces: Path, pause: float, most: int, market: Market | None = None) -> dict[str, Any]:
+def run(
+    task: Task, traces: Path, pause: float, most: int, market: SimulatedMarket | None = None
+) -> dict[str, Any]:
     """One simulation, in a process of its own."""
     kind, workload, numbers = task
     began = time.process_time()

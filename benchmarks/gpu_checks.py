@@ -34,8 +34,9 @@ import step_overhead
 from step_overhead import CASES, Options
 
 from adaptdl_elastic import _session
-from adaptdl_elastic.torch import _backend, _selftest, _transfer
-from adaptdl_elastic.torch._noise import Schedule
+from adaptdl_elastic.torch._elastic import state_transfer as transfer
+from adaptdl_elastic.torch._gradient.estimator import Schedule
+from adaptdl_elastic.torch._process_group import backends, selftest
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
 EVERY = Schedule(longest=1)
@@ -138,23 +139,23 @@ def peak_memory() -> dict[str, Any]:
 def self_test(backend: str = "nccl") -> dict[str, Any]:
     """What a job asks before it changes in place. With two GPUs one of two processes is killed in it."""
     began = time.monotonic()
-    why = _selftest.ask_processes(backend, _selftest.LIMIT)
+    why = selftest.ask_processes(backend, selftest.LIMIT)
     assert why is None, why
     return {"seconds": time.monotonic() - began}
 
 
 def made_anew(backend: str = "nccl", times: int = 20) -> dict[str, Any]:
     """A world of one, aborted with an all-reduce under way and made anew: nothing may be left behind."""
-    kind = _backend.kind(backend)
-    assert issubclass(kind, _backend.Nccl)
+    kind = backends.kind(backend)
+    assert issubclass(kind, backends.Nccl)
     kind.prepare()
     used, threads, seconds = [], [], []
     for _ in range(times + 1):
         began = time.monotonic()
-        group = _selftest._join(kind, backend, dist.HashStore(), 0, 1, kind.devices()[0])
+        group = selftest._join(kind, backend, dist.HashStore(), 0, 1, kind.devices()[0])
         flat = torch.ones(1 << 24, device=group.device)
         group.queue(lambda flat=flat: dist.all_reduce(flat, async_op=True))
-        _selftest._abort(group)
+        selftest._abort(group)
         seconds.append(time.monotonic() - began)
         used.append(_used(group.device))
         threads.append(len(list(Path("/proc/self/task").iterdir())))
@@ -183,8 +184,8 @@ def newcomer(backend: str = "nccl") -> dict[str, Any]:
     """A model that warms up on torch's fake backend and then joins a world, as a newcomer's does."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    kind = _backend.kind(backend)
-    assert issubclass(kind, _backend.Nccl)
+    kind = backends.kind(backend)
+    assert issubclass(kind, backends.Nccl)
     kind.prepare()
     device = kind.devices()[0]
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
@@ -201,7 +202,7 @@ def newcomer(backend: str = "nccl") -> dict[str, Any]:
     train()
     dist.destroy_process_group()
     began = time.monotonic()
-    group = _selftest._join(kind, backend, dist.HashStore(), 0, 1, device)
+    group = selftest._join(kind, backend, dist.HashStore(), 0, 1, device)
     adp.reinit_process_group()
     joined = time.monotonic() - began
     train()
@@ -211,7 +212,7 @@ def newcomer(backend: str = "nccl") -> dict[str, Any]:
     return {"seconds": joined}
 
 
-class _Loop(_backend.Group):
+class _Loop(backends.Group):
     """Sends to itself, through memory of the device: NCCL has no two ranks on one GPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -241,21 +242,21 @@ def state_transfer(device: str = "cuda:0") -> dict[str, Any]:
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     tensors: list[torch.Tensor] = []
-    described = _transfer._strip(state, tensors)
-    slots: list[_transfer.Slot] = []
-    _transfer._find_slots(described, slots)
+    described = transfer.strip(state, tensors)
+    slots: list[transfer.Slot] = []
+    transfer._find_slots(described, slots)
     targets, group = [slot.fresh() for slot in slots], _Loop(torch.device(device))
     size = sum(tensor.nbytes for tensor in tensors)
     before = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     began = time.monotonic()
 
     def there_and_back() -> None:
-        pairs = zip(_transfer._buckets(tensors), _transfer._buckets(targets), strict=True)
+        pairs = zip(transfer._buckets(tensors), transfer._buckets(targets), strict=True)
         for ours, theirs in pairs:
-            _transfer.send_bucket(group, ours, 0)
-            _transfer._receive(group, theirs, 0)
+            transfer.send_bucket(group, ours, 0)
+            transfer._receive(group, theirs, 0)
 
-    _backend.patiently(_session.current(), group, there_and_back)
+    backends.patiently(_session.current(), group, there_and_back)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     seconds = time.monotonic() - began

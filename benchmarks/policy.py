@@ -22,7 +22,14 @@ import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from adaptdl_elastic.autoscaler.policy import GoodputModel, JobInfo, NodeInfo, Objective, Settings, allocate
+from adaptdl_elastic.autoscaler.policy import (
+    GoodputModel,
+    JobInfo,
+    NodeInfo,
+    Objective,
+    PolicySettings,
+    allocate,
+)
 from adaptdl_elastic.goodput import GradParams, PerfParams
 
 CONFIG = ConfigDict(extra="ignore", allow_inf_nan=False, strict=True)
@@ -99,7 +106,7 @@ def read(path: Path) -> Instance:
         raise InstanceError(f"{path}: not an instance: {where + ': ' if where else ''}{text}") from None
 
 
-SETTINGS = Settings(objective=Objective.SPEEDUP, default_pause=0.0, hysteresis=0.0)
+SETTINGS = PolicySettings(objective=Objective.SPEEDUP, default_pause=0.0, hysteresis=0.0)
 
 
 def problem(instance: Instance) -> tuple[list[JobInfo], list[NodeInfo]]:

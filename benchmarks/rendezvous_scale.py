@@ -23,18 +23,22 @@ import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from multiprocessing.queues import Queue
+from pathlib import Path
 from typing import Any
 
 import requests
 
-from adaptdl_elastic.agent.decisions import PlanSeen
-from adaptdl_elastic.agent.mirror import Mirror
-from adaptdl_elastic.agent.storelink import Registration, Watcher
-from adaptdl_elastic.rendezvous.connect import StoreOptions, connect
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.records import Cause, NodeRecord, Placement, Plan, Transition, encode
-from adaptdl_elastic.rendezvous.server import EtcdServer
-from adaptdl_elastic.rendezvous.store import Store
+from adaptdl_elastic.agent.cluster.store_link import Registration, Watcher
+from adaptdl_elastic.agent.cluster.store_view import StoreView
+from adaptdl_elastic.agent.core.decisions import PlanSeen
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import Cause, NodeRecord, Placement, Plan, Transition, encode
+from adaptdl_elastic.rendezvous.store.base import Store
+from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+from etcd_server import EtcdServer
 
 JOB = "scale"
 DEADLINE = 120.0  # seconds until a step of this benchmark is given up
@@ -62,7 +66,7 @@ class Agent:
         self.node = f"node-{number:05}"
         self._results = results
         self._store = connect(endpoint, api="v3", options=StoreOptions(timeout=60)).of_node(self.node)
-        self._mirror = Mirror(keys, JOB, self.node)
+        self._mirror = StoreView(keys, JOB, self.node)
         record = NodeRecord(self.node, JOB, "run", f"agent-{number:05}", "127.0.0.1", 1, joined=time.time())
         self._registration = Registration(self._store, keys, record, ttl=30.0)
         self._registration.register()

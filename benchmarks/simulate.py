@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from adaptdl_elastic.autoscaler.policy import Settings
+from adaptdl_elastic.autoscaler.policy import PolicySettings
 from adaptdl_elastic.autoscaler.simulator.application import read_application
 from adaptdl_elastic.autoscaler.simulator.baselines import POLICIES, make_policy
-from adaptdl_elastic.autoscaler.simulator.cli import EVENTS_PAY_BELOW
-from adaptdl_elastic.autoscaler.simulator.engine import FixedCluster, Options, Simulation
-from adaptdl_elastic.autoscaler.simulator.report import summarize
+from adaptdl_elastic.autoscaler.simulator.engine import FixedCluster, Simulation, SimulationOptions
+from adaptdl_elastic.autoscaler.simulator.outcome_report import summarize
+from adaptdl_elastic.autoscaler.simulator.simulate_command import EVENTS_PAY_BELOW
 from adaptdl_elastic.autoscaler.simulator.workload import read_workload
 
 TRACES = Path(__file__).resolve().parent.parent.parent / "shared" / "traces"
@@ -34,7 +34,7 @@ def replay(traces: Path, number: int, options: argparse.Namespace) -> dict[str, 
     policy, tuned = make_policy(options.policy)
     rng = np.random.default_rng(number + 1000 * options.seed)
     factors = np.exp(rng.normal(0.0, options.declared_sigma, len(workload)))
-    how = Options(
+    how = SimulationOptions(
         pause=options.rescale_cost,
         events=options.rescale_cost < EVENTS_PAY_BELOW,
         tuned=tuned,
@@ -42,7 +42,7 @@ def replay(traces: Path, number: int, options: argparse.Namespace) -> dict[str, 
         undeclared=options.undeclared,
     )
     wall, cpu = time.perf_counter(), time.process_time()
-    outcome = Simulation(workload, apps, FixedCluster(16, 4), policy, Settings(), how).run()
+    outcome = Simulation(workload, apps, FixedCluster(16, 4), policy, PolicySettings(), how).run()
     report = summarize(outcome, fairness=False)
     published = json.loads((traces / "baselines.json").read_text(encoding="utf-8"))["policies"]
     return {

@@ -37,8 +37,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptdl_elastic import _session
-from adaptdl_elastic.torch._noise import Schedule
-from adaptdl_elastic.torch._undo import Before
+from adaptdl_elastic.torch._elastic.step_snapshot import Before
+from adaptdl_elastic.torch._gradient.estimator import Schedule
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 from adaptdl_elastic.torch.scaling_rules import AdamScale, AdaScale, ScalingRuleBase
 
@@ -180,7 +180,7 @@ class Trainee:
         cpu, wall = time.process_time(), time.perf_counter()
         for inputs, targets in batches:
             if self.resilient:
-                self.before = Before(_session.current(), [self.model], 0, self.before)
+                self.before = Before(_session.current(), 0, self.before)
             self.optimizer.zero_grad()
             with torch.autocast(self.device.type, self.kind, enabled=self.kind is not None):
                 loss = self.loss(self.model(inputs), targets)

@@ -38,11 +38,14 @@ FIRST = {
 INTERNAL = {
     "torch.data": {
         "AdaptiveDataLoaderHelper": "micro_batch window_samples local_samples gradient_weight adaptive "
-        "training_unknown settled settle train ended pause begin_window begin_batch end_batch epoch_done",
+        "training_unknown settled settle train ended pause begin_window begin_batch end_batch epoch_done "
+        "may_accumulate accumulation sync_local_bsz",
     },
     "torch.parallel": {
         "AdaptiveDataParallel": "reinit_process_group absorb_failures give_up stuck failure clear_failure "
-        "data_loop_begins stepping skipped_step step_left_out drop_window",
+        "data_loop_begins stepping skipped_step step_left_out drop_window optimizer lr_scheduler mp_scaler "
+        "has_own_process_group accumulates_by_hand window_under_way attempted_steps progress statistics "
+        "load_statistics why_not_resilient snapshot_step",
     },
     "torch.gradient_noise_scale": {
         "GradientNoiseScale": "set_progress set_accum_scale accum_count should_zero_grad reset_accumulation "

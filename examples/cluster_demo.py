@@ -19,7 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from adaptdl_elastic.rendezvous.server import EtcdServer
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # the etcd is the tests'
+
+from etcd_server import EtcdServer
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parent / ".cluster-demo"
@@ -171,8 +173,8 @@ def last_accuracy(events: list[Event]) -> float:
 
 def main() -> int:
     """Run it, draw it, and say whether it showed what it should."""
-    from adaptdl_elastic.agent.plot import draw
-    from adaptdl_elastic.agent.report import summarise
+    from adaptdl_elastic.agent.terminal.run_plot import draw
+    from adaptdl_elastic.agent.terminal.run_summary import summarise
 
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir()

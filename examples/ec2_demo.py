@@ -46,15 +46,15 @@ from ec2_demo_story import (
     Story,
     Watcher,
 )
-from moto_process import Moto, make_group, running_moto  # the stage has put the tests' fakes on the path
+from etcd_server import EtcdServer  # the stage has put the tests' support on the path
+from moto_process import Moto, make_group, running_moto
 
-from adaptdl_elastic.autoscaler.providers.ec2 import Ec2Provider
+from adaptdl_elastic.autoscaler.providers.ec2.provider import Ec2Provider
+from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import Autoscaler, LoopOptions
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling.loop import Autoscaler, LoopOptions
-from adaptdl_elastic.rendezvous import records
-from adaptdl_elastic.rendezvous.connect import connect
-from adaptdl_elastic.rendezvous.server import EtcdServer
-from adaptdl_elastic.rendezvous.store import Store
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.store.base import Store
+from adaptdl_elastic.rendezvous.store.connect import connect
 
 PLANNED, TRAINING = 5.0, 60.0  # seconds from a notice to a plan, and to training on: no more are allowed
 LIMIT = 225.0  # seconds for all of it

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ec2_demo_story import BUDGET, CHEAP, DEAR, Line, Story
 
-from adaptdl_elastic.rendezvous import records
+from adaptdl_elastic.rendezvous.schema import records
 
 
 def table(bill: records.AutoscalerStatus, lines: Mapping[str, Line]) -> str:

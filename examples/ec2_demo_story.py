@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from adaptdl_elastic import sched_hints
-from adaptdl_elastic.rendezvous import records
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.store import Store
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.store.base import Store
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parent / ".ec2-demo"  # `make demo` removes .demo

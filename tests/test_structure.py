@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 from import_graph import Module, cycles, imports, measure, private_uses, product
 
-WITHOUT_CYCLES = ["agent", "rendezvous"]
+WITHOUT_CYCLES = ["adaptdl_elastic", "agent", "rendezvous"]
 """Trees that are free of import cycles, of whatever kind of import."""
+
+WITHOUT_PRIVATE_USES = ["adaptdl_elastic", "rendezvous"]
+"""Trees whose modules keep to each other's public names."""
 
 
 @pytest.mark.parametrize("tree", WITHOUT_CYCLES)
@@ -16,6 +19,12 @@ def test_a_tree_has_no_import_cycle_of_any_kind(tree: str) -> None:
     members = {name: module for name, module in product().items() if module.tree == tree}
     assert members
     assert cycles(imports(members)) == []
+
+
+def test_no_module_uses_underscored_names_of_others() -> None:
+    modules = product()
+    paths = [module.path for module in modules.values() if module.tree in WITHOUT_PRIVATE_USES]
+    assert [str(reach) for reach in private_uses(paths, modules)] == []
 
 
 def test_trees_together_have_no_cycle_beyond_those_within_a_tree() -> None:

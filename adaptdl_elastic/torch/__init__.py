@@ -20,8 +20,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from adaptdl_elastic.torch._process_group import init_process_group
-    from adaptdl_elastic.torch._report import rank, report, world_size
+    from adaptdl_elastic.torch._job_info import rank, report, world_size
+    from adaptdl_elastic.torch._startup import init_process_group
     from adaptdl_elastic.torch.accumulator import Accumulator
     from adaptdl_elastic.torch.data import (
         AdaptiveDataLoader,
@@ -60,11 +60,11 @@ _HOMES = {
     "current_dataloader": "data",
     "current_epoch": "epoch",
     "finished_epochs": "epoch",
-    "init_process_group": "_process_group",
-    "rank": "_report",
+    "init_process_group": "_startup",
+    "rank": "_job_info",
     "remaining_epochs_until": "epoch",
-    "report": "_report",
-    "world_size": "_report",
+    "report": "_job_info",
+    "world_size": "_job_info",
 }
 
 

@@ -1,4 +1,4 @@
-"""Sums over all samples of a loop, whatever replicas they were seen on and however often the job moved.
+"""Totals over all samples of a loop, whatever replicas they were seen on and however often the job moved.
 
 ::
 
@@ -17,36 +17,35 @@ there must be changed in the same way on every replica, and stays changed.
 
 The sums are part of every checkpoint. Code outside of data loops may run again after a restart: a
 `synchronized()` block that was passed before then shows what it showed before, and additions that were
-made before are not made twice.
+made before are not made twice. An addition is recognised by the statements of the script that lead to it,
+its key, and the number of such additions so far. So an addition that the script makes only after a restart
+counts, and one that it made only before the restart stays.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from adaptdl_elastic import _session, checkpoint, collective
-from adaptdl_elastic.torch._recovery import recovery
-from adaptdl_elastic.torch._registry import current_dataloader
+from adaptdl_elastic import checkpoint
+from adaptdl_elastic.torch._bootstrap import current_session
+from adaptdl_elastic.torch._data.accumulator_state import AccumulatorState, Addition, Totals, add_to
+from adaptdl_elastic.torch._data.registry import current_dataloader
+from adaptdl_elastic.torch._runtime.position import loops
+from adaptdl_elastic.torch._runtime.statements import running_statements
 
 __all__ = ["Accumulator"]
-
-Sums = dict[Any, Any]
 
 _ALLOWED = "a number, a tensor, a numpy array of numbers, or a list, tuple or string that grows"
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 LINGER = 2
 """Epochs for which blocks are remembered after their own: a replica that joins may be that far behind."""
-
-_NDARRAY = "__ndarray__"  # marks a numpy array in a file that may hold tensors only
-_SCRATCH = "accumulators"
-LATEST = "latest accumulator"  # in the session's scratch: the one that was synchronised last
 
 
 class Accumulator(MutableMapping[Any, Any]):
@@ -64,9 +63,9 @@ class Accumulator(MutableMapping[Any, Any]):
             )
         initial = dict(*args, **kwargs)
         self._state = AccumulatorState({key: _value(value, key) for key, value in initial.items()})
-        self._view: Sums | None = None  # in synchronized mode: what is read and changed
+        self._view: Totals | None = None  # in synchronized mode: what is read and changed
         self._blocks: Counter[int | None] = Counter()  # synchronized() entered so far, by epoch
-        self._additions: Counter[int | None] = Counter()  # made outside of data loops so far, by epoch
+        self._additions: Counter[tuple[int | None, str]] = Counter()  # outside of data loops, of this process
         checkpoint.load_state(self._state)
 
     # ------------------------------------------------------------------------------ accumulation mode
@@ -87,26 +86,27 @@ class Accumulator(MutableMapping[Any, Any]):
         self.subtract(other)
         return self
 
-    def _add(self, items: Sums, sign: int) -> None:
+    def _add(self, items: Totals, sign: int) -> None:
         values = {key: _value(value, key) for key, value in items.items()}
-        target = self._view
-        if target is None:
-            if self._is_replayed():
-                return
-            target = self._state.updates
         for key, value in values.items():
-            _add_to(target, key, value if sign > 0 else _negative(value, key))
+            change = value if sign > 0 else _negative(value, key)
+            if self._view is not None:
+                add_to(self._view, key, change)
+            elif _in_data_loop():
+                add_to(self._state.updates, key, change)
+            else:
+                self._add_outside(key, change, sign)
 
-    def _is_replayed(self) -> bool:
-        """Whether this addition was made before a restart. Those in a data loop never come again."""
-        if _in_data_loop():
-            return False
-        epoch = _session.current().epoch
-        self._additions[epoch] += 1
-        if self._additions[epoch] <= self._state.additions.get(epoch, 0):
-            return True
-        self._state.additions[epoch] = self._additions[epoch]
-        return False
+    def _add_outside(self, key: Any, change: Any, sign: int) -> None:
+        """Add `change` unless this addition was made before a restart."""
+        position, epoch = loops(), current_session().epoch
+        loop = position.epoch_loops if epoch is None else position.entered
+        block = self._blocks[epoch]
+        name = f"{loop} {block} {running_statements(position.body)} {'-+'[sign > 0]}{key!r}"
+        self._additions[epoch, name] += 1
+        self._state.add_outside(
+            Addition(epoch, loop, block, name, self._additions[epoch, name]), {key: change}
+        )
 
     # ------------------------------------------------------------------------------ synchronized mode
 
@@ -125,21 +125,19 @@ class Accumulator(MutableMapping[Any, Any]):
         finally:
             self._view = None
 
-    def _enter(self) -> Sums:
-        state, epoch = self._state, _session.current().epoch
+    def _enter(self) -> Totals:
+        state, epoch = self._state, current_session().epoch
         if _in_data_loop():
             state.sync()
             return state.results
         if epoch is not None:  # a finished epoch does not run again
-            over = [e for e in state.history if e is not None and e < epoch - LINGER]
-            for other in over:
-                del state.history[other]
+            state.forget_epochs_before(epoch - LINGER)
         shown = state.history.setdefault(epoch, [])
         number = self._blocks[epoch]
         self._blocks[epoch] += 1
         if number < len(shown):
             return copy.deepcopy(shown[number])
-        recovery(_session.current()).guarded(state.syncing())
+        current_session().recovery.guarded(state.syncing())
         shown.append(copy.deepcopy(state.results))
         return state.results
 
@@ -188,7 +186,7 @@ class Accumulator(MutableMapping[Any, Any]):
         """Start all sums anew. Only inside synchronized(), and on every replica."""
         self._readable("clear an Accumulator").clear()
 
-    def _readable(self, what: str) -> Sums:
+    def _readable(self, what: str) -> Totals:
         if self._view is None:
             raise RuntimeError(
                 f"can not {what} while replicas hold different parts of it: do it inside `with "
@@ -215,77 +213,11 @@ class _Sum:
         return f"<sum {self.key!r} of an Accumulator, to be read inside synchronized()>"
 
 
-class AccumulatorState(checkpoint.TensorState):
-    """The sums in the checkpoint, for as long as their epoch lasts."""
-
-    required = False  # one that was not reached before the checkpoint is not in it
-
-    def __init__(self, initial: Sums) -> None:
-        session = _session.current()
-        epoch = self.expires = session.epoch
-        counts: Counter[int | None] = session.scratch.setdefault(_SCRATCH, Counter())
-        super().__init__(f"adaptdl-accumulator-epoch{epoch}-{counts[epoch]}")
-        counts[epoch] += 1
-        self.results: Sums = initial  # over all replicas, up to the last sync
-        self.summed: Sums = {}  # what that sync gave, whatever a synchronized() block has made of it since
-        self.updates: Sums = {}  # of this replica, since then
-        self.history: dict[int | None, list[Sums]] = {}  # what each synchronized() block showed, by epoch
-        self.syncs = 0  # how often the sums of all replicas were added up
-        self.additions: dict[int | None, int] = {}  # made outside of data loops, by epoch
-
-    def sync(self) -> None:
-        """Sum over the replicas."""
-        self.add_total(collective.allreduce(self.updates, merge, tag=self.name))
-
-    def syncing(self) -> Callable[[], None]:
-        """A `sync` that can be called again after a death: survivors give each other sums that have come."""
-        before = self.syncs
-
-        def sync() -> None:
-            if self.syncs == before:
-                self.sync()
-
-        return sync
-
-    def add_total(self, total: Sums) -> None:
-        """All replicas' updates, this one's included, have been added up to `total`."""
-        self.take_total(merge(self.results, total), self.syncs + 1)
-
-    def take_total(self, results: Sums, syncs: int) -> None:
-        """The `syncs`-th synchronisation has given `results`."""
-        self.updates, self.syncs = {}, syncs
-        self.show(results)
-        self.summed = copy.deepcopy(self.results)
-        _session.current().scratch[LATEST] = self
-
-    def show(self, results: Sums) -> None:
-        """Have these sums over all replicas, in a synchronized() block that is under way, too."""
-        results = dict(results)
-        self.results.clear()
-        self.results.update(results)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "results": _encode(self.results),
-            "updates": _encode(self.updates),
-            "history": {epoch: [_encode(sums) for sums in shown] for epoch, shown in self.history.items()},
-            "additions": dict(self.additions),
-            "syncs": self.syncs,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved = copy.deepcopy(state_dict)
-        self.results, self.updates = _decode(saved["results"]), _decode(saved["updates"])
-        self.history = {epoch: [_decode(s) for s in shown] for epoch, shown in saved["history"].items()}
-        self.additions = saved["additions"]
-        self.syncs = saved.get("syncs", 0)
-
-
 def _in_data_loop() -> bool:
     return current_dataloader() is not None
 
 
-def _items(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sums:
+def _items(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Totals:
     if len(args) > 1:
         raise TypeError(f"expected at most one positional argument, got {len(args)}")
     return dict(*args, **kwargs)
@@ -350,39 +282,3 @@ def _negative(value: Any, key: Any) -> Any:
         return -value
     except TypeError:
         raise TypeError(f"can not subtract a {type(value).__name__} from {key!r}") from None
-
-
-def _add_to(sums: Sums, key: Any, value: Any) -> None:
-    sums[key] = sums[key] + value if key in sums else value
-
-
-def merge(a: Sums, b: Sums) -> Sums:
-    """The sums of both: key by key, in the order in which the keys were first seen."""
-    merged = dict(a)
-    for key, value in b.items():
-        _add_to(merged, key, value)
-    return merged
-
-
-def _encode(value: Any) -> Any:
-    """`value` with a marked tensor in place of every numpy array, at any depth."""
-    if isinstance(value, np.ndarray):
-        return {_NDARRAY: torch.from_numpy(value)}
-    if isinstance(value, dict):
-        return {key: _encode(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        parts = [_encode(part) for part in value]
-        return parts if isinstance(value, list) else tuple(parts)
-    return value
-
-
-def _decode(value: Any) -> Any:
-    """The inverse of `_encode`."""
-    if isinstance(value, dict):
-        if value.keys() == {_NDARRAY}:
-            return value[_NDARRAY].numpy()
-        return {key: _decode(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        parts = [_decode(part) for part in value]
-        return parts if isinstance(value, list) else tuple(parts)
-    return value

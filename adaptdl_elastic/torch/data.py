@@ -23,19 +23,19 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from adaptdl_elastic import _session
 from adaptdl_elastic._checks import flag
-from adaptdl_elastic.torch._data_helper import (
+from adaptdl_elastic._interfaces import RetryDataLoop
+from adaptdl_elastic.torch._bootstrap import current_session
+from adaptdl_elastic.torch._data.iterable import iterate_stream, wrap_stream
+from adaptdl_elastic.torch._data.loader import (
     AdaptiveDataLoaderHelper,
     AdaptiveDataLoaderMixin,
     initial_seed,
 )
-from adaptdl_elastic.torch._data_iterable import iterate_stream, wrap_stream
-from adaptdl_elastic.torch._loops import loops
-from adaptdl_elastic.torch._partition import derive_seed
-from adaptdl_elastic.torch._recovery import Again
-from adaptdl_elastic.torch._registry import current_dataloader
-from adaptdl_elastic.torch._sampler import ElasticBatchSampler, ElasticSampler
+from adaptdl_elastic.torch._data.partition import derive_seed
+from adaptdl_elastic.torch._data.registry import current_dataloader
+from adaptdl_elastic.torch._data.sampler import ElasticBatchSampler, ElasticSampler
+from adaptdl_elastic.torch._runtime.position import loops
 
 __all__ = [
     "AdaptiveDataLoader",
@@ -140,7 +140,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
             while True:
                 try:
                     yield from self._pass()
-                except Again:
+                except RetryDataLoop:
                     continue
                 if helper.ended():
                     return
@@ -171,7 +171,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         local, settled = helper.settle(), helper.settled
         begun = helper.current_index
         batches.local = local
-        batches.accumulation = helper._accum if helper.training else 0
+        batches.accumulation = helper.accumulation if helper.training else 0
         full = helper.replicas * local * (batches.accumulation + 1)
         # A batch that has grown beyond the data set takes all of it, instead of leaving all of it out.
         grown = helper.adaptive and helper.batch_size <= size < full and begun % size == 0
@@ -205,7 +205,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
 
     def _seed_workers(self) -> None:
         """Random augmentation in workers: another seed for every replica, epoch and position."""
-        session, state = _session.current(), loops()
+        session, state = current_session(), loops()
         seed = initial_seed(self._elastic, self._seed_generator)
         self._workers_generator.manual_seed(
             derive_seed(seed, state.finished, state.entered, state.index, session.rank)

@@ -25,10 +25,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from adaptdl_elastic import _session, checkpoint, env
-from adaptdl_elastic.torch._checks import integer
-from adaptdl_elastic.torch._loops import loops
-from adaptdl_elastic.torch._recovery import recovery
+from adaptdl_elastic import _frames, checkpoint, env
+from adaptdl_elastic.torch._bootstrap import current_session
+from adaptdl_elastic.torch._data.checks import integer
+from adaptdl_elastic.torch._runtime.position import loops
 
 __all__ = ["current_epoch", "finished_epochs", "remaining_epochs_until"]
 
@@ -53,7 +53,7 @@ def remaining_epochs_until(epoch: int) -> Iterator[int]:
 
 
 def _run(until: int) -> Iterator[int]:
-    session, state = _session.current(), loops()
+    session, state = current_session(), loops()
     if session.epoch is not None:
         raise RuntimeError(
             f"an epoch loop is under way (epoch {session.epoch}): a new one can begin only after it has ended"
@@ -62,7 +62,8 @@ def _run(until: int) -> Iterator[int]:
     if session.control.loops_over:
         session.control.loops_over = False
         session.send({"type": "over", "over": False})
-    state.until, state.body = until, sys._getframe(1).f_code
+    state.until, state.body = until, _frames.script_frame().f_code
+    state.epoch_loops += 1
     ran = False
     try:
         while state.finished < until:
@@ -70,7 +71,7 @@ def _run(until: int) -> Iterator[int]:
             state.end_epoch()
             ran = True
         if ran:
-            safe = recovery(session)
+            safe = session.recovery
             safe.look_round()
             # Waiting, because nobody's end may come before another one's last loop or epoch.
             state.announce((state.finished, 0), "the end of the epochs", wait=True)
@@ -89,7 +90,7 @@ def _run(until: int) -> Iterator[int]:
 
 def current_epoch() -> int | None:
     """The epoch that is under way, counted from 0; None outside of an epoch loop."""
-    return _session.current().epoch
+    return current_session().epoch
 
 
 def finished_epochs() -> int:

@@ -24,9 +24,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic import checkpoint
 from adaptdl_elastic._checks import integer
-from adaptdl_elastic.torch._data_helper import AdaptiveDataLoaderMixin
+from adaptdl_elastic.torch._bootstrap import current_session
+from adaptdl_elastic.torch._data.loader import AdaptiveDataLoaderMixin
 
 __all__ = ["AdaptiveBPTTIterator", "Batch"]
 
@@ -119,14 +120,14 @@ class AdaptiveBPTTIterator(AdaptiveDataLoaderMixin):
         """Once through the tokens."""
         helper, history = self._elastic, self._state.history
         while True:
-            local, settled = helper._sync_local_bsz(), helper.settled
+            local, settled = helper.sync_local_bsz(), helper.settled
             streams = local * helper.replicas
             left = Remaining.after(len(self._tokens) - 1, history, self._bptt_len)
             rows = left.size // streams
             if not rows:
                 return
             history.append([streams, 0])
-            first = _session.current().rank * local
+            first = current_session().rank * local
             for row in range(0, rows, self._bptt_len):
                 length = min(self._bptt_len, rows - row)
                 positions = torch.from_numpy(left.block(streams, first, local, row, length))
@@ -164,7 +165,7 @@ class _Layouts(checkpoint.TensorState):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.expires = _session.current().epoch  # an iterator that is made in every epoch
+        self.expires = current_session().epoch  # an iterator that is made in every epoch
         self.history: list[list[int]] = []
 
     def state_dict(self) -> Any:

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import logging
-import sys
 from datetime import timedelta
-from types import FrameType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from adaptdl_elastic import _session, checkpoint
-from adaptdl_elastic.torch import _amp, _backend, _buckets
-from adaptdl_elastic.torch._arguments import OWNER, check_arguments
-from adaptdl_elastic.torch._loops import loops
-from adaptdl_elastic.torch._registry import current_dataloader
-from adaptdl_elastic.torch._sampling import Sampler
-from adaptdl_elastic.torch._window import Batch, Window, accumulates, on_backward, watch
-from adaptdl_elastic.torch.gradient_noise_scale import AdamGradientNoiseScale, GradientNoiseScale
+from adaptdl_elastic import _frames, checkpoint
+from adaptdl_elastic._interfaces import ModelSnapshot
+from adaptdl_elastic.torch._bootstrap import current_session
+from adaptdl_elastic.torch._data.registry import current_dataloader
+from adaptdl_elastic.torch._gradient import comm_hook, grad_scaler
+from adaptdl_elastic.torch._gradient.accumulation import Batch, Window, accumulates, on_backward, watch
+from adaptdl_elastic.torch._gradient.estimator import Array
+from adaptdl_elastic.torch._gradient.measurement import Sampler
+from adaptdl_elastic.torch._gradient.model_snapshot import ModelBefore
+from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
+from adaptdl_elastic.torch._model_arguments import OWNER, check_arguments
+from adaptdl_elastic.torch._process_group import backends
+from adaptdl_elastic.torch._runtime.position import loops
 from adaptdl_elastic.torch.scaling_rules import AdamScale, ScalingRuleBase, default_rule
-
-if TYPE_CHECKING:
-    from adaptdl_elastic.torch._noise import Array
 
 __all__ = ["AdaptiveDataParallel"]
 
@@ -94,21 +94,21 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self.scaling_rule.initialize(self, optimizer, patch_optimizer=True)
         setattr(optimizer, OWNER, name)
         if mp_scaler is not None:
-            _amp.attach(mp_scaler, self, optimizer)
+            grad_scaler.attach(mp_scaler, self, optimizer)
         checkpoint.load_state(self._state)
-        _session.current().scratch.setdefault("models", []).append(self)
+        current_session().models.append(self)
 
     def _attach_hook(self) -> None:
         """Register the communication hook with the reducer that DDP's constructor has just made."""
         self._buffers_wait = False  # a broadcast of them was left out in the forward pass under way
         self._buffers_are_shared = bool(self.broadcast_buffers)  # as torch understood its arguments
         optimizer = self._optimizer  # not self: the reducer keeps the hook, and would keep us, for ever
-        norms = _buckets.Norms(lambda: optimizer.param_groups, self.gns.preconditioner)
-        self._hook = _buckets.HookState(norms, self.process_group, self.process_group.size())
+        norms = comm_hook.Norms(lambda: optimizer.param_groups, self.gns.preconditioner)
+        self._hook = comm_hook.HookState(norms, self.process_group, self.process_group.size())
         if self.process_group is dist.group.WORLD:
-            self._hook.link = _backend.present(_session.current())
+            self._hook.link = backends.present(current_session())
         self._sampler = Sampler(self.gns, self._hook, self._mp_scaler)
-        self.register_comm_hook(self._hook, _buckets.reduce_bucket)
+        self.register_comm_hook(self._hook, comm_hook.reduce_bucket)
 
     def reinit_process_group(self) -> None:
         """Make buckets and hook anew for the present default process group, on the same parameters.
@@ -148,6 +148,68 @@ class AdaptiveDataParallel(DistributedDataParallel):
     def stuck(self) -> bool:
         """Whether the process group has an operation under way that may never end."""
         return self._hook.stuck
+
+    # What the rest of the library asks: see `_interfaces.ElasticModel`.
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that trains it."""
+        return self._optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The scheduler that it was given; None: it was given none."""
+        return self._lr_scheduler
+
+    @property
+    def mp_scaler(self) -> Any:
+        """The GradScaler that it was given; None: it was given none."""
+        return self._mp_scaler
+
+    @property
+    def has_own_process_group(self) -> bool:
+        """Whether it was given another process group than torch's default one."""
+        return self._ddp_kwargs.get("process_group") is not None
+
+    @property
+    def accumulates_by_hand(self) -> bool:
+        """Whether the script accumulates in `no_sync()`, over several windows."""
+        return self._window.by_hand
+
+    @property
+    def window_under_way(self) -> bool:
+        """Whether something has been accumulated that is not stepped yet."""
+        return self._window.under_way
+
+    @property
+    def attempted_steps(self) -> int:
+        """Steps that were taken, or left out for gradients that are not finite."""
+        return self.gns.steps + self.gns.skipped
+
+    @property
+    def progress(self) -> float:
+        """Progress so far, in steps at the initial batch size."""
+        return self.gns.get_progress()
+
+    def statistics(self) -> dict[str, Any]:
+        """Return the gradient statistics, for other replicas."""
+        return self.gns.state_dict()
+
+    def load_statistics(self, statistics: dict[str, Any]) -> None:
+        """Take another replica's `statistics`."""
+        self.gns.load_state_dict(statistics)
+
+    def why_not_resilient(self) -> str | None:
+        """Return why the death of a replica cannot be survived with this model; None if it can."""
+        if self.find_unused_parameters:
+            return "find_unused_parameters=True needs a collective that can not be given up"
+        if isinstance(self._optimizer, torch.optim.LBFGS):
+            return "LBFGS moves parameters in the middle of a step"
+        return None
+
+    def snapshot_step(self, last: ModelSnapshot | None) -> ModelSnapshot:
+        """Copy what a step may change besides parameters, into the memory of `last` where that fits."""
+        return ModelBefore(self, last)
 
     @property
     def failure(self) -> BaseException | None:
@@ -227,7 +289,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
             global_step: As the writer's.
             tag_prefix: Put before the tags, with a slash.
         """
-        if _session.current().rank != 0:
+        if current_session().rank != 0:
             return
         prefix = tag_prefix if not tag_prefix or tag_prefix.endswith("/") else tag_prefix + "/"
         scalars = {
@@ -320,7 +382,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
             batch = Batch(replicas=replicas, size=scale, scale=scale)
         else:
             micro_batches = loader.accumulation_steps + 1
-            if self.static_graph and (micro_batches > 1 or getattr(loader, "_accumulation", False)):
+            if self.static_graph and (micro_batches > 1 or loader.may_accumulate):
                 raise RuntimeError(
                     "static_graph=True can not be combined with gradient accumulation, in which not every "
                     "pass is synchronised: leave it out, or autoscale with gradient_accumulation=False"
@@ -372,8 +434,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         )
         progress = self.gns.get_progress()
         self.gns.change_units(initial / saved)
-        session, state = _session.current(), loops()
-        if progress and session.scratch["models"][0] is self:
+        session, state = current_session(), loops()
+        if progress and session.models[0] is self:
             state.start_progress *= self.gns.get_progress() / progress
             session.metrics.update_progress(self.gns.get_progress())
 
@@ -423,7 +485,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
                 self.gns.count_micro_batch()
                 if self._mp_scaler is None and not self._looked_for_scalers:
                     self._looked_for_scalers = True
-                    _amp.guard(self, self._optimizer)
+                    grad_scaler.guard(self, self._optimizer)
             if batch.accumulating and batch.place == 0 and not self._window.apart:
                 self._sampler.first_part(self._window.gradients())
             elif not (batch.accumulating or self._hook.reduced):
@@ -483,7 +545,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
 
     def end_step(self, factor: float | Array) -> None:
         """For scaling rules: the optimizer has stepped at learning rates times `factor`."""
-        if _amp.skipped(self._optimizer):
+        if grad_scaler.skipped(self._optimizer):
             self.skipped_step()
             return
         self._sampler.close(self._batch.size)
@@ -491,10 +553,10 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if not self._looked_for_scheduler:
             self._look_for_scheduler()
         self.gns.advance(self.scale, self._batch.size)
-        session, progress = _session.current(), self.gns.get_progress()
-        metrics, models = session.metrics, session.scratch.get("models", ())
-        if len(models) > 1:  # a GAN's judge may step more often: the job is as far as the one that has most
-            progress = max(model.gns.get_progress() for model in models)
+        session, progress = current_session(), self.gns.get_progress()
+        metrics, models = session.metrics, session.models
+        if len(models) > 1:  # a discriminator may step more often: the job is as far as the one that has most
+            progress = max(model.progress for model in models)
         metrics.update_progress(progress)
         if self._sampler.news:
             self._sampler.news = False
@@ -636,12 +698,10 @@ class _ParallelState(checkpoint.TensorState):
 
 def _why_irreparable(mp_scaler: Any) -> str | None:
     """Whether a GradScaler that we were not given is about to count a step that was not taken."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    for frame in _frames.callers():
         caller = frame.f_locals.get("self")
         if isinstance(caller, torch.amp.GradScaler) and caller is not mp_scaler:
             return "AdaptiveDataParallel was not given the GradScaler in use as mp_scaler"
-        frame = frame.f_back
     return None
 
 

@@ -27,14 +27,13 @@ import numbers
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from adaptdl_elastic.torch._noise import Array
-    from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
+from adaptdl_elastic._interfaces import ScaledModel
+from adaptdl_elastic.torch._gradient.estimator import Array
 
 __all__ = [
     "AdaScale",
@@ -56,13 +55,13 @@ class ScalingRuleBase:
     """
 
     def __init__(self) -> None:
-        self._adp: AdaptiveDataParallel | None = None
+        self._adp: ScaledModel | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._step: Any = None
         self._zero_grad: Any = None
 
     @property
-    def adp(self) -> AdaptiveDataParallel:
+    def adp(self) -> ScaledModel:
         """The model that the rule serves. RuntimeError before `initialize`."""
         if self._adp is None:
             raise RuntimeError(
@@ -71,7 +70,7 @@ class ScalingRuleBase:
         return self._adp
 
     def initialize(
-        self, adp: AdaptiveDataParallel, optimizer: torch.optim.Optimizer, patch_optimizer: bool = False
+        self, adp: ScaledModel, optimizer: torch.optim.Optimizer, patch_optimizer: bool = False
     ) -> None:
         """Serve `adp`. With `patch_optimizer`, optimizer.step and optimizer.zero_grad become the rule's."""
         if self._adp is not None and self._adp is not adp:
@@ -155,7 +154,8 @@ class AdaScale(ScalingRuleBase):
         """r by parameter group, shape [groups]."""
         if scale == 1.0:
             return 1.0
-        return self.adp.gns.lr_gain(scale)
+        gain: float | Array = self.adp.gns.lr_gain(scale)
+        return gain
 
 
 class AdamScale(AdaScale):

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import re
-import shlex
 import signal
 import sys
 import time
@@ -49,6 +48,14 @@ def _band(text: str) -> tuple[float, float]:
 
 
 @click.command()
+@click.option("--provider", metavar="NAME", help="A provider by its name, those of other packages included.")
+@click.option(
+    "-o",
+    "provider_options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="An option of --provider; repeatable.",
+)
 @click.option(
     "--asg", "groups", multiple=True, metavar="NAME", help="An auto-scaling group to rule; repeatable."
 )
@@ -148,8 +155,18 @@ def _band(text: str) -> tuple[float, float]:
 @store_options
 def autoscale(
     where: Where,
+    provider: str | None,
+    provider_options: tuple[str, ...],
     groups: tuple[str, ...],
+    region: str | None,
+    profile: str | None,
+    queue_url: str | None,
+    prices: tuple[str, ...],
+    price_file: Path | None,
+    slots: int | None,
     local: str | None,
+    local_price: float,
+    seize: bool,
     min_nodes: int,
     max_nodes: int | None,
     max_hourly_cost: float | None,
@@ -164,27 +181,36 @@ def autoscale(
     until_done: bool,
     dry_run: bool,
     as_json: bool,
-    **more: Any,
 ) -> None:
     """Buy the nodes that are worth their price, and give back those that are not.
 
     Runs beside the coordinator until it is stopped (Ctrl-C, SIGTERM); nodes stay when it goes.
     """
-    from adaptdl_elastic.autoscaler.providers.base import ProviderError
+    from adaptdl_elastic.autoscaler.providers.base import ProviderError, ProviderOptionError
+    from adaptdl_elastic.autoscaler.providers.registry import ProviderRequest, make_provider
+    from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import Autoscaler, LoopOptions, identity
     from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
-    from adaptdl_elastic.autoscaler.scaling.loop import Autoscaler, LoopOptions, identity
-    from adaptdl_elastic.rendezvous.keys import Keys, check_name
+    from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
 
     if any(not name.strip() for name in groups):
         raise OptionError("--asg '': give the name of an auto-scaling group")
-    if groups and local:
-        raise OptionError("give --asg or --local, not both")
-    if not groups and not local:
-        raise OptionError("give --asg NAME (an auto-scaling group) or --local COMMAND")
+    if sum(map(bool, (groups, local, provider))) > 1:
+        raise OptionError("give one of --asg, --local and --provider")
+    if provider_options and not provider:
+        raise OptionError("-o is for --provider NAME")
     if local:
         refuse(_OF_EC2, "is for --asg: --local takes --local-price and --slots")
-    else:
+        name, own = "local", {"command": local, "price": repr(local_price)}
+    elif groups:
         refuse(("local_price",), "is for --local: --asg takes --price and --prices")
+        named = {"region": region, "profile": profile, "queue_url": queue_url}
+        own = {key: value for key, value in named.items() if value is not None}
+        name, own = "ec2", {"groups": ",".join(groups), **own}
+    elif provider:
+        refuse((*_OF_ASG, "local_price"), "is for --asg or --local: --provider takes -o KEY=VALUE")
+        name, own = provider, _options(provider_options)
+    else:
+        raise OptionError("give --asg NAME (an auto-scaling group), --local COMMAND or --provider NAME")
     low, high = _band(utilisation)
     try:
         for job in expected:
@@ -204,7 +230,7 @@ def autoscale(
         )
     except ValueError as error:
         raise OptionError(str(error)) from error
-    prices = _prices(more.pop("prices"), more.pop("price_file"))
+    table = _prices(prices, price_file)
     options = LoopOptions(interval, dry_run, expected, until_done)
     logging.basicConfig(level=logging.WARNING, format="adaptdl autoscale: %(message)s")
     for job, when in settings.deadlines.items():
@@ -214,14 +240,16 @@ def autoscale(
         store, cluster = where.connect()
         keys = Keys(cluster)
         with store:
-            if local:
-                provider = _local(local, max_nodes, **more)
-            else:
-                provider = _ec2(groups, prices, owner=identity(store, keys, create=not dry_run), **more)
-            ruler = Autoscaler(store, keys, provider, settings, options, _printer(as_json))
+            owner = "" if local else identity(store, keys, create=not dry_run)
+            request = ProviderRequest(own, table, slots, max_nodes, owner, seize)
+            ruler = Autoscaler(
+                store, keys, make_provider(name, request), settings, options, _printer(as_json)
+            )
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: ruler.stop())
             code = ruler.run()
+    except ProviderOptionError as error:
+        raise OptionError(str(error)) from error
     except ProviderError as error:
         raise CommandError(str(error)) from error
     if dry_run and not as_json:
@@ -229,12 +257,13 @@ def autoscale(
     sys.exit(code)
 
 
-_OF_EC2 = ("region", "profile", "queue_url", "prices", "price_file", "seize")
+_OF_ASG = ("region", "profile", "queue_url")
+_OF_EC2 = (*_OF_ASG, "prices", "price_file", "seize")
 
 
 def _prices(options: tuple[str, ...], path: Path | None) -> dict[str, float]:
     from adaptdl_elastic.autoscaler.providers.base import ProviderError
-    from adaptdl_elastic.autoscaler.providers.prices import parse_price_option, read_prices
+    from adaptdl_elastic.autoscaler.providers.ec2.prices import parse_price_option, read_prices
 
     try:
         table = {} if path is None else read_prices(path)
@@ -243,48 +272,15 @@ def _prices(options: tuple[str, ...], path: Path | None) -> dict[str, float]:
         raise OptionError(str(error)) from error
 
 
-def _ec2(
-    groups: tuple[str, ...],
-    prices: Mapping[str, float],
-    *,
-    region: str | None,
-    profile: str | None,
-    queue_url: str | None,
-    slots: int | None,
-    local_price: float,
-    owner: str,
-    seize: bool,
-) -> Any:
-    from adaptdl_elastic.autoscaler.providers.ec2 import Ec2Provider
-
-    return Ec2Provider(
-        groups,
-        prices,
-        slots=slots,
-        region=region,
-        profile=profile,
-        queue_url=queue_url,
-        owner=owner,
-        seize=seize,
-    )
-
-
-def _local(command: str, max_nodes: int | None, *, slots: int | None, local_price: float, **_: Any) -> Any:
-    from adaptdl_elastic.autoscaler.providers.base import Pool
-    from adaptdl_elastic.autoscaler.providers.local import LocalProvider
-
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise OptionError(f"--local {command!r}: {error}") from None
-    pool = Pool(
-        "local",
-        desired=0,
-        maximum=1 if max_nodes is None else max_nodes,
-        slots=slots or 1,
-        hourly_price=local_price,
-    )
-    return LocalProvider(words, [pool], Path(".adaptdl") / "local")
+def _options(pairs: tuple[str, ...]) -> dict[str, str]:
+    """Return `-o KEY=VALUE` as a dictionary."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise OptionError(f"-o {pair!r}: give KEY=VALUE")
+        found[name] = value
+    return found
 
 
 def _printer(as_json: bool) -> Any:

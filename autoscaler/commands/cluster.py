@@ -20,8 +20,8 @@ from adaptdl_elastic.autoscaler.cli import (
     refuse,
     store_options,
 )
-from adaptdl_elastic.rendezvous import records
-from adaptdl_elastic.rendezvous.keys import Keys, check_name
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
 
 
 @click.command()
@@ -80,12 +80,11 @@ def coordinator(
     """Serve every job of a cluster: several may run, one leads."""
     from importlib.metadata import version
 
+    from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
     from adaptdl_elastic.autoscaler.coordinator.process import Coordinator, stop_with_parent
-    from adaptdl_elastic.autoscaler.coordinator.types import Settings
     from adaptdl_elastic.autoscaler.policy import allocate
-    from adaptdl_elastic.autoscaler.policy.types import Objective
-    from adaptdl_elastic.autoscaler.policy.types import Settings as PolicySettings
-    from adaptdl_elastic.rendezvous.store import StoreAuthError
+    from adaptdl_elastic.autoscaler.policy.policy_types import Objective, PolicySettings
+    from adaptdl_elastic.rendezvous.store.base import StoreAuthError
 
     if objective != Objective.SPEEDUP.value:
         refuse(("fairness",), "is for --objective speedup")
@@ -96,11 +95,11 @@ def coordinator(
         "default_pause": default_pause,
     }
     policy_settings = PolicySettings(**{name: value for name, value in given.items() if value is not None})
-    settings = Settings(interval=interval, policy=policy_settings)
+    settings = CoordinatorSettings(interval=interval, policy=policy_settings)
     store, cluster = where.connect()
     observers: list[Any] = []
     if metrics_port is not None:
-        from adaptdl_elastic.autoscaler.metrics import serve
+        from adaptdl_elastic.autoscaler.diagnostics.prometheus import serve
 
         try:
             observers.append(serve(metrics_host, metrics_port))
@@ -134,7 +133,7 @@ def coordinator(
 @store_options
 def nodes(where: Where, as_json: bool) -> None:
     """Show the nodes of the cluster and who uses them."""
-    from adaptdl_elastic.autoscaler.commands.report import load, node_rows
+    from adaptdl_elastic.autoscaler.commands.tables import load, node_rows
     from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 
     view = load(where)
@@ -142,7 +141,7 @@ def nodes(where: Where, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
-    from adaptdl_elastic.autoscaler.commands.report import show_table
+    from adaptdl_elastic.autoscaler.commands.tables import show_table
 
     show_table(
         ("NODE", "SLOTS", "FREE", "HOST", "JOBS", "STATE"),
@@ -182,7 +181,7 @@ def drain(
         refuse(("reason", "deadline", "wait", "timeout"), "has no meaning with --cancel")
     if not wait:
         refuse(("timeout",), "says how long --wait waits: give --wait, too")
-    from adaptdl_elastic.autoscaler.commands.report import read, wait_until
+    from adaptdl_elastic.autoscaler.commands.tables import read, wait_until
     from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 
     try:

@@ -50,7 +50,7 @@ def doctor(
     queue_url: str | None,
 ) -> int:
     """Check this node and the store; every finding names its remedy. Exit code 1 when something fails."""
-    from adaptdl_elastic.autoscaler import doctor as checks
+    from adaptdl_elastic.autoscaler.diagnostics import checks
 
     if not asgs:
         refuse(("region", "profile", "queue_url"), "is for --aws")
@@ -93,10 +93,10 @@ def _endpoint(where: Where) -> str | None:
 
 
 def _store(where: Where, node: str, directory: Path | None) -> list[Any]:
-    from adaptdl_elastic.autoscaler import doctor as checks
-    from adaptdl_elastic.autoscaler.commands.report import read
-    from adaptdl_elastic.rendezvous.keys import Keys
-    from adaptdl_elastic.rendezvous.store import StoreAuthError, StoreError
+    from adaptdl_elastic.autoscaler.commands.tables import read
+    from adaptdl_elastic.autoscaler.diagnostics import checks
+    from adaptdl_elastic.rendezvous.schema.keys import Keys
+    from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreError
 
     found: list[checks.Finding] = []
     try:
@@ -133,10 +133,10 @@ def _store(where: Where, node: str, directory: Path | None) -> list[Any]:
 
 
 def _aws(asgs: tuple[str, ...], region: str | None, profile: str | None, queue_url: str | None) -> list[Any]:
-    from adaptdl_elastic.autoscaler import doctor as checks
+    from adaptdl_elastic.autoscaler.diagnostics import checks
 
     try:
-        from adaptdl_elastic.autoscaler.providers.ec2_doctor import check_aws
+        from adaptdl_elastic.autoscaler.providers.ec2.account_checks import check_aws
     except ImportError as problem:
         return [checks.error("aws", f"can not be checked: {problem}", "pip install boto3")]
     return [

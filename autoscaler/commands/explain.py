@@ -9,12 +9,12 @@ import click
 from pydantic import TypeAdapter, ValidationError
 
 from adaptdl_elastic.autoscaler.cli import Where, json_option, store_options
-from adaptdl_elastic.autoscaler.commands.report import find_job, read
-from adaptdl_elastic.autoscaler.coordinator.types import Settings
-from adaptdl_elastic.autoscaler.policy.types import Settings as PolicySettings
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.records import LeaderRecord, MalformedRecordError, decode
-from adaptdl_elastic.rendezvous.store import Store
+from adaptdl_elastic.autoscaler.commands.tables import find_job, read
+from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
+from adaptdl_elastic.autoscaler.policy.policy_types import PolicySettings
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import LeaderRecord, MalformedRecordError, decode
+from adaptdl_elastic.rendezvous.store.base import Store
 
 
 @click.command()
@@ -23,7 +23,7 @@ from adaptdl_elastic.rendezvous.store import Store
 @store_options
 def explain(job: str, where: Where, as_json: bool) -> None:
     """Say why JOB has what it has: what one replica more or fewer would do, and who else wants it."""
-    from adaptdl_elastic.autoscaler import explain as why
+    from adaptdl_elastic.autoscaler.diagnostics import explanation as why
     from adaptdl_elastic.autoscaler.policy import allocate
 
     store, cluster = where.connect(job)
@@ -36,15 +36,15 @@ def explain(job: str, where: Where, as_json: bool) -> None:
         click.echo("\n".join(why.lines(found)))
 
 
-def leaders_settings(store: Store, keys: Keys) -> Settings:
+def leaders_settings(store: Store, keys: Keys) -> CoordinatorSettings:
     """What the coordinator that leads decides by; the defaults where there is none that says so."""
     found = store.get(keys.coordinator_leader)
     try:
         told = dict(decode(LeaderRecord, found.value, found.key).settings) if found else {}
         policy = told.pop("policy", None)
         return replace(
-            TypeAdapter(Settings).validate_python(told),
+            TypeAdapter(CoordinatorSettings).validate_python(told),
             policy=None if policy is None else TypeAdapter(PolicySettings).validate_python(policy),
         )
     except (MalformedRecordError, ValidationError, TypeError):
-        return Settings()
+        return CoordinatorSettings()

@@ -21,7 +21,8 @@ from adaptdl_elastic.autoscaler.cli import (
     refuse,
     store_options,
 )
-from adaptdl_elastic.autoscaler.commands.report import (
+from adaptdl_elastic.autoscaler.cluster_view import JobView, View
+from adaptdl_elastic.autoscaler.commands.tables import (
     Row,
     cost_text,
     find_job,
@@ -33,12 +34,11 @@ from adaptdl_elastic.autoscaler.commands.report import (
     wait_until,
 )
 from adaptdl_elastic.autoscaler.coordinator.slots import fewest
-from adaptdl_elastic.autoscaler.state import JobView, View
-from adaptdl_elastic.rendezvous import records
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.records import JobRequest
-from adaptdl_elastic.rendezvous.store import Store
-from adaptdl_elastic.rendezvous.wording import counted
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import JobRequest
+from adaptdl_elastic.rendezvous.store.base import Store
+from adaptdl_elastic.rendezvous.text import pluralize
 
 _ATTEMPTS = 20
 _ENDED = tuple(state.value for state in records.JobState if state.ended)
@@ -124,7 +124,7 @@ def status(job: str, where: Where, as_json: bool) -> None:
     if row["cost"] is not None:
         lines.append(("cost", cost_text(row["cost"])))
     if row["requested"] is not None:
-        asked = counted(row["requested"], "replica")
+        asked = pluralize(row["requested"], "replica")
         lines.append(("asked for", f"{asked} (adaptdl scale {job} --auto to undo)"))
     lines += [("failure", text) for text in row["failures"]]
     for name, text in lines:
@@ -182,12 +182,12 @@ def scale(job: str, where: Where, replicas: int | None, auto: bool, wait: bool, 
         _ask(store, keys, job, lambda request: replace(request, replicas=replicas), check)
         click.echo(
             f"{job}: "
-            + ("sized by the policy again" if auto else f"{counted(replicas or 0, 'replica')} asked for")
+            + ("sized by the policy again" if auto else f"{pluralize(replicas or 0, 'replica')} asked for")
         )
         if wait and not auto and not wait_until(store, keys, lambda v: _runs_at(v, job, replicas), timeout):
             row = job_row(read(store, keys), read(store, keys).jobs[job])
             raise CommandError(
-                f"{job} has {counted(row['replicas'], 'replica')} after {timeout:g} s: {row['reason']} "
+                f"{job} has {pluralize(row['replicas'], 'replica')} after {timeout:g} s: {row['reason']} "
                 f"(adaptdl explain {job} says more)"
             )
 
@@ -315,7 +315,7 @@ def _batch(row: Row) -> str:
 def _size(row: Row) -> str:
     if not row["replicas"]:
         return "none: it has ended" if row["state"] in _ENDED else "no replica yet"
-    size = f"{counted(row['replicas'], 'replica')} on {counted(row['nodes'], 'node')}"
+    size = f"{pluralize(row['replicas'], 'replica')} on {pluralize(row['nodes'], 'node')}"
     return f"{size}   {_places(row)}"
 
 

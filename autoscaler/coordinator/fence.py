@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from adaptdl_elastic.autoscaler.cluster_view import JobView, View
+from adaptdl_elastic.autoscaler.coordinator.decision_types import Action, CompareAndSwap, Say
 from adaptdl_elastic.autoscaler.coordinator.slots import holding
-from adaptdl_elastic.autoscaler.coordinator.types import Action, CompareAndSwap, Say
-from adaptdl_elastic.autoscaler.state import JobView, View
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.records import Cause, JobSpec, Plan, Transition
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import Cause, JobSpec, Plan, Transition
 
 
 def fence_off(view: View, job: JobView, keys: Keys, fence: int) -> list[Action]:

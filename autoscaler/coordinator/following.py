@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from adaptdl_elastic.autoscaler.state import Keeper
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.store import (
+from adaptdl_elastic.autoscaler.cluster_view import ClusterCache
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.store.base import (
     Change,
     CompactedError,
     Lease,
@@ -48,7 +48,7 @@ _Item = Change | _Reload | _Broken | Wake
 
 
 @dataclass(frozen=True)
-class Heard:
+class Update:
     """Whether what has come calls for a decision: at once, or after others have come along."""
 
     eager: bool = False
@@ -56,7 +56,7 @@ class Heard:
 
 
 class Follower:
-    """Feed of a `Keeper`. Not thread-safe, but for `wake` and `close`.
+    """Feed of a `ClusterCache`. Not thread-safe, but for `wake` and `close`.
 
     `steady_since` is since when, by `clock`, the store has answered without a break: what expired in a
     break proves nothing.
@@ -64,7 +64,7 @@ class Follower:
 
     def __init__(self, store: Store, keys: Keys, clock: Callable[[], float]) -> None:
         self._store, self._keys, self._clock = store, keys, clock
-        self.keeper = Keeper(keys)
+        self.keeper = ClusterCache(keys)
         self.steady_since = clock()
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._watch: Watch | None = None
@@ -100,7 +100,7 @@ class Follower:
         """Whether `take` would find something."""
         return not self._queue.empty()
 
-    def take(self, timeout: float) -> Heard:
+    def take(self, timeout: float) -> Update:
         """Wait for changes, `timeout` seconds at most, and take in all there are.
 
         StoreError when the watch has ended.
@@ -108,7 +108,7 @@ class Follower:
         try:
             item = self._queue.get(timeout=timeout) if timeout > 0 else self._queue.get_nowait()
         except queue.Empty:
-            return Heard()
+            return Update()
         eager = lazy = False
         while True:
             heard = self._digest(item)
@@ -116,27 +116,27 @@ class Follower:
             try:
                 item = self._queue.get_nowait()
             except queue.Empty:
-                return Heard(eager, lazy)
+                return Update(eager, lazy)
 
-    def _digest(self, item: _Item) -> Heard:
+    def _digest(self, item: _Item) -> Update:
         match item:
             case Change():
                 if not self.keeper.apply(item, self._clock()):
-                    return Heard()  # what we wrote ourselves comes back
+                    return Update()  # what we wrote ourselves comes back
                 if item.key.startswith(self._keys.events):
-                    return Heard()
+                    return Update()
                 lazy = item.key.rsplit("/", 1)[-1] in _LAZY
-                return Heard(eager=not lazy, lazy=lazy)
+                return Update(eager=not lazy, lazy=lazy)
             case _Reload():
                 logger.info("the store has forgotten what the watch asked for: reading everything again")
                 self.load()
-                return Heard(eager=True)
+                return Update(eager=True)
             case _Broken(error):
                 if isinstance(error, StoreAuthError):
                     raise error
                 raise StoreError(f"the watch ended: {error}") from error
             case _:
-                return Heard()
+                return Update()
 
     def check(self, lease: Lease) -> None:
         """Note a break of the store, as our own lease tells of it."""

@@ -24,24 +24,24 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Protocol
 
-from adaptdl_elastic.autoscaler.coordinator.core import decide
-from adaptdl_elastic.autoscaler.coordinator.following import Follower
-from adaptdl_elastic.autoscaler.coordinator.policy import Policy
-from adaptdl_elastic.autoscaler.coordinator.rounds import Answer, Round, compute
-from adaptdl_elastic.autoscaler.coordinator.types import (
+from adaptdl_elastic.autoscaler.cluster_view import View
+from adaptdl_elastic.autoscaler.coordinator.decide import decide
+from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     Action,
     CompareAndSwap,
+    CoordinatorSettings,
     Decided,
     DeletePrefix,
     Memory,
     Say,
-    Settings,
 )
-from adaptdl_elastic.autoscaler.state import View
-from adaptdl_elastic.rendezvous import records
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.records import LeaderRecord
-from adaptdl_elastic.rendezvous.store import (
+from adaptdl_elastic.autoscaler.coordinator.following import Follower
+from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy
+from adaptdl_elastic.autoscaler.coordinator.rounds import PolicyAnswer, PolicyRound, compute
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import LeaderRecord
+from adaptdl_elastic.rendezvous.store.base import (
     Lease,
     LeaseLostError,
     Store,
@@ -80,7 +80,7 @@ class Coordinator:
         self,
         store: Store,
         keys: Keys,
-        settings: Settings,
+        settings: CoordinatorSettings,
         policy: Policy,
         *,
         ttl: float = LEASE_TTL,
@@ -202,7 +202,7 @@ class _Term:
         self._follower, self._keeper = owner._follower, owner._follower.keeper
         self._memory = Memory()
         self._wake_at = owner._clock()
-        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[PolicyAnswer] = queue.SimpleQueue()
         self._asked: tuple[int, float] | None = None  # number of the round under way, and since when
 
     def close(self) -> None:
@@ -223,7 +223,7 @@ class _Term:
 
     # -- deciding
 
-    def _compute(self, asked: Round) -> None:
+    def _compute(self, asked: PolicyRound) -> None:
         """Begin a round of the policy; `_answers` gets what comes of it."""
         before, now = self._o._computing, self._o._clock()
         if before is not None and before.is_alive() and not self._o._ended.is_set():
@@ -234,7 +234,7 @@ class _Term:
         ended = self._o._ended = threading.Event()
 
         def work() -> None:
-            answer = Answer(asked.number, None, 0.0, "its thread was ended")
+            answer = PolicyAnswer(asked.number, None, 0.0, "its thread was ended")
             try:
                 answer = compute(self._o._policy, asked, self._o._clock)
             finally:  # whatever may come: who waits for the answer gets one
@@ -253,7 +253,7 @@ class _Term:
         self._give_up(number, now - since, f"no answer after {now - since:.0f} s")
 
     def _give_up(self, number: int, seconds: float, why: str) -> None:
-        self._answers.put(Answer(number, None, seconds, f"{why}; jobs keep what they have"))
+        self._answers.put(PolicyAnswer(number, None, seconds, f"{why}; jobs keep what they have"))
 
     def _decide(self) -> None:
         owner = self._o

@@ -1,8 +1,8 @@
 """A round of the policy: what it is asked, its computation, and what of its answer still holds when it comes.
 
 A round takes from milliseconds to seconds, and the coordinator decides on: nodes die, people ask for
-other sizes. So a `Round` holds everything that the policy reads, frozen, and may be computed in any
-thread; its `Answer` is checked against the cluster as it is by then.
+other sizes. So a `PolicyRound` holds everything that the policy reads, frozen, and may be computed in any
+thread; its `PolicyAnswer` is checked against the cluster as it is by then.
 """
 
 from __future__ import annotations
@@ -13,40 +13,39 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from adaptdl_elastic.autoscaler.coordinator import job as jobs
-from adaptdl_elastic.autoscaler.coordinator.job import Condition, Phase
-from adaptdl_elastic.autoscaler.coordinator.policy import (
+from adaptdl_elastic.autoscaler.cluster_view import JobView, View
+from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
+from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings, Memory, Target
+from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, Phase
+from adaptdl_elastic.autoscaler.coordinator.policy_adapter import (
     Policy,
-    Question,
+    PolicyQuestion,
     ask,
     described,
     targets,
     worth_asking,
 )
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan, nearest, rooms, smallest
-from adaptdl_elastic.autoscaler.coordinator.types import Memory, Settings, Target
-from adaptdl_elastic.autoscaler.policy.types import Decision, JobInfo
-from adaptdl_elastic.autoscaler.policy.types import Settings as PolicySettings
-from adaptdl_elastic.autoscaler.state import JobView, View
-from adaptdl_elastic.rendezvous.records import Cause
+from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo, PolicySettings
+from adaptdl_elastic.rendezvous.schema.records import Cause
 
 _Standing = tuple[str, int, int | None]
 """Run, revision of the plan, and size that a person asked for: what an answer about a job stands on."""
 
 
 @dataclass(frozen=True)
-class Round:
+class PolicyRound:
     """The policy is asked something."""
 
     number: int
-    question: Question
+    question: PolicyQuestion
     now: float
     settings: PolicySettings
     standing: Mapping[str, _Standing]  # by job
 
 
 @dataclass(frozen=True)
-class Answer:
+class PolicyAnswer:
     """What came of it; without a decision the policy has failed."""
 
     number: int
@@ -57,8 +56,12 @@ class Answer:
 
 
 def consider(
-    view: View, conditions: Mapping[str, Condition], memory: Memory, ledger: Ledger, settings: Settings
-) -> tuple[Memory, Round | None, float]:
+    view: View,
+    conditions: Mapping[str, Condition],
+    memory: Memory,
+    ledger: Ledger,
+    settings: CoordinatorSettings,
+) -> tuple[Memory, PolicyRound | None, float]:
     """Whether a round is due: what to remember, the round to begin, and when to look again."""
     if memory.round is not None:
         return memory, None, math.inf  # one at a time: its answer wakes us
@@ -89,7 +92,7 @@ def consider(
     return memory, begun, wake_at
 
 
-def _silent_until(view: View, conditions: Mapping[str, Condition], settings: Settings) -> float:
+def _silent_until(view: View, conditions: Mapping[str, Condition], settings: CoordinatorSettings) -> float:
     """When patience ends with the next script that has not said that it uses the library."""
     ends = (
         condition.health.started_at + settings.hello_grace
@@ -99,7 +102,7 @@ def _silent_until(view: View, conditions: Mapping[str, Condition], settings: Set
     return min((end for end in ends if end > view.now), default=math.inf)
 
 
-def _soonest(memory: Memory, settings: Settings) -> float:
+def _soonest(memory: Memory, settings: CoordinatorSettings) -> float:
     """When it may be looked again whether a round is due, where nobody is in a hurry.
 
     To put the question together takes longer than all the rest, and one event seldom comes alone.
@@ -108,13 +111,15 @@ def _soonest(memory: Memory, settings: Settings) -> float:
     return max(memory.round_at + gap, memory.looked_at + settings.min_gap)
 
 
-def begin(number: int, question: Question, view: View, settings: Settings) -> Round:
+def begin(number: int, question: PolicyQuestion, view: View, settings: CoordinatorSettings) -> PolicyRound:
     """A round about `question`, which was put together from `view`."""
     standing = {info.name: _standing(view.jobs[info.name]) for info in question.jobs}
-    return Round(number, question, view.now, settings.policy or PolicySettings(), standing)
+    return PolicyRound(number, question, view.now, settings.policy or PolicySettings(), standing)
 
 
-def compute(policy: Policy, asked: Round, clock: Callable[[], float] = time.perf_counter) -> Answer:
+def compute(
+    policy: Policy, asked: PolicyRound, clock: Callable[[], float] = time.perf_counter
+) -> PolicyAnswer:
     """Ask the policy. Never raises: the coordinator must go on without it.
 
     Where it fails, jobs that it fails for by themselves are asked about once more without what they report.
@@ -131,18 +136,18 @@ def compute(policy: Policy, asked: Round, clock: Callable[[], float] = time.perf
             silent = [_silent(job) if job.name in unusable else job for job in asked.question.jobs]
             decision = _asked(policy, asked, silent)
     except Exception as error:
-        return Answer(asked.number, None, clock() - started, described(error))
+        return PolicyAnswer(asked.number, None, clock() - started, described(error))
     seconds = clock() - started
-    return Answer(asked.number, replace(decision, seconds=seconds), seconds, unusable_reports=unusable)
+    return PolicyAnswer(asked.number, replace(decision, seconds=seconds), seconds, unusable_reports=unusable)
 
 
-def _asked(policy: Policy, asked: Round, about: Sequence[JobInfo]) -> Decision:
+def _asked(policy: Policy, asked: PolicyRound, about: Sequence[JobInfo]) -> Decision:
     question = asked.question
     current = {job.name: question.current[job.name] for job in about}
     return policy(about, question.nodes, current, asked.now, asked.settings)
 
 
-def _unusable_reports(policy: Policy, asked: Round) -> dict[str, str]:
+def _unusable_reports(policy: Policy, asked: PolicyRound) -> dict[str, str]:
     """The jobs that the policy fails for even if they are alone, and how."""
     found: dict[str, str] = {}
     for job in asked.question.jobs:
@@ -159,7 +164,7 @@ def _silent(job: JobInfo) -> JobInfo:
 
 
 def still_valid(
-    asked: Round, decision: Decision, view: View, conditions: Mapping[str, Condition]
+    asked: PolicyRound, decision: Decision, view: View, conditions: Mapping[str, Condition]
 ) -> dict[str, Target]:
     """The targets of jobs that stand as they did when they were asked about.
 
@@ -204,7 +209,7 @@ def somebody_starts(conditions: Mapping[str, Condition], memory: Memory) -> bool
 
 
 def without_policy(
-    question: Question, view: View, conditions: Mapping[str, Condition], ledger: Ledger
+    question: PolicyQuestion, view: View, conditions: Mapping[str, Condition], ledger: Ledger
 ) -> dict[str, Target]:
     """Start what waits with the least it can begin with, give people what they ask; nothing else."""
     found: dict[str, Target] = {}

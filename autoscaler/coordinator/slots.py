@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from adaptdl_elastic.autoscaler.coordinator import recovery
-from adaptdl_elastic.autoscaler.coordinator.types import Allocation
-from adaptdl_elastic.autoscaler.state import JobView, View
-from adaptdl_elastic.rendezvous.records import JobSpec, Leaving, Plan
+from adaptdl_elastic.autoscaler.cluster_view import JobView, View
+from adaptdl_elastic.autoscaler.coordinator import survivors
+from adaptdl_elastic.autoscaler.coordinator.decision_types import Allocation
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, Leaving, Plan
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def rooms(
     spec = job.spec.record if job.spec else None
     avoided = set(late)
     if job.plan is not None:
-        silent = recovery.given_up(job.plan.record)
+        silent = survivors.given_up(job.plan.record)
         avoided |= {o.node for o in silent if not released(view, job, o.node, o.agent, o.generation)}
     found: dict[str, Room] = {}
     for node, seen in view.agents(job.job).items():

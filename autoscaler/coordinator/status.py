@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 
-from adaptdl_elastic.autoscaler.coordinator import job as jobs
-from adaptdl_elastic.autoscaler.coordinator.job import Condition, Phase
+from adaptdl_elastic.autoscaler.cluster_view import JobView, View
+from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
+from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
+from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, Phase
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, Room, holding, smallest
-from adaptdl_elastic.autoscaler.coordinator.types import Settings
-from adaptdl_elastic.autoscaler.state import JobView, View
-from adaptdl_elastic.rendezvous.records import HEAVIEST, Cause, JobSpec, JobState, JobStatus, Plan
-from adaptdl_elastic.rendezvous.wording import counted
+from adaptdl_elastic.rendezvous.schema.records import HEAVIEST, Cause, JobSpec, JobState, JobStatus, Plan
+from adaptdl_elastic.rendezvous.text import pluralize
 
 MAX_PAUSES = 5
 WAITED_STEP = 60.0
@@ -25,12 +25,12 @@ _MOST_WRONG = 1e6  # of measured over predicted: beyond it the prediction was no
 _PLANNED = (Cause.POLICY, Cause.MANUAL, Cause.JOIN, Cause.DRAIN)
 
 
-def restarts_after_failure(view: View, job: JobView, plan: Plan, settings: Settings) -> int:
+def restarts_after_failure(view: View, job: JobView, plan: Plan, settings: CoordinatorSettings) -> int:
     """What the count of restarts becomes if the failed generation `plan` is followed by another."""
     return (0 if jobs.refilled(view, job, plan, settings) else plan.restarts) + 1
 
 
-def exhausted(view: View, job: JobView, condition: Condition, settings: Settings) -> bool:
+def exhausted(view: View, job: JobView, condition: Condition, settings: CoordinatorSettings) -> bool:
     """Whether a failed job may not be restarted any more."""
     if condition.phase is not Phase.BROKEN or condition.health.lost or condition.plan is None:
         return False
@@ -44,7 +44,7 @@ def describe(
     view: View,
     job: JobView,
     condition: Condition,
-    settings: Settings,
+    settings: CoordinatorSettings,
     waits_for: str = "",
     waits_since: float | None = None,
 ) -> JobStatus | None:
@@ -114,7 +114,7 @@ def differs(status: JobStatus, old: JobStatus | None) -> bool:
 
 
 def _state(
-    view: View, job: JobView, condition: Condition, settings: Settings, waits_for: str
+    view: View, job: JobView, condition: Condition, settings: CoordinatorSettings, waits_for: str
 ) -> tuple[JobState, str, int | None]:
     plan, phase, health = condition.plan, condition.phase, condition.health
     if phase is Phase.FINISHED:
@@ -221,7 +221,7 @@ def why_pending(spec: JobSpec, places: Mapping[str, Room], free: Mapping[str, Ro
     wrong = impossible(spec)
     if wrong is not None:
         return f"can never run: {wrong}; submit it with other bounds"
-    need = f"{counted(max(1, spec.min_replicas), 'replica')} on {counted(max(1, spec.min_nodes), 'node')}"
+    need = f"{pluralize(max(1, spec.min_replicas), 'replica')} on {pluralize(max(1, spec.min_nodes), 'node')}"
     if not places:
         return f"waits for nodes: needs at least {need}, none is registered that could take it"
     least = smallest(spec, places)
@@ -229,11 +229,11 @@ def why_pending(spec: JobSpec, places: Mapping[str, Room], free: Mapping[str, Ro
         room = sum(place.most for place in places.values())
         return (
             f"waits for nodes: needs at least {need}, registered: "
-            f"{counted(len(places), 'node')} with {counted(room, 'slot')}"
+            f"{pluralize(len(places), 'node')} with {pluralize(room, 'slot')}"
         )
     if smallest(spec, free) is None:
         room = sum(place.most for place in free.values())
         others = sum(ledger.capacity.get(n, 0) - ledger.free_for(spec.job, n) for n in places)
-        need = f"{counted(sum(least.values()), 'replica')} on {counted(len(least), 'node')}"
+        need = f"{pluralize(sum(least.values()), 'replica')} on {pluralize(len(least), 'node')}"
         return f"waits for slots: needs {need}, {room} free, other jobs have {others}"
     return ITS_TURN

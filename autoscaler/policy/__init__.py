@@ -1,7 +1,7 @@
 """The policy: pure functions from what is known about jobs and nodes to who gets which replicas."""
 
 from adaptdl_elastic.autoscaler.policy.allocate import allocate
-from adaptdl_elastic.autoscaler.policy.types import (
+from adaptdl_elastic.autoscaler.policy.policy_types import (
     Allocation,
     Decision,
     GoodputModel,
@@ -9,8 +9,8 @@ from adaptdl_elastic.autoscaler.policy.types import (
     NodeInfo,
     NodeLimit,
     Objective,
+    PolicySettings,
     Reason,
-    Settings,
 )
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "NodeInfo",
     "NodeLimit",
     "Objective",
+    "PolicySettings",
     "Reason",
-    "Settings",
     "allocate",
 ]

@@ -7,10 +7,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from adaptdl_elastic.autoscaler.policy import objective, reasons
-from adaptdl_elastic.autoscaler.policy.placement import Board
-from adaptdl_elastic.autoscaler.policy.solve import Solution, solve
-from adaptdl_elastic.autoscaler.policy.tables import Room, Tables, build, room_of
-from adaptdl_elastic.autoscaler.policy.types import Allocation, Decision, JobInfo, NodeInfo, Settings
+from adaptdl_elastic.autoscaler.policy.policy_types import (
+    Allocation,
+    Decision,
+    JobInfo,
+    NodeInfo,
+    PolicySettings,
+)
+from adaptdl_elastic.autoscaler.policy.solver.placement import Board
+from adaptdl_elastic.autoscaler.policy.solver.solve import Solution, solve
+from adaptdl_elastic.autoscaler.policy.solver.tables import Room, Tables, build, room_of
 
 
 def allocate(
@@ -18,7 +24,7 @@ def allocate(
     nodes: Sequence[NodeInfo],
     current: Mapping[str, Allocation],
     now: float,
-    settings: Settings = Settings(),  # noqa: B008 (frozen)
+    settings: PolicySettings = PolicySettings(),  # noqa: B008 (frozen)
 ) -> Decision:
     """Replicas for every job, so that the objective of `settings` is as large as it can be.
 
@@ -72,7 +78,7 @@ class _Problem:
     before: Mapping[str, Allocation]
     intact: set[str]
     now: float
-    settings: Settings
+    settings: PolicySettings
 
     def solved(self, pinned: Collection[str], stable_wanted: bool) -> tuple[Tables, Solution]:
         """The best for the jobs that are not `pinned` to what they have, beside those that are."""
@@ -106,7 +112,7 @@ def _pinned(job: JobInfo, before: Allocation) -> bool:
     return not job.preemptible
 
 
-def _fresh(jobs: Sequence[JobInfo], now: float, settings: Settings) -> dict[str, str]:
+def _fresh(jobs: Sequence[JobInfo], now: float, settings: PolicySettings) -> dict[str, str]:
     """Of running jobs those whose last change is too recent for another one for others' sake, and why."""
     found = {}
     for job in jobs:
@@ -126,7 +132,7 @@ def _disturbed(
     before: Mapping[str, Allocation],
     after: Mapping[str, Allocation],
     now: float,
-    settings: Settings,
+    settings: PolicySettings,
 ) -> bool:
     """Whether jobs start because they have waited too long, and `fresh` ones have less for it.
 

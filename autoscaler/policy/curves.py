@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from adaptdl_elastic.autoscaler.policy.types import GoodputModel
+from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel
 from adaptdl_elastic.goodput import GoodputFunction
 
 Array = NDArray[np.float64]

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from adaptdl_elastic.autoscaler.policy.types import JobInfo, Objective, Settings
+from adaptdl_elastic.autoscaler.policy.policy_types import JobInfo, Objective, PolicySettings
 
 Array = NDArray[np.float64]
 
@@ -60,12 +60,12 @@ def remaining_work(job: JobInfo) -> float:
     return sum(longer) / len(longer) if longer else job.attained
 
 
-def overdue(job: JobInfo, now: float, settings: Settings) -> bool:
+def overdue(job: JobInfo, now: float, settings: PolicySettings) -> bool:
     """Whether it has waited too long."""
     return job.waiting_since is not None and now - job.waiting_since >= settings.max_wait
 
 
-def weights(remaining: Array, settings: Settings, jobs: Sequence[JobInfo]) -> Array:
+def weights(remaining: Array, settings: PolicySettings, jobs: Sequence[JobInfo]) -> Array:
     """How much each job's speedup counts, shape (jobs,)."""
     given = np.array([job.weight for job in jobs])
     if settings.objective is Objective.SPEEDUP:
@@ -84,7 +84,7 @@ def _rank(remaining: Array) -> Array:
     return np.asarray(0.5 + (1 / (1 + np.exp(np.clip(-longer, -50, 50)))).sum(axis=1))
 
 
-def utility(speedup: Array, settings: Settings) -> Array:
+def utility(speedup: Array, settings: PolicySettings) -> Array:
     """What a speedup is worth, increasing, above zero wherever the speedup is."""
     positive = np.maximum(speedup, 1e-9)
     if settings.objective is Objective.COMPLETION:
@@ -100,7 +100,7 @@ def utility(speedup: Array, settings: Settings) -> Array:
     return np.asarray(np.where(speedup > 0, RUNS + worth, 0.0))
 
 
-def after_pause(speedup: Array, remaining: Array, pause: Array, settings: Settings) -> Array:
+def after_pause(speedup: Array, remaining: Array, pause: Array, settings: PolicySettings) -> Array:
     """Speedups of changed allocations, less what the pause costs; shape (jobs, sizes).
 
     The pause is paid back within a horizon, or by the end of the job when that comes first.
@@ -111,7 +111,7 @@ def after_pause(speedup: Array, remaining: Array, pause: Array, settings: Settin
     return np.asarray(speedup * np.maximum(1 - cost / np.maximum(window, 1e-9), _LEAST))
 
 
-def horizon(pause: NDArray[Any], settings: Settings) -> Array:
+def horizon(pause: NDArray[Any], settings: PolicySettings) -> Array:
     """Seconds within which a change must pay: `PAUSES` pauses, but at least a minute."""
     if settings.horizon is not None:
         return np.full(np.shape(pause), settings.horizon)

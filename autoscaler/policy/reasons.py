@@ -9,11 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adaptdl_elastic.autoscaler.policy import objective
-from adaptdl_elastic.autoscaler.policy.types import Allocation, Decision, JobInfo, Reason, Settings
-from adaptdl_elastic.rendezvous.wording import counted
+from adaptdl_elastic.autoscaler.policy.policy_types import (
+    Allocation,
+    Decision,
+    JobInfo,
+    PolicySettings,
+    Reason,
+)
+from adaptdl_elastic.rendezvous.text import pluralize
 
 if TYPE_CHECKING:
-    from adaptdl_elastic.autoscaler.policy.tables import Tables
+    from adaptdl_elastic.autoscaler.policy.solver.tables import Tables
 
 
 def explain(
@@ -24,7 +30,7 @@ def explain(
     targets: Sequence[int | None],
     before: Mapping[str, Allocation],
     now: float,
-    settings: Settings,
+    settings: PolicySettings,
 ) -> dict[str, Reason]:
     """A reason per job; why jobs keep what they have is in `pinned`."""
     rows = {job.name: row for row, job in enumerate(tables.jobs)}
@@ -35,7 +41,7 @@ def explain(
             given[job.name] = Reason(f"pending: {decision.pending[job.name]}")
         elif job.name in pinned:
             given[job.name] = Reason(
-                f"keeps its {counted(sum(after.values()), 'replica')}: {pinned[job.name]}"
+                f"keeps its {pluralize(sum(after.values()), 'replica')}: {pinned[job.name]}"
             )
         else:
             row = rows[job.name]
@@ -46,7 +52,7 @@ def explain(
 
 
 def _size(allocation: Allocation) -> str:
-    count = counted(sum(allocation.values()), "replica")
+    count = pluralize(sum(allocation.values()), "replica")
     return count if len(allocation) < 2 else f"{count} on {len(allocation)} nodes"
 
 
@@ -58,7 +64,7 @@ def _reason(
     before: Allocation,
     after: Allocation,
     now: float,
-    settings: Settings,
+    settings: PolicySettings,
 ) -> Reason:
     had, has = _goodput(tables, row, before), _goodput(tables, row, after)
     pause = settings.default_pause if job.pause is None else job.pause
@@ -86,7 +92,7 @@ def _sentence(
     has: float | None,
     pause: float,
     now: float,
-    settings: Settings,
+    settings: PolicySettings,
 ) -> str:
     if not after:
         waited = f" (waiting for {now - job.waiting_since:.0f} s)" if job.waiting_since is not None else ""
@@ -108,13 +114,13 @@ def _sentence(
         window = float(objective.horizon(np.array([pause]), settings)[0])
         return f"{change} pays the {pause:.3g} s pause within {window:.0f} s"
     if wanted is not None and sum(before.values()) < sum(after.values()) < wanted:
-        return f"{change}: on the way to {counted(wanted, 'replica')}"
+        return f"{change}: on the way to {pluralize(wanted, 'replica')}"
     if sum(before.values()) == sum(after.values()):
         return f"{change}: moved to make room"
     return f"{change}: the slots are worth more to other jobs"
 
 
-def _pause(job: JobInfo, settings: Settings) -> str:
+def _pause(job: JobInfo, settings: PolicySettings) -> str:
     return f"{settings.default_pause if job.pause is None else job.pause:.3g} s"
 
 

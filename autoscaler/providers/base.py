@@ -20,6 +20,10 @@ class ProviderError(Exception):
     """The provider can not do what was asked; the text says why and what to do."""
 
 
+class ProviderOptionError(ProviderError):
+    """An option of a provider is missing, unknown, or has no valid value."""
+
+
 class UnknownPoolError(ProviderError):
     """There is no such pool."""
 

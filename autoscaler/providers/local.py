@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -27,10 +28,33 @@ from adaptdl_elastic.autoscaler.providers.base import (
     Pool,
     Provider,
     ProviderError,
+    ProviderOptionError,
     UnknownInstanceError,
 )
+from adaptdl_elastic.autoscaler.providers.registry import ProviderRequest
 
 logger = logging.getLogger(__name__)
+
+
+def from_request(request: ProviderRequest) -> LocalProvider:
+    """Return a provider of one pool for `--local COMMAND` (options `command` and `price`).
+
+    Raises:
+        ProviderOptionError: The command cannot be split into words, or the price is no number.
+    """
+    options = request.known("command", "price")
+    try:
+        words, price = shlex.split(options.get("command", "")), float(options.get("price", "1"))
+    except ValueError as error:
+        raise ProviderOptionError(f"--local {options.get('command', '')!r}: {error}") from None
+    pool = Pool(
+        "local",
+        desired=0,
+        maximum=1 if request.max_nodes is None else request.max_nodes,
+        slots=request.slots or 1,
+        hourly_price=price,
+    )
+    return LocalProvider(words, [pool], Path(".adaptdl") / "local")
 
 
 @dataclass

@@ -36,7 +36,7 @@ from functools import cached_property
 import numpy as np
 
 from adaptdl_elastic.autoscaler.policy.curves import goodputs
-from adaptdl_elastic.autoscaler.policy.types import JobInfo
+from adaptdl_elastic.autoscaler.policy.policy_types import JobInfo
 
 HOUR = 3600.0
 _HALVINGS = 10  # of the span between two prices, to find the one at which what there is suffices

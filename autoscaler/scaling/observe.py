@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from adaptdl_elastic.autoscaler.coordinator.job import Condition, Phase, condition_of, requested_replicas
-from adaptdl_elastic.autoscaler.coordinator.policy import ask, described
-from adaptdl_elastic.autoscaler.coordinator.reports import model, own_hints
+from adaptdl_elastic.autoscaler.cluster_view import JobView, View
+from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
+from adaptdl_elastic.autoscaler.coordinator.decision_types import Memory as Rounds
+from adaptdl_elastic.autoscaler.coordinator.job_models import model, own_hints
+from adaptdl_elastic.autoscaler.coordinator.job_phase import (
+    Condition,
+    Phase,
+    condition_of,
+    requested_replicas,
+)
+from adaptdl_elastic.autoscaler.coordinator.policy_adapter import ask, described
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, used
-from adaptdl_elastic.autoscaler.coordinator.types import Memory as Rounds
-from adaptdl_elastic.autoscaler.coordinator.types import Settings
-from adaptdl_elastic.autoscaler.policy.types import JobInfo
+from adaptdl_elastic.autoscaler.policy.policy_types import JobInfo
 from adaptdl_elastic.autoscaler.providers.base import Capacity, Signal
-from adaptdl_elastic.autoscaler.scaling.types import NodeUse, Observation
-from adaptdl_elastic.autoscaler.state import JobView, View
-from adaptdl_elastic.rendezvous.records import MOST_SLOTS
+from adaptdl_elastic.autoscaler.scaling.scaling_types import NodeUse, Observation
+from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS
 
 
 def observe(
@@ -50,7 +55,7 @@ def _jobs(view: View) -> tuple[list[JobInfo], frozenset[str], tuple[str, ...]]:
     Changing is a job whose plan is not yet, or no longer, what runs, and whose size nobody has said. One
     that can not be dealt with keeps what it has, as with the coordinator, and stops nobody else.
     """
-    settings, conditions, broken = Settings(), dict[str, Condition](), dict[str, str]()
+    settings, conditions, broken = CoordinatorSettings(), dict[str, Condition](), dict[str, str]()
     for name, job in view.jobs.items():
         try:
             conditions[name] = condition_of(view, job, settings)

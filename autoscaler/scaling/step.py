@@ -22,14 +22,14 @@ from adaptdl_elastic.autoscaler.scaling.economics import (
     deadline_of,
     going,
 )
-from adaptdl_elastic.autoscaler.scaling.market import Market, released
-from adaptdl_elastic.autoscaler.scaling.memory import (
+from adaptdl_elastic.autoscaler.scaling.node_market import NodeMarket, released
+from adaptdl_elastic.autoscaler.scaling.observed_history import (
     interruptions_per_hour,
     remember,
     running_replicas,
     shares,
 )
-from adaptdl_elastic.autoscaler.scaling.types import (
+from adaptdl_elastic.autoscaler.scaling.scaling_types import (
     Action,
     Drain,
     Forecast,
@@ -53,9 +53,9 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
     """Decide."""
     elapsed = 0.0 if memory.updated is None else max(0.0, seen.now - memory.updated)
     memory = remember(memory, seen, settings)
-    memory = _forsake(Market(seen, memory, settings))
-    memory = _relieve(Market(seen, memory, settings))
-    market = Market(seen, memory, settings)
+    memory = _forsake(NodeMarket(seen, memory, settings))
+    memory = _relieve(NodeMarket(seen, memory, settings))
+    market = NodeMarket(seen, memory, settings)
     wanted, worth = market.wants()
     goal = market.target(worth)
     affordable = market.afford(goal)
@@ -100,7 +100,7 @@ def _began(since: float | None, seen: Observation, goal: Target, settings: Scali
     return seen.now if since is None else since
 
 
-def _forsake(market: Market) -> Memory:
+def _forsake(market: NodeMarket) -> Memory:
     """Where a pool is shut, its group replaces nobody: what goes is made good elsewhere.
 
     What a group has ordered by itself to replace an interrupted node is let go, if the pool is too wild.
@@ -119,7 +119,7 @@ def _forsake(market: Market) -> Memory:
     return replace(market.memory, known=known)
 
 
-def _relieve(market: Market) -> Memory:
+def _relieve(market: NodeMarket) -> Memory:
     """Where a group has brought a replacement early, the one at risk goes once that is a node.
 
     It is given back without one less desired: the group has one too many as it is.
@@ -137,7 +137,7 @@ def _relieve(market: Market) -> Memory:
     return replace(market.memory, known=known)
 
 
-def _resize(market: Market, goal: Target) -> tuple[Memory, list[Action], list[str]]:
+def _resize(market: NodeMarket, goal: Target) -> tuple[Memory, list[Action], list[str]]:
     """Requests to pools, and the choice of who is to leave."""
     memory, seen = market.memory, market.seen
     requests: dict[str, Request] = {}
@@ -170,7 +170,7 @@ def _resize(market: Market, goal: Target) -> tuple[Memory, list[Action], list[st
     return memory, list(requests.values()), warnings
 
 
-def _grow(market: Market, slots: int, goal: Target) -> tuple[Memory, dict[str, Request], list[str]]:
+def _grow(market: NodeMarket, slots: int, goal: Target) -> tuple[Memory, dict[str, Request], list[str]]:
     settings, pools = market.settings, {pool.name: pool for pool in market.seen.capacity.pools}
     broke = market.seen.now < market.memory.broke_until
     there, hourly = market.present()
@@ -214,7 +214,7 @@ def _why_not(
     return "no pool has any to give"
 
 
-def _shrink(market: Market, goal: Target) -> tuple[Memory, dict[str, Request]]:
+def _shrink(market: NodeMarket, goal: Target) -> tuple[Memory, dict[str, Request]]:
     """First what has not come, then the instances that are missed least."""
     seen, known = market.seen, dict(market.memory.known)
     candidates = market.candidates(goal.settled)
@@ -241,7 +241,7 @@ def _shrink(market: Market, goal: Target) -> tuple[Memory, dict[str, Request]]:
     return replace(market.memory, known=known, changed=changed), requests
 
 
-def _leave(market: Market) -> tuple[Memory, list[Action], list[str]]:
+def _leave(market: NodeMarket) -> tuple[Memory, list[Action], list[str]]:
     """Drain, release, keep hooks waiting."""
     seen, settings, known = market.seen, market.settings, dict(market.memory.known)
     actions: list[Action] = []
@@ -335,7 +335,7 @@ def _late(wanted: Sequence[Want], seen: Observation, settings: ScalingSettings) 
     return found
 
 
-def _short(market: Market, worth: int) -> list[str]:
+def _short(market: NodeMarket, worth: int) -> list[str]:
     """What --max-nodes and --min-nodes keep from being as it should."""
     settings, pools = market.settings, market.seen.capacity.pools
     found, most = [], sum(pool.maximum for pool in pools)

@@ -11,14 +11,14 @@ import numpy as np
 
 from adaptdl_elastic.autoscaler.policy import allocate
 from adaptdl_elastic.autoscaler.policy.curves import goodputs
-from adaptdl_elastic.autoscaler.policy.types import (
+from adaptdl_elastic.autoscaler.policy.policy_types import (
     Allocation,
     Decision,
     JobInfo,
     NodeInfo,
     Objective,
+    PolicySettings,
     Reason,
-    Settings,
 )
 
 
@@ -58,7 +58,7 @@ class Tiresias:
         nodes: Sequence[NodeInfo],
         current: Mapping[str, Allocation],
         now: float,
-        settings: Settings,
+        settings: PolicySettings,
     ) -> Decision:
         """Admit in queue order whatever fits."""
         known = {job.name: job for job in jobs}
@@ -101,7 +101,7 @@ class Fifo:
         nodes: Sequence[NodeInfo],
         current: Mapping[str, Allocation],
         now: float,
-        settings: Settings,
+        settings: PolicySettings,
     ) -> Decision:
         """Admit from the head of the queue while there is room."""
         free = {node.name: node.slots for node in nodes}
@@ -128,7 +128,7 @@ class Even:
         nodes: Sequence[NodeInfo],
         current: Mapping[str, Allocation],
         now: float,
-        settings: Settings,
+        settings: PolicySettings,
     ) -> Decision:
         """Share out; a job that has its share already keeps its place."""
         total = sum(node.slots for node in nodes)
@@ -170,7 +170,7 @@ class Optimus:
         nodes: Sequence[NodeInfo],
         current: Mapping[str, Allocation],
         now: float,
-        settings: Settings,
+        settings: PolicySettings,
     ) -> Decision:
         """Greedy marginal gain in remaining time."""
         total, slots = sum(node.slots for node in nodes), max(node.slots for node in nodes)
@@ -209,7 +209,7 @@ def pollux_like(
     nodes: Sequence[NodeInfo],
     current: Mapping[str, Allocation],
     now: float,
-    settings: Settings,
+    settings: PolicySettings,
 ) -> Decision:
     """Pollux's objective (power mean of speedups, p = −1, lengths unknown), solved exactly."""
     unknown = [replace(job, remaining=None) for job in jobs]

@@ -7,20 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from adaptdl_elastic.autoscaler.policy.types import (
+from adaptdl_elastic.autoscaler.policy.policy_types import (
     Allocation,
     Decision,
     GoodputModel,
     JobInfo,
     NodeInfo,
-    Settings,
+    PolicySettings,
 )
 from adaptdl_elastic.autoscaler.simulator.application import Application
-from adaptdl_elastic.autoscaler.simulator.job import Profile, SimJob
+from adaptdl_elastic.autoscaler.simulator.simulated_job import Profile, SimJob
 from adaptdl_elastic.autoscaler.simulator.workload import Submission, WorkloadError
 
 PolicyFunction = Callable[
-    [Sequence[JobInfo], Sequence[NodeInfo], Mapping[str, Allocation], float, Settings], Decision
+    [Sequence[JobInfo], Sequence[NodeInfo], Mapping[str, Allocation], float, PolicySettings], Decision
 ]
 
 
@@ -51,7 +51,7 @@ class FixedCluster:
 
 
 @dataclass(frozen=True)
-class Options:
+class SimulationOptions:
     """How to replay."""
 
     pause: float = 30.0  # seconds that every change of a job's allocation costs it
@@ -98,8 +98,8 @@ class Simulation:
         apps: Mapping[str, Application],
         cluster: Cluster,
         policy: PolicyFunction,
-        settings: Settings = Settings(),  # noqa: B008 (frozen)
-        options: Options = Options(),
+        settings: PolicySettings = PolicySettings(),  # noqa: B008 (frozen)
+        options: SimulationOptions = SimulationOptions(),
         observer: Observer | None = None,
     ) -> None:
         missing = sorted({job.application for job in workload} - set(apps))

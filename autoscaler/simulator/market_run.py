@@ -8,18 +8,23 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from adaptdl_elastic.autoscaler.policy.types import JobInfo, Settings
+from adaptdl_elastic.autoscaler.policy.policy_types import JobInfo, PolicySettings
 from adaptdl_elastic.autoscaler.providers.base import Pool
 from adaptdl_elastic.autoscaler.scaling.economics import HOUR, ScalingSettings
 from adaptdl_elastic.autoscaler.scaling.step import step
 from adaptdl_elastic.autoscaler.simulator.application import Application
-from adaptdl_elastic.autoscaler.simulator.engine import FixedCluster, Options, PolicyFunction, Simulation
-from adaptdl_elastic.autoscaler.simulator.job import SimJob
-from adaptdl_elastic.autoscaler.simulator.market import (
+from adaptdl_elastic.autoscaler.simulator.engine import (
+    FixedCluster,
+    PolicyFunction,
+    Simulation,
+    SimulationOptions,
+)
+from adaptdl_elastic.autoscaler.simulator.simulated_job import SimJob
+from adaptdl_elastic.autoscaler.simulator.simulated_market import (
     NOTICE,
-    Market,
     MarketCluster,
     Scaler,
+    SimulatedMarket,
     ThresholdScaler,
     busy_fraction,
 )
@@ -33,8 +38,8 @@ class Setup:
     workload: Sequence[Submission]
     apps: Mapping[str, Application]
     policy: PolicyFunction
-    settings: Settings
-    options: Options
+    settings: PolicySettings
+    options: SimulationOptions
     slots: int = 4
     boot_seconds: float = 120.0
     seed: int = 0
@@ -71,7 +76,11 @@ def run_fixed(setup: Setup, nodes: int, price: float) -> Bill:
 
 
 def run_goodput(
-    setup: Setup, pools: Sequence[Pool], markets: Mapping[str, Market], settings: ScalingSettings, name: str
+    setup: Setup,
+    pools: Sequence[Pool],
+    markets: Mapping[str, SimulatedMarket],
+    settings: ScalingSettings,
+    name: str,
 ) -> Bill:
     """The autoscaler of this package."""
     return _run(setup, pools, markets, name, lambda _: lambda seen, memory: step(seen, memory, settings))
@@ -80,7 +89,7 @@ def run_goodput(
 def run_threshold(
     setup: Setup,
     pools: Sequence[Pool],
-    markets: Mapping[str, Market],
+    markets: Mapping[str, SimulatedMarket],
     settings: ScalingSettings,
     low: float,
     high: float,
@@ -116,7 +125,9 @@ def run_threshold(
     return _run(setup, pools, markets, f"threshold {low:g}:{high:g}", scaler)
 
 
-def _run(setup: Setup, pools: Sequence[Pool], markets: Mapping[str, Market], name: str, make: object) -> Bill:
+def _run(
+    setup: Setup, pools: Sequence[Pool], markets: Mapping[str, SimulatedMarket], name: str, make: object
+) -> Bill:
     simulation: Simulation
 
     def jobs(now: float) -> list[tuple[JobInfo, Mapping[str, int]]]:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
-
-from adaptdl_elastic.rendezvous.server import EtcdServer
+from etcd_server import EtcdServer
 
 
 @pytest.fixture

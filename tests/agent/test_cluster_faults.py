@@ -13,7 +13,7 @@ import pytest
 from cluster import Cluster
 from cutting_proxy import CuttingProxy
 
-from adaptdl_elastic.rendezvous.records import JobRequest, JobStatus, LeaderRecord, decode, encode
+from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobStatus, LeaderRecord, decode, encode
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN, PLAIN = str(SCRIPTS / "train.py"), str(SCRIPTS / "plain.py")

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from adaptdl_elastic.agent import coordinator_host
-from adaptdl_elastic.agent.coordinator_host import (
+from adaptdl_elastic.agent.cluster import coordinator_host
+from adaptdl_elastic.agent.cluster.coordinator_host import (
     CLAIM_AGAIN_AFTER,
     REST,
     SERIES,
@@ -22,7 +22,7 @@ from adaptdl_elastic.agent.coordinator_host import (
     CoordinatorHost,
     Holder,
 )
-from adaptdl_elastic.rendezvous.keys import Keys
+from adaptdl_elastic.rendezvous.schema.keys import Keys
 
 KEYS = Keys()
 FIRST, SECOND = KEYS.coordinator_host, KEYS.coordinator_second

@@ -10,9 +10,9 @@ from decided import ME, Agent, kinds, master, plan
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptdl_elastic.agent import states as d
-from adaptdl_elastic.agent.decisions import KILL_AGAIN_AFTER, OWN_STOP_AFTER, PATIENCE, deadline, decide
-from adaptdl_elastic.rendezvous.records import (
+from adaptdl_elastic.agent.core import states as d
+from adaptdl_elastic.agent.core.decisions import KILL_AGAIN_AFTER, OWN_STOP_AFTER, PATIENCE, deadline, decide
+from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
     Failure,
     JobState,
@@ -83,6 +83,62 @@ def test_a_script_without_the_library_is_stopped_by_signal_and_may_answer_as_it_
     assert agent(d.PlanSeen(plan(1, ("here", 1)))) == [d.AskToStop((), (0, 1), "why")]
     ended = agent.exits(-15, 1)[0]
     assert ended == d.WriteEnded(EndedRecord("here", 0, Outcome.STOPPED, 143))
+
+
+@pytest.mark.parametrize("codes", [(0, 0), (0, 143), (0, 1), (130, 0), (-15, 0)])
+def test_a_script_that_exits_0_after_our_signal_is_stopped_and_not_done(codes: tuple[int, int]) -> None:
+    agent = Agent().running(library=False)
+    agent(d.PlanSeen(plan(1, ("here", 1), leaving=[Leaving("here", 2, "agent-1", 0)])))
+    stopped = EndedRecord("here", 0, Outcome.STOPPED, 143)
+    assert agent.exits(*codes) == [d.WriteEnded(stopped), d.OpenMaster(1)]
+
+
+def test_a_script_that_ends_before_our_signal_arrives_is_done() -> None:
+    agent = Agent().running(count=1, library=False)
+    agent(d.PlanSeen(plan(1, ("here", 1), leaving=[Leaving("here", 1, "agent-1", 0)])))
+    ended = agent(d.ReplicaExited(0, 0, 0, 5.0, signal_arrived=False))
+    assert ended[0] == d.WriteEnded(EndedRecord("here", 0, Outcome.DONE))
+
+
+def test_a_script_that_fails_before_our_signal_arrives_has_failed() -> None:
+    agent = Agent().running(count=1, library=False)
+    agent(d.PlanSeen(plan(1, ("here", 1), leaving=[Leaving("here", 1, "agent-1", 0)])))
+    ended = agent(d.ReplicaExited(0, 0, 3, 5.0, "why", signal_arrived=False))
+    failure = Failure(0, 3, "why", 5.0)
+    assert ended[0] == d.WriteEnded(EndedRecord("here", 0, Outcome.FAILED, 3, failure))
+
+
+@pytest.mark.parametrize("others", [0, 143])
+def test_a_replica_that_was_at_its_end_when_the_signal_came_has_ended_by_itself(others: int) -> None:
+    agent = Agent().running(library=False)
+    agent(d.ReplicaFinished(0))
+    agent(d.PlanSeen(plan(1, ("here", 1), leaving=[Leaving("here", 2, "agent-1", 0)])))
+    agent(d.ReplicaExited(0, 0, 0, 5.0))
+    if others == 0:
+        agent(d.ReplicaFinished(1))
+    outcome = Outcome.DONE if others == 0 else Outcome.STOPPED
+    assert agent(d.ReplicaExited(0, 1, others, 5.0))[0] == d.WriteEnded(
+        EndedRecord("here", 0, outcome, others)
+    )
+
+
+@pytest.mark.parametrize("code", [0, 1, 130, -9])
+def test_a_script_that_makes_another_exit_code_of_a_stop_has_been_stopped(code: int) -> None:
+    agent = Agent().running()
+    agent(d.PlanSeen(plan(1, ("here", 1), leaving=[Leaving("here", 2, "agent-1", 0)])))
+    for local_rank in (0, 1):
+        agent(d.ReplicaStopping(local_rank))
+    assert agent.exits(code, code)[0] == d.WriteEnded(EndedRecord("here", 0, Outcome.STOPPED, 143))
+
+
+def test_a_script_that_was_stopped_from_outside_and_exits_0_takes_the_others_along() -> None:
+    agent = Agent().running()
+    agent(d.ReplicaStopping(0))
+    assert kinds(agent(d.ReplicaExited(0, 0, 0, 5.0))) == ["AskToStop"]
+    agent(d.ReplicaStopping(1))
+    assert agent(d.ReplicaExited(0, 1, 0, 5.0)) == [
+        d.WriteEnded(EndedRecord("here", 0, Outcome.STOPPED, 143))
+    ]
 
 
 def test_one_that_says_hello_after_the_signal_is_not_a_failure() -> None:
@@ -489,7 +545,7 @@ def test_a_script_without_the_library_is_restarted_instead() -> None:
 
 
 def test_replicas_keep_their_slots_and_get_their_new_ranks() -> None:
-    from adaptdl_elastic.agent.inplace import renumber
+    from adaptdl_elastic.agent.core.inplace_change import renumber
 
     numbers = renumber(plan(0, ("a", 2), ("b", 2)), plan(1, ("a", 1), ("c", 1), ("b", 3)))
     assert numbers.ranks == (0, None, 2, 3)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from adaptdl_elastic.agent import eventlog
-from adaptdl_elastic.agent.eventlog import Event, EventLog
+from adaptdl_elastic.agent.terminal import event_log
+from adaptdl_elastic.agent.terminal.event_log import Event, EventLog
 
 
 def test_a_file_gets_a_line_for_each(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_a_full_disk_is_said_once() -> None:
 def test_a_reader_that_stalls_holds_nobody_up_and_misses_nothing_that_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eventlog, "LAST_WAIT", 0.0)
+    monkeypatch.setattr(event_log, "LAST_WAIT", 0.0)
     os.mkfifo(tmp_path / "fifo")
     reader = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
     said: list[str] = []

@@ -12,8 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from elastic_run import ElasticRun, run_agent
-
-from adaptdl_elastic.rendezvous.server import EtcdServer
+from etcd_server import EtcdServer
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN, PLAIN = str(SCRIPTS / "train.py"), str(SCRIPTS / "plain.py")
@@ -107,7 +106,7 @@ def test_a_script_that_raises_is_tried_again_and_then_reported(tmp_path: Path) -
         assert run.wait() == 1
         text = run.text()
         assert text.count("Traceback") == 2
-        assert "forkserver" not in text
+        assert "fork_server" not in text
         assert [f["message"] for f in run.of("failure")] == ["ValueError: boom"] * 2
         last = lines_of_ours(text)[-1]
         assert "ValueError: boom" in last
@@ -222,7 +221,7 @@ def test_the_coordinator_may_die_without_touching_training(tmp_path: Path) -> No
 def test_the_fork_server_may_die(tmp_path: Path) -> None:
     with ElasticRun([*ELASTIC, TRAIN, *LONG], tmp_path) as run:
         run.wait_for_event("epoch", epoch=0)
-        child(run, "forkserver").kill()
+        child(run, "fork_server").kill()
         hurry(run)
         assert run.wait() == 0
         assert samples(run)[59] == 200
@@ -251,7 +250,7 @@ def test_etcd_may_be_killed_and_started_again(etcd: EtcdServer, tmp_path: Path) 
 
 
 def test_a_standalone_job_that_runs_is_not_started_twice(tmp_path: Path) -> None:
-    from adaptdl_elastic.rendezvous import runtime_file
+    from adaptdl_elastic.rendezvous.local import runtime_file
 
     directory = tmp_path / f"adaptdl-{os.getuid()}"
     runtime_file.write(runtime_file.RuntimeFile("127.0.0.1:1", "default", "twice", os.getpid()), directory)
@@ -262,7 +261,7 @@ def test_a_standalone_job_that_runs_is_not_started_twice(tmp_path: Path) -> None
 
 
 def test_of_two_that_are_started_at_once_one_runs(tmp_path: Path) -> None:
-    from adaptdl_elastic.rendezvous import runtime_file
+    from adaptdl_elastic.rendezvous.local import runtime_file
 
     with runtime_file.locked("twice", tmp_path / f"adaptdl-{os.getuid()}") as mine:
         assert mine

@@ -11,13 +11,15 @@ from unittest.mock import Mock
 import pytest
 from moto_process import REGION, Moto, running_moto
 
-from adaptdl_elastic import _storage
-from adaptdl_elastic._storage import Manifest, StorageError
-from adaptdl_elastic.agent import elastic, finished, launch
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.memory import MemoryStore
-from adaptdl_elastic.rendezvous.records import JobSpec, encode
-from adaptdl_elastic.rendezvous.store import StoreError
+from adaptdl_elastic import storage as storage_module
+from adaptdl_elastic.agent import launch
+from adaptdl_elastic.agent.cluster import checkpoint_archive
+from adaptdl_elastic.agent.runtime import agent
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, encode
+from adaptdl_elastic.rendezvous.store.base import StoreError
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
+from adaptdl_elastic.storage import Manifest, StorageError, locations
 
 KEYS = Keys("test")
 BUCKET = "checkpoints"
@@ -53,23 +55,23 @@ class Job:
 
     @property
     def ids(self) -> list[str]:
-        return _storage.open_storage(self.path).ids()
+        return locations.open_storage(self.path).ids()
 
     def save(self, content: bytes) -> str:
-        storage = _storage.open_storage(self.path)
-        writing = storage.begin(_storage.new_id(storage.ids(), 0))
+        storage = locations.open_storage(self.path)
+        writing = storage.begin(storage_module.new_id(storage.ids(), 0))
         with writing.state("a") as file:
             file.write(content)
         writing.commit(Manifest(id=writing.id, states=writing.entries))
         return writing.id
 
     def start(self) -> None:
-        finished.archive_finished(
+        checkpoint_archive.archive_finished(
             self.store, KEYS, "job", self.path, lambda: self.busy, lambda text: self.said.append(text)
         )
 
     def end(self) -> None:
-        finished.note_finished(self.path, "run-1", self.said.append)
+        checkpoint_archive.note_finished(self.path, "run-1", self.said.append)
 
 
 @pytest.fixture
@@ -86,7 +88,7 @@ def test_the_checkpoints_of_a_finished_job_are_put_aside_once(job: Job) -> None:
     assert job.ids == []
     (line,) = job.said
     assert "starting anew" in line
-    archive = _storage.open_storage(line.rpartition(" ")[2])
+    archive = locations.open_storage(line.rpartition(" ")[2])
     assert archive.ids() == saved
     with archive.open(saved[1], archive.manifest(saved[1]).states["a"]) as file:
         assert file.read() == b"two"
@@ -98,10 +100,10 @@ def test_the_checkpoints_of_a_finished_job_are_put_aside_once(job: Job) -> None:
 def test_each_rerun_leaves_its_own(job: Job) -> None:
     for content in (b"first", b"second"):
         saved = job.save(content)
-        _storage.open_storage(job.path).sweep()
+        locations.open_storage(job.path).sweep()
         job.end()
         job.start()
-        archive = _storage.open_storage(job.said[-1].rpartition(" ")[2])
+        archive = locations.open_storage(job.said[-1].rpartition(" ")[2])
         with archive.open(saved, archive.manifest(saved).states["a"]) as file:
             assert file.read() == content
     assert len(set(job.said)) == 2
@@ -134,7 +136,7 @@ def test_a_late_note_of_an_earlier_run_makes_no_other_run_finished(job: Job) -> 
     job.end()  # an agent of run-1, which was cut off
     job.start()
     assert (job.ids, len(job.said)) == ([saved], 1)
-    finished.note_finished(job.path, "run-2", job.said.append)
+    checkpoint_archive.note_finished(job.path, "run-2", job.said.append)
     job.start()
     assert (job.ids, len(job.said)) == ([], 2)
 
@@ -156,7 +158,7 @@ def test_who_comes_while_another_puts_them_aside_waits_for_it(
     job.save(b"one")
     job.end()
     begun, waits, go_on = threading.Event(), threading.Event(), threading.Event()
-    kept, watch = finished.kept, job.store.watch
+    kept, watch = checkpoint_archive.kept, job.store.watch
     monkeypatch.setattr(job.store, "watch", lambda *what: (waits.set(), watch(*what))[1])
 
     class Slow:
@@ -168,12 +170,12 @@ def test_who_comes_while_another_puts_them_aside_waits_for_it(
         def note(self) -> bytes | None:
             return self._kept.note()
 
-        def put_aside(self, name: str) -> str:
+        def move_aside(self, name: str) -> str:
             begun.set()
             assert go_on.wait(200)
-            return self._kept.put_aside(name)
+            return self._kept.move_aside(name)
 
-    monkeypatch.setattr(finished, "kept", Slow)
+    monkeypatch.setattr(checkpoint_archive, "kept", Slow)
     first = threading.Thread(target=job.start)
     first.start()
     assert begun.wait(200)
@@ -195,10 +197,10 @@ def test_who_gives_up_while_it_waits_lets_nobody_else_in(job: Job, monkeypatch: 
         raise StoreError("away for a moment")
 
     monkeypatch.setattr(impatient, "watch", away)
-    with finished._alone(job.store, key):
+    with checkpoint_archive._alone(job.store, key):
         held = job.store.get(key)
         assert held is not None
-        with pytest.raises(StoreError, match="away"), finished._alone(impatient, key):
+        with pytest.raises(StoreError, match="away"), checkpoint_archive._alone(impatient, key):
             pass
         assert job.store.get(key) == held
     assert job.store.get(key) is None
@@ -216,7 +218,7 @@ def test_where_nobody_can_look_it_is_one_clear_error(monkeypatch: pytest.MonkeyP
     job.end()
     assert said in job.said[0]
     with pytest.raises(StorageError, match="names no bucket"):
-        finished.kept("s3://")
+        checkpoint_archive.kept("s3://")
 
 
 def test_that_a_job_is_done_is_noted_before_its_agent_goes(
@@ -224,8 +226,8 @@ def test_that_a_job_is_done_is_noted_before_its_agent_goes(
 ) -> None:
     order = Mock()
     monkeypatch.setattr(launch, "ignore_signals", order.ignore_signals)
-    monkeypatch.setattr(elastic, "AdaptiveAgent", lambda *what: Mock(job_done=True, exit_code=0))
-    monkeypatch.setattr(finished, "note_finished", order.note)
+    monkeypatch.setattr(agent, "ElasticAgent", lambda *what: Mock(job_done=True, exit_code=0))
+    monkeypatch.setattr(checkpoint_archive, "note_finished", order.note)
     options = Mock(slots=1, role="worker", max_restarts=0, job="job", standalone=True)
     found = Mock(identity=None, registration=order.registration)
     assert launch._run(options, found, Mock(share=order.share)) == 0

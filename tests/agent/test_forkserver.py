@@ -16,8 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from adaptdl_elastic.agent.child import Command, die_with
-from adaptdl_elastic.agent.forkserver import Exited, ForkServer, Spawned
+from adaptdl_elastic.agent.runtime.fork_server import Exited, ForkServer, Spawned
+from adaptdl_elastic.agent.runtime.forked_child import Command, die_with
+from adaptdl_elastic.protocol.channel import Channel
 
 
 @pytest.fixture(scope="module")
@@ -192,8 +193,8 @@ def test_a_file_that_can_not_be_closed_is_given_up(runner: Runner, tmp_path: Pat
     """A daemon thread is in the middle of a write that nobody reads; the other files are closed."""
     text = """
 import os, threading
-from adaptdl_elastic.agent import child
-child._STUCK = 0.5
+from adaptdl_elastic.agent.runtime import forked_child
+forked_child._STUCK = 0.5
 stuck, ends = threading.Event(), os.pipe()
 class Pipe(io.FileIO):
     def write(self, data):
@@ -240,7 +241,7 @@ def test_a_module_runs_as_python_runs_it(runner: Runner, tmp_path: Path) -> None
     expected = plainly(tmp_path, "-m", "mod", "a")
     assert (code, out) == expected[:2]
     assert err.splitlines()[-3:] == expected[2].splitlines()[-3:]
-    assert "forkserver" not in err
+    assert "fork_server" not in err
     assert "child.py" not in err
 
 
@@ -304,6 +305,68 @@ def test_a_signal_reaches_the_whole_group(runner: Runner, tmp_path: Path) -> Non
     assert runner.wait() == -signal.SIGKILL
     psutil.wait_procs([grandchild], timeout=60)
     assert not grandchild.is_running()
+
+
+def the_end(runner: Runner) -> tuple[int, bool]:
+    """Exit code of the replica, and whether a signal had been delivered to it."""
+    while True:
+        for item in runner.news():
+            if isinstance(item, Exited) and item.id == runner.number:
+                return item.exit_code, item.signalled
+
+
+def test_an_end_tells_that_a_signal_came_before_it(runner: Runner) -> None:
+    runner.start("exec", "sleep", "1000")
+    runner.server.signal(runner.number, signal.SIGTERM)
+    assert the_end(runner) == (-signal.SIGTERM, True)
+
+
+def test_an_end_tells_that_a_signal_came_after_it(runner: Runner, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "go")
+    replica = os.pidfd_open(runner.start("exec", "sh", "-c", "read line < go"))
+    runner.server.process.send_signal(signal.SIGSTOP)
+    try:
+        (tmp_path / "go").write_text("go\n")
+        assert select.select([replica], [], [], 60)[0], "the replica has not ended"
+        runner.server.signal(runner.number, signal.SIGTERM)
+    finally:
+        runner.server.process.send_signal(signal.SIGCONT)
+        os.close(replica)
+    assert the_end(runner) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("script", "stopped", "said"),
+    [
+        ("pass", False, True),
+        ("import sys; sys.exit(0)", False, True),
+        ("import sys; sys.exit(3)", False, False),
+        ("pass", True, False),
+        (
+            "import os\nif not (pid := os.fork()): raise SystemExit(0)\nos.waitpid(pid, 0)\nos._exit(0)",
+            False,
+            False,
+        ),
+    ],
+    ids=["ends", "exits", "fails", "was asked to stop", "a fork of its own ends"],
+)
+def test_a_script_that_comes_to_its_end_by_itself_says_so(
+    server: ForkServer,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    script: str,
+    stopped: bool,
+    said: bool,
+) -> None:
+    runner, (channel, theirs) = Runner(server, tmp_path), Channel.pair()
+    request.addfinalizer(channel.close)
+    (tmp_path / "script.py").write_text(script)
+    if stopped:
+        channel.send({"type": "stop", "reason": "why"})
+    server.spawn(runner.number, Command("script", ("script.py",), str(tmp_path)), channel=theirs.fileno())
+    theirs.close()
+    runner.wait()
+    assert list(channel) == ([{"type": "finished"}] if said else [])
 
 
 def test_a_signal_right_behind_the_start_is_not_lost(runner: Runner, tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from decided import Agent, kinds, master, plan
 
-from adaptdl_elastic.agent import states as d
-from adaptdl_elastic.agent.decisions import deadline
-from adaptdl_elastic.agent.hangs import MOMENT, SILENCE
-from adaptdl_elastic.rendezvous.records import Failure, Leaving, Transition
+from adaptdl_elastic.agent.core import states as d
+from adaptdl_elastic.agent.core.decisions import deadline
+from adaptdl_elastic.agent.core.hang_detection import MOMENT, SILENCE
+from adaptdl_elastic.rendezvous.schema.records import Failure, Leaving, Transition
 
 WHY = "does not answer for 30 s: it hangs, or is stopped (--hang-timeout)"
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from history import violations
 
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.records import (
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
     EndedRecord,
     LeaderRecord,
@@ -22,7 +22,7 @@ from adaptdl_elastic.rendezvous.records import (
     Transition,
     encode,
 )
-from adaptdl_elastic.rendezvous.store import Change
+from adaptdl_elastic.rendezvous.store.base import Change
 
 KEYS = Keys()
 FIRST = Plan("job", "run", 0, (Placement("a", 1, "agent-a"),), Cause.START, Transition.RESTART, "", fence=1)

@@ -11,10 +11,10 @@ from fake_imds import FakeImds
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptdl_elastic.agent.interruption import (
+from adaptdl_elastic.agent.machine.interruption import (
     DISABLED_VARIABLE,
     ENDPOINT_VARIABLE,
-    Identity,
+    InstanceIdentity,
     MetadataClient,
     MetadataError,
     Notice,
@@ -47,7 +47,7 @@ def ec2_firmware(tmp_path: Path) -> Path:
 
 def test_identity_comes_from_the_service(imds: FakeImds) -> None:
     found = discover({ENDPOINT_VARIABLE: imds.endpoint}, PATIENT)
-    assert found == Identity("i-0123456789abcdef0", "g5.xlarge", "eu-central-1a", True, imds.endpoint)
+    assert found == InstanceIdentity("i-0123456789abcdef0", "g5.xlarge", "eu-central-1a", True, imds.endpoint)
 
 
 def test_every_request_carries_a_token_and_one_token_serves_all(imds: FakeImds) -> None:
@@ -92,7 +92,7 @@ def test_disabled_by_the_variable_that_boto3_knows(ec2_firmware: Path) -> None:
 
 def test_named_by_the_environment_without_a_service() -> None:
     found = discover({"ADAPTDL_INSTANCE_ID": "local-1", "ADAPTDL_PREEMPTIBLE": "1", "ADAPTDL_ZONE": "here"})
-    assert found == Identity("local-1", None, "here", True, None)
+    assert found == InstanceIdentity("local-1", None, "here", True, None)
     assert watch(found, lambda _: None) is None
     assert watch(None, lambda _: None) is None
 
@@ -134,7 +134,7 @@ def test_a_service_that_is_not_up_yet_is_waited_for(imds: FakeImds, caplog: pyte
 def test_half_an_answer_is_asked_again(imds: FakeImds, path: str) -> None:
     imds.failing[path] = 503
     found = discover({ENDPOINT_VARIABLE: imds.endpoint}, PATIENT, wait=lambda _: imds.failing.clear())
-    assert found == Identity(
+    assert found == InstanceIdentity(
         imds.values["instance-id"], "g5.xlarge", "eu-central-1a", True, endpoint=imds.endpoint
     )
 
@@ -154,7 +154,7 @@ def test_a_bad_address_is_named(address: str) -> None:
 
 def test_the_spot_notice_is_told_within_two_looks_and_once(imds: FakeImds) -> None:
     told: Notices = queue.Queue()
-    watcher = watch(Identity("i-1", endpoint=imds.endpoint), told.put, interval=0.02, timeout=PATIENT)
+    watcher = watch(InstanceIdentity("i-1", endpoint=imds.endpoint), told.put, interval=0.02, timeout=PATIENT)
     assert watcher is not None
     try:
         imds.wait_for("events/recommendations/rebalance")

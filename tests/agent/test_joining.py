@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from adaptdl_elastic.agent import joining
-from adaptdl_elastic.agent.storelink import Registration
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.memory import MemoryStore
-from adaptdl_elastic.rendezvous.records import (
+from adaptdl_elastic.agent.cluster import job_joining
+from adaptdl_elastic.agent.cluster.store_link import Registration
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import (
     CheckpointRecord,
     JobSpec,
     JobState,
@@ -19,6 +18,7 @@ from adaptdl_elastic.rendezvous.records import (
     NodeRecord,
     encode,
 )
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 KEYS = Keys("test")
 NODE = NodeRecord("here", "job", "run-1", "agent-1", "127.0.0.1", 1, version="1.0")
@@ -35,7 +35,7 @@ def spec(run: str) -> JobSpec:
 
 def join(store: MemoryStore, run: str, version: str = "1.0") -> tuple[str, list[str]]:
     said: list[str] = []
-    return joining.join_job(store, KEYS, spec(run), version, said.append).run, said
+    return job_joining.join_job(store, KEYS, spec(run), version, said.append).run, said
 
 
 def ended(store: MemoryStore, run: str, state: JobState) -> None:
@@ -44,13 +44,13 @@ def ended(store: MemoryStore, run: str, state: JobState) -> None:
 
 def test_the_first_agent_makes_the_run_and_others_join_it(store: MemoryStore) -> None:
     assert join(store, "run-1") == ("run-1", [])
-    joining.register(store, KEYS, NODE, exact=True)
+    job_joining.register(store, KEYS, NODE, exact=True)
     assert join(store, "run-2") == ("run-1", [])
 
 
 def test_agents_that_start_at_the_same_moment_are_of_one_run(store: MemoryStore) -> None:
-    joining.register(store, KEYS, NODE, exact=True)
-    joining.register(store, KEYS, replace(NODE, node="there", run="run-2", agent="agent-2"), exact=True)
+    job_joining.register(store, KEYS, NODE, exact=True)
+    job_joining.register(store, KEYS, replace(NODE, node="there", run="run-2", agent="agent-2"), exact=True)
     assert join(store, "run-1")[0] == "run-1"
     assert join(store, "run-2") == ("run-1", []), "it has an agent, who is about to begin"
 
@@ -58,7 +58,7 @@ def test_agents_that_start_at_the_same_moment_are_of_one_run(store: MemoryStore)
 @pytest.mark.parametrize("state", [JobState.DONE, JobState.STOPPED, JobState.FAILED])
 def test_a_rerun_of_what_has_ended_is_another_run_and_says_so(store: MemoryStore, state: JobState) -> None:
     join(store, "run-1")
-    joining.register(store, KEYS, NODE, exact=True)  # an agent that is on its way out
+    job_joining.register(store, KEYS, NODE, exact=True)  # an agent that is on its way out
     store.put(KEYS.job("job", "checkpoint"), encode(CheckpointRecord("id", "path")))
     ended(store, "run-1", state)
     run, said = join(store, "run-2")
@@ -71,15 +71,15 @@ def test_a_rerun_of_what_has_ended_is_another_run_and_says_so(store: MemoryStore
 
 @pytest.mark.parametrize("state", [JobState.DONE, JobState.STOPPED, JobState.FAILED])
 def test_once_is_once(store: MemoryStore, state: JobState) -> None:
-    assert not joining.has_ended(store, KEYS, "job")
-    joining.join_job(store, KEYS, spec("run-1"), "1.0", print, once=True)
-    assert not joining.has_ended(store, KEYS, "job")
+    assert not job_joining.has_ended(store, KEYS, "job")
+    job_joining.join_job(store, KEYS, spec("run-1"), "1.0", print, once=True)
+    assert not job_joining.has_ended(store, KEYS, "job")
     ended(store, "run-0", state)
-    assert not joining.has_ended(store, KEYS, "job"), "an earlier run's end is not this one's"
-    assert joining.join_job(store, KEYS, spec("run-2"), "1.0", print, once=True).run == "run-2", "it died"
+    assert not job_joining.has_ended(store, KEYS, "job"), "an earlier run's end is not this one's"
+    assert job_joining.join_job(store, KEYS, spec("run-2"), "1.0", print, once=True).run == "run-2", "it died"
     ended(store, "run-2", state)
-    assert joining.has_ended(store, KEYS, "job")
-    assert joining.join_job(store, KEYS, spec("run-3"), "1.0", print, once=True).run == "run-2"
+    assert job_joining.has_ended(store, KEYS, "job")
+    assert job_joining.join_job(store, KEYS, spec("run-3"), "1.0", print, once=True).run == "run-2"
     assert join(store, "run-3")[0] == "run-3"
 
 
@@ -92,14 +92,14 @@ def test_a_run_whose_agents_are_all_gone_is_taken_up(store: MemoryStore) -> None
 
 def test_a_status_of_an_older_run_does_not_end_the_present_one(store: MemoryStore) -> None:
     join(store, "run-1")
-    joining.register(store, KEYS, NODE, exact=True)
+    job_joining.register(store, KEYS, NODE, exact=True)
     ended(store, "run-0", JobState.DONE)
     assert join(store, "run-2")[0] == "run-1"
 
 
 def test_agents_of_different_versions_refuse_each_other(store: MemoryStore) -> None:
-    joining.register(store, KEYS, NODE, exact=True)
-    with pytest.raises(joining.JoinError, match=r"1\.0.*2\.0"):
+    job_joining.register(store, KEYS, NODE, exact=True)
+    with pytest.raises(job_joining.JoinError, match=r"1\.0.*2\.0"):
         join(store, "run-2", version="2.0")
 
 
@@ -113,38 +113,38 @@ def test_agents_of_different_versions_refuse_each_other(store: MemoryStore) -> N
 def test_agents_of_different_commands_refuse_each_other(
     store: MemoryStore, command: tuple[str, ...], key: str, words: list[str]
 ) -> None:
-    first = replace(spec("run-1"), command=("train.py", "--lr", "1"), curve_key="a")
-    registration = joining.register(store, KEYS, NODE, exact=True)
-    joining.join_job(store, KEYS, first, "1.0", print)
-    second = replace(first, run="run-2", command=command, curve_key=key)
-    with pytest.raises(joining.JoinError) as caught:
-        joining.join_job(store, KEYS, second, "1.0", print)
+    first = replace(spec("run-1"), command=("train.py", "--lr", "1"), profile_key="a")
+    registration = job_joining.register(store, KEYS, NODE, exact=True)
+    job_joining.join_job(store, KEYS, first, "1.0", print)
+    second = replace(first, run="run-2", command=command, profile_key=key)
+    with pytest.raises(job_joining.JoinError) as caught:
+        job_joining.join_job(store, KEYS, second, "1.0", print)
     for word in (*words, "--rdzv-id"):
         assert word in str(caught.value)
     elsewhere = replace(first, run="run-2", command=("/elsewhere/train.py", "--lr", "1"))
-    assert joining.join_job(store, KEYS, elsewhere, "1.0", print).run == "run-1"
+    assert job_joining.join_job(store, KEYS, elsewhere, "1.0", print).run == "run-1"
     registration.close()
-    assert joining.join_job(store, KEYS, second, "1.0", print).run == "run-2", "nobody runs the other"
+    assert job_joining.join_job(store, KEYS, second, "1.0", print).run == "run-2", "nobody runs the other"
 
 
 def test_garbage_where_the_specification_should_be_is_named(store: MemoryStore) -> None:
     store.put(KEYS.job("job", "spec"), "garbage")
-    with pytest.raises(joining.JoinError, match="--cluster"):
+    with pytest.raises(job_joining.JoinError, match="--cluster"):
         join(store, "run-1")
 
 
 def test_a_default_name_that_is_taken_gets_a_suffix(store: MemoryStore) -> None:
     names = [
-        joining.register(store, KEYS, replace(NODE, agent=f"agent-{i}"), exact=False).record.node
+        job_joining.register(store, KEYS, replace(NODE, agent=f"agent-{i}"), exact=False).record.node
         for i in range(3)
     ]
     assert names == ["here", "here-2", "here-3"]
 
 
 def test_a_given_name_waits_for_the_lease_of_who_had_it(store: MemoryStore) -> None:
-    before = joining.register(store, KEYS, NODE, exact=True)
+    before = job_joining.register(store, KEYS, NODE, exact=True)
     threading.Timer(0.2, before.close).start()
-    after = joining.register(store, KEYS, replace(NODE, agent="agent-2"), exact=True)
+    after = job_joining.register(store, KEYS, replace(NODE, agent="agent-2"), exact=True)
     assert after.record.node == "here"
 
 
@@ -166,13 +166,13 @@ def test_a_registration_that_was_lost_is_made_again(store: MemoryStore) -> None:
 
 
 def test_who_says_otherwise_about_the_job_as_a_whole_is_told(store: MemoryStore) -> None:
-    joining.register(store, KEYS, NODE, exact=True)
+    job_joining.register(store, KEYS, NODE, exact=True)
     first = replace(spec("run-1"), min_nodes=1, max_nodes=8)
-    joining.join_job(store, KEYS, first, "1.0", pytest.fail)
-    joining.join_job(store, KEYS, replace(first, run="run-2"), "1.0", pytest.fail)
+    job_joining.join_job(store, KEYS, first, "1.0", pytest.fail)
+    job_joining.join_job(store, KEYS, replace(first, run="run-2"), "1.0", pytest.fail)
     other = replace(first, run="run-2", min_nodes=2, max_nodes=4, max_restarts=9, autoscale=False, weight=3.0)
     said: list[str] = []
-    assert joining.join_job(store, KEYS, other, "1.0", said.append).run == "run-1"
+    assert job_joining.join_job(store, KEYS, other, "1.0", said.append).run == "run-1"
     assert said == [
         "--nnodes 2:4 has no effect: job 'job' runs with 1:8, as its first agent said",
         f"--max-restarts 9 has no effect: job 'job' runs with {first.max_restarts}, as its first agent said",
@@ -181,7 +181,7 @@ def test_who_says_otherwise_about_the_job_as_a_whole_is_told(store: MemoryStore)
     ]
     said.clear()
     first_says = replace(spec("run-3"), job="other", autoscale=False)
-    joining.register(store, KEYS, replace(NODE, job="other", run="run-3"), exact=True)
-    joining.join_job(store, KEYS, first_says, "1.0", pytest.fail)
-    joining.join_job(store, KEYS, replace(first_says, autoscale=True), "1.0", said.append)
+    job_joining.register(store, KEYS, replace(NODE, job="other", run="run-3"), exact=True)
+    job_joining.join_job(store, KEYS, first_says, "1.0", pytest.fail)
+    job_joining.join_job(store, KEYS, replace(first_says, autoscale=True), "1.0", said.append)
     assert said == ["job 'other' runs with --no-autoscale, as its first agent said"]

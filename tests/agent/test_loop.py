@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from adaptdl_elastic.agent.loop import Loop, Signalled
+from adaptdl_elastic.agent.runtime.event_loop import Loop, Signalled
 
 NUMBERS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 

@@ -6,11 +6,11 @@ import logging
 
 import pytest
 
-from adaptdl_elastic.agent import states as d
-from adaptdl_elastic.agent.mirror import Mirror
-from adaptdl_elastic.agent.storelink import KeyChanged, Keyspace
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.records import (
+from adaptdl_elastic.agent.cluster.store_link import KeyChanged, Keyspace
+from adaptdl_elastic.agent.cluster.store_view import StoreView
+from adaptdl_elastic.agent.core import states as d
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import (
     DrainRequest,
     EndedRecord,
     JobRequest,
@@ -29,27 +29,27 @@ def node(name: str, job: str = "job") -> tuple[str, str]:
 
 
 @pytest.fixture
-def mirror() -> Mirror:
-    return Mirror(KEYS, "job", "here")
+def mirror() -> StoreView:
+    return StoreView(KEYS, "job", "here")
 
 
-def test_registrations_are_told_all_at_once(mirror: Mirror) -> None:
+def test_registrations_are_told_all_at_once(mirror: StoreView) -> None:
     items = dict([node("a"), node("b"), node("b", "another-job")])
     assert list(mirror.learn(Keyspace(KEYS.nodes, items))) == [d.NodesSeen({"a": "agent-a", "b": "agent-b"})]
 
 
-def test_what_vanished_while_nobody_watched_is_told(mirror: Mirror) -> None:
+def test_what_vanished_while_nobody_watched_is_told(mirror: StoreView) -> None:
     list(mirror.learn(Keyspace(KEYS.nodes, dict([node("a"), node("b")]))))
     assert list(mirror.learn(Keyspace(KEYS.nodes, dict([node("b")])))) == [d.NodesSeen({"b": "agent-b"})]
     assert list(mirror.learn(KeyChanged(KEYS.nodes, node("b")[0], None))) == [d.NodesSeen({})]
 
 
-def test_who_has_this_nodes_name_is_told(mirror: Mirror) -> None:
+def test_who_has_this_nodes_name_is_told(mirror: StoreView) -> None:
     (seen,) = mirror.learn(KeyChanged(KEYS.nodes, *node("here")))
     assert seen == d.NodesSeen({"here": "agent-here"}, "the agent at 127.0.0.1, process 0")
 
 
-def test_records_of_the_job_become_events(mirror: Mirror) -> None:
+def test_records_of_the_job_become_events(mirror: StoreView) -> None:
     prefix = KEYS.job("job")
     master = MasterRecord(3, "10.0.0.1", 5, 6)
     ended = EndedRecord("a", 2, Outcome.STOPPED, 143)
@@ -60,7 +60,7 @@ def test_records_of_the_job_become_events(mirror: Mirror) -> None:
     assert told == [d.MasterSeen(master), d.EndedSeen(2, "a", Outcome.STOPPED)]
 
 
-def test_requests_are_kept(mirror: Mirror) -> None:
+def test_requests_are_kept(mirror: StoreView) -> None:
     list(mirror.learn(KeyChanged("", KEYS.job("job", "request"), encode(JobRequest(checkpoint=2)))))
     list(mirror.learn(KeyChanged("", KEYS.drain("here"), encode(DrainRequest("here", "why")))))
     assert mirror.request is not None
@@ -73,14 +73,14 @@ def test_requests_are_kept(mirror: Mirror) -> None:
 @pytest.mark.parametrize("value", ["", "{", "[]", '{"v":1}', "\x00", "null", '{"generation":"x"}'])
 @pytest.mark.parametrize("parts", [("plan",), ("status",), ("spec",), ("request",), ("checkpoint",)])
 def test_garbage_under_our_prefix_is_ignored(
-    mirror: Mirror, value: str, parts: tuple[str, ...], caplog: pytest.LogCaptureFixture
+    mirror: StoreView, value: str, parts: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)
     told = list(mirror.learn(KeyChanged("", KEYS.job("job", *parts), value)))
     assert told == []
 
 
-def test_garbage_among_generations_and_nodes_is_ignored(mirror: Mirror) -> None:
+def test_garbage_among_generations_and_nodes_is_ignored(mirror: StoreView) -> None:
     for key in ("generations/x/ended/a", "generations/1/master", "generations", "generations/1/ended/a"):
         assert list(mirror.learn(KeyChanged("", KEYS.job("job", key), "garbage"))) == []
     assert list(mirror.learn(KeyChanged("", KEYS.node("a", "job"), "garbage"))) == []

@@ -8,9 +8,9 @@ import psutil
 import pytest
 from cluster import JOB, Cluster
 from elastic_run import marked
+from etcd_server import free_ports
 
-from adaptdl_elastic.rendezvous.records import CheckpointRecord, MasterRecord, decode
-from adaptdl_elastic.rendezvous.server import free_ports
+from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, MasterRecord, decode
 
 TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
 LONG = ("60", "0.1")  # epochs, seconds per step

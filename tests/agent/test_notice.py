@@ -17,9 +17,9 @@ import pytest
 from cluster import JOB, Cluster
 from fake_imds import FakeImds
 
-from adaptdl_elastic.agent import interruption
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.records import NodeRecord, Plan, decode
+from adaptdl_elastic.agent.machine import interruption
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import NodeRecord, Plan, decode
 
 TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
 LONG = ("60", "0.1")  # epochs, seconds per step

@@ -12,14 +12,15 @@ from forbidden import forbidden
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptdl_elastic.agent import cli, options, torchrun_options
-from adaptdl_elastic.agent.environ import SharePath
+from adaptdl_elastic.agent import cli
 from adaptdl_elastic.agent.launch import job_spec, store_environment
-from adaptdl_elastic.agent.output import StreamOptionError, Streams
+from adaptdl_elastic.agent.runtime.replica_environment import SharePath
+from adaptdl_elastic.agent.terminal import run_options, torchrun_options
+from adaptdl_elastic.agent.terminal.replica_output import StreamOptionError, Streams
 
 
-def parse(*arguments: str, **environ: str) -> options.Options:
-    return options.parse([*arguments, __file__], environ)
+def parse(*arguments: str, **environ: str) -> run_options.RunOptions:
+    return run_options.parse([*arguments, __file__], environ)
 
 
 def table(parser: argparse.ArgumentParser) -> dict[str, tuple[object, ...]]:
@@ -56,8 +57,8 @@ def test_defaults_are_one_node_with_an_etcd_of_its_own() -> None:
 def test_ranges_and_fixed_numbers_of_slots() -> None:
     assert (parse("--nproc-per-node=1:4").min_slots, parse("--nproc-per-node=1:4").slots) == (1, 4)
     assert (parse("--nproc-per-node=4").min_slots, parse("--nproc-per-node=4").slots) == (4, 4)
-    assert options.parse_slots("1:auto", lambda word: 8) == (1, 8)
-    assert options.parse_slots("gpu", lambda word: 8) == (8, 8)
+    assert run_options.parse_slots("1:auto", lambda word: 8) == (1, 8)
+    assert run_options.parse_slots("gpu", lambda word: 8) == (8, 8)
 
 
 @pytest.mark.parametrize("name", ["--etcd", "--rdzv-endpoint"])
@@ -69,9 +70,9 @@ def test_an_etcd_of_ones_own(name: str) -> None:
 
 def test_a_user_of_etcd_may_be_given_as_for_adaptdl() -> None:
     found = parse("--etcd=e:1", "--etcd-user=me", ADAPTDL_ETCD_USER="them")
-    environ = store_environment(found, {"ADAPTDL_ETCD_USER": "them", "ADAPTDL_ETCD_PASSWORD": "x"}, "")
+    environ = store_environment(found, {"ADAPTDL_ETCD_USER": "them", "ADAPTDL_ETCD_PASSWORD": "x"})
     assert (environ["ADAPTDL_ETCD_USER"], environ["ADAPTDL_ETCD_PASSWORD"]) == ("me", "x")
-    alone = store_environment(parse("--standalone", "--etcd-user=me"), {"ADAPTDL_ETCD_USER": "them"}, "")
+    alone = store_environment(parse("--standalone", "--etcd-user=me"), {"ADAPTDL_ETCD_USER": "them"})
     assert "ADAPTDL_ETCD_USER" not in alone
 
 
@@ -98,8 +99,8 @@ HONOURED = {
 
 def test_every_option_of_torchrun_is_honoured_or_told_to_have_no_effect() -> None:
     theirs = {action.dest for action in torchrun_options.torchrun_parser()._actions}
-    assert theirs - HONOURED == theirs & set(options._NO_MEANING)
-    assert not HONOURED & set(options._NO_MEANING)
+    assert theirs - HONOURED == theirs & set(run_options._NO_MEANING)
+    assert not HONOURED & set(run_options._NO_MEANING)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_every_option_of_torchrun_is_honoured_or_told_to_have_no_effect() -> Non
     ["--shutdown-timeout=5", "--numa-binding=node", "--duplicate-stdout-filters=a", "--logs_specs=x"],
 )
 def test_an_option_without_effect_is_told(option: str) -> None:
-    if option.partition("=")[0] not in options.parser().format_help():
+    if option.partition("=")[0] not in run_options.parser().format_help():
         pytest.skip(f"this torch has no {option}")
     (note,) = parse(option).notes
     assert " has no effect: " in note
@@ -124,12 +125,12 @@ def test_a_variable_of_torchrun_without_effect_is_told() -> None:
     ("short", "full"), [("--node-ran=1", "--node-rank"), ("--standalon", "--standalone")]
 )
 def test_a_shortened_option_is_refused_for_its_note_would_be_lost(short: str, full: str) -> None:
-    with pytest.raises(options.OptionError, match=f"did you mean {full}"):
+    with pytest.raises(run_options.OptionError, match=f"did you mean {full}"):
         parse(short)
 
 
 def test_the_help_says_what_holds_here() -> None:
-    text = " ".join(options.parser().format_help().split())
+    text = " ".join(run_options.parser().format_help().split())
     for wrong in ("C10d", "supported values", "before failing", "explicitly set values are ignored"):
         assert wrong not in text
     for part in (
@@ -163,7 +164,7 @@ def test_what_the_job_is_beside_others_reaches_its_spec() -> None:
 
 
 def test_everything_after_the_script_is_the_scripts() -> None:
-    found = options.parse(["--standalone", __file__, "--nnodes", "x", "--", "-m"], {})
+    found = run_options.parse(["--standalone", __file__, "--nnodes", "x", "--", "-m"], {})
     assert found.script_args == ("--nnodes", "x", "--", "-m")
 
 
@@ -194,7 +195,7 @@ def test_everything_after_the_script_is_the_scripts() -> None:
 def test_what_can_not_be_used_is_refused_with_what_was_given(
     arguments: list[str], said: str, remedy: str
 ) -> None:
-    with pytest.raises(options.OptionError) as caught:
+    with pytest.raises(run_options.OptionError) as caught:
         parse(*arguments)
     assert said in str(caught.value)
     assert remedy in str(caught.value)
@@ -202,8 +203,8 @@ def test_what_can_not_be_used_is_refused_with_what_was_given(
 
 
 def test_a_script_that_is_not_there_is_named_with_where_it_was_looked_for() -> None:
-    with pytest.raises(options.OptionError) as caught:
-        options.parse(["nothere.py"], {})
+    with pytest.raises(run_options.OptionError) as caught:
+        run_options.parse(["nothere.py"], {})
     assert str(caught.value) == f"there is no script 'nothere.py' in {Path.cwd()}: give its path"
 
 
@@ -212,16 +213,16 @@ def test_torchruns_variables_are_read_and_checked(monkeypatch: pytest.MonkeyPatc
     assert parse().max_restarts == 7
     assert parse("--max-restarts=2").max_restarts == 2
     monkeypatch.setenv("PET_MAX_RESTARTS", "many")
-    with pytest.raises(options.OptionError, match="many"):
+    with pytest.raises(run_options.OptionError, match="many"):
         parse()
 
 
 @given(st.text(max_size=12))
 def test_no_text_crashes_the_small_parsers(text: str) -> None:
-    for parser in (options.parse_ports, lambda t: options.parse_range("--nnodes", t)):
+    for parser in (run_options.parse_ports, lambda t: run_options.parse_range("--nnodes", t)):
         try:
             low, high = parser(text)
-        except options.OptionError:
+        except run_options.OptionError:
             continue
         assert 1 <= low <= high
     with suppress(StreamOptionError):
@@ -268,30 +269,30 @@ def test_the_name_of_the_cluster_may_come_from_the_environment() -> None:
     assert parse().cluster == "default"
     assert parse(ADAPTDL_CLUSTER="night").cluster == "night"
     assert parse("--cluster=day", ADAPTDL_CLUSTER="night").cluster == "day"
-    with pytest.raises(options.OptionError, match="a/b"):
+    with pytest.raises(run_options.OptionError, match="a/b"):
         parse(ADAPTDL_CLUSTER="a/b")
 
 
 def test_the_scripts_own_options_are_none_of_ours() -> None:
-    found = options.parse(["--standalone", __file__, "--master-port", "1234", "--rdzv-conf=x"], {})
+    found = run_options.parse(["--standalone", __file__, "--master-port", "1234", "--rdzv-conf=x"], {})
     assert found.script_args == ("--master-port", "1234", "--rdzv-conf=x")
     assert found.notes == ()
-    assert len(options.parse(["--master-port", "1", __file__, "--master-port", "1"], {}).notes) == 1
+    assert len(run_options.parse(["--master-port", "1", __file__, "--master-port", "1"], {}).notes) == 1
 
 
 @pytest.mark.parametrize("endpoint", ["a b:1", "host:port", "http://host/path", "host:0", "host:99999"])
 def test_a_malformed_endpoint_is_a_bad_option(endpoint: str) -> None:
     for arguments, environ in (([f"--etcd={endpoint}"], {}), (["--nnodes=1:2"], {"ADAPTDL_ETCD": endpoint})):
-        with pytest.raises(options.OptionError, match="endpoint"):
+        with pytest.raises(run_options.OptionError, match="endpoint"):
             parse(*arguments, **environ)
 
 
 def test_a_script_below_a_directory_that_may_not_be_entered(tmp_path: Path) -> None:
     with (
         forbidden(tmp_path / "no") as folder,
-        pytest.raises(options.OptionError, match="can not be read: Permission denied"),
+        pytest.raises(run_options.OptionError, match="can not be read: Permission denied"),
     ):
-        options.parse([str(folder / "there")], {})
+        run_options.parse([str(folder / "there")], {})
 
 
 def test_a_level_of_logs_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from adaptdl_elastic.agent import output
-from adaptdl_elastic.agent.output import LONGEST, MOMENT, Flow, Pump
+from adaptdl_elastic.agent.terminal import replica_output
+from adaptdl_elastic.agent.terminal.replica_output import LONGEST, MOMENT, Flow, Pump
 
 
 class Full(io.BytesIO):
@@ -99,8 +99,8 @@ def test_a_line_without_an_end_costs_no_more_than_its_length(monkeypatch: pytest
             self.searched += len(data)
             return found(data)
 
-    found, counting = output._LINE_END.finditer, Counting()
-    monkeypatch.setattr(output, "_LINE_END", counting)
+    found, counting = replica_output._LINE_END.finditer, Counting()
+    monkeypatch.setattr(replica_output, "_LINE_END", counting)
     chunk, chunks, shown = b"x" * 65521, 305, list[bytes]()
     flow = Flow(None, shown.append)
     for _ in range(chunks):  # 20 MB

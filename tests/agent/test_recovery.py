@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from decided import Agent, kinds, master, plan
 
-from adaptdl_elastic.agent import states as d
-from adaptdl_elastic.agent.decisions import OWN_STOP_AFTER
-from adaptdl_elastic.agent.inplace import renumber
-from adaptdl_elastic.rendezvous.records import (
-    BrokenRecord,
+from adaptdl_elastic.agent.core import states as d
+from adaptdl_elastic.agent.core.decisions import OWN_STOP_AFTER
+from adaptdl_elastic.agent.core.inplace_change import renumber
+from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
     Failure,
     Outcome,
+    PeerLossRecord,
     Placement,
     Plan,
     Transition,
@@ -62,7 +62,7 @@ def test_the_coordinator_hears_once_that_all_replicas_are_resilient() -> None:
 def test_a_death_kills_nobody_else() -> None:
     agent = resilient()
     failure = Failure(0, -9, "SIGKILL", 5.0)
-    assert dies(agent, 0) == [d.Lost(0, failure), d.WriteBroken(BrokenRecord("here", 0, (0,), failure))]
+    assert dies(agent, 0) == [d.Lost(0, failure), d.WriteBroken(PeerLossRecord("here", 0, (0,), failure))]
 
 
 @pytest.mark.parametrize("told", [(), (1,), (0,)], ids=["none", "the living alone", "the dead alone"])
@@ -117,7 +117,7 @@ def test_a_second_death_is_added_to_the_first() -> None:
 
 def test_a_word_of_the_living_is_passed_on_once() -> None:
     agent = resilient()
-    assert agent(d.ReplicaBroken(0, 1)) == [d.WriteBroken(BrokenRecord("here", 0))]
+    assert agent(d.ReplicaBroken(0, 1)) == [d.WriteBroken(PeerLossRecord("here", 0))]
     assert agent(d.ReplicaBroken(0, 0)) == []
     assert slots_written(dies(agent, 0)) == [(0, (0,))]
 

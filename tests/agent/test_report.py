@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from adaptdl_elastic.agent import display, report
-from adaptdl_elastic.agent.eventlog import Event
-from adaptdl_elastic.agent.journal import Journal
-from adaptdl_elastic.autoscaler.coordinator.types import Settings
-from adaptdl_elastic.rendezvous.records import Cause, Failure, Placement, Plan, Transition
+from adaptdl_elastic.agent.terminal import display, run_summary
+from adaptdl_elastic.agent.terminal.event_log import Event
+from adaptdl_elastic.agent.terminal.event_recorder import Journal
+from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
+from adaptdl_elastic.rendezvous.schema.records import Cause, Failure, Placement, Plan, Transition
 
 RUN: list[Event] = [
     {"time": 100.0, "event": "started", "generation": 0, "pids": {"0": 1}},
@@ -38,7 +38,7 @@ RUN: list[Event] = [
 
 
 def test_a_summary_says_when_and_why_each_generation_began() -> None:
-    summary = report.summarise(RUN)
+    summary = run_summary.summarise(RUN)
     assert summary.seconds == 20.0
     first, second = summary.generations
     assert (first.start, first.end, first.pause) == (1.0, 10.0, None)
@@ -52,14 +52,14 @@ def test_a_summary_says_when_and_why_each_generation_began() -> None:
 
 def test_it_is_printed_for_people() -> None:
     text = io.StringIO()
-    display.print_summary(Console(file=text, width=100), "job", report.summarise(RUN))
+    display.print_summary(Console(file=text, width=100), "job", run_summary.summarise(RUN))
     for word in ("goodput 300 → 450", "2.5 s", "accuracy 0.9", "replica 1: SIGKILL", "32", "64"):
         assert word in text.getvalue()
 
 
 @given(st.lists(st.sampled_from(RUN), unique_by=id))
 def test_any_part_of_a_log_can_be_summed_up_and_printed(events: list[Event]) -> None:
-    summary = report.summarise(events)
+    summary = run_summary.summarise(events)
     display.print_summary(Console(file=io.StringIO()), "job", summary)
     assert all(g.start <= g.end for g in summary.generations)
 
@@ -67,19 +67,19 @@ def test_any_part_of_a_log_can_be_summed_up_and_printed(events: list[Event]) -> 
 @pytest.mark.parametrize("events", [RUN, RUN[:2], []], ids=["whole", "just begun", "empty"])
 def test_a_picture_is_drawn(tmp_path: Path, events: list[Event]) -> None:
     pytest.importorskip("matplotlib")
-    from adaptdl_elastic.agent.plot import draw
+    from adaptdl_elastic.agent.terminal.run_plot import draw
 
-    draw(report.summarise(events), tmp_path / "new" / "run.png", "job")
+    draw(run_summary.summarise(events), tmp_path / "new" / "run.png", "job")
     assert (tmp_path / "new" / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_both_curves_of_goodput_are_named_though_the_first_replicas_predicted_nothing(tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib")
-    from adaptdl_elastic.agent.plot import draw
+    from adaptdl_elastic.agent.terminal.run_plot import draw
 
     events = [event if event["time"] != 105.0 else {**event, "predicted_goodput": None} for event in RUN]
     with matplotlib.rc_context({"svg.fonttype": "none"}):
-        draw(report.summarise(events), tmp_path / "run.svg", "job")
+        draw(run_summary.summarise(events), tmp_path / "run.svg", "job")
     text = (tmp_path / "run.svg").read_text()
     assert text.count(">measured<") == text.count(">predicted<") == 1
 
@@ -88,7 +88,7 @@ def test_an_error_message_with_brackets_is_no_markup() -> None:
     message = "rank 1 failed: [/__w/gloo/pair.cc:537] Read error [127.0.0.1]:43191"
     events = [{**e, "cause": "failure", "reason": message} if e["event"] == "generation" else e for e in RUN]
     text = io.StringIO()
-    display.print_summary(Console(file=text, width=200), "[job]", report.summarise(events))
+    display.print_summary(Console(file=text, width=200), "[job]", run_summary.summarise(events))
     assert message in text.getvalue()
 
 
@@ -105,11 +105,11 @@ def test_the_live_line_is_the_same_above_the_lines_of_a_replica() -> None:
 def test_a_log_that_was_cut_off_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text("\n".join(json.dumps(event) for event in RUN) + '\n{"time": 1, "ev')
-    assert report.read(path) == RUN
+    assert run_summary.read(path) == RUN
 
 
 def test_a_long_run_does_not_fill_the_memory() -> None:
-    collector = report.Collector(most=200)
+    collector = run_summary.Collector(most=200)
     for i in range(5000):
         collector.add({"time": float(i), "event": "goodput", "goodput": 1.0})
         if i % 1000 == 0:
@@ -123,7 +123,7 @@ def test_a_long_run_does_not_fill_the_memory() -> None:
     [(0.314, "0.31 s"), (7.25, "7.2 s"), (42, "42 s"), (185, "3 min 05 s"), (7440, "2 h 04 min")],
 )
 def test_durations_are_for_people(seconds: float, text: str) -> None:
-    assert report.duration(seconds) == text
+    assert run_summary.duration(seconds) == text
 
 
 def plan(generation: int, replicas: int = 2) -> Plan:
@@ -170,7 +170,7 @@ def test_a_script_is_given_time_to_say_that_it_uses_the_library() -> None:
     now, written = [100.0], list[Event]()
     journal = Journal(written.append, lambda: now[0])
     journal.started(plan(0), {0: 10}, None)
-    assert journal.due() == 100.0 + Settings().hello_grace
+    assert journal.due() == 100.0 + CoordinatorSettings().hello_grace
     journal.hello()
     assert journal.due() is None
     now[0] = 200.0

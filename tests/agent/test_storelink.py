@@ -9,16 +9,16 @@ from dataclasses import replace
 
 import pytest
 
-from adaptdl_elastic.agent.storelink import Connection, NameTakenError, Registration, Said, Writer
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.memory import MemoryStore
-from adaptdl_elastic.rendezvous.records import NodeRecord, decode, encode
-from adaptdl_elastic.rendezvous.store import (
+from adaptdl_elastic.agent.cluster.store_link import Connection, NameTakenError, Registration, Said, Writer
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import NodeRecord, decode, encode
+from adaptdl_elastic.rendezvous.store.base import (
     StoreAuthError,
     StoreError,
     StoreRefusedError,
     StoreUnavailableError,
 )
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 KEYS = Keys("test")
 NODE = NodeRecord("here", "job", "run-1", "agent-1", "127.0.0.1", 1, version="1.0", pid=11)

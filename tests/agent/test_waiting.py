@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from adaptdl_elastic.agent.waiting import AFTER, SILENCE, UNHEARD, Waiting
-from adaptdl_elastic.rendezvous.records import INSISTS, JobState, JobStatus
+from adaptdl_elastic.agent.core.pending_notice import AFTER, SILENCE, UNHEARD, PendingNotice
+from adaptdl_elastic.rendezvous.schema.records import INSISTS, JobState, JobStatus
 
 
 def pending(reason: str) -> JobStatus:
@@ -14,7 +14,7 @@ RUNNING = JobStatus("job", "run-1", JobState.RUNNING, reason="2 replicas")
 
 
 def test_a_reason_that_stands_is_said_once_and_when_it_changes() -> None:
-    waiting = Waiting()
+    waiting = PendingNotice()
     assert waiting.hear(None, 0.0) is None
     assert waiting.due == SILENCE
     assert waiting.hear(pending("one node"), 10.0) is None
@@ -28,7 +28,7 @@ def test_a_reason_that_stands_is_said_once_and_when_it_changes() -> None:
 
 
 def test_that_nobody_decides_is_said_once() -> None:
-    waiting = Waiting()
+    waiting = PendingNotice()
     assert waiting.hear(None, 1.0) is None
     assert waiting.hear(None, SILENCE) is None
     assert waiting.hear(None, 1.0 + SILENCE) == UNHEARD
@@ -38,7 +38,7 @@ def test_that_nobody_decides_is_said_once() -> None:
 
 
 def test_what_is_over_in_a_moment_is_not_worth_a_word() -> None:
-    waiting = Waiting()
+    waiting = PendingNotice()
     assert waiting.hear(pending("its turn"), 0.0) is None
     assert waiting.hear(pending("slots"), AFTER / 2) is None
     assert waiting.hear(pending("slots"), AFTER) is None
@@ -48,7 +48,10 @@ def test_what_is_over_in_a_moment_is_not_worth_a_word() -> None:
 
 
 def test_why_a_size_is_kept_is_said_at_once_and_once() -> None:
-    waiting, insists = Waiting(), JobStatus("job", "run-1", JobState.RUNNING, reason=f"keeps 2: {INSISTS}")
+    waiting, insists = (
+        PendingNotice(),
+        JobStatus("job", "run-1", JobState.RUNNING, reason=f"keeps 2: {INSISTS}"),
+    )
     assert waiting.hear(insists, 0.0) == insists.reason
     assert waiting.hear(RUNNING, 1.0) is None
     assert waiting.hear(insists, 2.0) is None

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 from coordinator_pump import Pump
+from etcd_server import EtcdServer
 
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.server import EtcdServer
+from adaptdl_elastic.rendezvous.schema.keys import Keys
 
 _count = itertools.count()
 

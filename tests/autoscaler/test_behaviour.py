@@ -65,7 +65,7 @@ def grow(pump: Pump, *jobs: str) -> None:
 
 @pytest.mark.parametrize("kind", ["", "k"])
 def test_the_allocation_follows_a_job_that_changes_its_behaviour(pump: Pump, kind: str) -> None:
-    running(pump, "steady", "fickle", curve_key=kind)
+    running(pump, "steady", "fickle", profile_key=kind)
     grow(pump, "steady", "fickle")
     assert (pump.placed("steady"), pump.placed("fickle")) == ({"n0": 4}, {"n0": 4})
     for _ in range(REPORTS):  # an event: nobody waits for the interval
@@ -85,7 +85,7 @@ def test_the_allocation_follows_a_job_that_changes_its_behaviour(pump: Pump, kin
 def test_a_jobs_own_measurements_outweigh_those_of_others_however_many_those_are(
     pump: Pump, ended: bool
 ) -> None:
-    running(pump, "old", curve_key="k")
+    running(pump, "old", profile_key="k")
     for _ in range(3):
         report(pump, "old", GOOD_PERF, count=100_000)
         pump.settle().later(61)
@@ -93,7 +93,7 @@ def test_a_jobs_own_measurements_outweigh_those_of_others_however_many_those_are
     if ended:
         _agent(pump, "old").finish()
         pump.settle()
-    running(pump, "young", curve_key="k")
+    running(pump, "young", profile_key="k")
     for _ in range(REPORTS):
         report(pump, "young", CONGESTED, count=5)
         report(pump, "old", GOOD_PERF, count=100_000)
@@ -102,7 +102,7 @@ def test_a_jobs_own_measurements_outweigh_those_of_others_however_many_those_are
 
 
 def test_what_others_have_measured_is_told_at_the_jobs_own_speed(pump: Pump) -> None:
-    running(pump, "old", "young", curve_key="k")
+    running(pump, "old", "young", profile_key="k")
     for _ in range(3):
         report(pump, "old", GOOD_PERF, count=1000)
         pump.settle().later(61)
@@ -121,7 +121,7 @@ def test_what_others_have_measured_is_told_at_the_jobs_own_speed(pump: Pump) -> 
 
 
 def test_among_others_the_latest_report_counts(pump: Pump) -> None:
-    running(pump, "first", "second", curve_key="k")
+    running(pump, "first", "second", profile_key="k")
     for job in ("first", "second"):
         report(pump, job, GOOD_PERF)
     pump.settle().later(61)
@@ -129,7 +129,7 @@ def test_among_others_the_latest_report_counts(pump: Pump) -> None:
     pump.settle().later(5)
     report(pump, "second", GOOD_PERF, profile=(measured(GOOD_PERF, 4, 10),))
     pump.settle()
-    running(pump, "young", curve_key="k")
+    running(pump, "young", profile_key="k")
     infos = {info.name: info for info in pump.question().jobs}
     model = infos["young"].model
     assert model is not None

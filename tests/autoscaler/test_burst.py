@@ -12,14 +12,14 @@ import pytest
 from coordinator_pump import share_policy
 from fake_agents import FakeAgent, spec_of, submit
 
+from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
-from adaptdl_elastic.autoscaler.coordinator.types import Settings
-from adaptdl_elastic.autoscaler.policy.types import Decision
-from adaptdl_elastic.rendezvous import records
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.memory import MemoryStore
-from adaptdl_elastic.rendezvous.records import JobRequest, NodeRecord, Plan
-from adaptdl_elastic.rendezvous.store import Lease
+from adaptdl_elastic.autoscaler.policy.policy_types import Decision
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import JobRequest, NodeRecord, Plan
+from adaptdl_elastic.rendezvous.store.base import Lease
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 CROWD = 20
 
@@ -58,7 +58,7 @@ def test_a_person_is_served_in_the_middle_of_a_burst_of_plans(stack: ExitStack) 
     coordinator = Coordinator(
         store,
         keys,
-        Settings(interval=60.0, min_gap=0.0),
+        CoordinatorSettings(interval=60.0, min_gap=0.0),
         all_or_none,
         clock=lambda: time.monotonic() + offset[0],
     )

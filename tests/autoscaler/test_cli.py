@@ -16,24 +16,24 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 from coordinator_pump import share_policy
+from etcd_server import EtcdServer
 from fake_agents import FakeAgent, spec_of, submit
 
 from adaptdl_elastic import sched_hints
-from adaptdl_elastic.autoscaler import explain as why
 from adaptdl_elastic.autoscaler.cli import CommandError, Where, adaptdl
 from adaptdl_elastic.autoscaler.commands.cluster import _clock
 from adaptdl_elastic.autoscaler.commands.explain import leaders_settings
 from adaptdl_elastic.autoscaler.commands.jobs import has_stopped
-from adaptdl_elastic.autoscaler.commands.report import layout, read
+from adaptdl_elastic.autoscaler.commands.tables import layout, read
+from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
-from adaptdl_elastic.autoscaler.coordinator.types import Settings
-from adaptdl_elastic.autoscaler.policy.types import Objective
-from adaptdl_elastic.autoscaler.policy.types import Settings as PolicySettings
-from adaptdl_elastic.rendezvous import records, runtime_file
-from adaptdl_elastic.rendezvous.connect import connect
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.memory import MemoryStore
-from adaptdl_elastic.rendezvous.records import (
+from adaptdl_elastic.autoscaler.diagnostics import explanation as why
+from adaptdl_elastic.autoscaler.policy.policy_types import Objective, PolicySettings
+from adaptdl_elastic.rendezvous.local import runtime_file
+from adaptdl_elastic.rendezvous.local.runtime_file import RuntimeFile
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import (
     AutoscalerStatus,
     CheckpointRecord,
     JobCost,
@@ -43,9 +43,9 @@ from adaptdl_elastic.rendezvous.records import (
     Plan,
     encode,
 )
-from adaptdl_elastic.rendezvous.runtime_file import RuntimeFile
-from adaptdl_elastic.rendezvous.server import EtcdServer
-from adaptdl_elastic.rendezvous.store import Store
+from adaptdl_elastic.rendezvous.store.base import Store
+from adaptdl_elastic.rendezvous.store.connect import connect
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 
 class World:
@@ -55,7 +55,7 @@ class World:
         self.etcd, self.keys, self.stack = etcd, keys, stack
         self.store = self.client()
         self.coordinator = Coordinator(
-            self.client(), keys, Settings(interval=0.5, min_gap=0.0), share_policy, ttl=5.0
+            self.client(), keys, CoordinatorSettings(interval=0.5, min_gap=0.0), share_policy, ttl=5.0
         )
         thread = threading.Thread(target=self.coordinator.run, daemon=True)
         thread.start()
@@ -311,7 +311,7 @@ def test_explain_goes_by_what_the_leader_decides_by(world: World, monkeypatch: p
     explain = why.explain
     monkeypatch.setattr(why, "explain", lambda *given: (asked.append(given[3]), explain(*given))[1])
     world.says("explain", "mnist")
-    assert asked == [Settings(interval=0.5, min_gap=0.0)]
+    assert asked == [CoordinatorSettings(interval=0.5, min_gap=0.0)]
 
 
 @pytest.mark.parametrize(
@@ -322,12 +322,12 @@ def test_a_leader_that_does_not_say_what_it_decides_by(told: str | None) -> None
     store, keys = MemoryStore(), Keys("c")
     if told is not None:
         store.put(keys.coordinator_leader, told)
-    assert leaders_settings(store, keys) == Settings()
+    assert leaders_settings(store, keys) == CoordinatorSettings()
 
 
 def test_the_policys_settings_are_told_whole() -> None:
     store, keys = MemoryStore(), Keys("c")
-    settings = Settings(policy=PolicySettings(objective=Objective.SPEEDUP, fairness=-1.0))
+    settings = CoordinatorSettings(policy=PolicySettings(objective=Objective.SPEEDUP, fairness=-1.0))
     store.put(keys.coordinator_leader, encode(LeaderRecord("a", settings=asdict(settings))))
     assert leaders_settings(store, keys) == settings
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from coordinator_pump import Pump, share_policy
 
-from adaptdl_elastic.autoscaler.policy.types import Decision
-from adaptdl_elastic.rendezvous.records import (
+from adaptdl_elastic.autoscaler.policy.policy_types import Decision
+from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
     DrainRequest,
     JobState,

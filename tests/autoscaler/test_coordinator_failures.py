@@ -7,7 +7,7 @@ from dataclasses import replace
 from coordinator_pump import Pump, elastic, start
 from fake_agents import FakeAgent
 
-from adaptdl_elastic.rendezvous.records import (
+from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
     DrainRequest,
     JobState,

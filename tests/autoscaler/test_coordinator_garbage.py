@@ -13,26 +13,32 @@ from coordinator_pump import Pump, elastic
 from fake_agents import hints_of
 from prometheus_client import CollectorRegistry
 
-from adaptdl_elastic.autoscaler.coordinator import core, urgent
-from adaptdl_elastic.autoscaler.coordinator import job as jobs
-from adaptdl_elastic.autoscaler.coordinator import policy as questions
-from adaptdl_elastic.autoscaler.coordinator.core import decide_at_once
-from adaptdl_elastic.autoscaler.coordinator.types import CompareAndSwap, DeletePrefix, Memory, Say, Settings
-from adaptdl_elastic.autoscaler.metrics import CoordinatorMetrics
+from adaptdl_elastic.autoscaler.cluster_view import ClusterCache, View, view_of
+from adaptdl_elastic.autoscaler.coordinator import decide, reactive
+from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
+from adaptdl_elastic.autoscaler.coordinator import policy_adapter as questions
+from adaptdl_elastic.autoscaler.coordinator.decide import decide_at_once
+from adaptdl_elastic.autoscaler.coordinator.decision_types import (
+    CompareAndSwap,
+    CoordinatorSettings,
+    DeletePrefix,
+    Memory,
+    Say,
+)
+from adaptdl_elastic.autoscaler.diagnostics.prometheus import CoordinatorMetrics
 from adaptdl_elastic.autoscaler.policy import allocate
-from adaptdl_elastic.autoscaler.policy.types import Decision
+from adaptdl_elastic.autoscaler.policy.policy_types import Decision
 from adaptdl_elastic.autoscaler.providers.base import Capacity, Pool
 from adaptdl_elastic.autoscaler.scaling import observe as scaling_observe
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 from adaptdl_elastic.autoscaler.scaling.observe import observe
+from adaptdl_elastic.autoscaler.scaling.scaling_types import Memory as Remembered
+from adaptdl_elastic.autoscaler.scaling.scaling_types import Request
 from adaptdl_elastic.autoscaler.scaling.step import step
-from adaptdl_elastic.autoscaler.scaling.types import Memory as Remembered
-from adaptdl_elastic.autoscaler.scaling.types import Request
-from adaptdl_elastic.autoscaler.state import Keeper, View, view_of
-from adaptdl_elastic.rendezvous import records
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.records import JobState, Placement
-from adaptdl_elastic.rendezvous.store import KeyValue, Snapshot
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import JobState, Placement
+from adaptdl_elastic.rendezvous.store.base import KeyValue, Snapshot
 
 COUNTS = (-(10**18), -5, -1, 0, 1, 2, 3, 4, 8, 1000, 10**6, 10**9, 10**18, 10**30)
 NUMBERS = (-1e308, -1.0, 0.0, 1e-300, 0.1, 1.0, 60.0, 1e9, 1e300, 1e308)
@@ -88,12 +94,12 @@ def test_rates_beyond_any_machine_are_no_hints(pump: Pump) -> None:
 
 
 STEPS = {
-    "fence": (core, "fence_off", 1),
+    "fence": (decide, "fence_off", 1),
     "condition": (jobs, "condition_of", 1),
-    "urgent": (urgent, "see_to", 1),
+    "urgent": (reactive, "see_to", 1),
     "question": (questions, "_job", 1),
-    "status": (core, "describe", 1),
-    "left": (core.left_behind, "collect", 1),
+    "status": (decide, "describe", 1),
+    "left": (decide.garbage_collection, "collect", 1),
 }
 
 
@@ -262,7 +268,7 @@ class Garbage:
             max_restarts=self.count(),
             rescale_timeout=self.number(),
             weight=self.number(),
-            curve_key=pick(("", "k")),
+            profile_key=pick(("", "k")),
             preemptible=self.maybe(0.7),
             autoscale=self.maybe(0.8),
             avoid_preemptible_nodes=self.maybe(0.3),
@@ -384,12 +390,14 @@ def test_whatever_is_written_everything_else_goes_on(first: int) -> None:
 def _survives(seed: int) -> None:
     keys = Keys("garbage")
     garbage = Garbage(seed, keys)
-    keeper, memory, now = Keeper(keys), Memory(), 100.0
+    keeper, memory, now = ClusterCache(keys), Memory(), 100.0
     keeper.load(garbage.snapshot(), now)
     revision = len(garbage.items)
     for _ in range(6):
         view = keeper.view(now, now + 1e9)
-        decided = decide_at_once(view, memory, keys=keys, fence=1, settings=Settings(), policy=allocate)
+        decided = decide_at_once(
+            view, memory, keys=keys, fence=1, settings=CoordinatorSettings(), policy=allocate
+        )
         memory = decided.memory
         for action in decided.actions:
             match action:

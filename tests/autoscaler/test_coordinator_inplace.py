@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from coordinator_pump import Pump
 
-from adaptdl_elastic.autoscaler.coordinator.types import Settings
-from adaptdl_elastic.autoscaler.policy.types import Decision
-from adaptdl_elastic.rendezvous.records import (
+from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
+from adaptdl_elastic.autoscaler.policy.policy_types import Decision
+from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
     EndedRecord,
     Failure,
@@ -299,7 +299,7 @@ def test_a_failure_after_a_change_in_place_is_counted(pump: Pump, all_came_over:
 
 
 def test_an_old_wish_of_the_policy_does_not_undo_what_a_person_has_asked_for() -> None:
-    pump = Pump(settings=Settings(interval=60.0, min_gap=10.0))
+    pump = Pump(settings=CoordinatorSettings(interval=60.0, min_gap=10.0))
     pump.job("a", autoscale=False)
     pump.node("n0", "a", 2)
     pump.settle()
@@ -312,7 +312,7 @@ def test_an_old_wish_of_the_policy_does_not_undo_what_a_person_has_asked_for() -
 
 
 def test_the_policy_says_nothing_about_a_job_whose_change_is_under_way() -> None:
-    pump = Pump(settings=Settings(interval=60.0, min_gap=10.0))
+    pump = Pump(settings=CoordinatorSettings(interval=60.0, min_gap=10.0))
     pump.job("a", autoscale=False)
     agent = pump.node("n0", "a", 2, holds_start=True)
     pump.settle()

@@ -6,11 +6,11 @@ import pytest
 from coordinator_pump import Pump, elastic
 from fake_agents import hints_of
 
-from adaptdl_elastic.autoscaler.coordinator.reports import model
+from adaptdl_elastic.autoscaler.coordinator.job_models import model
 from adaptdl_elastic.autoscaler.policy import allocate
 from adaptdl_elastic.autoscaler.policy.objective import remaining_work
-from adaptdl_elastic.autoscaler.policy.types import Decision, JobInfo
-from adaptdl_elastic.rendezvous.records import (
+from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo
+from adaptdl_elastic.rendezvous.schema.records import (
     JobState,
 )
 from adaptdl_elastic.sched_hints import ProfileEntry
@@ -130,15 +130,15 @@ def test_a_policy_that_breaks_does_not_stop_the_loop(pump: Pump) -> None:
 
 
 def test_jobs_of_one_script_share_what_they_have_measured(pump: Pump) -> None:
-    pump.job("old", curve_key="k")
+    pump.job("old", profile_key="k")
     pump.node("n0", "old", 4)
     pump.settle()
     slow = ProfileEntry(1, 4, 128, 0.1, 0.5, 10, 10)
     pump.agents[0].report(pump.plan("old"), max_profiled_replicas=4, profile=(slow,))
     pump.agents[0].reports = False
     pump.settle()
-    pump.job("young", curve_key="k")
-    pump.job("other", curve_key="x")
+    pump.job("young", profile_key="k")
+    pump.job("other", profile_key="x")
     for job in ("young", "other"):
         pump.node("n0", job, 4, reports=False)
     pump.settle()
@@ -153,7 +153,7 @@ def test_jobs_of_one_script_share_what_they_have_measured(pump: Pump) -> None:
 
 def test_a_job_that_says_nothing_of_its_length_is_measured_by_those_of_its_kind(pump: Pump) -> None:
     for job, done in (("short", 1000.0), ("long", 5000.0), ("other", 9e9), ("stopped", 8e9)):
-        pump.job(job, curve_key="x" if job == "other" else "k")
+        pump.job(job, profile_key="x" if job == "other" else "k")
         agent = pump.node(f"n-{job}", job, 1)
         pump.settle()
         agent.report(pump.plan(job), samples_done=done, remaining_samples=None)
@@ -162,7 +162,7 @@ def test_a_job_that_says_nothing_of_its_length_is_measured_by_those_of_its_kind(
         else:
             agent.finish()
         pump.settle()
-    pump.job("young", curve_key="k")
+    pump.job("young", profile_key="k")
     agent = pump.node("n0", "young", 1)
     pump.settle()
     agent.report(pump.plan("young"), samples_done=2000.0, remaining_samples=None)

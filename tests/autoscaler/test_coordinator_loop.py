@@ -11,15 +11,15 @@ import pytest
 from coordinator_pump import Clock, share_policy
 from fake_agents import FakeAgent, spec_of, submit
 
-from adaptdl_elastic.autoscaler.coordinator.policy import Policy
+from adaptdl_elastic.autoscaler.cluster_view import View
+from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings, Decided
+from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy
 from adaptdl_elastic.autoscaler.coordinator.process import Coordinator, _Term
-from adaptdl_elastic.autoscaler.coordinator.types import Decided, Settings
-from adaptdl_elastic.autoscaler.policy.types import Decision
-from adaptdl_elastic.autoscaler.state import View
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.memory import MemoryStore
-from adaptdl_elastic.rendezvous.records import Plan, decode
-from adaptdl_elastic.rendezvous.store import Lease
+from adaptdl_elastic.autoscaler.policy.policy_types import Decision
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import Plan, decode
+from adaptdl_elastic.rendezvous.store.base import Lease
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 
 class Count:
@@ -55,7 +55,7 @@ class World:
         self.owner = Coordinator(
             self.store,
             self.keys,
-            Settings(**{"min_gap": 0.0, **settings}),
+            CoordinatorSettings(**{"min_gap": 0.0, **settings}),
             policy,
             clock=self.clock,
             wall=self.clock,

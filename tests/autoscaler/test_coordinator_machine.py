@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from adaptdl_elastic.autoscaler.coordinator.slots import capacity
-from adaptdl_elastic.rendezvous.records import JobState, Outcome, Plan
+from adaptdl_elastic.rendezvous.schema.records import JobState, Outcome, Plan
 
 JOBS = ("a", "b", "c")
 NODES = {"n0": 1, "n1": 2, "n2": 3, "n3": 4}  # slots

@@ -16,19 +16,19 @@ from typing import Any
 
 import pytest
 from coordinator_pump import share_policy
+from etcd_server import EtcdServer
 from fake_agents import FakeAgent, spec_of, submit
 
-from adaptdl_elastic.agent.storelink import Registration
-from adaptdl_elastic.autoscaler.coordinator.policy import Policy
+from adaptdl_elastic.agent.cluster.store_link import Registration
+from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
+from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy
 from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
-from adaptdl_elastic.autoscaler.coordinator.types import Settings
-from adaptdl_elastic.autoscaler.policy.types import Decision
-from adaptdl_elastic.rendezvous import records
-from adaptdl_elastic.rendezvous.connect import StoreOptions, connect
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.records import JobRequest, JobState, JobStatus, LeaderRecord, Plan
-from adaptdl_elastic.rendezvous.server import EtcdServer
-from adaptdl_elastic.rendezvous.store import Store
+from adaptdl_elastic.autoscaler.policy.policy_types import Decision
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobState, JobStatus, LeaderRecord, Plan
+from adaptdl_elastic.rendezvous.store.base import Store
+from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 
 pytestmark = pytest.mark.etcd
 PATIENCE = 120.0  # the machine may be busy; every wait ends as soon as what is waited for has happened
@@ -78,7 +78,7 @@ class Cluster:
         served = Coordinator(
             self.client(),
             self.keys,
-            Settings(**{**fields, **settings}),  # type: ignore[arg-type]
+            CoordinatorSettings(**{**fields, **settings}),  # type: ignore[arg-type]
             policy,
             ttl=ttl,
         )

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from coordinator_pump import Pump, elastic, start
 
-from adaptdl_elastic.autoscaler.coordinator.core import decide
-from adaptdl_elastic.autoscaler.coordinator.types import CompareAndSwap, Memory, Settings
+from adaptdl_elastic.autoscaler.cluster_view import Observed
+from adaptdl_elastic.autoscaler.coordinator.decide import decide
+from adaptdl_elastic.autoscaler.coordinator.decision_types import CompareAndSwap, CoordinatorSettings, Memory
 from adaptdl_elastic.autoscaler.policy import allocate
-from adaptdl_elastic.autoscaler.state import Seen
-from adaptdl_elastic.rendezvous.records import (
+from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
     Failure,
     JobRequest,
@@ -46,7 +46,7 @@ def test_an_old_leader_can_write_nothing_after_a_takeover(pump: Pump) -> None:
         replace(
             old,
             jobs={
-                name: replace(job, request=Seen(JobRequest(replicas=1), 1, 0.0))
+                name: replace(job, request=Observed(JobRequest(replicas=1), 1, 0.0))
                 for name, job in old.jobs.items()
             },
             now=old.now + 1000,
@@ -190,7 +190,7 @@ def test_old_generations_keys_are_collected(pump: Pump) -> None:
 
 
 def test_only_so_many_ended_jobs_are_remembered() -> None:
-    pump = Pump(settings=Settings(min_gap=0.0, keep_ended=3))
+    pump = Pump(settings=CoordinatorSettings(min_gap=0.0, keep_ended=3))
     for index in range(6):
         pump.job(f"j{index}")
         pump.node("n0", f"j{index}")

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from coordinator_pump import Pump
+from etcd_server import EtcdServer
 from forbidden import forbidden, unwritable
 from ports import free_port
 
-from adaptdl_elastic.autoscaler import doctor
 from adaptdl_elastic.autoscaler.cli import adaptdl
-from adaptdl_elastic.autoscaler.doctor import Finding, Level
-from adaptdl_elastic.rendezvous.connect import connect
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.memory import MemoryStore
-from adaptdl_elastic.rendezvous.options import StoreOptions
-from adaptdl_elastic.rendezvous.records import CheckpointRecord, encode
-from adaptdl_elastic.rendezvous.server import EtcdServer
-from adaptdl_elastic.rendezvous.store import Store, StoreAuthError
+from adaptdl_elastic.autoscaler.diagnostics import checks
+from adaptdl_elastic.autoscaler.diagnostics.checks import Finding, Level
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, encode
+from adaptdl_elastic.rendezvous.store.base import Store, StoreAuthError
+from adaptdl_elastic.rendezvous.store.connect import connect
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
+from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
 
 def worst(found: list[Finding]) -> Level:
@@ -29,34 +29,34 @@ def worst(found: list[Finding]) -> Level:
 
 
 def test_a_good_directory(tmp_path: Path) -> None:
-    assert worst(doctor.check_directory(tmp_path)) is Level.OK
-    assert worst(doctor.check_directory(tmp_path / "not" / "yet")) is Level.OK
+    assert worst(checks.check_directory(tmp_path)) is Level.OK
+    assert worst(checks.check_directory(tmp_path / "not" / "yet")) is Level.OK
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    (finding,) = doctor.check_directory(tmp_path / "file")
+    (finding,) = checks.check_directory(tmp_path / "file")
     assert (finding.level, finding.remedy) == (Level.ERROR, "choose another --checkpoint-path")
 
 
 def test_a_directory_that_may_not_be_written_to() -> None:
     with unwritable() as folder:
         for path in (folder, folder / "not" / "yet"):
-            assert worst(doctor.check_directory(path)) is Level.ERROR
+            assert worst(checks.check_directory(path)) is Level.ERROR
 
 
 def test_a_directory_below_one_that_may_not_be_entered(tmp_path: Path) -> None:
     with forbidden(tmp_path / "no") as folder:
         for path in (folder / "there", folder / "not" / "yet"):
-            (finding,) = doctor.check_directory(path)
+            (finding,) = checks.check_directory(path)
             assert (finding.level, "can not be looked at" in finding.detail) == (Level.ERROR, True)
         pump = Pump()
         pump.job("a")
         pump.node("n0", "a")
         record = CheckpointRecord("c1", str(folder / "there"))
         pump.store.put(pump.keys.job("a", "checkpoint"), encode(record))
-        assert worst(doctor.check_checkpoints(pump.view())) is Level.ERROR
+        assert worst(checks.check_checkpoints(pump.view())) is Level.ERROR
 
 
 @pytest.mark.parametrize("host", ["::1", "127.0.0.1", "", "localhost"])
@@ -67,22 +67,22 @@ def test_ports_of_any_address(host: str) -> None:
     except OSError:
         pytest.skip("there is no such address here")
     low = free_port()
-    (finding,) = doctor.check_ports(low, low + 20, host)
+    (finding,) = checks.check_ports(low, low + 20, host)
     assert finding.level is Level.OK
 
 
 @pytest.mark.parametrize(("host", "word"), [("a..b", "a..b"), ("192.0.2.1", "no address of this machine")])
 def test_ports_of_what_is_no_address_here(host: str, word: str) -> None:
-    (finding,) = doctor.check_ports(29500, 29510, host)
+    (finding,) = checks.check_ports(29500, 29510, host)
     assert (finding.level, word in finding.detail) == (Level.ERROR, True)
 
 
 def test_the_address_is_the_one_that_an_agent_gives_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "address_towards", lambda urls: {"http://etcd0:2379": "192.0.2.7"}[urls[0]])
-    (finding,) = doctor.check_address(None, "etcd0")
+    monkeypatch.setattr(checks, "address_towards", lambda urls: {"http://etcd0:2379": "192.0.2.7"}[urls[0]])
+    (finding,) = checks.check_address(None, "etcd0")
     assert (finding.level, finding.detail) == (Level.OK, "192.0.2.7")
-    assert doctor.announced("mine", "etcd0") == "mine"
-    assert doctor.announced(None, "no endpoint!") == doctor.announced(None, None) == socket.gethostname()
+    assert checks.announced("mine", "etcd0") == "mine"
+    assert checks.announced(None, "no endpoint!") == checks.announced(None, None) == socket.gethostname()
 
 
 def test_ports_that_are_taken() -> None:
@@ -91,21 +91,21 @@ def test_ports_that_are_taken() -> None:
             sock.bind(("127.0.0.1", 0))
             sock.listen()
         port = first.getsockname()[1]
-        (finding,) = doctor.check_ports(port, port, "127.0.0.1")
+        (finding,) = checks.check_ports(port, port, "127.0.0.1")
         assert finding.level is Level.ERROR
         assert "0 of" in finding.detail
         assert "--port-range" in finding.remedy
 
 
 def test_an_address_nobody_can_reach() -> None:
-    assert doctor.check_address("127.0.0.1")[0].level is Level.WARNING
-    assert doctor.check_address("no-such-host.invalid")[0].level is Level.ERROR
-    assert doctor.check_address("a..b")[0].level is Level.ERROR
+    assert checks.check_address("127.0.0.1")[0].level is Level.WARNING
+    assert checks.check_address("no-such-host.invalid")[0].level is Level.ERROR
+    assert checks.check_address("a..b")[0].level is Level.ERROR
 
 
 def test_clocks_that_differ_are_told() -> None:
-    assert doctor._skew("etcd", 1000.0, 1000.5, 0.1).level is Level.OK
-    ahead = doctor._skew("etcd", 1000.0, 1300.0, 0.1)
+    assert checks._skew("etcd", 1000.0, 1000.5, 0.1).level is Level.OK
+    ahead = checks._skew("etcd", 1000.0, 1300.0, 0.1)
     assert ahead.level is Level.WARNING
     assert "is 300 s ahead of etcd" in ahead.detail
 
@@ -121,7 +121,7 @@ def test_clocks_that_differ_are_told() -> None:
     ],
 )
 def test_versions_of_etcd(version: str, level: Level) -> None:
-    assert doctor._version("http://x", version).level is level
+    assert checks._version("http://x", version).level is level
 
 
 class Forbidden(MemoryStore):
@@ -131,9 +131,9 @@ class Forbidden(MemoryStore):
 
 def test_rights() -> None:
     store: Store = MemoryStore()
-    assert worst(doctor.check_rights(store, Keys())) is not Level.ERROR
+    assert worst(checks.check_rights(store, Keys())) is not Level.ERROR
     assert store.range(Keys().root).items == ()
-    (finding,) = doctor.check_rights(Forbidden(), Keys())
+    (finding,) = checks.check_rights(Forbidden(), Keys())
     assert "may not write under /adaptdl/v1/default/" in finding.detail
     assert "grant-permission" in finding.remedy
 
@@ -142,7 +142,7 @@ def test_versions_of_the_others_and_a_cluster_without_a_leader() -> None:
     pump = Pump()
     pump.job("a")
     pump.node("n0", "a").register(version="9.9")
-    found = doctor.check_cluster(pump.view(), "n1")
+    found = checks.check_cluster(pump.view(), "n1")
     details = {finding.check: finding for finding in found}
     assert details["versions"].level is Level.ERROR
     assert "9.9" in details["versions"].detail
@@ -154,18 +154,18 @@ def test_a_checkpoint_that_is_not_here() -> None:
     pump.job("a")
     pump.node("n0", "a")
     pump.store.put(pump.keys.job("a", "checkpoint"), encode(CheckpointRecord("c1", "/nowhere/c1")))
-    (finding,) = doctor.check_checkpoints(pump.view())
+    (finding,) = checks.check_checkpoints(pump.view())
     assert finding.level is Level.ERROR
     assert "mount the directory" in finding.remedy
 
 
 def test_nodes_that_share_a_directory_and_nodes_that_do_not(tmp_path: Path) -> None:
     store, shared, own = MemoryStore(), tmp_path / "shared", tmp_path / "own"
-    with doctor.marked(store, Keys(), "n0", shared) as found:
+    with checks.marked(store, Keys(), "n0", shared) as found:
         assert "no other node" in found[0].detail
-    with doctor.marked(store, Keys(), "n1", shared) as found:
+    with checks.marked(store, Keys(), "n1", shared) as found:
         assert (found[0].level, found[0].detail) == (Level.OK, "n0 wrote to the same one")
-    with doctor.marked(store, Keys(), "n2", own) as found:
+    with checks.marked(store, Keys(), "n2", own) as found:
         assert found[0].level is Level.ERROR
         assert "n0, n1 ran the doctor on a directory that is not this one" in found[0].detail
 
@@ -173,9 +173,9 @@ def test_nodes_that_share_a_directory_and_nodes_that_do_not(tmp_path: Path) -> N
 def test_old_marks_are_forgotten(tmp_path: Path) -> None:
     store = MemoryStore()
     store.put(
-        Keys().root + "doctor/marks/n9", json.dumps({"token": "x", "time": time.time() - doctor.FRESH - 1})
+        Keys().root + "doctor/marks/n9", json.dumps({"token": "x", "time": time.time() - checks.FRESH - 1})
     )
-    with doctor.marked(store, Keys(), "n0", tmp_path) as found:
+    with checks.marked(store, Keys(), "n0", tmp_path) as found:
         assert found[0].level is Level.OK
 
 
@@ -196,7 +196,7 @@ def test_the_whole_examination(etcd: EtcdServer, keys: Keys, tmp_path: Path) -> 
 
 
 def test_a_store_that_is_not_there() -> None:
-    found = doctor.check_server("127.0.0.1:1", StoreOptions(timeout=2.0))
+    found = checks.check_server("127.0.0.1:1", StoreOptions(timeout=2.0))
     assert found[0].level is Level.ERROR
     result = CliRunner().invoke(adaptdl, ["doctor", "--etcd", "127.0.0.1:1"], standalone_mode=False)
     assert result.return_value == 1

@@ -11,12 +11,12 @@ from pathlib import Path
 import certificates
 import pytest
 from click.testing import CliRunner
+from etcd_server import EtcdServer, ServerTls, let_only_root_in
 
-from adaptdl_elastic.autoscaler import doctor
 from adaptdl_elastic.autoscaler.cli import adaptdl
-from adaptdl_elastic.autoscaler.doctor import Level
-from adaptdl_elastic.rendezvous.options import StoreOptions
-from adaptdl_elastic.rendezvous.server import GUARD, EtcdServer, ServerTls
+from adaptdl_elastic.autoscaler.diagnostics import checks
+from adaptdl_elastic.autoscaler.diagnostics.checks import Level
+from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def test_what_is_no_etcd(answer: bytes, word: str) -> None:
 
 def test_a_date_that_is_none() -> None:
     with answering(http(b'{"etcdserver": "3.5.9"}', b"Date: yesterday")) as endpoint:
-        version, clock = doctor.check_server(endpoint, StoreOptions(timeout=10))
+        version, clock = checks.check_server(endpoint, StoreOptions(timeout=10))
     assert (version.level, clock.level) == (Level.OK, Level.WARNING)
     assert "'yesterday'" in clock.detail
 
@@ -104,7 +104,7 @@ def test_proxies_of_the_environment_do_not_matter(etcd: EtcdServer, monkeypatch:
     for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     monkeypatch.setenv("no_proxy", "")
-    found = doctor.check_server(etcd.endpoint, StoreOptions(timeout=10))
+    found = checks.check_server(etcd.endpoint, StoreOptions(timeout=10))
     assert [finding.check for finding in found] == ["store", "clock"]
     assert all(finding.level is not Level.ERROR for finding in found)
 
@@ -133,8 +133,9 @@ def test_tls_that_does_not_match(
 @pytest.mark.etcd
 def test_a_wrong_password_and_none(tmp_path: Path) -> None:
     (tmp_path / "password").write_text("wrong")
-    with EtcdServer(guarded=True) as server:
-        user = {"ADAPTDL_ETCD_USER": GUARD, "ADAPTDL_ETCD_PASSWORD_FILE": str(tmp_path / "password")}
+    with EtcdServer() as server:
+        let_only_root_in(server, "right")
+        user = {"ADAPTDL_ETCD_USER": "root", "ADAPTDL_ETCD_PASSWORD_FILE": str(tmp_path / "password")}
         for environ in (user, {}):
             said = say(server.endpoint, **environ)
             assert said.startswith("FAIL  rights: ")

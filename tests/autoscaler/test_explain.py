@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from coordinator_pump import Pump
 
-from adaptdl_elastic.autoscaler.explain import Explanation, as_json, explain, lines
+from adaptdl_elastic.autoscaler.diagnostics.explanation import Explanation, as_json, explain, lines
 from adaptdl_elastic.autoscaler.policy import allocate
-from adaptdl_elastic.autoscaler.policy.types import Decision
-from adaptdl_elastic.rendezvous.records import JobState
+from adaptdl_elastic.autoscaler.policy.policy_types import Decision
+from adaptdl_elastic.rendezvous.schema.records import JobState
 
 
 def explained(pump: Pump, job: str) -> Explanation:

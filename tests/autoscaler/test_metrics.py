@@ -11,9 +11,14 @@ from coordinator_pump import Pump
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from adaptdl_elastic.autoscaler.coordinator.core import decide_at_once
-from adaptdl_elastic.autoscaler.metrics import CLUSTER_GAUGES, JOB_GAUGES, CoordinatorMetrics, serve
-from adaptdl_elastic.rendezvous.records import AutoscalerStatus, JobCost, encode
+from adaptdl_elastic.autoscaler.coordinator.decide import decide_at_once
+from adaptdl_elastic.autoscaler.diagnostics.prometheus import (
+    CLUSTER_GAUGES,
+    JOB_GAUGES,
+    CoordinatorMetrics,
+    serve,
+)
+from adaptdl_elastic.rendezvous.schema.records import AutoscalerStatus, JobCost, encode
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "adaptdl.json"
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from coordinator_pump import Pump, share_policy
 
-from adaptdl_elastic.autoscaler.policy.types import Decision, JobInfo, NodeInfo
-from adaptdl_elastic.rendezvous.records import (
-    BrokenRecord,
+from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo, NodeInfo
+from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
     EndedRecord,
     JobState,
     Outcome,
+    PeerLossRecord,
     Plan,
     Rescale,
     RunningRecord,
@@ -219,12 +219,12 @@ def test_who_has_not_come_to_a_recovery_yet_is_not_taken_for_dead(pump: Pump) ->
     pump.decide()
     recovery = pump.plan("a")
     pump.agents.clear()  # nobody carries it out yet
-    record = BrokenRecord("n1", recovery.generation)
+    record = PeerLossRecord("n1", recovery.generation)
     pump.store.put(pump.keys.generation("a", recovery.generation, "broken", "n1"), encode(record))
     pump.decide()
     pump.later(pump.settings.silence + 0.1)
     assert pump.plan("a").generation == recovery.generation
-    record = BrokenRecord("n1", recovery.generation, (1,))
+    record = PeerLossRecord("n1", recovery.generation, (1,))
     pump.store.put(pump.keys.generation("a", recovery.generation, "broken", "n1"), encode(record))
     pump.decide()
     plan = pump.plan("a")  # as soon as it is known who is dead all the others go on
@@ -250,7 +250,7 @@ def test_replicas_that_lose_each_other_again_and_again_begin_anew(pump: Pump) ->
     generation = pump.plan("a").generation
     assert generation == was.generation + 1
     for node in ("n0", "n1"):
-        record = BrokenRecord(node, generation)
+        record = PeerLossRecord(node, generation)
         pump.store.put(pump.keys.generation("a", generation, "broken", node), encode(record))
     pump.decide()
     plan = pump.plan("a")
@@ -415,7 +415,7 @@ def test_a_death_in_the_middle_of_the_switch_is_one_of_the_new_generation(pump: 
     g = change.generation
     ended = EndedRecord("n0", g - 1, Outcome.STOPPED)
     pump.store.put(pump.keys.generation("a", g - 1, "ended", "n0"), encode(ended))
-    broken = BrokenRecord("n0", g, (0,))
+    broken = PeerLossRecord("n0", g, (0,))
     pump.store.put(pump.keys.generation("a", g, "broken", "n0"), encode(broken))
     pump.decide()
     plan = pump.plan("a")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from coordinator_pump import Pump, elastic
 
-from adaptdl_elastic.autoscaler.coordinator.rounds import Answer
-from adaptdl_elastic.autoscaler.coordinator.types import Settings
-from adaptdl_elastic.autoscaler.policy.types import Decision
-from adaptdl_elastic.rendezvous.records import Cause, JobState
+from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
+from adaptdl_elastic.autoscaler.coordinator.rounds import PolicyAnswer
+from adaptdl_elastic.autoscaler.policy.policy_types import Decision
+from adaptdl_elastic.rendezvous.schema.records import Cause, JobState
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_one_round_at_a_time(pump: Pump) -> None:
 @pytest.mark.parametrize("number", [0, 99])
 def test_an_answer_that_nobody_waits_for_is_ignored(pump: Pump, number: int) -> None:
     before = pump.placed("a"), pump.placed("b")
-    pump.answer(Answer(number, Decision({"a": {}, "b": {}}, {}), 0.0))
+    pump.answer(PolicyAnswer(number, Decision({"a": {}, "b": {}}, {}), 0.0))
     pump.settle()
     assert (pump.placed("a"), pump.placed("b")) == before
     assert pump.memory.round is not None
@@ -125,19 +125,19 @@ def test_a_takeover_waits_for_no_answer_of_before(pump: Pump) -> None:
 
 def test_a_policy_that_fails_late_is_said_and_asked_again(pump: Pump) -> None:
     asked = pump.asked.pop()
-    pump.answer(Answer(asked.number, None, 1.0, "KeyError: 'oops'"))
+    pump.answer(PolicyAnswer(asked.number, None, 1.0, "KeyError: 'oops'"))
     assert ("policy_failed", {"message": "KeyError: 'oops'"}) in pump.said
     pump.later(pump.settings.interval + 1)
     assert len(pump.asked) == 1
 
 
 def test_rounds_take_at_most_a_tenth_of_the_time() -> None:
-    pump = Pump(slow=True, settings=Settings(interval=60.0, min_gap=1.0))
+    pump = Pump(slow=True, settings=CoordinatorSettings(interval=60.0, min_gap=1.0))
     pump.job("a", max_replicas=4)
     agent = pump.node("n0", "a", 4)
     pump.settle()
     asked = pump.asked.pop()
-    pump.answer(Answer(asked.number, Decision({"a": {"n0": 1}}, {}), 2.0))
+    pump.answer(PolicyAnswer(asked.number, Decision({"a": {"n0": 1}}, {}), 2.0))
     pump.settle()
     for replicas in (2, 3):
         agent.report(pump.plan("a"), max_profiled_replicas=replicas)
@@ -150,7 +150,7 @@ def test_rounds_take_at_most_a_tenth_of_the_time() -> None:
 
 @pytest.mark.parametrize(("change", "asks"), [(1.05, False), (1.6, True), (0.5, True)])
 def test_a_report_that_changes_what_is_best_waits_for_no_interval(change: float, asks: bool) -> None:
-    pump = Pump(settings=Settings(interval=1e6, min_gap=1.0))
+    pump = Pump(settings=CoordinatorSettings(interval=1e6, min_gap=1.0))
     pump.job("a", max_replicas=2)
     agent = pump.node("n0", "a", 2)
     pump.settle().later(10)

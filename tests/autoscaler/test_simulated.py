@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from adaptdl_elastic.autoscaler.coordinator.simulated import ThroughCoordinator
+from adaptdl_elastic.autoscaler.coordinator.simulated_policy import ThroughCoordinator
 from adaptdl_elastic.autoscaler.policy import allocate
-from adaptdl_elastic.autoscaler.policy.types import Allocation, Decision, JobInfo, NodeInfo
+from adaptdl_elastic.autoscaler.policy.policy_types import Allocation, Decision, JobInfo, NodeInfo
 from adaptdl_elastic.autoscaler.simulator.application import read_application
-from adaptdl_elastic.autoscaler.simulator.engine import FixedCluster, Options, Simulation
-from adaptdl_elastic.autoscaler.simulator.report import summarize
+from adaptdl_elastic.autoscaler.simulator.engine import FixedCluster, Simulation, SimulationOptions
+from adaptdl_elastic.autoscaler.simulator.outcome_report import summarize
 from adaptdl_elastic.autoscaler.simulator.synthetic import generate_workload, write_applications
 
 
@@ -57,7 +57,7 @@ def test_a_simulation_through_the_coordinator_comes_to_the_same(tmp_path: Path) 
     workload = generate_workload(12, 0.4)
     reports = []
     for policy in (allocate, ThroughCoordinator(allocate)):
-        options = Options(pause=1.0, events=True)
+        options = SimulationOptions(pause=1.0, events=True)
         outcome = Simulation(workload, apps, FixedCluster(4, 4), policy, options=options).run()
         reports.append(replace(summarize(outcome, False), policy_seconds=0.0))
     plain, through = reports

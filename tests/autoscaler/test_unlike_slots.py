@@ -7,17 +7,17 @@ import itertools
 import pytest
 from coordinator_pump import Pump
 
-from adaptdl_elastic.agent import options
 from adaptdl_elastic.agent.launch import job_spec
+from adaptdl_elastic.agent.terminal import run_options
 from adaptdl_elastic.autoscaler.coordinator.slots import fewest
 from adaptdl_elastic.autoscaler.policy import allocate
-from adaptdl_elastic.rendezvous.records import JobState, Transition
+from adaptdl_elastic.rendezvous.schema.records import JobState, Transition
 
 
 def submitted(pump: Pump, nnodes: str, slots: int) -> None:
     """The job as the first agent, with so many slots, makes it."""
     command = [f"--nnodes={nnodes}", f"--nproc-per-node={slots}", "--etcd=e:1", "--rdzv-id=a", __file__]
-    spec = job_spec(options.parse(command, {}))
+    spec = job_spec(run_options.parse(command, {}))
     names = ("min_nodes", "max_nodes", "min_replicas", "max_replicas")
     pump.job("a", **{name: getattr(spec, name) for name in names})
 

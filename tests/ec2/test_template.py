@@ -114,9 +114,11 @@ def policy_actions(template: dict[str, Any]) -> set[str]:
 def actions_in_code() -> set[str]:
     """What the provider calls, by the names that its errors say."""
     found: set[str] = set()
-    for source in PROVIDERS.glob("*.py"):
+    for source in PROVIDERS.rglob("*.py"):
         found |= set(ACTION.findall(source.read_text()))
-    calls = re.findall(r"self\._(autoscaling|ec2|_?sqs)\.([a-z_]+)\(", (PROVIDERS / "ec2.py").read_text())
+    calls = re.findall(
+        r"self\._(autoscaling|ec2|_?sqs)\.([a-z_]+)\(", (PROVIDERS / "ec2" / "provider.py").read_text()
+    )
     for service, call in calls:
         if call != "get_paginator":
             found.add(f"{service}:{''.join(part.capitalize() for part in call.split('_'))}")

@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import replicas
 import torch
+from accumulator_cases import rank_one_adds
 from fresh import Script
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ports import free_port
 
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic.torch import AdaptiveDataLoader, remaining_epochs_until
@@ -51,15 +54,13 @@ class Word(str, enum.Enum):  # str() of which is "Word.ONE"
     ],
 )
 def test_whatever_is_taken_comes_back_after_a_restart(script: Script, value: Any) -> None:
-    for _ in range(2):
+    for life in range(3):
         sums = Accumulator()
-        sums["x"] += value
+        sums["x"] += value  # counted once, in the first life
         sums[("a", np.int64(1))] += 1
-        checkpoint.save_all_states()
-        script.restart()
-    sums = Accumulator()
-    sums["x"] += value  # counted before
-    sums[("a", np.int64(1))] += 1
+        if life < 2:
+            checkpoint.save_all_states()
+            script.restart()
     with sums.synchronized():
         assert sums[("a", 1)] == 1
         np.testing.assert_equal(plain(sums["x"]), plain(value))
@@ -336,3 +337,143 @@ def test_a_state_in_memory_holds_what_is_not_synchronized_yet(script: Script) ->
     checkpoint.restore_states(before)
     with sums.synchronized():
         assert sums["a"] == 1
+
+
+# ----------------------------------------------------------------- additions outside of data loops, run again
+
+
+def test_additions_that_a_script_guards_differently_after_a_restart_count_once_each(script: Script) -> None:
+    for life in range(3):
+        sums = Accumulator()
+        if life == 0:
+            sums["a"] += 15
+        with sums.synchronized():
+            assert dict(sums) == {"a": 15}
+        if life == 0:
+            sums["a"] -= 5
+        if life == 1:
+            sums.update({"a": 6, "b": 6})
+        if life == 2:
+            sums -= {"b": 5, "c": 5}
+        checkpoint.save_all_states()
+        script.restart()
+    sums = Accumulator()
+    with sums.synchronized():
+        assert dict(sums) == {"a": 15}
+    with sums.synchronized():
+        assert dict(sums) == {"a": 16, "b": 1, "c": -5}
+
+
+def test_equal_additions_in_different_places_are_different_ones(script: Script) -> None:
+    for life in range(4):
+        sums = Accumulator()
+        if life == 0:
+            sums["n"] += 1
+        if life == 1:
+            sums["n"] += 1
+        if life == 2:
+            sums["n"] += 1
+        if life < 3:
+            checkpoint.save_all_states()
+            script.restart()
+    with sums.synchronized():
+        assert sums["n"] == 3
+
+
+def add_one(sums: Accumulator) -> None:
+    sums["n"] += 1
+
+
+def test_additions_by_one_function_are_told_apart_by_its_callers(script: Script) -> None:
+    for life in range(3):
+        sums = Accumulator()
+        if life == 0:
+            add_one(sums)
+        add_one(sums)
+        if life == 2:
+            add_one(sums)
+        else:
+            checkpoint.save_all_states()
+            script.restart()
+    with sums.synchronized():
+        assert sums["n"] == 3
+
+
+def before_a_loop(life: int, shares: int) -> dict[Any, Any]:
+    """One epoch, stopped soon after the data loop begins in lives 0 and 1."""
+    for _ in remaining_epochs_until(1):
+        sums = Accumulator()
+        if life == 1:
+            sums["restarted"] += 1
+            sums["restarted"] += 1
+        for _ in range(shares):
+            sums["samples"] += 1
+        for _ in AdaptiveDataLoader(range(SIZE), batch_size=1):  # type: ignore[arg-type]
+            sums["batches"] += 1
+            if life < 2:
+                stop()
+        with sums.synchronized():
+            return dict(sums)
+    raise AssertionError("the epoch was over before")
+
+
+def test_before_a_data_loop_that_was_begun_only_new_additions_count(script: Script) -> None:
+    """All known ones were made there, in whatever number: one, two or three replicas may share samples."""
+    for life, shares in enumerate((3, 6)):
+        with pytest.raises(SystemExit):
+            before_a_loop(life, shares)
+        script.restart()
+    assert before_a_loop(2, 2) == {"samples": 3, "batches": SIZE, "restarted": 2}
+
+
+EDITED = """
+def run(sums):
+    sums['n'] += 1
+    for _ in range(2):
+        sums['m'] += 2
+"""
+
+
+def test_a_script_that_was_edited_elsewhere_adds_nothing_twice(script: Script) -> None:
+    for source in (
+        EDITED,
+        "import sys\n\nUNUSED = 1\n" + EDITED.replace("    for", "    print('x')\n\n    for"),
+    ):
+        names: dict[str, Any] = {}
+        exec(compile(source, "edited.py", "exec"), names)
+        sums = Accumulator()
+        run = names["run"]
+        run(sums)
+        checkpoint.save_all_states()
+        script.restart()
+    sums = Accumulator()
+    with sums.synchronized():
+        assert dict(sums) == {"n": 1, "m": 4}
+
+
+def test_an_addition_that_one_replica_has_made_is_known_to_all_of_them(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert replicas.run(rank_one_adds, 2, tmp_path, free_port()) == [{"all": 2, "one": 1}] * 2
+
+
+def test_a_newcomer_keeps_only_additions_that_the_others_have_not_made(script: Script) -> None:
+    name = Accumulator()._state.name
+    preview = checkpoint.snapshot_states([name])
+    now: dict[str, Any] = {}
+    for joins in (False, True):
+        script.restart()
+        session = _session.current()
+        session.joining = joins
+        if joins:
+            checkpoint.restore_states(preview)
+        sums = Accumulator()
+        sums["made while it came"] += 1
+        if joins:
+            sums["by a newcomer"] += 1
+            checkpoint.restore_states(now)
+            session.joining = False
+        else:
+            sums._state.sync()
+            now = checkpoint.snapshot_states([name])
+    with sums.synchronized():
+        assert dict(sums) == {"made while it came": 1, "by a newcomer": 1}

@@ -17,11 +17,12 @@ from forbidden import unwritable
 from fresh import Script
 from numbers_state import Number
 
-from adaptdl_elastic import _session, _storage, checkpoint
+from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic import storage as storage_module
 from adaptdl_elastic._session import Identity
-from adaptdl_elastic._storage import DirectoryStorage
 from adaptdl_elastic.checkpoint import CheckpointError, CheckpointSaveError, TensorState
-from adaptdl_elastic.torch._copying import copy_to_host
+from adaptdl_elastic.checkpoint.state_copy import copy_to_host
+from adaptdl_elastic.storage import DirectoryStorage
 
 
 class Model(TensorState):
@@ -291,7 +292,7 @@ def test_trouble_with_the_disk_is_told_and_leaves_the_checkpoint_before(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(_storage, "_write_all", full)
+        patch.setattr(storage_module, "_write_all", full)
         checkpoint.save_all_states(kind="periodic", background=True)
         assert checkpoint.flush(60)
         with pytest.raises(CheckpointSaveError, match="No space left on device"):
@@ -314,8 +315,8 @@ def test_trouble_with_the_disk_is_told_and_leaves_the_checkpoint_before(
 def test_torch_reports_a_really_full_device_as_such(script: Script) -> None:
     state = Model(torch.nn.Linear(2000, 2000))
     with open("/dev/full", "wb", buffering=0) as full, pytest.raises((OSError, RuntimeError)) as caught:  # noqa: PTH123
-        state.save(_storage.ChecksumWriter(full))  # type: ignore[arg-type]
-    from adaptdl_elastic._checkpoint_manager import _root_cause
+        state.save(storage_module.ChecksumWriter(full))  # type: ignore[arg-type]
+    from adaptdl_elastic.checkpoint.manager import _root_cause
 
     cause = _root_cause(caught.value)
     assert isinstance(cause, OSError)

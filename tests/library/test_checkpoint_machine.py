@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from adaptdl_elastic._checkpoint_manager import CheckpointError, CheckpointManager
-from adaptdl_elastic._storage import MANIFEST, DirectoryStorage, file_name
+from adaptdl_elastic.checkpoint.manager import CheckpointError, CheckpointManager
+from adaptdl_elastic.storage import MANIFEST, DirectoryStorage, file_name
 
 NAMES = ("a", "b", "c")
 KEEP = 2

@@ -17,8 +17,7 @@ import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic._session import Identity
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams
-from adaptdl_elastic.torch._choice import Limits, initial, misfit
-from adaptdl_elastic.torch._partition import local_batch
+from adaptdl_elastic.torch._tuning.batch_size import Limits, initial, local_batch, misfit
 
 SIZES = st.integers(1, 300)
 

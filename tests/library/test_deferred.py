@@ -21,7 +21,7 @@ import torch
 from fake_agent import FakeAgent
 
 from adaptdl_elastic._session import Identity, Session
-from adaptdl_elastic.torch import _ability, _backend, _selftest
+from adaptdl_elastic.torch._process_group import backends, capability, selftest
 
 SIZE, BATCH = 2004, 12  # 1 to 3 replicas divide it
 SCRIPT = Path(deferred_backend.__file__).with_name("deferred_script.py")
@@ -33,7 +33,7 @@ PATH = {"PYTHONPATH": f"{SCRIPT.parent}:{ROOT}"}
 def share(tmp_path: Path) -> Path:
     """Where a self-test has left that it passed."""
     path = tmp_path / "share"
-    assert _selftest.verdict("deferred", path, run=lambda *_: None) is None
+    assert selftest.verdict("deferred", path, run=lambda *_: None) is None
     return path
 
 
@@ -94,7 +94,7 @@ def test_from_one_that_is_alone(start: Any, tmp_path: Path) -> None:
 def failed(tmp_path: Path) -> str:
     """Where a self-test has left that it failed."""
     path = tmp_path / "failed"
-    assert _selftest.verdict("deferred", path, run=lambda *_: "no luck") == "no luck"
+    assert selftest.verdict("deferred", path, run=lambda *_: "no luck") == "no luck"
     return str(path)
 
 
@@ -240,7 +240,7 @@ def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     def run(limit: float, **variables: str) -> str | None:
         for name, value in {**variables, **PATH, "SELFTEST_OF": str(tmp_path)}.items():
             monkeypatch.setenv(name, value)
-        return _selftest.ask_processes("deferred", limit)
+        return selftest.ask_processes("deferred", limit)
 
     yield run
     assert until(lambda: not marked(tmp_path))
@@ -250,8 +250,8 @@ def test_the_self_test_ends_with_who_has_asked(tmp_path: Path) -> None:
     """A replica may be killed at any time."""
     script = (
         "import deferred_backend\n"
-        "from adaptdl_elastic.torch import _selftest\n"
-        "_selftest.ask_processes('deferred', 180.0)\n"
+        "from adaptdl_elastic.torch._process_group import selftest\n"
+        "selftest.ask_processes('deferred', 180.0)\n"
     )
     mark = {"DEFERRED_FAULT": "hang", "SELFTEST_OF": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", script], env={**os.environ, **PATH, **mark}) as asker:
@@ -295,10 +295,11 @@ def test_an_abort_that_hangs_ends_the_process() -> None:
     """Nothing can be counted on then, not even an orderly exit: the agent restarts it."""
     script = (
         "import deferred_backend, torch.distributed as dist\n"
-        "from adaptdl_elastic.torch import _backend, _selftest\n"
-        "_backend._ABORT = 0.1\n"
+        "from adaptdl_elastic.torch._process_group import selftest\n"
+        "from adaptdl_elastic.torch._process_group.backends import nccl\n"
+        "nccl.ABORT_SECONDS = 0.1\n"
         "kind = deferred_backend.Deferred\n"
-        "_selftest._join(kind, 'deferred', dist.HashStore(), 0, 1, kind.devices()[0]).leave()\n"
+        "selftest._join(kind, 'deferred', dist.HashStore(), 0, 1, kind.devices()[0]).leave()\n"
     )
     environment = {**os.environ, **PATH, "DEFERRED_FAULT": "hang"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
@@ -319,34 +320,34 @@ def test_what_never_arrives_is_given_up_in_the_end() -> None:
 @pytest.mark.parametrize(
     ("backend", "kind"),
     [
-        ("gloo", _backend.Gloo),
-        ("cpu:gloo,cuda:gloo", _backend.Gloo),
-        ("nccl", _backend.Nccl),
-        ("cuda:nccl", _backend.Nccl),
-        ("cpu:gloo,cuda:nccl", _backend.Nccl),
-        ("mpi", _backend.Group),
-        ("cpu:mpi,cuda:nccl", _backend.Group),
-        (None, _backend.Group),
+        ("gloo", backends.Gloo),
+        ("cpu:gloo,cuda:gloo", backends.Gloo),
+        ("nccl", backends.Nccl),
+        ("cuda:nccl", backends.Nccl),
+        ("cpu:gloo,cuda:nccl", backends.Nccl),
+        ("mpi", backends.Group),
+        ("cpu:mpi,cuda:nccl", backends.Group),
+        (None, backends.Group),
     ],
 )
-def test_how_backends_are_spelled(backend: Any, kind: type[_backend.Group]) -> None:
-    assert _backend.kind(backend) is kind
+def test_how_backends_are_spelled(backend: Any, kind: type[backends.Group]) -> None:
+    assert backends.kind(backend) is kind
 
 
 def test_why_a_backend_can_not_change_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(Identity(), None)
-    session.scratch["backend"] = "mpi"
-    assert "the backend is mpi" in str(_ability.why_not(session))
-    session.scratch["backend"] = "gloo"
-    assert _ability.why_not(session) is None
-    session.scratch["backend"] = "nccl"
-    assert _ability.why_not(session) == "there is no agent"
+    session.backend = "mpi"
+    assert "the backend is mpi" in str(capability.why_not(session))
+    session.backend = "gloo"
+    assert capability.why_not(session) is None
+    session.backend = "nccl"
+    assert capability.why_not(session) == "there is no agent"
     monkeypatch.setenv("ADAPTDL_RESCALE", "restart")
-    assert _ability.why_not(session) == "--rescale=restart"
-    for name in _backend.Nccl.variables:  # set, to be put back
+    assert capability.why_not(session) == "--rescale=restart"
+    for name in backends.Nccl.variables:  # set, to be put back
         monkeypatch.setenv(name, "1")
-    _backend.Nccl.prepare()
-    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=1" in str(_backend.Nccl.why_not(session))
+    backends.Nccl.prepare()
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING=1" in str(backends.Nccl.why_not(session))
 
 
 def test_a_result_is_asked_for_once_per_node(tmp_path: Path) -> None:
@@ -357,12 +358,12 @@ def test_a_result_is_asked_for_once_per_node(tmp_path: Path) -> None:
         return "it hangs"
 
     for _ in range(2):
-        assert _selftest.verdict("deferred", tmp_path, run=run, limit=3.0) == "it hangs"
+        assert selftest.verdict("deferred", tmp_path, run=run, limit=3.0) == "it hangs"
     assert asked == [("deferred", 3.0)]
     (path,) = tmp_path.glob("selftest-*.json")
     old = json.loads(path.read_text())
-    path.write_text(json.dumps({**old, "time": old["time"] - _selftest.AGAIN - 1}))
-    assert _selftest.verdict("deferred", tmp_path, run=lambda *_: None) is None  # a failure gets old
-    assert _selftest.verdict("deferred", tmp_path, run=run) is None
+    path.write_text(json.dumps({**old, "time": old["time"] - selftest.AGAIN - 1}))
+    assert selftest.verdict("deferred", tmp_path, run=lambda *_: None) is None  # a failure gets old
+    assert selftest.verdict("deferred", tmp_path, run=run) is None
     path.write_text("{")
-    assert _selftest.verdict("deferred", tmp_path, run=run) == "it hangs"
+    assert selftest.verdict("deferred", tmp_path, run=run) == "it hangs"

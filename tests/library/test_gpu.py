@@ -16,7 +16,7 @@ import pytest
 import torch
 from fake_agent import FakeAgent
 
-from adaptdl_elastic.torch import _selftest
+from adaptdl_elastic.torch._process_group import selftest
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKS = ROOT / "benchmarks" / "gpu_checks.py"
@@ -41,7 +41,7 @@ def test_what_one_gpu_allows(check: str) -> None:
 @two
 def test_a_death_and_changes_of_size_with_two_gpus(tmp_path: Path) -> None:
     share = tmp_path / "share"
-    assert _selftest.verdict("nccl", share) is None
+    assert selftest.verdict("nccl", share) is None
     loop = fake_agent.settings(size=2004, batch=12, pace=0.01, epochs=2)
     variables = {"LOOP": loop, "OUT": str(tmp_path), "SCRIPT": str(loop_script_path.PATH), "BACKEND": "nccl"}
     variables |= {"PYTHONPATH": f"{SCRIPT.parent}:{ROOT}", "ADAPTDL_SHARE_PATH": str(share)}

@@ -493,7 +493,7 @@ def test_importing_does_nothing() -> None:
 
 def test_the_batch_size_changes_in_mid_epoch_without_a_checkpoint_path(script: Script) -> None:
     """What the background thread found is agreed on and used, though nothing else wakes the control."""
-    from adaptdl_elastic.torch._choice import BatchSize
+    from adaptdl_elastic.torch._tuning.batch_size import BatchSize
 
     script.restart(ADAPTDL_CHECKPOINT_PATH="")
     loader = adl.AdaptiveDataLoader(numbers(100_000), batch_size=4)

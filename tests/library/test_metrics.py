@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptdl_elastic import _session, checkpoint, sched_hints
-from adaptdl_elastic.channel import Channel
-from adaptdl_elastic.torch import _metrics
-from adaptdl_elastic.torch._choice import SETTLED, BatchSize
-from adaptdl_elastic.torch._metrics import WARMUP, Metrics
-from adaptdl_elastic.torch._profile import WINDOW, robust_mean
+from adaptdl_elastic.protocol.channel import Channel
+from adaptdl_elastic.torch._tuning import reporter
+from adaptdl_elastic.torch._tuning.batch_size import SETTLED, BatchSize
+from adaptdl_elastic.torch._tuning.reporter import WARMUP, Metrics
+from adaptdl_elastic.torch._tuning.step_times import WINDOW, robust_mean
 
 
 @pytest.fixture
@@ -408,14 +408,14 @@ def test_the_report_and_the_event_say_all_that_is_documented(
 
 def test_the_training_loop_never_waits_for_a_fit(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     fitting, go = threading.Event(), threading.Event()
-    fit = _metrics.fit_perf_params
+    fit = reporter.fit_perf_params
 
     def endless(*args: Any) -> Any:
         fitting.set()
         assert go.wait(100)
         return fit(*args)
 
-    monkeypatch.setattr(_metrics, "fit_perf_params", endless)
+    monkeypatch.setattr(reporter, "fit_perf_params", endless)
     script.set(ADAPTDL_REPORT_INTERVAL="0.01")
     metrics = Metrics()
     metrics.set_batch_size(32, 1024)

@@ -6,7 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptdl_elastic.torch._partition import count_chunks, local_batch, order, plan_window, share, windows
+from adaptdl_elastic.torch._data.partition import (
+    count_chunks,
+    order,
+    plan_window,
+    share,
+    windows,
+)
+from adaptdl_elastic.torch._tuning.batch_size import local_batch
 
 SIZES = st.integers(1, 300)
 REPLICAS = st.integers(1, 9)

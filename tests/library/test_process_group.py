@@ -13,7 +13,7 @@ from fresh import Script
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, collective
 from adaptdl_elastic._session import Identity
-from adaptdl_elastic.torch._process_group import _checked_backend
+from adaptdl_elastic.torch._startup import _checked_backend
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_what_can_not_be_is_refused_and_changes_nothing(arguments: Any, message:
     with pytest.raises(ValueError, match=message):
         adl.init_process_group(*arguments)
     assert _session.current().identity == Identity.from_environment()
-    assert "backend" not in _session.current().scratch
+    assert _session.current().backend is None
     adl.init_process_group("gloo")  # put right
     assert (adl.rank(), adl.world_size()) == (0, 1)
 

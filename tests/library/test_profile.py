@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptdl_elastic.torch import _profile
-from adaptdl_elastic.torch._profile import Key, StepTimes, entries
+from adaptdl_elastic.torch._tuning import step_times
+from adaptdl_elastic.torch._tuning.step_times import Key, StepTimes, entries
 
 Speed = Callable[[float], float]
 
@@ -56,7 +56,7 @@ def test_the_speed_of_now_is_told_at_once_and_for_all_sizes() -> None:
     machine = Machine(lambda now: 1.0 if now < 20 else 3.0)
     machine.train(16, 10)
     machine.train(64, 10)
-    machine.train(64, 3 * _profile.SPAN)
+    machine.train(64, 3 * step_times.SPAN)
     assert machine.ratio(16, 64) == pytest.approx(1.0, rel=0.15)
 
 
@@ -122,7 +122,7 @@ def test_a_size_is_believed_when_its_mean_is_known() -> None:
         machine.now += took
         machine.times.add(Key(1, 1, 16), took, machine.now, False)
     assert machine.times.entries() == (), "0.3 s were measured: ±50 %"
-    machine.train(16, _profile.LONG)
+    machine.train(16, step_times.LONG)
     assert len(machine.times.entries()) == 1
 
 
@@ -132,13 +132,13 @@ def test_what_is_kept_is_bounded_and_forgets_no_size() -> None:
         for atomic in range(8, 128, 8):
             machine.train(atomic, 5)
     machine.train(64, 1000)
-    assert len(machine.times.spans()) <= _profile._MOST + 1
+    assert len(machine.times.spans()) <= step_times._MOST + 1
     assert len(machine.times.entries()) == 15
     for atomic in (8, 56, 120):
         assert machine.ratio(atomic, 64) == pytest.approx(1.0, rel=0.1)
 
 
-@given(st.lists(st.tuples(st.integers(1, 4), st.integers(_profile.ENOUGH, 150)), min_size=1, max_size=30))
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(step_times.ENOUGH, 150)), min_size=1, max_size=30))
 def test_any_sequence_of_sizes_on_an_even_machine_is_told_exactly(stays: list[tuple[int, int]]) -> None:
     machine = Machine()
     for size, steps in stays:

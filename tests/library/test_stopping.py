@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> Any:
 
 WAIT_FOR_ROUND = """
 deadline = time.monotonic() + 150
-while number == 3 and control._round is None and time.monotonic() < deadline:
+while number == 3 and not control.round_open and time.monotonic() < deadline:
     time.sleep(0.001)
 """
 
@@ -109,7 +109,7 @@ if number == 3:
     if adl.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGINT)
-    while control._round is None and control.lost is None:
+    while not control.round_open and control.lost is None:
         time.sleep(0.001)
     while control.lost is None:
         time.sleep(0.001)
@@ -124,7 +124,7 @@ def test_periodic_checkpoints(run: Any, tmp_path: Path) -> None:
     body = """
 saved = os.path.join(os.environ["ADAPTDL_CHECKPOINT_PATH"])
 deadline = time.monotonic() + 150
-while number % 10 == 9 and adl.rank() == 0 and control._round is None and time.monotonic() < deadline:
+while number % 10 == 9 and adl.rank() == 0 and not control.round_open and time.monotonic() < deadline:
     time.sleep(0.001)
 if number == 40:
     break

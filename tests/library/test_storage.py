@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptdl_elastic import _storage
-from adaptdl_elastic._storage import (
+from adaptdl_elastic import storage as storage_module
+from adaptdl_elastic.storage import (
     ChecksumWriter,
     DamagedError,
     DirectoryStorage,
     Entry,
     Manifest,
     StorageError,
+    locations,
 )
 
 NAMES = st.text(min_size=1, max_size=300)
@@ -31,33 +32,33 @@ ENTRIES = st.builds(
 @given(st.dictionaries(NAMES, ENTRIES, max_size=4), st.text(max_size=10))
 def test_a_manifest_is_read_as_it_was_written(states: dict[str, Entry], job: str) -> None:
     manifest = Manifest(id="00000001-x", states=states, job=job, history=("a", "b"))
-    assert _storage.decode_manifest(_storage.encode_manifest(manifest)) == manifest
+    assert storage_module.decode_manifest(storage_module.encode_manifest(manifest)) == manifest
 
 
 @given(st.data())
 def test_no_changed_or_shortened_manifest_is_believed(data: st.DataObject) -> None:
-    good = _storage.encode_manifest(Manifest(id="00000001-x", states={"a": Entry("a", 1, (2,))}))
+    good = storage_module.encode_manifest(Manifest(id="00000001-x", states={"a": Entry("a", 1, (2,))}))
     where = data.draw(st.integers(0, len(good) - 1))
     changed = bytearray(good)
     changed[where] ^= data.draw(st.integers(1, 255))
     for bad in (bytes(changed), good[:where]):
         with pytest.raises(DamagedError):
-            _storage.decode_manifest(bad)
+            storage_module.decode_manifest(bad)
 
 
 @given(NAMES)
 def test_a_state_name_is_one_file_below_the_checkpoint_whatever_it_is(name: str) -> None:
-    file = _storage.file_name(name)
+    file = storage_module.file_name(name)
     assert "/" not in file
     assert "\0" not in file
     assert not file.startswith(".")
     assert len(file.encode()) <= 255
-    assert file != _storage.MANIFEST
+    assert file != storage_module.MANIFEST
 
 
 @given(NAMES, NAMES)
 def test_two_states_are_two_files(one: str, other: str) -> None:
-    assert (one == other) == (_storage.file_name(one) == _storage.file_name(other))
+    assert (one == other) == (storage_module.file_name(one) == storage_module.file_name(other))
 
 
 @given(st.lists(st.binary(max_size=40)), st.integers(1, 64), st.data())
@@ -65,7 +66,7 @@ def test_checksums_depend_on_the_content_only_and_see_every_change(
     parts: list[bytes], chunk: int, data: st.DataObject
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_storage, "CHUNK", chunk)
+        patch.setattr(storage_module, "CHUNK", chunk)
         file = io.BytesIO()
         writer = ChecksumWriter(file)
         for part in parts:
@@ -75,7 +76,7 @@ def test_checksums_depend_on_the_content_only_and_see_every_change(
         whole = ChecksumWriter(io.BytesIO())
         whole.write(content)
         assert (file.getvalue(), writer.checksums()) == (content, whole.checksums())
-        _storage.verify(io.BytesIO(content), entry)
+        storage_module.verify(io.BytesIO(content), entry)
         damaged = [content + b"\0", content[:-1]] if content else [b"\0"]
         if content:
             flipped = bytearray(content)
@@ -83,7 +84,7 @@ def test_checksums_depend_on_the_content_only_and_see_every_change(
             damaged.append(bytes(flipped))
         for bad in damaged:
             with pytest.raises(DamagedError):
-                _storage.verify(io.BytesIO(bad), entry)
+                storage_module.verify(io.BytesIO(bad), entry)
 
 
 def test_a_writer_whose_file_takes_less_than_it_was_given_writes_the_rest() -> None:
@@ -98,13 +99,13 @@ def test_a_writer_whose_file_takes_less_than_it_was_given_writes_the_rest() -> N
 
 @given(st.lists(st.from_regex(r"[0-9]{8}-g[0-9]{5}-[0-9a-f]{8}", fullmatch=True)), st.integers(0, 99999))
 def test_a_new_id_sorts_after_all_that_exist(existing: list[str], generation: int) -> None:
-    fresh = _storage.new_id(existing, generation)
+    fresh = storage_module.new_id(existing, generation)
     assert all(old < fresh for old in existing if not old.startswith("99999999"))
-    assert fresh != _storage.new_id(existing, generation)  # another writer's
+    assert fresh != storage_module.new_id(existing, generation)  # another writer's
 
 
-def write(storage: _storage.Storage, states: dict[str, bytes], generation: int = 0) -> str:
-    writing = storage.begin(_storage.new_id(storage.ids(), generation))
+def write(storage: storage_module.Storage, states: dict[str, bytes], generation: int = 0) -> str:
+    writing = storage.begin(storage_module.new_id(storage.ids(), generation))
     for name, content in states.items():
         with writing.state(name) as file:
             file.write(content)
@@ -179,7 +180,7 @@ def test_a_checkpoint_without_its_manifest_is_listed_and_damaged(tmp_path: Path)
     """It was renamed into place with it."""
     storage = DirectoryStorage(tmp_path)
     saved = write(storage, {"a": b"1"})
-    (tmp_path / saved / _storage.MANIFEST).unlink()
+    (tmp_path / saved / storage_module.MANIFEST).unlink()
     assert storage.ids() == [saved]
     with pytest.raises(DamagedError, match=r"manifest\.json: No such file"):
         storage.manifest(saved)
@@ -192,9 +193,9 @@ def test_a_directory_that_can_not_be_read_is_not_an_empty_one(tmp_path: Path) ->
 
 
 def test_where_checkpoints_can_be_kept() -> None:
-    assert isinstance(_storage.open_storage("relative/path"), DirectoryStorage)
-    assert _storage.open_storage("file:///somewhere").path == "/somewhere"
+    assert isinstance(locations.open_storage("relative/path"), DirectoryStorage)
+    assert locations.open_storage("file:///somewhere").path == "/somewhere"
     with pytest.raises(ValueError, match="not in 'gs://"):
-        _storage.open_storage("gs://bucket/prefix")
+        locations.open_storage("gs://bucket/prefix")
     with pytest.raises(ValueError, match="names no bucket"):
-        _storage.open_storage("s3://")
+        locations.open_storage("s3://")

@@ -16,10 +16,11 @@ from fresh import Script
 from moto_process import REGION, Moto, running_moto
 from numbers_state import Number
 
-from adaptdl_elastic import _session, _storage, checkpoint
-from adaptdl_elastic._storage import DamagedError, Manifest, StorageError
-from adaptdl_elastic._storage_s3 import S3Storage
+from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic import storage as storage_module
 from adaptdl_elastic.checkpoint import CheckpointError, CheckpointSaveError
+from adaptdl_elastic.storage import DamagedError, Manifest, StorageError
+from adaptdl_elastic.storage.s3 import S3Storage
 
 BUCKET = "checkpoints"
 
@@ -50,8 +51,8 @@ def keys(client: Any) -> list[str]:
     return [found["Key"] for found in client.list_objects_v2(Bucket=BUCKET).get("Contents", [])]
 
 
-def write(storage: _storage.Storage, states: dict[str, bytes]) -> str:
-    writing = storage.begin(_storage.new_id(storage.ids(), 0))
+def write(storage: storage_module.Storage, states: dict[str, bytes]) -> str:
+    writing = storage.begin(storage_module.new_id(storage.ids(), 0))
     for name, content in states.items():
         with writing.state(name) as file:
             file.write(content)
@@ -286,8 +287,8 @@ def test_a_manifest_that_can_not_be_decoded_is_damage(script: Script, bucket: An
 
 KILLED = """
 import os, signal, sys
-from adaptdl_elastic import _storage
-from adaptdl_elastic._storage_s3 import S3Storage
+from adaptdl_elastic.storage import Manifest, new_id
+from adaptdl_elastic.storage.s3 import S3Storage
 storage = S3Storage(sys.argv[1])
 point = int(sys.argv[2])
 for name in ("_put", "_put_new"):
@@ -302,11 +303,11 @@ for name in ("_put", "_put_new"):
         point -= 1
     setattr(S3Storage, name, wrapped)
 storage.sweep()
-writing = storage.begin(_storage.new_id(storage.ids(), 0))
+writing = storage.begin(new_id(storage.ids(), 0))
 for name in "ab":
     with writing.state(name) as file:
         file.write(sys.argv[2].encode())
-writing.commit(_storage.Manifest(id=writing.id, states=writing.entries))
+writing.commit(Manifest(id=writing.id, states=writing.entries))
 """
 
 

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptdl_elastic.autoscaler.policy import Settings
+from adaptdl_elastic.autoscaler.policy import PolicySettings
 from adaptdl_elastic.autoscaler.policy.allocate import allocate
 from adaptdl_elastic.autoscaler.providers.base import Pool
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 from adaptdl_elastic.autoscaler.simulator.application import Application
-from adaptdl_elastic.autoscaler.simulator.engine import Options
-from adaptdl_elastic.autoscaler.simulator.market import Market, busy_fraction, fixed, generate, parse_market
+from adaptdl_elastic.autoscaler.simulator.engine import SimulationOptions
 from adaptdl_elastic.autoscaler.simulator.market_bound import cost_at, epoch_seconds, frontier, pareto
 from adaptdl_elastic.autoscaler.simulator.market_run import (
     Bill,
@@ -23,6 +22,13 @@ from adaptdl_elastic.autoscaler.simulator.market_run import (
     run_fixed,
     run_goodput,
     run_threshold,
+)
+from adaptdl_elastic.autoscaler.simulator.simulated_market import (
+    SimulatedMarket,
+    busy_fraction,
+    fixed,
+    generate,
+    parse_market,
 )
 from adaptdl_elastic.autoscaler.simulator.workload import Submission, WorkloadError
 
@@ -66,8 +72,8 @@ def application(name: str = "net", epochs: int = 4) -> Application:
 
 def setup(jobs: int = 6, gap: float = 120.0) -> Setup:
     workload = [Submission(f"job-{i}", i * gap + 10.0, "net", 1, 32) for i in range(jobs)]
-    options = Options(pause=1.0, interval=30.0, events=True)
-    return Setup(workload, {"net": application()}, allocate, Settings(), options, boot_seconds=60.0)
+    options = SimulationOptions(pause=1.0, interval=30.0, events=True)
+    return Setup(workload, {"net": application()}, allocate, PolicySettings(), options, boot_seconds=60.0)
 
 
 # -- markets
@@ -96,7 +102,7 @@ def test_lifetimes_have_the_rate_of_the_market() -> None:
 
 
 def test_a_market_that_gets_safe_and_one_that_is() -> None:
-    market = Market(np.array([0.0, 3600.0]), np.ones(2), np.array([1.0, 0.0]))
+    market = SimulatedMarket(np.array([0.0, 3600.0]), np.ones(2), np.array([1.0, 0.0]))
     assert market.lifetime(0.0, 0.5) == pytest.approx(1800.0)
     assert market.lifetime(0.0, 2.0) > 1e12
     assert fixed(1.0).lifetime(0.0, 1e-9) > 1e12

@@ -20,7 +20,7 @@ from adaptdl_elastic.autoscaler.policy import (
     NodeInfo,
     NodeLimit,
     Objective,
-    Settings,
+    PolicySettings,
     allocate,
 )
 from adaptdl_elastic.autoscaler.policy.curves import goodputs
@@ -31,7 +31,7 @@ MODEL = GoodputModel(
     PerfParams(0.12, 0.003, 0.40, 0.01, 0.08, 0.002, 1.6), GradParams(0.01, 200.0), 64, 4096, (16, 128), True
 )
 SLOW_NETWORK = replace(MODEL, perf_params=PerfParams(0.12, 0.003, 40.0, 1.0, 0.08, 0.002, 1.6))
-PLAIN_SUM = Settings(objective=Objective.SPEEDUP, default_pause=0.0, hysteresis=0.0)
+PLAIN_SUM = PolicySettings(objective=Objective.SPEEDUP, default_pause=0.0, hysteresis=0.0)
 
 
 def job(name: str = "job", **changes: object) -> JobInfo:
@@ -115,13 +115,13 @@ def problems(draw: st.DrawFn) -> tuple[list[JobInfo], list[NodeInfo]]:
     return jobs, nodes
 
 
-OBJECTIVES = [Settings(), PLAIN_SUM, Settings(objective=Objective.SPEEDUP, fairness=-1.0)]
+OBJECTIVES = [PolicySettings(), PLAIN_SUM, PolicySettings(objective=Objective.SPEEDUP, fairness=-1.0)]
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(problems(), st.sampled_from(OBJECTIVES), st.randoms(use_true_random=False))
 def test_every_promise_is_kept_again_and_again(
-    problem: tuple[list[JobInfo], list[NodeInfo]], how: Settings, random: object
+    problem: tuple[list[JobInfo], list[NodeInfo]], how: PolicySettings, random: object
 ) -> None:
     jobs, nodes = problem
     current: Mapping[str, Allocation] = {}
@@ -230,19 +230,19 @@ def test_one_job_on_a_laptop_grows_and_says_why() -> None:
 def test_a_change_that_does_not_pay_is_not_made() -> None:
     current = {"job": {"node-0": 1}}
     slow = job(pause=55.0, max_profiled_replicas=1)
-    kept = allocate([slow], cluster(2), current, 0.0, Settings(horizon=60.0))
+    kept = allocate([slow], cluster(2), current, 0.0, PolicySettings(horizon=60.0))
     assert kept.changed == ()
     assert "no change pays" in kept.reasons["job"].text
-    assert allocate([slow], cluster(2), current, 0.0, Settings(horizon=600.0)).changed == ("job",)
+    assert allocate([slow], cluster(2), current, 0.0, PolicySettings(horizon=600.0)).changed == ("job",)
 
 
 @pytest.mark.parametrize(("pause", "seconds"), [(0.1, 60.0), (1.0, 60.0), (4.0, 60.0), (30.0, 450.0)])
 def test_a_change_pays_within_the_time_an_allocation_is_kept(pause: float, seconds: float) -> None:
-    assert horizon(np.array([pause]), Settings()) == [seconds]
+    assert horizon(np.array([pause]), PolicySettings()) == [seconds]
     # twice as fast is worth a pause of just under half of that time, and no longer one
     for share, pays in ((0.45, True), (0.55, False)):
         cost = np.array([share * seconds])
-        worth = after_pause(np.array([[1.0, 2.0]]), np.array([1e9]), cost, Settings(horizon=seconds))
+        worth = after_pause(np.array([[1.0, 2.0]]), np.array([1e9]), cost, PolicySettings(horizon=seconds))
         assert bool(worth[0, 1] > 1.0) is pays
 
 
@@ -268,10 +268,10 @@ def test_who_has_waited_too_long_comes_first() -> None:
     jobs = [job(f"short{i}", remaining=1e4) for i in range(4)]
     late = job("late", remaining=1e12, waiting_since=0.0)
     current = {j.name: {"node-0": 1} for j in jobs}
-    patient = allocate([*jobs, late], cluster(4), current, 800.0, Settings(max_wait=900.0))
+    patient = allocate([*jobs, late], cluster(4), current, 800.0, PolicySettings(max_wait=900.0))
     assert patient.allocations["late"] == {}
     assert "waiting for 800 s" in patient.reasons["late"].text
-    due = allocate([*jobs, late], cluster(4), current, 900.0, Settings(max_wait=900.0))
+    due = allocate([*jobs, late], cluster(4), current, 900.0, PolicySettings(max_wait=900.0))
     assert due.allocations["late"]
 
 
@@ -395,7 +395,7 @@ def test_reasons_say_whose_choice_a_size_is() -> None:
 @pytest.mark.parametrize("pause", [0.2, 30.0, 600.0])
 @pytest.mark.parametrize("p", [-1.0, -3.0, -5.0, -20.0])
 def test_whatever_the_fairness_it_is_worth_more_to_run_than_not(p: float, pause: float) -> None:
-    settings = Settings(objective=Objective.SPEEDUP, fairness=p, default_pause=pause)
+    settings = PolicySettings(objective=Objective.SPEEDUP, fairness=p, default_pause=pause)
     jobs = [replace(job("new"), model=None), replace(job("known"), max_replicas=8, remaining=100.0)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -406,4 +406,4 @@ def test_whatever_the_fairness_it_is_worth_more_to_run_than_not(p: float, pause:
 @pytest.mark.parametrize("p", [-1000.0, -20.5, 1.5, float("nan")])
 def test_a_fairness_that_no_numbers_can_hold_is_refused(p: float) -> None:
     with pytest.raises(ValueError, match=r"fairness .* must be between -20 and 1"):
-        Settings(objective=Objective.SPEEDUP, fairness=p)
+        PolicySettings(objective=Objective.SPEEDUP, fairness=p)

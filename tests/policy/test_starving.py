@@ -9,8 +9,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adaptdl_elastic.autoscaler.policy import Allocation, GoodputModel, JobInfo, NodeInfo, Settings, allocate
-from adaptdl_elastic.autoscaler.policy.types import NodeLimit
+from adaptdl_elastic.autoscaler.policy import (
+    Allocation,
+    GoodputModel,
+    JobInfo,
+    NodeInfo,
+    PolicySettings,
+    allocate,
+)
+from adaptdl_elastic.autoscaler.policy.policy_types import NodeLimit
 from adaptdl_elastic.goodput import GradParams, PerfParams
 
 MODEL = GoodputModel(
@@ -129,7 +136,7 @@ def test_who_lies_on_two_nodes_and_need_not_moves_together_at_once() -> None:
     # for itself none of them would: the pause is a tenth of the horizon, and one node is 9 % faster
     jobs = [rigid(f"wide{i}", max_nodes=2, pause=1e4) for i in range(8)]
     current = {f"wide{i}": {f"n{2 * i}": 2, f"n{2 * i + 1}": 2} for i in range(8)}
-    patient = Settings(horizon=1e5)
+    patient = PolicySettings(horizon=1e5)
     assert allocate(jobs, NODES, current, 60.0, patient).changed == ()
     found = allocate([*jobs, rigid("whole", waiting_since=0.0)], NODES, current, 60.0, patient)
     assert all(found.allocations.values())

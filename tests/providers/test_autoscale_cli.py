@@ -12,10 +12,10 @@ from moto_process import Moto, make_group
 
 from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, Where
 from adaptdl_elastic.autoscaler.commands.autoscale import autoscale
-from adaptdl_elastic.autoscaler.providers.ec2_owner import OWNER_TAG
-from adaptdl_elastic.rendezvous import records
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.memory import MemoryStore
+from adaptdl_elastic.autoscaler.providers.ec2.ownership import OWNER_TAG
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 KEYS = Keys("test")
 
@@ -55,8 +55,8 @@ def test_a_dry_run_prints_what_it_would_do(moto: Moto, store: MemoryStore) -> No
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "give --asg NAME (an auto-scaling group) or --local COMMAND"),
-        (("--asg", "workers", "--local", "true"), "give --asg or --local, not both"),
+        ((), "give --asg NAME (an auto-scaling group), --local COMMAND or --provider NAME"),
+        (("--asg", "workers", "--local", "true"), "give one of --asg, --local and --provider"),
         (("--asg", "workers", "--price", "g5.xlarge"), "write TYPE=PRICE"),
         (("--asg", "workers", "--price", "g5.xlarge=cheap"), "not a price per hour"),
         (("--asg", "workers", "--prices", "/nowhere.csv"), "/nowhere.csv"),

@@ -14,12 +14,12 @@ from typing import Any
 import psutil
 import pytest
 from elastic_run import MARK, environment, marked
+from etcd_server import EtcdServer
 
-from adaptdl_elastic.rendezvous import records
-from adaptdl_elastic.rendezvous.connect import connect
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.server import EtcdServer
-from adaptdl_elastic.rendezvous.store import Store
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.store.base import Store
+from adaptdl_elastic.rendezvous.store.connect import connect
 
 KEYS = Keys("default")
 JOB = "count"

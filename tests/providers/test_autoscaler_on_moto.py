@@ -8,12 +8,12 @@ import pytest
 from moto_process import Moto, make_group
 from thin_aws import AutoScaling
 
-from adaptdl_elastic.autoscaler.providers.ec2 import Ec2Provider
+from adaptdl_elastic.autoscaler.providers.ec2.provider import Ec2Provider
+from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import Autoscaler
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling.loop import Autoscaler
-from adaptdl_elastic.rendezvous import records
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.memory import MemoryStore
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 KEYS = Keys("test")
 

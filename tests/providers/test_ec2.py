@@ -20,7 +20,7 @@ from adaptdl_elastic.autoscaler.providers.base import (
     UnknownInstanceError,
     UnknownPoolError,
 )
-from adaptdl_elastic.autoscaler.providers.ec2 import RULED_TAG, Ec2Provider
+from adaptdl_elastic.autoscaler.providers.ec2.provider import RULED_TAG, Ec2Provider
 
 PRICES = {"g5.xlarge": 1.0, "g5.12xlarge": 5.0}
 

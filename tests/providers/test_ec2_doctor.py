@@ -10,8 +10,8 @@ from botocore import xform_name
 from moto_process import Moto, make_group
 from thin_aws import AutoScaling, client_error
 
-from adaptdl_elastic.autoscaler.providers.ec2 import Ec2Provider, connect
-from adaptdl_elastic.autoscaler.providers.ec2_doctor import Check, check_aws
+from adaptdl_elastic.autoscaler.providers.ec2.account_checks import Check, check_aws
+from adaptdl_elastic.autoscaler.providers.ec2.provider import Ec2Provider, connect
 
 
 def failing(checks: list[Check]) -> list[str]:

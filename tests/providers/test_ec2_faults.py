@@ -18,8 +18,8 @@ from adaptdl_elastic.autoscaler.providers.base import (
     TryLaterError,
     UnknownPoolError,
 )
-from adaptdl_elastic.autoscaler.providers.ec2 import RULED_TAG, Ec2Provider
-from adaptdl_elastic.autoscaler.providers.notices import parse_event
+from adaptdl_elastic.autoscaler.providers.ec2.notice_queue import parse_event
+from adaptdl_elastic.autoscaler.providers.ec2.provider import RULED_TAG, Ec2Provider
 
 ZONE = f"{REGION}a"
 PRICES = {"g5.xlarge": 1.0, "g5.12xlarge": 4.0}

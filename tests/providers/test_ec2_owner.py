@@ -10,12 +10,12 @@ import pytest
 from moto_process import Moto, make_group
 
 from adaptdl_elastic.autoscaler.providers.base import NotOursError
-from adaptdl_elastic.autoscaler.providers.ec2 import RULED_TAG, Ec2Provider
-from adaptdl_elastic.autoscaler.providers.ec2_owner import OWNER_TAG, tags_of
+from adaptdl_elastic.autoscaler.providers.ec2.ownership import OWNER_TAG, tags_of
+from adaptdl_elastic.autoscaler.providers.ec2.provider import RULED_TAG, Ec2Provider
+from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import Autoscaler, LoopOptions, identity
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling.loop import Autoscaler, LoopOptions, identity
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.memory import MemoryStore
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 PRICES = {"g5.xlarge": 1.0}
 

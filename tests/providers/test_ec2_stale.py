@@ -8,10 +8,17 @@ from typing import Any
 from moto_process import Moto, make_group
 from scaling_world import waiting
 
-from adaptdl_elastic.autoscaler.providers.ec2 import Ec2Provider
+from adaptdl_elastic.autoscaler.providers.ec2.provider import Ec2Provider
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.scaling_types import (
+    Drain,
+    Memory,
+    NodeUse,
+    Observation,
+    Release,
+    Request,
+)
 from adaptdl_elastic.autoscaler.scaling.step import step
-from adaptdl_elastic.autoscaler.scaling.types import Drain, Memory, NodeUse, Observation, Release, Request
 
 
 class Pages:

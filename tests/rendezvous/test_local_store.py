@@ -21,21 +21,21 @@ from typing import Any
 
 import pytest
 
-from adaptdl_elastic.rendezvous import local_server
-from adaptdl_elastic.rendezvous.connect import StoreOptions, connect
-from adaptdl_elastic.rendezvous.local_server import LocalServer
-from adaptdl_elastic.rendezvous.local_store import LocalStore, socket_path
-from adaptdl_elastic.rendezvous.options import StoreOptionError
-from adaptdl_elastic.rendezvous.store import (
+from adaptdl_elastic.rendezvous.local import store_server
+from adaptdl_elastic.rendezvous.local.store_server import LocalServer
+from adaptdl_elastic.rendezvous.store.base import (
     CompactedError,
     LeaseLostError,
     StoreAuthError,
     StoreUnavailableError,
 )
+from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
+from adaptdl_elastic.rendezvous.store.local_socket import LocalStore, socket_path
+from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError
 
 SERVER = """
 import sys
-from adaptdl_elastic.rendezvous.local_server import LocalServer
+from adaptdl_elastic.rendezvous.local.store_server import LocalServer
 with LocalServer() as server:
     print(server.endpoint, flush=True)
     sys.stdin.read()
@@ -44,7 +44,7 @@ CLIENT = """
 import sys
 from pathlib import Path
 from typing import Any
-from adaptdl_elastic.rendezvous.connect import connect
+from adaptdl_elastic.rendezvous.store.connect import connect
 with connect(sys.argv[1]) as store:
     store.put("/leader", "me", store.lease(1.0))
     watch = store.watch("/")
@@ -167,7 +167,7 @@ def test_garbage_ends_its_own_connection_only(server: LocalServer, store: LocalS
 
 
 def test_a_request_is_bounded(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_server, "_MAX_REQUEST_BYTES", 1000)
+    monkeypatch.setattr(store_server, "_MAX_REQUEST_BYTES", 1000)
     with LocalStore(socket_path(server.endpoint), 10.0) as store:
         store.put("/a", "x" * 900)
         with pytest.raises(StoreUnavailableError):
@@ -190,7 +190,7 @@ def test_a_watch_is_sent_what_happened_before_the_end(server: LocalServer, colle
 
 
 def test_a_reader_that_sleeps_holds_up_nobody_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_server, "MOST_CHANGES", 10)
+    monkeypatch.setattr(store_server, "MOST_CHANGES", 10)
     with LocalServer() as server, LocalStore(socket_path(server.endpoint), 10.0) as store:
         watch = store.watch("/")
         large = "x" * 100_000  # more than the socket takes

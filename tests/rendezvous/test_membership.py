@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptdl_elastic.rendezvous.membership import (
+from adaptdl_elastic.rendezvous.torchrun.membership import (
     Closed,
     Enter,
     Member,
+    MembershipRound,
+    MembershipSettings,
     Over,
     Propose,
-    Round,
-    Settings,
     View,
     Wait,
     candidates,
@@ -26,11 +26,13 @@ from adaptdl_elastic.rendezvous.membership import (
     nodes_waiting,
 )
 
-ONE = Settings(min_nodes=1, max_nodes=3, last_call=1.0, grace=2.0, leave_timeout=60.0)
+ONE = MembershipSettings(min_nodes=1, max_nodes=3, last_call=1.0, grace=2.0, leave_timeout=60.0)
 NAMES = ["a", "b", "c", "d", "e"]
 
 
-def view(round_: Round | None = None, missing: dict[str, float] | None = None, **after: int) -> View:
+def view(
+    round_: MembershipRound | None = None, missing: dict[str, float] | None = None, **after: int
+) -> View:
     members = {name: Member(name, "host", number) for name, number in after.items()}
     return View(members, {name: at for at, name in enumerate(members)}, round_, missing_since=missing or {})
 
@@ -38,55 +40,55 @@ def view(round_: Round | None = None, missing: dict[str, float] | None = None, *
 def test_the_first_waits_for_a_last_call_and_proposes():
     alone = replace(view(a=0), last_arrival=10.0)
     assert decide(alone, "a", ONE, 10.5) == Wait(11.0)
-    assert decide(alone, "a", ONE, 11.0) == Propose(Round(1, ("a",)))
+    assert decide(alone, "a", ONE, 11.0) == Propose(MembershipRound(1, ("a",)))
 
 
 def test_a_full_house_needs_no_last_call_and_spares_stay_out():
     full = replace(view(a=0, b=0, c=0, d=0), last_arrival=10.0)
-    assert decide(full, "a", ONE, 10.0) == Propose(Round(1, ("a", "b", "c")))
+    assert decide(full, "a", ONE, 10.0) == Propose(MembershipRound(1, ("a", "b", "c")))
     assert decide(full, "b", ONE, 10.0) == Wait(math.inf)
-    running = replace(full, round=Round(1, ("a", "b", "c")))
-    assert decide(running, "b", ONE, 10.0) == Enter(Round(1, ("a", "b", "c")))
+    running = replace(full, round=MembershipRound(1, ("a", "b", "c")))
+    assert decide(running, "b", ONE, 10.0) == Enter(MembershipRound(1, ("a", "b", "c")))
     assert isinstance(decide(running, "d", ONE, 10.0), Wait)
     assert nodes_waiting(running, "a", 1, ONE, 10.0) == 0
 
 
 def test_too_few_wait():
-    two = Settings(2, 3)
+    two = MembershipSettings(2, 3)
     assert isinstance(decide(view(a=0), "a", two, 1e6), Wait)
 
 
 def test_a_newcomer_makes_the_others_stop_and_they_keep_their_ranks():
-    came = view(Round(4, ("b", "a")), a=3, b=3, c=4)
+    came = view(MembershipRound(4, ("b", "a")), a=3, b=3, c=4)
     assert nodes_waiting(came, "a", 4, ONE, 0.0) == 1
     assert decide(came, "c", ONE, 0.0) == Wait(math.inf)  # a and b still run
-    stopped = replace(view(Round(4, ("b", "a")), a=4, b=4, c=4), due_since=0.0)
-    assert decide(stopped, "b", ONE, 0.0) == Propose(Round(5, ("b", "a", "c")))
+    stopped = replace(view(MembershipRound(4, ("b", "a")), a=4, b=4, c=4), due_since=0.0)
+    assert decide(stopped, "b", ONE, 0.0) == Propose(MembershipRound(5, ("b", "a", "c")))
 
 
 def test_a_straggler_is_left_behind_in_the_end():
-    waits = replace(view(Round(4, ("a", "b")), a=3, b=4), due_since=100.0)
+    waits = replace(view(MembershipRound(4, ("a", "b")), a=3, b=4), due_since=100.0)
     assert decide(waits, "b", ONE, 159.0) == Wait(160.0)
-    assert decide(waits, "b", ONE, 160.0) == Propose(Round(5, ("b",)))
-    assert nodes_waiting(replace(waits, round=Round(5, ("b",))), "a", 4, ONE, 0.0) == 1
+    assert decide(waits, "b", ONE, 160.0) == Propose(MembershipRound(5, ("b",)))
+    assert nodes_waiting(replace(waits, round=MembershipRound(5, ("b",))), "a", 4, ONE, 0.0) == 1
 
 
 def test_the_departed_are_noticed_after_a_grace_and_leavers_at_once():
-    missing = view(Round(1, ("a", "b")), missing={"b": 10.0}, a=0)
+    missing = view(MembershipRound(1, ("a", "b")), missing={"b": 10.0}, a=0)
     assert nodes_waiting(missing, "a", 1, ONE, 11.9) == 0
     assert nodes_waiting(missing, "a", 1, ONE, 12.0) == 1
-    back = view(Round(1, ("a", "b")), a=0, b=0)
+    back = view(MembershipRound(1, ("a", "b")), a=0, b=0)
     assert nodes_waiting(back, "a", 1, ONE, 99.0) == 0
     leaving = replace(back, members={**back.members, "b": Member("b", "host", 0, leaving=True)})
     assert gone(leaving, ONE, 0.0) == {"b"}
     assert nodes_waiting(leaving, "a", 1, ONE, 0.0) == 1
     entered = replace(missing, members={"a": Member("a", "host", 1)}, due_since=10.0)
     assert decide(entered, "a", ONE, 11.0) == Wait(12.0)
-    assert decide(entered, "a", ONE, 12.0) == Propose(Round(2, ("a",)))
+    assert decide(entered, "a", ONE, 12.0) == Propose(MembershipRound(2, ("a",)))
 
 
 def test_the_end():
-    over = replace(view(Round(1, ("a",)), a=0, b=1), closed=Closed("a", ok=True))
+    over = replace(view(MembershipRound(1, ("a",)), a=0, b=1), closed=Closed("a", ok=True))
     assert decide(over, "b", ONE, 0.0) == Over(Closed("a", ok=True))
     assert nodes_waiting(over, "a", 1, ONE, 0.0) == 0
     assert nodes_waiting(replace(over, closed=Closed("b", ok=False)), "a", 1, ONE, 0.0) == 1
@@ -102,7 +104,7 @@ def views(draw: st.DrawFn) -> View:
     return View(
         members,
         {name: draw(st.integers(0, 9)) for name in live},
-        Round(number, tuple(ranks)) if number else None,
+        MembershipRound(number, tuple(ranks)) if number else None,
         None,
         {name: draw(times) for name in NAMES if name not in live and draw(st.booleans())},
         draw(times),
@@ -142,4 +144,4 @@ def test_whoever_waits_is_served_in_the_end(seen: View, now: float):
 
 @pytest.mark.parametrize("number", [2, 9])
 def test_a_round_that_was_superseded_is_left(number: int):
-    assert nodes_waiting(view(Round(3, ("a",)), a=0), "a", number, ONE, 0.0) == 1
+    assert nodes_waiting(view(MembershipRound(3, ("a",)), a=0), "a", number, ONE, 0.0) == 1

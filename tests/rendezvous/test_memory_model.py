@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from adaptdl_elastic.rendezvous.memory import MemoryLease, MemoryStore, MemoryWatch
-from adaptdl_elastic.rendezvous.store import CompactedError, LeaseLostError
+from adaptdl_elastic.rendezvous.store.base import CompactedError, LeaseLostError
+from adaptdl_elastic.rendezvous.store.memory import MemoryLease, MemoryStore, MemoryWatch
 
 KEYS = st.sampled_from(["a", "a/1", "a/2", "a/10", "b/1", "é/1"])
 PREFIXES = st.sampled_from(["", "a", "a/", "a/1", "b/", "c"])

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.etcd, pytest.mark.slow]
 # it has lost it.
 CLIENT = """
 import os, sys, threading
-from adaptdl_elastic.rendezvous.connect import StoreOptions, connect
+from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 
 store = connect(sys.argv[1], api=sys.argv[2], options=StoreOptions(timeout=2.0))
 prefix = sys.argv[3]

@@ -10,11 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptdl_elastic.rendezvous import plans
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.memory import MemoryStore
-from adaptdl_elastic.rendezvous.plans import PlanStore
-from adaptdl_elastic.rendezvous.records import (
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
     Leaving,
     MalformedRecordError,
@@ -24,6 +21,9 @@ from adaptdl_elastic.rendezvous.records import (
     decode,
     encode,
 )
+from adaptdl_elastic.rendezvous.store import plan_store
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
+from adaptdl_elastic.rendezvous.store.plan_store import PlanStore
 
 KEYS = Keys("c")
 KEY = KEYS.job("job", "plan")
@@ -46,12 +46,12 @@ def read(store: PlanStore) -> Plan:
 @given(st.integers(1, 120), st.integers(0, 120))
 def test_what_was_divided_can_be_joined_and_each_node_finds_its_own(nodes: int, leaving: int) -> None:
     plan = plan_of(nodes, leaving=leaving)
-    head, parts = plans.divide(plan, "name")
-    assert plans.join(head, list(parts)) == plan
+    head, parts = plan_store.divide(plan, "name")
+    assert plan_store.join(head, list(parts)) == plan
     assert sum(len(part.placements) for part in parts) == nodes
     for placement in (*plan.placements, Placement("stranger", 1)):
         node = placement.node
-        seen = plans.excerpt(head, parts[plans._part_of(node, len(parts))], node)
+        seen = plan_store.excerpt(head, parts[plan_store._part_of(node, len(parts))], node)
         assert (seen.replicas, seen.nodes, seen.ranks(node)) == (plan.replicas, plan.nodes, plan.ranks(node))
         assert seen.placements == tuple(p for p in plan.placements if p.node == node)
         assert {one for one in seen.leaving if one.node == node} == {
@@ -64,11 +64,11 @@ def test_what_was_divided_can_be_joined_and_each_node_finds_its_own(nodes: int, 
 
 
 def test_only_what_ends_every_process_is_divided() -> None:
-    assert not plans.divisible(plan_of(plans.UNDIVIDED))
-    assert plans.divisible(plan_of(plans.UNDIVIDED + 1))
-    assert plans.divisible(plan_of(1, leaving=plans.UNDIVIDED + 1))
-    assert plans.divisible(plan_of(100, transition=Transition.ABORT))
-    assert not plans.divisible(plan_of(100, transition=Transition.INPLACE))
+    assert not plan_store.divisible(plan_of(plan_store.UNDIVIDED))
+    assert plan_store.divisible(plan_of(plan_store.UNDIVIDED + 1))
+    assert plan_store.divisible(plan_of(1, leaving=plan_store.UNDIVIDED + 1))
+    assert plan_store.divisible(plan_of(100, transition=Transition.ABORT))
+    assert not plan_store.divisible(plan_of(100, transition=Transition.INPLACE))
 
 
 @pytest.fixture

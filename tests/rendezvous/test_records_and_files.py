@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptdl_elastic.rendezvous import records as r
-from adaptdl_elastic.rendezvous import runtime_file
-from adaptdl_elastic.rendezvous.etcd_v2 import close_value, open_value
-from adaptdl_elastic.rendezvous.etcd_v3 import range_end
-from adaptdl_elastic.rendezvous.keys import Keys, check_name
+from adaptdl_elastic.rendezvous.local import runtime_file
+from adaptdl_elastic.rendezvous.schema import records as r
+from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
+from adaptdl_elastic.rendezvous.store.etcd_v2 import close_value, open_value
+from adaptdl_elastic.rendezvous.store.etcd_v3 import range_end
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
 PLANS = st.builds(

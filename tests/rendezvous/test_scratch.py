@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from adaptdl_elastic.rendezvous.scratch import Scratch, sweep
+from adaptdl_elastic.rendezvous.local.scratch_directory import Scratch, sweep
 
 KILLED = """
 import os, pathlib, signal, sys
-from adaptdl_elastic.rendezvous.scratch import Scratch
+from adaptdl_elastic.rendezvous.local.scratch_directory import Scratch
 (Scratch("x-", pathlib.Path(sys.argv[1])).path / "data").write_text("left")
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from adaptdl_elastic.rendezvous.connect import connect
-from adaptdl_elastic.rendezvous.memory import MemoryLease
-from adaptdl_elastic.rendezvous.store import Change, CompactedError, LeaseLostError, Store
+from adaptdl_elastic.rendezvous.store.base import Change, CompactedError, LeaseLostError, Store
+from adaptdl_elastic.rendezvous.store.connect import connect
+from adaptdl_elastic.rendezvous.store.memory import MemoryLease
 
 
 def test_what_is_put_is_there_and_revisions_grow(world):

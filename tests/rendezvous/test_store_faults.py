@@ -11,18 +11,18 @@ import pytest
 import requests
 from cutting_proxy import CuttingProxy
 from etcd_binaries import etcd_binary
+from etcd_server import EtcdServer, free_ports
 
-from adaptdl_elastic.rendezvous.connect import StoreOptions, connect
-from adaptdl_elastic.rendezvous.etcd_v2 import EtcdV2Store
-from adaptdl_elastic.rendezvous.etcd_v3 import EtcdV3Store
-from adaptdl_elastic.rendezvous.options import StoreOptionError, parse_endpoints
-from adaptdl_elastic.rendezvous.server import EtcdServer, free_ports
-from adaptdl_elastic.rendezvous.store import (
+from adaptdl_elastic.rendezvous.store.base import (
     CompactedError,
     StoreError,
     StoreRefusedError,
     StoreUnavailableError,
 )
+from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
+from adaptdl_elastic.rendezvous.store.etcd_v2 import EtcdV2Store
+from adaptdl_elastic.rendezvous.store.etcd_v3 import EtcdV3Store
+from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, parse_endpoints
 
 pytestmark = pytest.mark.etcd
 

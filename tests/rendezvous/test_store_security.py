@@ -9,11 +9,11 @@ import certificates
 import pytest
 import requests
 from etcd_binaries import etcd_binary
+from etcd_server import EtcdServer, ServerTls
 
-from adaptdl_elastic.rendezvous.connect import StoreOptions, connect
-from adaptdl_elastic.rendezvous.options import StoreOptionError
-from adaptdl_elastic.rendezvous.server import EtcdServer, ServerTls
-from adaptdl_elastic.rendezvous.store import StoreAuthError, StoreError, StoreUnavailableError
+from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreError, StoreUnavailableError
+from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
+from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError
 
 pytestmark = pytest.mark.etcd
 KINDS = [("v3", "3.5"), ("v2", "3.5"), ("v3", "3.4"), ("v2", "3.4")]

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from etcd_server import EtcdServer
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
-from adaptdl_elastic.rendezvous.connect import connect
-from adaptdl_elastic.rendezvous.server import EtcdServer
+from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.rendezvous.torchrun import create_handler
 
 SCRIPT = Path(__file__).parents[1] / "support" / "torchrun_script.py"

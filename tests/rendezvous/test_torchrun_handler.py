@@ -18,11 +18,11 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 
-from adaptdl_elastic.rendezvous import _torchrun_handler as module
-from adaptdl_elastic.rendezvous import membership as m
 from adaptdl_elastic.rendezvous import torchrun
-from adaptdl_elastic.rendezvous.memory import MemoryStore
-from adaptdl_elastic.rendezvous.records import encode
+from adaptdl_elastic.rendezvous.schema.records import encode
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
+from adaptdl_elastic.rendezvous.torchrun import handler as module
+from adaptdl_elastic.rendezvous.torchrun import membership as m
 
 PREFIX = "/adaptdl/v1/default/torchrun/job/"
 
@@ -133,7 +133,7 @@ def test_a_round_with_a_ghost_does_not_come_together(group: Group):
     entering = group.enter(alone)  # the ghost came first, so it is to write the round, and does
     with group.store.watch(PREFIX + "nodes/", 1) as watch:
         name = next(c.key.rpartition("/")[2] for c in watch if not c.key.endswith("ghost"))
-    group.store.put(PREFIX + "round", encode(m.Round(1, (name, "ghost"))))
+    group.store.put(PREFIX + "round", encode(m.MembershipRound(1, (name, "ghost"))))
     lease.abandon()
     group.store.client().watch(PREFIX).close()
     deadline = time.monotonic() + 20

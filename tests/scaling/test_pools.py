@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scaling_world import World, job, waiting
 
-from adaptdl_elastic.autoscaler.policy.types import JobInfo, NodeLimit
+from adaptdl_elastic.autoscaler.policy.policy_types import JobInfo, NodeLimit
 from adaptdl_elastic.autoscaler.providers.base import Capacity, Instance, InstanceState, Pool
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings, going, taken, target
+from adaptdl_elastic.autoscaler.scaling.scaling_types import Memory, NodeUse, Observation, Release, Request
 from adaptdl_elastic.autoscaler.scaling.step import step
-from adaptdl_elastic.autoscaler.scaling.types import Memory, NodeUse, Observation, Release, Request
 
 DEMAND = Pool("demand", desired=0, maximum=10, hourly_price=1.0)
 SPOT = Pool("spot", desired=0, maximum=10, hourly_price=0.3, preemptible=True)

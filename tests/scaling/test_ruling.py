@@ -20,12 +20,12 @@ from adaptdl_elastic.autoscaler.providers.base import (
     UnknownPoolError,
 )
 from adaptdl_elastic.autoscaler.providers.fake import FakeProvider
-from adaptdl_elastic.autoscaler.scaling.loop import LoopOptions
-from adaptdl_elastic.autoscaler.scaling.memory import shifted
-from adaptdl_elastic.autoscaler.scaling.types import Known, Memory, PoolMemory, Release
-from adaptdl_elastic.rendezvous import records
-from adaptdl_elastic.rendezvous.memory import MemoryStore
-from adaptdl_elastic.rendezvous.store import Lease
+from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import LoopOptions
+from adaptdl_elastic.autoscaler.scaling.observed_history import shifted
+from adaptdl_elastic.autoscaler.scaling.scaling_types import Known, Memory, PoolMemory, Release
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.store.base import Lease
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 OTHER = records.encode(records.LeaderRecord("other", "box", 42))
 

@@ -9,8 +9,9 @@ import scaling_world
 from scaling_cluster import KEYS, POOL, Cluster
 
 from adaptdl_elastic import sched_hints
-from adaptdl_elastic.agent import options
 from adaptdl_elastic.agent.launch import job_spec
+from adaptdl_elastic.agent.terminal import run_options
+from adaptdl_elastic.autoscaler.cluster_view import view_of
 from adaptdl_elastic.autoscaler.providers.base import (
     Capacity,
     ProviderError,
@@ -18,15 +19,14 @@ from adaptdl_elastic.autoscaler.providers.base import (
     UnknownPoolError,
 )
 from adaptdl_elastic.autoscaler.providers.static import StaticProvider
+from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import LoopOptions
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling.loop import LoopOptions
 from adaptdl_elastic.autoscaler.scaling.observe import node_uses, observe
+from adaptdl_elastic.autoscaler.scaling.scaling_types import Memory, Observation
 from adaptdl_elastic.autoscaler.scaling.step import step
-from adaptdl_elastic.autoscaler.scaling.types import Memory, Observation
-from adaptdl_elastic.autoscaler.state import view_of
-from adaptdl_elastic.rendezvous import records
-from adaptdl_elastic.rendezvous.memory import MemoryStore
-from adaptdl_elastic.rendezvous.store import StoreError
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.store.base import StoreError
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 from adaptdl_elastic.sched_hints import JobHints
 
 
@@ -94,7 +94,7 @@ def test_an_interrupted_node_gets_a_drain_request_that_goes_with_it(store: Memor
 
 def test_it_is_told_what_a_job_without_nodes_takes_of_one(store: MemoryStore) -> None:
     command = ["--nnodes=1:4", "--nproc-per-node=4", "--etcd=e:1", "--rdzv-id=train", __file__]
-    store.put(KEYS.job("train", "spec"), records.encode(job_spec(options.parse(command, {}))))
+    store.put(KEYS.job("train", "spec"), records.encode(job_spec(run_options.parse(command, {}))))
     (info,) = observe(view_of(KEYS, store.range(KEYS.root), 0.0, 0.0), Capacity((POOL,)), ()).jobs
     assert (info.min_replicas, info.min_slots) == (1, 4)
 

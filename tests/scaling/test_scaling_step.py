@@ -10,7 +10,7 @@ from scaling_world import World, job, waiting
 
 from adaptdl_elastic.autoscaler.providers.base import Pool, ProviderError
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling.types import Drain, Hold, LetGo, NodeUse, Release, Request
+from adaptdl_elastic.autoscaler.scaling.scaling_types import Drain, Hold, LetGo, NodeUse, Release, Request
 
 DEMAND = Pool("demand", desired=0, maximum=10, hourly_price=1.0, instance_type="g5.xlarge")
 SPOT = Pool("spot", desired=0, maximum=10, hourly_price=0.3, preemptible=True, instance_type="g5.xlarge")

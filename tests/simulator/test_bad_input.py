@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from adaptdl_elastic.autoscaler.commands.cluster import coordinator
 from adaptdl_elastic.autoscaler.simulator.application import read_application
-from adaptdl_elastic.autoscaler.simulator.cli import simulate
-from adaptdl_elastic.autoscaler.simulator.market import read_market
+from adaptdl_elastic.autoscaler.simulator.simulate_command import simulate
+from adaptdl_elastic.autoscaler.simulator.simulated_market import read_market
 from adaptdl_elastic.autoscaler.simulator.synthetic import write_applications
 from adaptdl_elastic.autoscaler.simulator.workload import WorkloadError, read_workload
 
@@ -30,7 +30,9 @@ def refused(*arguments: str) -> str:
 def test_a_place_that_can_not_be_written_is_refused_before_anything_is_simulated(
     tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adaptdl_elastic.autoscaler.simulator.cli.Simulation", None)  # nobody gets there
+    monkeypatch.setattr(
+        "adaptdl_elastic.autoscaler.simulator.simulate_command.Simulation", None
+    )  # nobody gets there
     (tmp_path / "file").write_text("")
     line = refused(*SMALL, option, str(tmp_path / "file" / "x.png"))
     assert line.startswith(f"simulate: {option} {tmp_path}/file/x.png: ")

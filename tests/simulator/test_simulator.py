@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from adaptdl_elastic.autoscaler.policy import Decision, JobInfo, NodeInfo, Settings, allocate
+from adaptdl_elastic.autoscaler.policy import Decision, JobInfo, NodeInfo, PolicySettings, allocate
 from adaptdl_elastic.autoscaler.simulator.application import Application, read_application
 from adaptdl_elastic.autoscaler.simulator.baselines import POLICIES, Tiresias, make_policy
-from adaptdl_elastic.autoscaler.simulator.cli import simulate
-from adaptdl_elastic.autoscaler.simulator.engine import FixedCluster, Options, Simulation
-from adaptdl_elastic.autoscaler.simulator.report import summarize
+from adaptdl_elastic.autoscaler.simulator.engine import FixedCluster, Simulation, SimulationOptions
+from adaptdl_elastic.autoscaler.simulator.outcome_report import summarize
+from adaptdl_elastic.autoscaler.simulator.simulate_command import simulate
 from adaptdl_elastic.autoscaler.simulator.synthetic import generate_workload, write_applications
 from adaptdl_elastic.autoscaler.simulator.workload import (
     Submission,
@@ -43,7 +43,7 @@ def run(
     apps: dict[str, Application], policy: str = "goodput", nodes: int = 4, **options: object
 ) -> Simulation:
     function, tuned = make_policy(policy)
-    how = replace(Options(tuned=tuned, pause=1.0, events=True), **options)  # type: ignore[arg-type]
+    how = replace(SimulationOptions(tuned=tuned, pause=1.0, events=True), **options)  # type: ignore[arg-type]
     simulation = Simulation(WORKLOAD, apps, FixedCluster(nodes, 4), function, options=how)
     simulation.run()
     return simulation
@@ -57,7 +57,9 @@ def test_tiresias_on_workload_6_gives_exactly_the_published_figure() -> None:
     workload = read_workload(TRACES / "workloads" / "workload-6.csv")
     used = {job.application for job in workload}
     apps = {name: read_application(TRACES / "apps" / name) for name in used}
-    outcome = Simulation(workload, apps, FixedCluster(16, 4), Tiresias(), options=Options(tuned=True)).run()
+    outcome = Simulation(
+        workload, apps, FixedCluster(16, 4), Tiresias(), options=SimulationOptions(tuned=True)
+    ).run()
     assert summarize(outcome, fairness=False).average_jct == 3469.69375
 
 
@@ -68,7 +70,7 @@ def test_goodput_beats_pollux_by_a_fifth() -> None:
     workload = read_workload(TRACES / "workloads" / "workload-6.csv")
     used = {job.application for job in workload}
     apps = {name: read_application(TRACES / "apps" / name) for name in used}
-    options = Options(pause=1.0, events=True)
+    options = SimulationOptions(pause=1.0, events=True)
     outcome = Simulation(workload, apps, FixedCluster(16, 4), allocate, options=options).run()
     published = json.loads((TRACES / "baselines.json").read_text())["policies"]["pollux"]["workload-6"]
     report = summarize(outcome, fairness=False)
@@ -120,8 +122,8 @@ def test_nothing_grows_faster_than_twofold(apps: dict[str, Application]) -> None
 def test_nobody_waits_much_longer_than_the_bound(apps: dict[str, Application]) -> None:
     slots, most = 4, 6
     crowd = [replace(job, time=0.0) for job in WORKLOAD[:most]]
-    options = Options(pause=1.0, events=True)
-    given = Settings(max_wait=300.0)
+    options = SimulationOptions(pause=1.0, events=True)
+    given = PolicySettings(max_wait=300.0)
     outcome = Simulation(crowd, apps, FixedCluster(1, slots), allocate, given, options).run()
     report = summarize(outcome, fairness=False)
     assert any(sample.waiting for sample in outcome.samples)
@@ -139,7 +141,7 @@ def test_lengths_are_learnt_from_jobs_that_have_ended(apps: dict[str, Applicatio
         seen.extend(jobs)
         return allocate(jobs, *rest)
 
-    options = Options(pause=1.0, events=True, undeclared=True)
+    options = SimulationOptions(pause=1.0, events=True, undeclared=True)
     simulation = Simulation(WORKLOAD, apps, FixedCluster(2, 4), spy, options=options)
     simulation.run()
     kinds = {job.name: job.app for job in simulation.jobs}
@@ -179,7 +181,9 @@ class Shrinking:
 
 def test_nodes_may_go(apps: dict[str, Application]) -> None:
     cluster = Shrinking(at=1000.0)
-    simulation = Simulation(WORKLOAD, apps, cluster, allocate, options=Options(pause=1.0, events=True))
+    simulation = Simulation(
+        WORKLOAD, apps, cluster, allocate, options=SimulationOptions(pause=1.0, events=True)
+    )
     outcome = simulation.run()
     assert {s.slots for s in outcome.samples} == {8, 12}
     assert min(s.time for s in outcome.samples if s.slots == 8) == 1000.0

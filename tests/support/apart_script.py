@@ -49,7 +49,7 @@ def evaluate(data, epoch):
         pause()
         if S["kind"] == "leave" and (epoch, count) == (1, 1):
             _session.current().send({"type": "there"})
-            while _session.current().control._round is None:  # a checkpoint is asked for
+            while not _session.current().control.round_open:  # a checkpoint is asked for
                 time.sleep(0.001)
             if adl.rank() == S["rank"]:
                 break

@@ -7,7 +7,7 @@ LOOP holds settings as JSON. Who is meant by a rank is who had it at first:
 faults: [rank, step, bucket, what] at an all-reduce of gradients: "before" and "after" die there, "miss" does
 not get its result.
 tears: [rank, tag, count]: as rank 0, dies when the result of that collective has reached rank 1 only.
-deaths: [rank, function, count]: dies at that call of a function of `_transfer`.
+deaths: [rank, function, count]: dies at that call of a function of `state_transfer`.
 """
 
 import json
@@ -23,7 +23,8 @@ import torch.distributed as dist
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session
 from adaptdl_elastic.reducer import Reducer
-from adaptdl_elastic.torch import _buckets, _inplace, _transfer
+from adaptdl_elastic.torch._elastic import regroup, state_transfer
+from adaptdl_elastic.torch._gradient import comm_hook
 from adaptdl_elastic.torch.scaling_rules import LinearScale
 
 S = {
@@ -34,7 +35,7 @@ OUT = Path(os.environ["OUT"])
 FIRST_RANK = int(os.environ["ADAPTDL_REPLICA_RANK"])
 JOINS = "ADAPTDL_JOIN" in os.environ
 TOTAL = S["epochs"] * S["size"] // S["batch"]
-reduce_bucket = _buckets.reduce_bucket
+reduce_bucket = comm_hook.reduce_bucket
 counts = {}  # all-reduces by step
 
 
@@ -78,7 +79,7 @@ def tear(tag, left):
     Reducer._combine, Reducer._spread = combined, spread_to_one
 
 
-def die_in(name, left, module=_transfer):
+def die_in(name, left, module=state_transfer):
     function = getattr(module, name)
 
     def counted(*args, **options):
@@ -124,13 +125,13 @@ def main():
     if trouble == "crash":
         raise RuntimeError("trouble")
     if trouble is not None:
-        die_in(trouble, 1, _transfer if trouble == "take" else _inplace)
+        die_in(trouble, 1, state_transfer if trouble == "take" else regroup)
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(3)
     model = Model()
     targets = torch.randn(S["size"])
     adl.init_process_group("gloo")
-    _buckets.reduce_bucket = faulty
+    comm_hook.reduce_bucket = faulty
     numbers = range(S["size"])
     data = adl.AdaptiveDataLoader(numbers, batch_size=S["batch"], shuffle=True, num_workers=S["workers"])
     if S["accumulate"]:

@@ -9,13 +9,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from elastic_run import ElasticRun
+from etcd_server import EtcdServer
 from history import Recorder, violations
 
-from adaptdl_elastic.rendezvous.connect import connect
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.records import NodeRecord, decode
-from adaptdl_elastic.rendezvous.server import EtcdServer
-from adaptdl_elastic.rendezvous.store import Change, Store
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import NodeRecord, decode
+from adaptdl_elastic.rendezvous.store.base import Change, Store
+from adaptdl_elastic.rendezvous.store.connect import connect
 
 JOB = "job"
 

@@ -10,25 +10,25 @@ from typing import Any
 
 from fake_agents import FakeAgent, spec_of, submit
 
-from adaptdl_elastic.autoscaler.coordinator.core import decide, decide_at_once
-from adaptdl_elastic.autoscaler.coordinator.job import condition_of
-from adaptdl_elastic.autoscaler.coordinator.policy import Policy, Question, ask
-from adaptdl_elastic.autoscaler.coordinator.rounds import Answer, Round, compute
-from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
-from adaptdl_elastic.autoscaler.coordinator.types import (
+from adaptdl_elastic.autoscaler.cluster_view import ClusterCache, View
+from adaptdl_elastic.autoscaler.coordinator.decide import decide, decide_at_once
+from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     CompareAndSwap,
+    CoordinatorSettings,
     Decided,
     DeletePrefix,
     Memory,
     Say,
-    Settings,
 )
-from adaptdl_elastic.autoscaler.policy.types import Decision, JobInfo, NodeInfo, Reason
-from adaptdl_elastic.autoscaler.state import Keeper, View
-from adaptdl_elastic.rendezvous import records
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.memory import MemoryStore
-from adaptdl_elastic.rendezvous.records import CheckpointRecord, JobRequest, JobStatus, Plan
+from adaptdl_elastic.autoscaler.coordinator.job_phase import condition_of
+from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy, PolicyQuestion, ask
+from adaptdl_elastic.autoscaler.coordinator.rounds import PolicyAnswer, PolicyRound, compute
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
+from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo, NodeInfo, Reason
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, JobRequest, JobStatus, Plan
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 
 @dataclass
@@ -100,7 +100,9 @@ class Pump:
     """One coordinator and its agents, stepped until nothing moves."""
 
     policy: Policy = share_policy
-    settings: Settings = field(default_factory=lambda: Settings(interval=60.0, min_gap=0.0))
+    settings: CoordinatorSettings = field(
+        default_factory=lambda: CoordinatorSettings(interval=60.0, min_gap=0.0)
+    )
     clock: Clock = field(default_factory=Clock)
     keys: Keys = field(default_factory=Keys)
     fence: int = 1
@@ -111,12 +113,12 @@ class Pump:
     plans: list[Plan] = field(default_factory=list)
     wake_at: float = 0.0
     slow: bool = False  # rounds of the policy wait for `answer()`
-    asked: list[Round] = field(default_factory=list)  # those that do
+    asked: list[PolicyRound] = field(default_factory=list)  # those that do
     _serials: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         self.store = MemoryStore(self.clock)
-        self.keeper = Keeper(self.keys)
+        self.keeper = ClusterCache(self.keys)
         self.steady_since = float("-inf")
 
     # -- moving
@@ -125,7 +127,7 @@ class Pump:
         self.keeper.load(self.store.range(self.keys.root), self.clock())
         return self.keeper.view(self.clock(), self.clock(), self.steady_since)
 
-    def question(self) -> Question:
+    def question(self) -> PolicyQuestion:
         """What the policy would be asked about all jobs now."""
         view = self.view()
         conditions = {name: condition_of(view, job, self.settings) for name, job in view.jobs.items()}
@@ -140,7 +142,7 @@ class Pump:
         self.asked += [decided.ask] if decided.ask is not None else []
         return self._carry_out(decided)
 
-    def answer(self, given: Answer | None = None) -> int:
+    def answer(self, given: PolicyAnswer | None = None) -> int:
         """The oldest round that waits is answered."""
         answer = given or compute(self.policy, self.asked.pop(0), lambda: 0.0)
         decided = decide(
@@ -195,7 +197,7 @@ class Pump:
         """Another coordinator leads: a higher fence, and nothing in its memory."""
         self.fence += 1
         self.memory = Memory()
-        self.keeper = Keeper(self.keys)
+        self.keeper = ClusterCache(self.keys)
         self.steady_since = self.clock()
         return self
 

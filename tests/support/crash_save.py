@@ -12,9 +12,9 @@ import signal
 import sys
 from typing import Any
 
-from adaptdl_elastic import _storage
-from adaptdl_elastic._checkpoint_manager import CheckpointManager
-from adaptdl_elastic._storage import DirectoryStorage
+from adaptdl_elastic import storage
+from adaptdl_elastic.checkpoint.manager import CheckpointManager
+from adaptdl_elastic.storage import DirectoryStorage
 
 AUDITED = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
@@ -38,7 +38,7 @@ class Countdown:
 def arm(point: int, below: str) -> Countdown:
     """From now on: before each call that changes the directory, around fsync, in the middle of a write."""
     countdown = Countdown(point, below)
-    fsync, write = os.fsync, _storage._write_all
+    fsync, write = os.fsync, storage._write_all
 
     def slow_fsync(fd: int) -> None:
         countdown.tick()
@@ -51,7 +51,7 @@ def arm(point: int, below: str) -> Countdown:
         countdown.tick()
         write(file, view[len(view) // 2 :])
 
-    os.fsync, _storage._write_all = slow_fsync, torn_write
+    os.fsync, storage._write_all = slow_fsync, torn_write
     sys.addaudithook(countdown.audit)
     return countdown
 

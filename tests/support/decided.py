@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from adaptdl_elastic.agent import states as d
-from adaptdl_elastic.agent.decisions import decide
-from adaptdl_elastic.rendezvous.records import (
+from adaptdl_elastic.agent.core import states as d
+from adaptdl_elastic.agent.core.decisions import decide
+from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
     Leaving,
     MasterRecord,
@@ -16,7 +16,7 @@ from adaptdl_elastic.rendezvous.records import (
     Transition,
 )
 
-ME = d.Identity("here", "agent-1", "job", "run", checkpoint_timeout=120.0, hang_timeout=0.0)
+ME = d.AgentIdentity("here", "agent-1", "job", "run", checkpoint_timeout=120.0, hang_timeout=0.0)
 
 
 def plan(

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from adaptdl_elastic import _session
-from adaptdl_elastic.torch import _backend
+from adaptdl_elastic.torch._process_group import backends
 
 HELD: set[tuple[int, int]] = set()
 FAULT = os.environ.get("DEFERRED_FAULT")
@@ -63,11 +63,11 @@ class DeferredGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         if FAULT == "once" and _groups:
             raise RuntimeError("a second group can not be made")
-        self._lower = _backend.Gloo("gloo")
+        self._lower = backends.Gloo("gloo")
         self._lower.forming()
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._size = size
-        self._lower._sockets = _backend._sockets() - self._lower._before
+        self._lower.formed(None)
         self._works: list[DeferredWork] = []
         self._todo: queue.SimpleQueue[tuple[DeferredWork, Any, bool] | None] = queue.SimpleQueue()
         self._aborted = False
@@ -153,7 +153,7 @@ def _garble(tensor: torch.Tensor, _: int) -> None:
         tensor.fill_(float("nan"))
 
 
-class Deferred(_backend.Nccl):
+class Deferred(backends.Nccl):
     """The adapter for NCCL, told that its devices are the CPU."""
 
     kind, label = "cpu", "the deferred backend"
@@ -180,4 +180,4 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> DeferredGro
 
 
 dist.Backend.register_backend("deferred", _create, devices=["cpu"])
-_backend.KINDS["deferred"] = Deferred
+backends.KINDS["deferred"] = Deferred

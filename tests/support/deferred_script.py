@@ -14,15 +14,15 @@ import deferred_backend
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session
-from adaptdl_elastic.torch import _ability
+from adaptdl_elastic.torch._process_group import capability
 
 
 def connect(_):
     init_process_group(BACKEND)
     session = _session.current()
-    known = _ability.ability(session)
+    known = capability.ability(session)
     if not session.joining and known is not None:
-        while session.control._round is None and "failed" not in known.why:
+        while not session.control.round_open and "failed" not in known.why:
             time.sleep(0.001)  # then to be carried out at the first boundary
 
 

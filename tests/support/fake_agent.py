@@ -22,7 +22,7 @@ import loop_script_path
 import psutil
 import torch.distributed
 
-from adaptdl_elastic.channel import Channel
+from adaptdl_elastic.protocol.channel import Channel
 
 dist: Any = torch.distributed
 PATIENCE = 200.0  # seconds: the first process may have to import torch on a busy machine

@@ -12,21 +12,21 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from adaptdl_elastic import sched_hints
-from adaptdl_elastic.rendezvous import records
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.records import (
-    BrokenRecord,
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
     Failure,
     JobSpec,
     JobStatus,
     NodeRecord,
     Outcome,
+    PeerLossRecord,
     Plan,
     RunningRecord,
     Transition,
 )
-from adaptdl_elastic.rendezvous.store import Lease, Store, StoreError, Watch
+from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreError, Watch
 from adaptdl_elastic.sched_hints import JobHints
 
 GOOD_PERF = (0.1, 0.001, 0.005, 0.0005, 0.003, 0.0003, 1.5)
@@ -157,7 +157,7 @@ class FakeAgent:
             self._end(Outcome.STOPPED)
             self.generation = plan.generation
             if named:
-                self._put(BrokenRecord(self.node, plan.generation, named), plan.generation, "broken")
+                self._put(PeerLossRecord(self.node, plan.generation, named), plan.generation, "broken")
                 self._put(EndedRecord(self.node, plan.generation, Outcome.ABORTED), plan.generation, "ended")
             return
         alive = tuple(slot for slot in named if slot in self.alive)
@@ -236,7 +236,7 @@ class FakeAgent:
         self.alive = tuple(slot for slot in self.alive if slot not in slots)
         self.lost = (*self.lost, *slots)
         failure = Failure(self.lost[0], -9, "SIGKILL")
-        record = BrokenRecord(self.node, self.running, tuple(sorted(self.lost)), failure)
+        record = PeerLossRecord(self.node, self.running, tuple(sorted(self.lost)), failure)
         self._put(record, self.running, "broken")
         if not self.alive:
             self._end(Outcome.FAILED, failure)
@@ -244,7 +244,7 @@ class FakeAgent:
     def notice(self) -> None:
         """Its replicas find that somebody elsewhere is gone."""
         assert self.running is not None
-        self._put(BrokenRecord(self.node, self.running, self.lost), self.running, "broken")
+        self._put(PeerLossRecord(self.node, self.running, self.lost), self.running, "broken")
 
     def leave(self, exit_code: int = 0) -> None:
         """Exit in an orderly way."""

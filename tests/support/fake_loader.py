@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adaptdl_elastic import _session
-from adaptdl_elastic.torch._registry import registry
+from adaptdl_elastic.torch._data.registry import registry
 
 
 @dataclass
@@ -22,6 +22,7 @@ class FakeLoader:
     training_unknown: bool = False
     sample_dimension: int | None = None
     key: str = "0"
+    may_accumulate: bool = False
 
     def train(self) -> None:
         self.training = True

@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.records import (
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import (
     MalformedRecordError,
     NodeRecord,
     Plan,
@@ -28,7 +28,7 @@ from adaptdl_elastic.rendezvous.records import (
     Transition,
     decode,
 )
-from adaptdl_elastic.rendezvous.store import Change, Store
+from adaptdl_elastic.rendezvous.store.base import Change, Store
 
 Event = dict[str, Any]
 

@@ -23,6 +23,9 @@ TREES = {
 """Top-level folder → the name that it is imported by."""
 
 
+_PUBLIC_ALL_THE_SAME = {"_exit", "_replace", "_asdict"}  # of os and of named tuples
+
+
 @dataclass(frozen=True)
 class Module:
     """One source file of the product."""
@@ -160,6 +163,7 @@ def _uses(tree: ast.Module, modules: Mapping[str, Module]) -> Iterator[tuple[int
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            own = own or node.attr in _PUBLIC_ALL_THE_SAME
             if _is_private(node.attr) and not own and f"{_dotted(node)}" not in modules:
                 yield node.lineno, node.attr
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):

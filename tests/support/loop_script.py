@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, get_worker_info
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, collective
 from adaptdl_elastic.reducer import Reducer
-from adaptdl_elastic.torch import _inplace, _transfer
+from adaptdl_elastic.torch._elastic import regroup, state_transfer
 from adaptdl_elastic.torch.scaling_rules import LinearScale
 
 S = {
@@ -76,7 +76,7 @@ def interrupt(loop, epoch, count):
     if adl.rank() == rank:
         os.kill(os.getpid(), signal.SIGINT)
     control, deadline = _session.current().control, time.monotonic() + 30
-    while control._round is None:  # these steps are too quick for anything to be agreed meanwhile
+    while not control.round_open:  # these steps are too quick for anything to be agreed meanwhile
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -137,7 +137,7 @@ def main():
         time.sleep(1)
     if trouble in ("form", "take", "finish"):  # dies there
         setattr(
-            _transfer if trouble == "take" else _inplace,
+            state_transfer if trouble == "take" else regroup,
             trouble,
             lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL),
         )

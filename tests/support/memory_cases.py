@@ -14,8 +14,8 @@ from fake_loader import FakeLoader
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adaptdl_elastic.torch import _buckets
-from adaptdl_elastic.torch._noise import Schedule
+from adaptdl_elastic.torch._gradient import comm_hook
+from adaptdl_elastic.torch._gradient.estimator import Schedule
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
 WIDTH, LAYERS, BATCH = 1024, 8, 4
@@ -71,13 +71,13 @@ def peak(adaptive: bool, adam: bool = False, micro_batches: int = 1, **options: 
         _adaptive(net, optimizer, options.get("sampled", True)) if adaptive else DistributedDataParallel(net)
     )
     if options.get("waste"):
-        bucket, kept = _buckets.Norms.bucket, []
+        bucket, kept = comm_hook.Norms.bucket, []
 
-        def wasteful(self: _buckets.Norms, flat: torch.Tensor, *args: Any) -> torch.Tensor:
+        def wasteful(self: comm_hook.Norms, flat: torch.Tensor, *args: Any) -> torch.Tensor:
             kept.append(flat.clone())
             return bucket(self, flat, *args)
 
-        _buckets.Norms.bucket = wasteful  # type: ignore[method-assign]
+        comm_hook.Norms.bucket = wasteful  # type: ignore[method-assign]
     replicas = dist.get_world_size()
     window = [[BATCH] * replicas] * micro_batches
     for step in range(4):

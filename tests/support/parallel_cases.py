@@ -15,7 +15,7 @@ from fake_loader import FakeLoader
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adaptdl_elastic.torch._noise import Schedule
+from adaptdl_elastic.torch._gradient.estimator import Schedule
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 from adaptdl_elastic.torch.scaling_rules import AdamScale, AdaScale
 

@@ -20,7 +20,9 @@ from torch.utils.data import TensorDataset
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, checkpoint
-from adaptdl_elastic.torch import _buckets, _inplace, _loops
+from adaptdl_elastic.torch._elastic import regroup
+from adaptdl_elastic.torch._gradient import comm_hook
+from adaptdl_elastic.torch._runtime import position
 
 S = {
     "epochs": 2, "size": 480, "batch": 12, "pace": 0.0, "faults": [], "kind": "all", "norm": False,
@@ -29,7 +31,7 @@ S = {
 }  # fmt: skip
 OUT = Path(os.environ["OUT"])
 TOTAL = S["epochs"] * S["size"] // S["batch"]
-reduce_bucket = _buckets.reduce_bucket
+reduce_bucket = comm_hook.reduce_bucket
 counts = {}  # all-reduces by step
 
 
@@ -72,7 +74,7 @@ def be_busy():
         while not (OUT / "free").exists():
             time.sleep(0.01)
         return
-    clock, form, hours = time.monotonic, _inplace.form, [0]
+    clock, form, hours = time.monotonic, regroup.form, [0]
 
     def hasty():
         hours[0] += not (OUT / "free").exists()
@@ -87,7 +89,7 @@ def be_busy():
         finally:
             time.monotonic = clock
 
-    _inplace.form = hastily
+    regroup.form = hastily
 
 
 class Counter(checkpoint.State):
@@ -153,7 +155,7 @@ def main():
     inputs = torch.randn(S["size"], 10)
     targets = (inputs @ torch.randn(10, 1)).tanh()
     adl.init_process_group("gloo")
-    _buckets.reduce_bucket = faulty
+    comm_hook.reduce_bucket = faulty
     loader = adl.AdaptiveDataLoader(TensorDataset(inputs, targets), batch_size=S["batch"], shuffle=True)
     net = Net()
     optimizer = optimizer_for(net)
@@ -208,7 +210,7 @@ def main():
                 break
         for _ in evaluation if S["evaluate"] else ():
             evaluated = [buffer.clone() for buffer in net.buffers()]
-        samples.append(_loops.loops().samples)
+        samples.append(position.loops().samples)
         if S["busy"] is not None and len(samples) == 1:
             be_busy()
     with sums.synchronized():

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from fake_loader import FakeLoader
 
-from adaptdl_elastic.torch._noise import Array, Measurement, Schedule
+from adaptdl_elastic.torch._gradient.estimator import Array, Measurement, Schedule
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
 SCALE = 8.0

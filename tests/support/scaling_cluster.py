@@ -7,11 +7,11 @@ from typing import Any
 
 from adaptdl_elastic.autoscaler.providers.base import Pool
 from adaptdl_elastic.autoscaler.providers.fake import FakeProvider
+from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import Autoscaler, LoopOptions
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling.loop import Autoscaler, LoopOptions
-from adaptdl_elastic.rendezvous import records
-from adaptdl_elastic.rendezvous.keys import Keys
-from adaptdl_elastic.rendezvous.memory import MemoryStore
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 POOL = Pool("workers", desired=0, maximum=4, hourly_price=1.0)
 KEYS = Keys("test")

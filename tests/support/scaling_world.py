@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from adaptdl_elastic.autoscaler.policy.types import GoodputModel, JobInfo
+from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel, JobInfo
 from adaptdl_elastic.autoscaler.providers.base import Capacity, InstanceState, Pool
 from adaptdl_elastic.autoscaler.providers.fake import FakeProvider
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
-from adaptdl_elastic.autoscaler.scaling.step import step
-from adaptdl_elastic.autoscaler.scaling.types import (
+from adaptdl_elastic.autoscaler.scaling.scaling_types import (
     Drain,
     Hold,
     LetGo,
@@ -21,6 +20,7 @@ from adaptdl_elastic.autoscaler.scaling.types import (
     Request,
     Step,
 )
+from adaptdl_elastic.autoscaler.scaling.step import step
 from adaptdl_elastic.goodput import GradParams, PerfParams
 
 MODEL = GoodputModel(

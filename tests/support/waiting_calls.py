@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from adaptdl_elastic.torch import _waiting_group
+from adaptdl_elastic.torch._process_group import placeholder
 
 SIZE = 3
 
@@ -50,7 +50,7 @@ def calls():
 
 def main():
     warnings.simplefilter("ignore")
-    _waiting_group.enter("gloo", 2, SIZE)
+    placeholder.enter("gloo", 2, SIZE)
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (2, SIZE, "gloo")
     for name, call in calls().items():
         code = None
@@ -60,7 +60,7 @@ def main():
         except SystemExit as end:
             code = end.code
         print(json.dumps([name, code]))
-    _waiting_group.leave()
+    placeholder.leave()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.new_group([0])  # all is as it was
     dist.destroy_process_group()

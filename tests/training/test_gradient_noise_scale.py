@@ -14,7 +14,7 @@ import torch
 from fake_loader import FakeLoader
 from regression import Run
 
-from adaptdl_elastic.torch._noise import Measurement
+from adaptdl_elastic.torch._gradient.estimator import Measurement
 from adaptdl_elastic.torch.gradient_noise_scale import AdamGradientNoiseScale, GradientNoiseScale
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptdl_elastic.torch._noise import (
+from adaptdl_elastic.torch._gradient.estimator import (
     Measurement,
     Moments,
     Schedule,

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 
-from adaptdl_elastic.torch._objects import instances_of
+from adaptdl_elastic.torch._runtime.heap import instances_of
 
 
 class Kind:

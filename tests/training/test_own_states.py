@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adaptdl_elastic import checkpoint
-from adaptdl_elastic.torch import _own_states
+from adaptdl_elastic.torch._elastic import user_state
 
 
 class Kept(checkpoint.TensorState):
@@ -20,7 +20,7 @@ class Kept(checkpoint.TensorState):
 
     def digest(self, tensor: torch.Tensor) -> Hashable:
         self.tensor = tensor
-        return _own_states._digest(self)
+        return user_state._digest(self)
 
 
 def counts() -> torch.Tensor:
@@ -60,8 +60,8 @@ def test_the_digest_depends_on_the_position(
     change: Callable[[torch.Tensor], torch.Tensor], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if where == "elsewhere":  # as on a GPU, in blocks
-        monkeypatch.setattr(_own_states, "_BLOCK", 1000)
-        monkeypatch.setattr(_own_states, "_fingerprint", _own_states._block_sums)
+        monkeypatch.setattr(user_state, "_BLOCK", 1000)
+        monkeypatch.setattr(user_state, "_fingerprint", user_state._block_sums)
     kept, before = Kept("kept"), counts()
     assert kept.digest(before) == kept.digest(before.clone())
     assert kept.digest(before) != kept.digest(change(before))
@@ -70,7 +70,7 @@ def test_the_digest_depends_on_the_position(
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("how", ["_fingerprint", "_block_sums"])
 def test_every_kind_of_tensor_has_a_digest(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_own_states, "_fingerprint", getattr(_own_states, how))
+    monkeypatch.setattr(user_state, "_fingerprint", getattr(user_state, how))
     kept, plain = Kept("kept"), torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     tensors = {
         "transposed": plain.t(),

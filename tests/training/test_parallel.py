@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic._session import Identity
 from adaptdl_elastic.torch import scaling_rules
-from adaptdl_elastic.torch._noise import Measurement, Schedule
+from adaptdl_elastic.torch._gradient.estimator import Measurement, Schedule
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 
 DDP_OPTIONS: list[dict[str, Any]] = [

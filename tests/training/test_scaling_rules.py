@@ -12,7 +12,7 @@ import torch
 from fake_loader import FakeLoader
 
 from adaptdl_elastic.torch import scaling_rules
-from adaptdl_elastic.torch._noise import Measurement
+from adaptdl_elastic.torch._gradient.estimator import Measurement
 from adaptdl_elastic.torch.gradient_noise_scale import AdamGradientNoiseScale
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 from adaptdl_elastic.torch.scaling_rules import AdamScale, AdaScale, LEGWScale, LinearScale, SqrtScale

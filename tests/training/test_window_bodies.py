@@ -11,7 +11,7 @@ from torch import nn
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session
-from adaptdl_elastic.torch import _control
+from adaptdl_elastic.torch._runtime import consensus
 
 NUMBERS = torch.randn(44, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
@@ -182,7 +182,7 @@ def test_a_checkpoint_is_saved_before_a_change_that_was_agreed_on_with_it(
 ) -> None:
     """To save is a matter of all replicas of a generation: newcomers would not know of it."""
     control, done = _session.current().control, list[str]()
-    monkeypatch.setattr(_control.Control, "save", lambda *_: done.append("checkpoint"))
+    monkeypatch.setattr(consensus.Control, "save", lambda *_: done.append("checkpoint"))
     control.handlers["switch"] = lambda _: done.append("switch")
     commands = [{"kind": "switch"}, {"kind": "checkpoint", "request": 1}]
     control._execute(commands)

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import adaptdl_elastic.torch as adl
-from adaptdl_elastic.torch._loops import loops
+from adaptdl_elastic.torch._runtime.position import loops
 
 epochs, pause = int(sys.argv[1]), float(sys.argv[2])
 adl.init_process_group("gloo")

@@ -25,7 +25,7 @@ try:
             if number == stop_after and adl.rank() == 0:
                 control = _session.current().control
                 control.request({"kind": "stop"})
-                while control._round is None:  # the replicas have been asked where they are
+                while not control.round_open:  # the replicas have been asked where they are
                     time.sleep(0.001)
             collective.broadcast(None)  # in step, as by the gradients of a training loop
         with sums.synchronized():

@@ -1,0 +1,69 @@
+"""Where the script is that calls this library: the one module that reads the interpreter's stack.
+
+Frames of the library are left out. What is found is the same under a decorator, in a compiled model and in a
+debugger, as long as those call the library through frames of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+
+PACKAGE = f"{Path(__file__).parent}{os.sep}"
+"""What the file names of the library's code begin with."""
+
+
+def is_library(code: CodeType) -> bool:
+    """Return whether `code` is this library's."""
+    return code.co_filename.startswith(PACKAGE)
+
+
+def callers() -> Iterator[FrameType]:
+    """Yield the frame that asks, its caller, and so on outwards."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def script_frame() -> FrameType:
+    """Return the innermost frame outside of this library, or the outermost one of all."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and is_library(frame.f_code):
+        frame = frame.f_back
+    return frame
+
+
+def script_line() -> str:
+    """Return the line of the script that calls, as "train.py:12"."""
+    return _line(script_frame())
+
+
+def script_lines(outermost: CodeType | None) -> str:
+    """Return the lines of the calls that led here, innermost first: "model.py:3 of train.py:12".
+
+    Args:
+        outermost: Code of the last frame that counts. The search ends at a module's code in any case.
+    """
+    lines = []
+    for frame in up_to(outermost):
+        if not is_library(frame.f_code):
+            lines.append(_line(frame))
+    return " of ".join(lines)
+
+
+def up_to(outermost: CodeType | None) -> Iterator[FrameType]:
+    """Yield the frames from here outwards, up to that of `outermost` or of a module."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        if frame.f_code is outermost or frame.f_code.co_name == "<module>":
+            return
+        frame = frame.f_back
+
+
+def _line(frame: FrameType) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

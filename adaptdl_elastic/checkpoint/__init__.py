@@ -1,0 +1,488 @@
+"""States that outlive a generation, and the checkpoints they are kept in.
+
+A script's own state is a subclass of `State`::
+
+    class History(adaptdl_elastic.checkpoint.State):
+        def __init__(self):
+            super().__init__("history")
+            self.losses = []
+            adaptdl_elastic.checkpoint.load_state(self)
+
+        def save(self, fileobj):
+            fileobj.write(json.dumps(self.losses).encode())
+
+        def load(self, fileobj):
+            self.losses = json.load(fileobj)
+
+Models, optimizers, loaders and epoch loops of this library save themselves. `TensorState` is for
+anything that has a state dict. Checkpoints are kept in `ADAPTDL_CHECKPOINT_PATH`, a directory that all
+nodes share or `s3://bucket/prefix`; without it nothing is saved and nothing is loaded. Of the
+checkpoints the last three are kept (`ADAPTDL_CHECKPOINT_KEEP`). See `docs/architecture.md` for what a
+checkpoint promises.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, BinaryIO
+
+from adaptdl_elastic import _session, env, storage
+from adaptdl_elastic._interfaces import SavedState
+from adaptdl_elastic._session import Session
+from adaptdl_elastic.checkpoint.manager import CheckpointError, CheckpointManager, Saved
+from adaptdl_elastic.storage.locations import open_storage
+
+if TYPE_CHECKING:
+    from adaptdl_elastic.checkpoint.state_copy import HostBuffers
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointSaveError",
+    "Saved",
+    "State",
+    "TensorState",
+    "agree",
+    "end_epoch",
+    "flush",
+    "load_state",
+    "loaded_id",
+    "restore_states",
+    "save_all_states",
+    "save_state",
+    "snapshot_states",
+    "unregister",
+]
+
+logger = logging.getLogger(__name__)
+
+_crc32_lock = threading.Lock()  # the option is the process's
+
+
+class CheckpointSaveError(RuntimeError):
+    """A checkpoint could not be saved; the one before is as it was."""
+
+
+class State:
+    """Something that is saved in every checkpoint, under a name that is unique in the script.
+
+    Subclasses override `save` and `load`, and `sync` where replicas hold different parts of it. The name
+    is how a later generation finds its state again: it must be the same in every run of the script.
+
+    `name` must not be empty or taken: ValueError. Construct states outside of data loops, in the same
+    order on every replica.
+    """
+
+    required = True
+    """Whether to warn when a checkpoint that is loaded does not know this state."""
+
+    expires: int | None = None
+    """The epoch after whose end nobody needs it any more; None: it is needed for ever."""
+
+    def __init__(self, name: str) -> None:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"a state needs a name that is a non-empty string, got {name!r}")
+        states = _session.current().states
+        if name in states:
+            raise ValueError(
+                f"there is already a state named {name!r}: give this one another name (models take `name=`)"
+            )
+        self.name = name
+        states[name] = self
+
+    def save(self, fileobj: BinaryIO) -> None:
+        """Write the state to a binary file. Called between two steps: on rank 0 for a checkpoint.
+
+        Where others may die also on every replica before each step, as long as it writes little
+        (docs/architecture.md, A death).
+        """
+
+    def load(self, fileobj: BinaryIO) -> None:
+        """Read what `save` wrote. Called on every replica; their number may have changed."""
+
+    def sync(self) -> None:
+        """Bring what the replicas hold into agreement before rank 0 saves. Called on every replica."""
+
+    def snapshot(self) -> Any:
+        """A copy that later changes do not reach: for a save in the background, and for rolling back."""
+        file = io.BytesIO()
+        self.save(file)
+        return file.getvalue()
+
+    def restore(self, snapshot: Any) -> None:
+        """Go back to what `snapshot` returned, in this process or in another replica's."""
+        self.load(io.BytesIO(snapshot))
+
+    def write_snapshot(self, snapshot: Any, fileobj: Any) -> None:
+        """Write a snapshot so that `load` can read it. Called in a thread of its own."""
+        fileobj.write(snapshot)
+
+    def _copy_for_save(self) -> Any:
+        """A snapshot that `_saved` will be given back."""
+        return self.snapshot()
+
+    def _saved(self, snapshot: Any) -> None:
+        """The snapshot was written, in the writer's thread, and nobody needs it any more."""
+
+
+class TensorState(State):
+    """A state that is a dict of tensors and plain values, nested as deeply as need be.
+
+    Subclasses override `state_dict` and `load_state_dict`. Files are read with `weights_only=True`: they
+    can hold tensors, numbers, strings, None, and dicts, lists and tuples of these, and nothing that runs
+    code; a save of anything else is a TypeError that names it. Counters, OrderedDicts (with a module's
+    `_metadata`) and defaultdicts of built-in types come back as such. Tensors are loaded to the CPU.
+    """
+
+    _buffers: HostBuffers | None = None
+
+    def state_dict(self) -> Any:
+        """The tensors themselves, not copies."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Copy `state_dict` into what this state stands for."""
+        raise NotImplementedError
+
+    def save(self, fileobj: BinaryIO) -> None:
+        """`torch.save` of the state dict."""
+        self.write_snapshot(self.snapshot(), fileobj)
+
+    def load(self, fileobj: BinaryIO) -> None:
+        """`torch.load(weights_only=True)`, then `load_state_dict`."""
+        import torch
+
+        from adaptdl_elastic.checkpoint.state_copy import from_file
+
+        try:
+            state_dict = torch.load(fileobj, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(f"state {self.name!r} holds what is not tensors or plain values") from error
+        self.load_state_dict(from_file(state_dict))
+
+    def snapshot(self) -> Any:
+        """The state dict with every tensor copied to the host; shared tensors stay shared."""
+        from adaptdl_elastic.checkpoint.state_copy import copy_to_host
+
+        return copy_to_host(self.state_dict(), self.name)
+
+    def _copy_for_save(self) -> Any:
+        """Into the memory of the last save: as much is needed at every save anyway."""
+        from adaptdl_elastic.checkpoint.state_copy import HostBuffers, copy_to_host
+
+        if type(self).snapshot is not TensorState.snapshot:
+            return self.snapshot()
+        if self._buffers is None:
+            self._buffers = HostBuffers()
+        return copy_to_host(self.state_dict(), self.name, self._buffers)
+
+    def _saved(self, snapshot: Any) -> None:
+        if self._buffers is not None:
+            self._buffers.give(snapshot)
+
+    def restore(self, snapshot: Any) -> None:
+        """`load_state_dict`; it must copy, as torch's own do, because the snapshot may be used again."""
+        self.load_state_dict(snapshot)
+
+    def write_snapshot(self, snapshot: Any, fileobj: Any) -> None:
+        """`torch.save` without a second copy, and without zip's checksums, which cost more than all else.
+
+        The manifest has checksums of its own.
+        """
+        import torch
+
+        from adaptdl_elastic.checkpoint.state_copy import for_file
+
+        with _crc32_lock:
+            before = torch.serialization.get_crc32_options()
+            torch.serialization.set_crc32_options(False)
+            try:
+                torch.save(for_file(snapshot), fileobj)
+            finally:
+                torch.serialization.set_crc32_options(before)
+
+
+def save_all_states(
+    *,
+    kind: str = "request",
+    background: bool = False,
+    step: int | None = None,
+    done: Callable[[Saved], None] | None = None,
+) -> Saved | None:
+    """Save every registered state as one checkpoint. Call it on every replica, between the same steps.
+
+    Every state's `sync` runs on every replica; rank 0 then copies the states and writes them.
+
+    A background save with kind "periodic" is left out while an earlier one is still being written. A
+    foreground save waits for an earlier one, and for `ADAPTDL_CHECKPOINT_TIMEOUT` (120 s) altogether.
+    Whatever goes wrong, the checkpoint before is still there.
+
+    Args:
+        kind: What the event log says of it: "request", "periodic", ….
+        background: Return after the copy.
+        step: The step that it is of; None: the present one.
+        done: Called on rank 0 with what was saved, from the writer's thread, once the checkpoint is
+            complete and durable.
+
+    Returns:
+        What was saved, on rank 0, in the foreground, when there is a checkpoint path; else None.
+
+    Raises:
+        CheckpointSaveError: in the foreground, when it could not be copied or written; in the background
+            that is a warning and an event.
+    """
+    begun = time.monotonic()
+    session = _session.current()
+    manager = _manager(session)
+    states = dict(sorted(session.states.items()))
+    for state in states.values():
+        state.sync()
+    if session.rank != 0 or manager.storage is None:
+        return None
+    manager.open()  # a generation that saves before it loads anything must not bury what was there
+    if kind == "periodic" and background and manager.busy():
+        logger.debug("periodic checkpoint left out: the one before is still being written")
+        return None
+
+    def finished(saved: Saved) -> None:
+        if saved.error is not None:
+            logger.warning("%s; the checkpoint before stays", saved.error)
+            session.emit("checkpoint_failed", kind=saved.kind, step=saved.step, message=saved.error)
+        elif done is not None:
+            done(saved)
+
+    step, path = session.step if step is None else step, manager.storage.path
+    try:
+        writes = {name: (_writer(state), state.expires) for name, state in states.items()}
+    except Exception as error:  # whatever a state dict or a user's `save` can raise is no end of the training
+        message = f"can not save a checkpoint to {path}: {storage.reason(error)}"
+        finished(Saved("", path, kind, step, time.monotonic() - begun, error=message))
+        if background:
+            return None
+        raise CheckpointSaveError(message) from error
+    job = manager.submit(
+        kind, step, writes, finished, generation=session.generation, replicas=session.replicas
+    )
+    if background:
+        return None
+    timeout = _timeout()
+    if not job.done.wait(max(timeout - (time.monotonic() - begun), 0)):
+        message = f"saving a checkpoint to {path} took longer than {timeout:g} s (ADAPTDL_CHECKPOINT_TIMEOUT)"
+        finished(Saved("", path, kind, step, time.monotonic() - begun, error=message))
+        raise CheckpointSaveError(message)
+    if job.result is None or job.result.error is not None:
+        raise CheckpointSaveError(job.result.error if job.result and job.result.error else "could not save")
+    return job.result
+
+
+def _writer(state: SavedState) -> Callable[[Any], None]:
+    """What writes the state as it is now, later."""
+    snapshot = state._copy_for_save()
+
+    def write(file: Any) -> None:
+        try:
+            state.write_snapshot(snapshot, file)
+        finally:
+            state._saved(snapshot)
+
+    return write
+
+
+def save_state(state: State, checkpoint_dir: str | os.PathLike[str], sync: bool = True) -> None:
+    """Save one state as a file of its own in a directory, apart from the job's checkpoints.
+
+    Call it on every replica; `sync` runs there first, unless False, and rank 0 writes. An older file is
+    replaced only by a complete one.
+
+    Raises:
+        OSError: when it can not be written.
+    """
+    _check_state(state)
+    if sync:
+        state.sync()
+    if _session.current().rank != 0:
+        return
+    directory = Path(checkpoint_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    target = directory / storage.file_name(state.name)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            state.save(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_state(state: State, checkpoint_dir: str | os.PathLike[str] | None = None) -> bool:
+    """Load a state from the checkpoint that this generation goes on from; whether there was one.
+
+    With `checkpoint_dir` from what `save_state` wrote there.
+
+    Raises:
+        CheckpointError: when there are checkpoints and none can be used, or when what was saved does not
+            fit the state.
+    """
+    _check_state(state)
+    if checkpoint_dir is not None:
+        path = Path(checkpoint_dir) / storage.file_name(state.name)
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            _load(state, file, str(path))
+        return True
+    manager = _manager(_session.current())
+    found, snapshot = manager.offered(state.name)
+    if found:
+        state.restore(snapshot)
+        return True
+    claimed = manager.claim(state.name)
+    if claimed is None:
+        if state.required and manager.loaded_id is not None:
+            logger.warning(
+                "checkpoint %s has no state %r: it starts from its initial value",
+                manager.loaded_id,
+                state.name,
+            )
+        return False
+    with claimed:
+        _load(state, claimed, f"checkpoint {manager.loaded_id}")
+    return True
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, State):
+        raise TypeError(f"a checkpoint.State is needed, got {type(state).__name__}: make a subclass of it")
+
+
+def _load(state: State, file: IO[bytes], where: str) -> None:
+    try:
+        state.load(file)  # type: ignore[arg-type]
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"state {state.name!r} of {where} does not fit this script ({storage.reason(error)}): use the "
+            f"script that saved it, or another checkpoint path to start afresh"
+        ) from error
+
+
+def loaded_id() -> str | None:
+    """Id of the checkpoint that this generation goes on from; None for a fresh start."""
+    return _manager(_session.current()).open()
+
+
+def agree(broadcast: Callable[[Any], Any]) -> str | None:
+    """Make all replicas go on from the one checkpoint that rank 0 chooses; its id.
+
+    `broadcast` returns rank 0's argument on every replica.
+
+    Raises:
+        CheckpointError: on every replica when rank 0 can not choose, and on a replica that does not see
+            what rank 0 chose.
+    """
+    session = _session.current()
+    manager = _manager(session)
+    if session.rank == 0:
+        try:
+            chosen, problem = manager.open(), None
+        except CheckpointError as error:
+            chosen, problem = None, str(error)
+        broadcast((chosen, problem))
+        if problem is not None:
+            raise CheckpointError(problem)
+        return chosen
+    chosen, problem = broadcast(None)
+    if problem is not None:
+        raise CheckpointError(f"rank 0: {problem}")
+    if chosen is None:
+        manager.decline()
+        return None
+    return manager.open(exactly=chosen)
+
+
+def end_epoch(epoch: int) -> None:
+    """Drop the states that belong to `epoch` or an earlier one: nothing will ask for them again."""
+    session = _session.current()
+    for name, state in list(session.states.items()):
+        if state.expires is not None and state.expires <= epoch:
+            del session.states[name]
+    manager = _manager(session)
+    manager.expire(epoch)
+    manager.tell_unclaimed()
+
+
+def unregister(state: State) -> None:
+    """Take a state out of future checkpoints. Again does nothing."""
+    states = _session.current().states
+    if states.get(state.name) is state:
+        del states[state.name]
+
+
+def flush(timeout: float | None = None) -> bool:
+    """Wait until background saves are on disk; False when `timeout` seconds did not suffice."""
+    manager = _session.current().checkpoints
+    return manager.flush(timeout) if isinstance(manager, CheckpointManager) else True
+
+
+def snapshot_states(names: Iterable[str] | None = None) -> dict[str, Any]:
+    """Copies in memory of the states called `names` (all when None), without `sync` and without disk."""
+    states = _session.current().states
+    return {name: states[name].snapshot() for name in (states if names is None else names)}
+
+
+def restore_states(snapshots: Mapping[str, Any]) -> None:
+    """Put states back to `snapshots`, from this process or another replica's.
+
+    A state that is not registered yet is restored when it is loaded.
+    """
+    session = _session.current()
+    later = {}
+    for name, snapshot in snapshots.items():
+        state = session.states.get(name)
+        if state is None:
+            later[name] = snapshot
+        else:
+            state.restore(snapshot)
+    if later:
+        _manager(session).offer(later)
+
+
+def _manager(session: Session) -> CheckpointManager:
+    manager = session.checkpoints
+    if manager is None:
+        path = env.checkpoint_path()
+        manager = session.checkpoints = CheckpointManager(
+            open_storage(path) if path else None,
+            recorded=os.environ.get("ADAPTDL_CHECKPOINT_ID"),
+            job=session.job,
+            keep=int(_number("ADAPTDL_CHECKPOINT_KEEP", 3, 1)),
+            writes=session.rank == 0,
+        )
+    assert isinstance(manager, CheckpointManager)
+    return manager
+
+
+def _timeout() -> float:
+    return _number("ADAPTDL_CHECKPOINT_TIMEOUT", 120.0, 0)
+
+
+def _number(variable: str, default: float, minimum: float) -> float:
+    text = os.environ.get(variable)
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not minimum <= value < float("inf"):
+        raise ValueError(f"{variable}={text}: a number of at least {minimum:g} is needed")
+    return value

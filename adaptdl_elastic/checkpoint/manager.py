@@ -1,0 +1,492 @@
+"""Chooses the checkpoint to begin from, hands out its states, and writes new ones in the background.
+
+One per session, on every replica; only rank 0's writes. Three rules:
+
+* A generation begins from *one* checkpoint, whole: the newest that is intact. If there are checkpoints
+  and none is intact, or the one that the store recorded can not be seen, that is an error: training
+  never starts afresh by accident.
+* A state that nobody has asked for yet is carried over into every new checkpoint, because the part of
+  the script that will ask may not have run yet.
+* The training step waits for the copy of the states only. Trouble with the disk is told (a log line and
+  an event), leaves the checkpoint before as it was, and does not stop training.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+from uuid import UUID
+
+from adaptdl_elastic.storage import (
+    ChecksumWriter,
+    DamagedError,
+    Manifest,
+    Storage,
+    StorageError,
+    Writing,
+    new_id,
+    reason,
+)
+
+logger = logging.getLogger(__name__)
+
+HISTORY = 256
+"""How many earlier ids a manifest remembers."""
+
+Write = Callable[[ChecksumWriter], None]
+
+
+class CheckpointError(RuntimeError):
+    """There is no checkpoint to go on from, and starting afresh would lose what was trained."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What became of one save. `error` is None for one that can be loaded from."""
+
+    id: str
+    path: str
+    kind: str
+    step: int
+    seconds: float = 0.0
+    bytes: int = 0
+    error: str | None = None
+
+
+@dataclass
+class _Job:
+    """A save whose states have been copied and that waits for the writer."""
+
+    kind: str
+    step: int
+    generation: int
+    replicas: int
+    writes: Mapping[str, tuple[Write, int | None]]  # by state; with the epoch after which it expires
+    carried: Mapping[str, _Unclaimed]  # what nobody had asked for by then
+    on_done: Callable[[Saved], None]
+    begun: float
+    done: threading.Event = field(default_factory=threading.Event)
+    result: Saved | None = None
+
+
+class _Unclaimed:
+    """A saved state that nobody has asked for yet. The file is open until its last holder lets go of it.
+
+    Holders are the manager, until the state is claimed or expires, and every save that carries it over.
+    """
+
+    def __init__(self, file: BinaryIO, expires: int | None, crc32: tuple[int, ...]) -> None:
+        self.expires, self.crc32 = expires, crc32
+        self._file = file
+        self._holders = 1
+        self._counting, self._reading = threading.Lock(), threading.Lock()
+
+    def hold(self) -> None:
+        """One holder more."""
+        with self._counting:
+            self._holders += 1
+
+    def let_go(self) -> None:
+        """One holder less."""
+        with self._counting:
+            self._holders -= 1
+            last = not self._holders
+        if last:
+            self._file.close()
+
+    def copy_to(self, file: Any) -> None:
+        """Write all of it to `file`."""
+        with self._reading:
+            self._file.seek(0)
+            shutil.copyfileobj(self._file, file, 1 << 20)
+            self._file.seek(0)
+
+    def take(self) -> BinaryIO:
+        """The content, for the caller to close, from a holder that lets go of it."""
+        with self._counting:
+            if self._holders == 1:
+                return self._file
+        copy = io.BytesIO()  # a save still reads the file
+        self.copy_to(copy)
+        self.let_go()
+        copy.seek(0)
+        return copy
+
+
+class CheckpointManager:
+    """See the module's docstring. `storage` is None where no place for checkpoints was given."""
+
+    def __init__(
+        self,
+        storage: Storage | None,
+        *,
+        recorded: str | None = None,
+        job: str = "",
+        keep: int = 3,
+        writes: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"the number of checkpoints to keep must be at least 1, got {keep}")
+        self.storage = storage
+        self._recorded = recorded or None
+        self._job, self._keep, self._writes = job, keep, writes
+        self._clock = clock
+        self._lock = threading.Lock()  # guards _unclaimed and _history
+        self._opened = False
+        self._manifest: Manifest | None = None
+        self._unclaimed: dict[str, _Unclaimed] = {}
+        self._memory: dict[str, Any] = {}
+        self._history: tuple[str, ...] = ()
+        self._damaged: set[str] = set()
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._pending: list[_Job] = []
+        self._thread: threading.Thread | None = None
+        self._swept = False
+        self._told = self._told_uncleaned = False
+        self.ended = -1  # the last epoch that has
+
+    # ------------------------------------------------------------------------------------- loading
+
+    @property
+    def loaded_id(self) -> str | None:
+        """The checkpoint that this generation began from, None for a fresh start."""
+        return self._manifest.id if self._manifest else None
+
+    def open(self, exactly: str | None = None) -> str | None:
+        """Choose and verify a checkpoint, once; its id, or None for a fresh start.
+
+        `exactly` insists on one (the one that rank 0 chose). Raises CheckpointError instead of
+        starting afresh where something was saved before and can not be used.
+        """
+        if self._opened:
+            if exactly is not None and exactly != self.loaded_id:
+                raise CheckpointError(
+                    f"this replica has loaded checkpoint {self.loaded_id} and rank 0 {exactly}: "
+                    f"call init_process_group before anything that loads a state"
+                )
+            return self.loaded_id
+        self._opened = True
+        if self.storage is None:
+            if self._recorded:
+                raise CheckpointError(
+                    f"checkpoint {self._recorded} is recorded for this job, and ADAPTDL_CHECKPOINT_PATH "
+                    f"is not set"
+                )
+            return None
+        candidates = self._candidates(self.storage, exactly)
+        if self._writes:  # to hear it now is better than at the first save
+            try:
+                self.storage.check_writable()
+            except StorageError as error:
+                raise CheckpointError(f"{error}; choose another ADAPTDL_CHECKPOINT_PATH") from error
+        for checkpoint_id in candidates:
+            try:
+                self._take(self.storage, checkpoint_id)
+            except DamagedError as error:
+                self._damaged.add(checkpoint_id)
+                logger.warning(
+                    "checkpoint %s in %s is damaged (%s): falling back to the one before",
+                    checkpoint_id,
+                    self.storage.path,
+                    error,
+                )
+            except StorageError as error:  # not damage: an older one might be read and would lose training
+                raise CheckpointError(f"{error}: not going on from an older checkpoint") from error
+            else:
+                self._tell_whose(self.storage)
+                return checkpoint_id
+        if candidates:
+            raise CheckpointError(
+                f"every checkpoint in {self.storage.path} is damaged ({', '.join(candidates)}): restore one "
+                f"from a copy, or remove them to start afresh"
+            )
+        return None
+
+    def _candidates(self, storage: Storage, exactly: str | None) -> list[str]:
+        """Newest first. Raises CheckpointError when what must be there is not."""
+        try:
+            ids = storage.ids()
+        except StorageError as error:
+            raise CheckpointError(f"{error}: not starting afresh") from error
+        if exactly is not None:
+            if exactly not in ids:
+                raise CheckpointError(
+                    f"rank 0 goes on from checkpoint {exactly}, and this replica does not see it in "
+                    f"{storage.path} (it sees {', '.join(ids) or 'none'}): "
+                    f"the path must be shared by all nodes"
+                )
+            return [exactly]
+        if self._recorded and self._recorded not in ids and not self._descends(storage, ids):
+            raise CheckpointError(
+                f"checkpoint {self._recorded} is recorded for this job and is not in {storage.path} "
+                f"(found: {', '.join(ids) or 'none'}): the path must be shared by all nodes (a network "
+                f"directory or s3://bucket/prefix), or start the job under another name to begin afresh"
+            )
+        return ids[::-1]
+
+    def _descends(self, storage: Storage, ids: list[str]) -> bool:
+        """Whether a checkpoint here was saved after the recorded one, which is no longer kept."""
+        for checkpoint_id in reversed(ids):
+            with suppress(DamagedError):
+                if self._recorded in storage.manifest(checkpoint_id).history:
+                    return True
+        return False
+
+    def _take(self, storage: Storage, checkpoint_id: str) -> None:
+        manifest = storage.manifest(checkpoint_id)
+        if manifest.id != checkpoint_id:
+            raise DamagedError(f"its manifest belongs to {manifest.id}")
+        files: dict[str, _Unclaimed] = {}
+        try:
+            for name, entry in manifest.states.items():
+                files[name] = _Unclaimed(storage.open(checkpoint_id, entry), entry.expires, entry.crc32)
+        except BaseException:
+            for opened in files.values():
+                opened.let_go()
+            raise
+        self._manifest, self._unclaimed = manifest, files
+        self._history = (*manifest.history, checkpoint_id)[-HISTORY:]
+
+    def _tell_whose(self, storage: Storage) -> None:
+        assert self._manifest is not None
+        logger.info("going on from checkpoint %s in %s", self._manifest.id, storage.path)
+        whose = self._manifest.job
+        if self._writes and self._job != whose and _is_name(self._job) and _is_name(whose):
+            logger.warning(
+                "checkpoint %s in %s is of job %s, and this is job %s, which goes on from it: two jobs that "
+                "run at a time need an ADAPTDL_CHECKPOINT_PATH each",
+                self._manifest.id,
+                storage.path,
+                whose,
+                self._job,
+            )
+
+    def decline(self) -> None:
+        """Start afresh, as rank 0 does."""
+        if self._opened and self._manifest is not None:
+            raise CheckpointError(
+                f"rank 0 starts afresh and this replica has loaded checkpoint {self.loaded_id}: "
+                f"the checkpoint path must be shared by all nodes"
+            )
+        self._opened = True
+
+    def offer(self, snapshots: Mapping[str, Any]) -> None:
+        """Snapshots that states of these names are to be restored from when they register."""
+        self._memory.update(snapshots)
+
+    def offered(self, name: str) -> tuple[bool, Any]:
+        """Take what `offer` left for `name`."""
+        return (True, self._memory.pop(name)) if name in self._memory else (False, None)
+
+    def claim(self, name: str) -> BinaryIO | None:
+        """The saved content of a state, once; None where there is none. The caller closes it."""
+        self.open()
+        with self._lock:
+            found = self._unclaimed.pop(name, None)
+        return found.take() if found else None
+
+    def expire(self, epoch: int) -> None:
+        """Forget unclaimed states that belong to `epoch` or an earlier one."""
+        with self._lock:
+            self.ended = max(self.ended, epoch)
+            self._drop_expired()
+
+    def _drop_expired(self) -> None:
+        gone = [n for n, u in self._unclaimed.items() if u.expires is not None and u.expires <= self.ended]
+        for name in gone:
+            self._unclaimed.pop(name).let_go()
+
+    def unclaimed(self) -> list[str]:
+        """States in the checkpoint that no part of the script has asked for so far."""
+        with self._lock:
+            return sorted(self._unclaimed)
+
+    def tell_unclaimed(self) -> None:
+        """Say once, when the script has had its chance, which saved states it does not know."""
+        names = self.unclaimed()
+        if names and not self._told:
+            self._told = True
+            logger.warning(
+                "checkpoint %s has states that this script has not asked for: %s; they are kept",
+                self.loaded_id,
+                ", ".join(names),
+            )
+
+    # -------------------------------------------------------------------------------------- saving
+
+    def busy(self) -> bool:
+        """Whether a save is still being written."""
+        return any(not job.done.is_set() for job in self._pending)
+
+    def submit(
+        self,
+        kind: str,
+        step: int,
+        writes: Mapping[str, tuple[Write, int | None]],
+        on_done: Callable[[Saved], None],
+        *,
+        generation: int = 0,
+        replicas: int = 1,
+    ) -> _Job:
+        """Queue a save behind those that are being written; returns at once."""
+        with self._lock:  # now: by the time it is written the script may have claimed some of them
+            self._drop_expired()
+            carried = {name: u for name, u in self._unclaimed.items() if name not in writes}
+            for unclaimed in carried.values():
+                unclaimed.hold()
+        job = _Job(kind, step, generation, replicas, writes, carried, on_done, self._clock())
+        self._pending = [other for other in self._pending if not other.done.is_set()] + [job]
+        if self._thread is None:
+            # a daemon: a disk that hangs must not keep the process from ending; `flush` is the orderly way
+            self._thread = threading.Thread(target=self._run, name="adaptdl-checkpoint", daemon=True)
+            self._thread.start()
+        self._queue.put(job)
+        return job
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait for what is being written; False when `timeout` seconds did not suffice."""
+        deadline = None if timeout is None else self._clock() + timeout
+        for job in list(self._pending):
+            if not job.done.wait(None if deadline is None else max(deadline - self._clock(), 0)):
+                return False
+        return True
+
+    def close(self) -> None:
+        """Let go of open files, and end the thread behind what it still has to write."""
+        self._queue.put(None)
+        with self._lock:
+            for unclaimed in self._unclaimed.values():
+                unclaimed.let_go()
+            self._unclaimed.clear()
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            try:
+                job.result = self._write(job)
+                job.on_done(job.result)
+            except Exception:  # the thread outlives whatever a callback raises
+                logger.exception("after saving checkpoint (%s)", job.kind)
+            finally:
+                for unclaimed in job.carried.values():
+                    unclaimed.let_go()
+                job.done.set()
+
+    def _write(self, job: _Job) -> Saved:
+        assert self.storage is not None
+        path = self.storage.path
+        try:
+            manifest = self._write_to(self.storage, job)
+        except Exception as error:  # whatever a disk, a network or a serialiser can raise
+            message = f"can not save a checkpoint to {path}: {reason(_root_cause(error))}"
+            logger.debug("%s", message, exc_info=True)
+            return Saved("", path, job.kind, job.step, self._clock() - job.begun, error=message)
+        self._clean(self._prune)  # to keep too many is no reason to distrust the new one
+        return Saved(manifest.id, path, job.kind, job.step, self._clock() - job.begun, manifest.size)
+
+    def _write_to(self, storage: Storage, job: _Job) -> Manifest:
+        if not self._swept:
+            self._clean(lambda storage: storage.sweep())
+            self._swept = True
+        ids = storage.ids()
+        self._follow(storage, ids)
+        checkpoint_id = new_id([*ids, *self._history[-1:]], job.generation)
+        writing = storage.begin(checkpoint_id)
+        try:
+            for name, (write, expires) in job.writes.items():
+                with writing.state(name, expires) as file:
+                    write(file)
+            self._carry_over(writing, job)
+            manifest = Manifest(
+                id=checkpoint_id,
+                states=writing.entries,
+                kind=job.kind,
+                job=self._job,
+                generation=job.generation,
+                step=job.step,
+                replicas=job.replicas,
+                created=time.time(),
+                history=self._history,
+            )
+            writing.commit(manifest)
+        except BaseException:
+            writing.abandon()
+            raise
+        self._history = (*self._history, checkpoint_id)[-HISTORY:]
+        return manifest
+
+    def _follow(self, storage: Storage, ids: list[str]) -> None:
+        """Take up the history where another replica, whose place this one has taken, has left it."""
+        if ids and ids[-1] not in self._history and ids[-1] not in self._damaged:
+            with suppress(DamagedError):
+                self._history = (*storage.manifest(ids[-1]).history, ids[-1])[-HISTORY:]
+
+    def _carry_over(self, writing: Writing, job: _Job) -> None:
+        for name, unclaimed in job.carried.items():
+            with writing.state(name, unclaimed.expires) as file:
+                unclaimed.copy_to(file)
+            if writing.entries[name].crc32 != unclaimed.crc32:  # never give rot new checksums
+                del writing.entries[name]
+                with self._lock:
+                    if self._unclaimed.get(name) is unclaimed:
+                        self._unclaimed.pop(name).let_go()
+                logger.error("state %r has rotted since it was opened: left out of checkpoints", name)
+
+    def _clean(self, clean: Callable[[Storage], None]) -> None:
+        """Remove what is not needed any more; say once where that is not allowed, and go on."""
+        assert self.storage is not None
+        try:
+            clean(self.storage)
+        except Exception as error:
+            level = logging.DEBUG if self._told_uncleaned else logging.WARNING
+            self._told_uncleaned = True
+            logger.log(level, "old checkpoints stay: %s", reason(error))
+
+    def _prune(self, storage: Storage) -> None:
+        """Remove what is older than the newest `keep` checkpoints that are whole as far as is known.
+
+        Their manifests are read for that and no states. Nothing is removed while there are fewer: what has
+        no manifest then may be one that somebody is copying back.
+        """
+        ids, whole = storage.ids(), 0
+        for position in reversed(range(len(ids))):
+            whole += self._seems_whole(storage, ids[position])
+            if whole == self._keep:
+                for checkpoint_id in ids[:position]:
+                    storage.remove(checkpoint_id)
+                return
+
+    def _seems_whole(self, storage: Storage, checkpoint_id: str) -> bool:
+        """Whether nothing is wrong with it that `open` has found or its manifest shows."""
+        if checkpoint_id in self._damaged:
+            return False
+        try:
+            return storage.manifest(checkpoint_id).id == checkpoint_id
+        except DamagedError:
+            return False
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """Ours says it best; torch wraps a full disk into a RuntimeError, and the OSError is what helps."""
+    seen: BaseException | None = None if isinstance(error, StorageError) else error
+    while seen is not None:
+        if isinstance(seen, OSError):
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    return error
+
+
+def _is_name(job: str) -> bool:
+    """Whether somebody chose it, and not torchrun: nothing, or `--standalone`'s random number."""
+    with suppress(ValueError):
+        UUID(job)
+        return False
+    return job not in ("", "none")

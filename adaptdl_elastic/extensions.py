@@ -1,0 +1,72 @@
+"""Extension points: names for which another package can bring an implementation.
+
+An extension point is a group of entry points (Python packaging, `importlib.metadata`). The package's own
+implementations are listed in the code; those of other installed distributions are found by their entry
+points, without an import until one is used. CONTRIBUTING.md has a paragraph "To add one" per point.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+
+class ExtensionError(Exception):
+    """An extension does not exist, or cannot be used; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class ExtensionPoint:
+    """One kind of part that other packages can add.
+
+    Attributes:
+        kind: What one of them is called in messages, e.g. "provider".
+        group: The entry points' group, e.g. "adaptdl_elastic.providers".
+        builtin: The package's own: name to "module:attribute".
+    """
+
+    kind: str
+    group: str
+    builtin: Mapping[str, str] = field(default_factory=dict)
+
+    def names(self) -> list[str]:
+        """Return all names: the package's own in their order, then those of other distributions."""
+        return [*self.builtin, *(name for name in sorted(self._entries()) if name not in self.builtin)]
+
+    def origin(self, name: str) -> str:
+        """Return the distribution that brings `name`; empty for the package's own."""
+        entry = None if name in self.builtin else self._entries().get(name)
+        return entry.dist.name if entry is not None and entry.dist is not None else ""
+
+    def load(self, name: str) -> Any:
+        """Import and return the implementation called `name`.
+
+        The package's own implementations cannot be replaced: their names come first.
+
+        Raises:
+            ExtensionError: There is none of that name, or its import fails.
+        """
+        target = self.builtin.get(name)
+        if target is not None:
+            module, _, attribute = target.partition(":")
+            return getattr(importlib.import_module(module), attribute)
+        entry = self._entries().get(name)
+        if entry is None:
+            known = ", ".join(self.names()) or "none"
+            raise ExtensionError(
+                f"there is no {self.kind} {name!r}; there are: {known}. "
+                f"Other packages add one by an entry point in the group {self.group!r}"
+            )
+        try:
+            return entry.load()
+        except Exception as error:  # whatever a foreign module raises while it is imported
+            where = self.origin(name) or entry.value
+            raise ExtensionError(
+                f"the {self.kind} {name!r} of {where} cannot be imported: {error!r}"
+            ) from error
+
+    def _entries(self) -> dict[str, metadata.EntryPoint]:
+        return {entry.name: entry for entry in metadata.entry_points(group=self.group)}

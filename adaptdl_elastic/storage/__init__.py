@@ -1,0 +1,395 @@
+"""Where checkpoints are kept: one interface, a directory, and (in `s3`) a bucket.
+
+What every storage promises:
+
+* **All or nothing.** A checkpoint is listed only once every byte of it, and then its manifest, is
+  durable. A writer that dies at any moment leaves nothing that is listed.
+* **Nothing is believed.** Every file is compared with the size and the checksums in the manifest
+  before one byte of it is handed out; the manifest carries a checksum of its own.
+* **One writer.** Rank 0 of the youngest generation. What an older one has begun is swept away, which
+  makes its commit fail, so that a writer that was thought dead can not slip in a late checkpoint.
+
+Checksums are CRC-32, one for every 16 MiB: they are to find truncation and rot, not an adversary (who
+could rewrite the manifest as well), and run at memory speed where SHA-256 without hardware support
+would hold up every restart.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+from urllib.parse import quote
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+VERSION = 1
+CHUNK = 16 << 20
+"""Bytes per checksum."""
+
+MANIFEST = "manifest.json"
+_TEMPORARY = ".tmp-"
+_CONFIG = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+
+class StorageError(Exception):
+    """The place where checkpoints are kept can not be read or written."""
+
+
+class DamagedError(StorageError):
+    """A checkpoint is there and is not what was written."""
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Entry:
+    """One state's file."""
+
+    file: str
+    size: int
+    crc32: tuple[int, ...]  # of every CHUNK bytes
+    expires: int | None = None  # the epoch after which nobody will ask for it
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Manifest:
+    """What a checkpoint consists of, written last."""
+
+    id: str
+    states: dict[str, Entry]
+    kind: str = ""
+    job: str = ""
+    generation: int = 0
+    step: int = 0
+    replicas: int = 1
+    created: float = 0.0
+    history: tuple[str, ...] = ()  # ids that this run saved or loaded before, newest last
+
+    @property
+    def size(self) -> int:
+        """Bytes of all states."""
+        return sum(entry.size for entry in self.states.values())
+
+
+_ADAPTER: TypeAdapter[Manifest] = TypeAdapter(Manifest)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """A line of JSON, and a line with its checksum."""
+    body = b'{"v":%d,' % VERSION + _ADAPTER.dump_json(manifest)[1:]
+    return body + b"\ncrc32 %08x\n" % zlib.crc32(body)
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """The manifest that `data` holds; DamagedError when it is not exactly what was encoded."""
+    body, _, rest = data.partition(b"\n")
+    if rest != b"crc32 %08x\n" % zlib.crc32(body):
+        raise DamagedError(f"{MANIFEST} does not match its checksum")
+    try:
+        return _ADAPTER.validate_json(body)
+    except ValidationError as error:
+        raise DamagedError(f"{MANIFEST}: {error.errors()[0]['msg']}") from None
+
+
+def new_id(existing: Sequence[str], generation: int) -> str:
+    """An id that sorts after all of `existing` and that no other writer will choose."""
+    number = max((sequence_number(id) for id in existing), default=0) + 1
+    return f"{number:08d}-g{generation:05d}-{secrets.token_hex(4)}"
+
+
+_ID = re.compile(r"\d{8,}-g\d{5,}-\w+", re.ASCII)
+
+
+def is_id(name: str) -> bool:
+    """Whether `new_id` makes such names."""
+    return _ID.fullmatch(name) is not None
+
+
+def sequence_number(checkpoint_id: str) -> int:
+    """The leading number of an id, 0 for a name that is none."""
+    head = checkpoint_id.partition("-")[0]
+    return int(head) if head.isdecimal() else 0
+
+
+def file_name(state: str) -> str:
+    """A state's name as a file name: readable, reversible, never a path, never too long."""
+    name = quote(state, safe=" ").replace(".", "%2E")
+    if len(name) > 150:
+        name = f"{name[:120]}%{zlib.crc32(state.encode()):08x}{zlib.adler32(state.encode()):08x}"
+    return f"{name}.state"
+
+
+class ChecksumWriter:
+    """A binary file, write-only, that remembers size and checksums of what went through."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._sums: list[int] = []
+        self._current = 0
+        self._room = CHUNK
+        self.size = 0
+
+    def write(self, data: Any) -> int:
+        """Write all of `data` (anything with the buffer protocol); its number of bytes."""
+        view = memoryview(data).cast("B")
+        _write_all(self._file, view)
+        total = len(view)
+        self.size += total
+        while len(view):
+            part = view[: self._room]
+            self._current = zlib.crc32(part, self._current)
+            self._room -= len(part)
+            view = view[len(part) :]
+            if not self._room:
+                self._sums.append(self._current)
+                self._current, self._room = 0, CHUNK
+        return total
+
+    def flush(self) -> None:
+        """Hand buffered bytes to the operating system."""
+        self._file.flush()
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self.size
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def readable(self) -> bool:
+        """False."""
+        return False
+
+    def seekable(self) -> bool:
+        """False."""
+        return False
+
+    def close(self) -> None:
+        """Only flush: the storage closes what it opened."""
+        self.flush()
+
+    def checksums(self) -> tuple[int, ...]:
+        """One per chunk, the last one perhaps of a shorter piece."""
+        return (*self._sums, self._current) if self._room < CHUNK else tuple(self._sums)
+
+
+def _write_all(file: IO[bytes], view: memoryview) -> None:
+    while len(view):
+        written = file.write(view)
+        if written is None or written >= len(view):
+            return
+        view = view[written:]
+
+
+def verify(file: BinaryIO, entry: Entry) -> None:
+    """Compare everything in `file` with its entry, then rewind it; DamagedError when they differ."""
+    size, buffer = 0, memoryview(bytearray(min(CHUNK, max(entry.size, 1))))
+    for expected in entry.crc32:
+        got = _fill(file, buffer)
+        size += got
+        if zlib.crc32(buffer[:got]) != expected:
+            raise DamagedError(f"{entry.file} does not match its checksum near byte {size}")
+    if size != entry.size or file.read(1):
+        raise DamagedError(f"{entry.file} should have {entry.size} bytes")
+    file.seek(0)
+
+
+def _fill(file: BinaryIO, buffer: memoryview) -> int:
+    filled = 0
+    while filled < len(buffer):
+        got = cast(Any, file).readinto(buffer[filled:])
+        if not got:
+            break
+        filled += got
+    return filled
+
+
+class Writing(ABC):
+    """A checkpoint that is being written and is not there yet."""
+
+    id: str
+
+    def __init__(self, checkpoint_id: str) -> None:
+        self.id = checkpoint_id
+        self.entries: dict[str, Entry] = {}
+
+    @contextmanager
+    def state(self, name: str, expires: int | None = None) -> Iterator[ChecksumWriter]:
+        """A file for one state; durable when the block ends."""
+        file = file_name(name)
+        with self._file(file) as raw:
+            writer = ChecksumWriter(raw)
+            yield writer
+        self.entries[name] = Entry(file, writer.size, writer.checksums(), expires)
+
+    @abstractmethod
+    @contextmanager
+    def _file(self, file: str) -> Iterator[IO[bytes]]: ...
+
+    @abstractmethod
+    def commit(self, manifest: Manifest) -> None:
+        """Make it a checkpoint."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Leave nothing behind that is known to be of no use. Raises nothing."""
+
+
+class Storage(ABC):
+    """See the module's docstring for what every storage promises."""
+
+    path: str
+
+    @abstractmethod
+    def ids(self) -> list[str]:
+        """Committed checkpoints, oldest first. StorageError when the place can not be read."""
+
+    @abstractmethod
+    def manifest(self, checkpoint_id: str) -> Manifest:
+        """DamagedError when it is not readable or not complete."""
+
+    @abstractmethod
+    def open(self, checkpoint_id: str, entry: Entry) -> BinaryIO:
+        """The verified content of one state; stays readable when the checkpoint is removed."""
+
+    @abstractmethod
+    def check_writable(self) -> None:
+        """StorageError when it is plain from the start that nothing can be written here."""
+
+    @abstractmethod
+    def begin(self, checkpoint_id: str) -> Writing:
+        """Start to write a checkpoint."""
+
+    @abstractmethod
+    def remove(self, checkpoint_id: str) -> None:
+        """Delete one checkpoint, its manifest first. Raises nothing when it is not there."""
+
+    @abstractmethod
+    def sweep(self, keep: str | None = None) -> None:
+        """Delete what writers that are no more have left unfinished, except `keep`."""
+
+
+class DirectoryStorage(Storage):
+    """Checkpoints as directories below one directory, which nodes share when there are several."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._root = Path(path).expanduser().absolute()  # a script may change its directory
+        self.path = str(self._root)
+
+    def ids(self) -> list[str]:
+        """By their names: a directory gets it with the manifest inside, so that one without is damaged."""
+        try:
+            with os.scandir(self._root) as found:
+                names = [entry.name for entry in found if is_id(entry.name) and entry.is_dir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StorageError(f"can not read checkpoints in {self.path}: {reason(error)}") from error
+        return sorted(names)
+
+    def manifest(self, checkpoint_id: str) -> Manifest:
+        """Read and check."""
+        try:
+            data = (self._root / checkpoint_id / MANIFEST).read_bytes()
+        except OSError as error:
+            raise DamagedError(f"{MANIFEST}: {reason(error)}") from error
+        return decode_manifest(data)
+
+    def open(self, checkpoint_id: str, entry: Entry) -> BinaryIO:
+        """An open file: Unix keeps its content for us even if it is deleted meanwhile."""
+        try:
+            file = (self._root / checkpoint_id / entry.file).open("rb", buffering=1 << 20)
+        except OSError as error:
+            raise DamagedError(f"{entry.file}: {reason(error)}") from error
+        try:
+            verify(file, entry)
+        except OSError as error:  # a disk that can not read it back
+            file.close()
+            raise DamagedError(f"{entry.file}: {reason(error)}") from error
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def check_writable(self) -> None:
+        """Make the directory, and ask the operating system."""
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            if not os.access(self._root, os.W_OK | os.X_OK, effective_ids=True):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), self.path)
+        except OSError as error:
+            raise StorageError(f"no checkpoint can be written to {self.path}: {reason(error)}") from error
+
+    def begin(self, checkpoint_id: str) -> Writing:
+        """A temporary directory beside the others."""
+        return _DirectoryWriting(self._root, checkpoint_id)
+
+    def remove(self, checkpoint_id: str) -> None:
+        """Un-list it by renaming, then delete."""
+        doomed = self._root / f"{_TEMPORARY}old-{checkpoint_id}"
+        with suppress(OSError):
+            (self._root / checkpoint_id).rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def sweep(self, keep: str | None = None) -> None:
+        """Delete temporary directories."""
+        with suppress(FileNotFoundError), os.scandir(self._root) as found:
+            for entry in list(found):
+                if entry.name.startswith(_TEMPORARY) and entry.name != f"{_TEMPORARY}{keep}":
+                    shutil.rmtree(entry.path, ignore_errors=True)
+
+
+class _DirectoryWriting(Writing):
+    def __init__(self, root: Path, checkpoint_id: str) -> None:
+        super().__init__(checkpoint_id)
+        self._root = root
+        self._temporary = root / f"{_TEMPORARY}{checkpoint_id}"
+        root.mkdir(parents=True, exist_ok=True)
+        self._temporary.mkdir(mode=0o700)
+
+    @contextmanager
+    def _file(self, file: str) -> Iterator[IO[bytes]]:
+        with (self._temporary / file).open("xb", buffering=1 << 20) as raw:
+            yield raw
+            raw.flush()
+            os.fsync(raw.fileno())
+
+    def commit(self, manifest: Manifest) -> None:
+        with self._file(MANIFEST) as raw:
+            raw.write(encode_manifest(manifest))
+        _sync_directory(self._temporary)
+        self._temporary.rename(self._root / self.id)
+        _sync_directory(self._root)
+
+    def abandon(self) -> None:
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def _sync_directory(path: Path) -> None:
+    """Make the names in a directory durable. Some network file systems can not, and do it anyway."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(fd)
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, for a person: without a traceback and without our own words twice."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    if isinstance(error, StorageError):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

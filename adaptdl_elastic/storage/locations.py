@@ -1,0 +1,24 @@
+"""Which storage the path of a checkpoint directory names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from adaptdl_elastic.storage import DirectoryStorage, Storage
+from adaptdl_elastic.storage.s3 import S3Storage
+
+
+def open_storage(path: str, options: Mapping[str, Any] | None = None) -> Storage:
+    """The storage that `path` names: `s3://bucket/prefix`, or a directory (it need not exist yet).
+
+    `options` goes to boto3's client. Raises ValueError for any other scheme.
+    """
+    scheme, separator, rest = path.partition("://")
+    if not separator:
+        return DirectoryStorage(path)
+    if scheme == "file":
+        return DirectoryStorage(rest)
+    if scheme == "s3":
+        return S3Storage(path, options)
+    raise ValueError(f"checkpoints can be kept in a directory or in s3://bucket/prefix, not in {path!r}")

@@ -1,0 +1,251 @@
+"""Checkpoints in an S3 bucket.
+
+    <prefix>/data/<id>/<file>       the states, each an object
+    <prefix>/manifests/<id>.json    written last: what is not here is no checkpoint
+    <prefix>/finished.json          the job that wrote these is done: a rerun puts all of it aside, into
+    <prefix>/finished-<time>/…      the same as above
+
+S3 is strongly consistent since December 2020: an object that was put is listed. The manifest is put on
+condition that it does not exist (`If-None-Match: *`), so of two writers one commits. When the answer to
+that is an error, or lost, the manifest is read back: it may have been kept all the same, and boto3 may have
+put it twice. As long as nobody knows, its data stays. What is put is sent with a CRC-32 that S3 compares
+before it keeps the object; what is fetched is compared with the manifest.
+An interrupted multipart upload leaves invisible parts behind: `sweep` aborts them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import IO, Any, BinaryIO, cast
+
+from adaptdl_elastic.storage import (
+    DamagedError,
+    Entry,
+    Manifest,
+    Storage,
+    StorageError,
+    Writing,
+    decode_manifest,
+    encode_manifest,
+    sequence_number,
+    verify,
+)
+
+_NOTE = "finished.json"
+_MISSING = ("404", "NoSuchKey", "NotFound")
+
+
+class S3Storage(Storage):
+    """`s3://bucket/prefix`, with credentials, region and endpoint from wherever boto3 finds them.
+
+    `options` goes to `boto3.client`. Raises ValueError for a path without a bucket.
+    """
+
+    def __init__(self, path: str, options: Mapping[str, Any] | None = None) -> None:
+        import boto3
+        from botocore.config import Config
+
+        bucket, _, prefix = path.removeprefix("s3://").partition("/")
+        if not bucket:
+            raise ValueError(f"{path!r} names no bucket: use s3://bucket/prefix")
+        self.path = path
+        self._bucket = bucket
+        self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+        config = Config(
+            connect_timeout=5,
+            read_timeout=60,
+            retries={"mode": "standard", "max_attempts": 5},
+            request_checksum_calculation="when_supported",
+            response_checksum_validation="when_supported",
+        )
+        self._client = boto3.client("s3", **{"config": config, **(options or {})})
+        self._doubtful: set[str] = set()  # ids of ours whose manifest may have been kept or not
+
+    def ids(self) -> list[str]:
+        """By the manifests."""
+        names = (key.rpartition("/")[2].removesuffix(".json") for key in self._keys("manifests/"))
+        return sorted(name for name in names if sequence_number(name))
+
+    def manifest(self, checkpoint_id: str) -> Manifest:
+        """Read and check."""
+        with self._get(self._manifest_key(checkpoint_id)) as file:
+            return decode_manifest(file.read())
+
+    def open(self, checkpoint_id: str, entry: Entry) -> BinaryIO:
+        """A local copy."""
+        file = self._get(f"{self._prefix}data/{checkpoint_id}/{entry.file}")
+        try:
+            verify(file, entry)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def check_writable(self) -> None:
+        """Nothing: permissions show at the first save, and its failure is told."""
+
+    def begin(self, checkpoint_id: str) -> Writing:
+        """Objects that no manifest names yet."""
+        with suppress(Exception):  # to tidy up is no reason not to save
+            self._settle()
+        return _S3Writing(self, checkpoint_id)
+
+    def remove(self, checkpoint_id: str) -> None:
+        """The manifest first: from then on it is no checkpoint."""
+        self._delete([self._manifest_key(checkpoint_id)])
+        self._delete(self._keys(f"data/{checkpoint_id}/"))
+
+    def sweep(self, keep: str | None = None) -> None:
+        """Delete objects without a manifest, and abort unfinished uploads."""
+        committed = {*self.ids(), keep}
+        start = len(f"{self._prefix}data/")
+        keys = self._keys("data/")
+        self._delete([key for key in keys if key[start:].partition("/")[0] not in committed])
+        with suppress(Exception):  # needs a permission that is not needed for anything else
+            uploads = self._client.list_multipart_uploads(Bucket=self._bucket, Prefix=f"{self._prefix}data/")
+            for upload in uploads.get("Uploads", []):
+                self._client.abort_multipart_upload(
+                    Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                )
+
+    # --------------------------------------------------------------------------- a job that is done
+
+    def note(self) -> bytes | None:
+        """What `note_finished` has left, None when there is nothing."""
+        if self._note not in self._keys(_NOTE):
+            return None
+        try:
+            with self._get(self._note) as file:
+                return file.read()
+        except DamagedError:  # gone since
+            return None
+
+    def note_finished(self, note: bytes) -> None:
+        """Leave a note that the job which wrote these checkpoints is done, where there are any."""
+        if self.ids():
+            with self._errors("can not write to"):
+                self._client.put_object(Bucket=self._bucket, Key=self._note, Body=note)
+
+    def move_aside(self, name: str) -> str:
+        """Copy all checkpoints below another prefix, then delete them here, the note last; where they are.
+
+        S3 copies by itself, and knows no renaming.
+        """
+        manifests, data = self._keys("manifests/"), self._keys("data/")
+        for key in (*data, *manifests, self._note):
+            new = f"{self._prefix}{name}/{key[len(self._prefix) :]}"
+            with self._errors("can not copy within"):
+                self._client.copy({"Bucket": self._bucket, "Key": key}, self._bucket, new)
+        for gone in (manifests, data, [self._note]):
+            self._delete(gone)
+        return f"s3://{self._bucket}/{self._prefix}{name}"
+
+    @property
+    def _note(self) -> str:
+        return f"{self._prefix}{_NOTE}"
+
+    def _settle(self) -> None:
+        """Delete the data of those doubtful ones whose manifest has not come by now."""
+        if not self._doubtful:
+            return
+        for checkpoint_id in self._doubtful - set(self.ids()):
+            self._delete(self._keys(f"data/{checkpoint_id}/"))
+        self._doubtful.clear()
+
+    # ---------------------------------------------------------------------------------- the client
+
+    def _manifest_key(self, checkpoint_id: str) -> str:
+        return f"{self._prefix}manifests/{checkpoint_id}.json"
+
+    def _keys(self, below: str) -> list[str]:
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket, Prefix=f"{self._prefix}{below}"
+        )
+        with self._errors("can not list checkpoints in"):
+            return [found["Key"] for page in pages for found in page.get("Contents", [])]
+
+    def _get(self, key: str) -> BinaryIO:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115 - the caller closes it
+        try:
+            self._client.download_fileobj(self._bucket, key, file)
+        except (BotoCoreError, ClientError) as error:
+            file.close()
+            if _code(error) in _MISSING:
+                raise DamagedError(f"s3://{self._bucket}/{key} is missing") from error
+            # whether it is damaged we can not know: do not fall back to an older one
+            raise StorageError(f"can not read s3://{self._bucket}/{key}: {error}") from error
+        file.seek(0)
+        return file
+
+    def _put(self, key: str, file: IO[bytes]) -> None:
+        with self._errors("can not write to"):
+            self._client.upload_fileobj(file, self._bucket, key, ExtraArgs={"ChecksumAlgorithm": "CRC32"})
+
+    def _put_new(self, key: str, data: bytes) -> None:
+        """Put what must not be there yet, once. StorageError unless it is there now, byte for byte."""
+        try:
+            with self._errors("can not write to"):
+                self._client.put_object(Bucket=self._bucket, Key=key, Body=data, IfNoneMatch="*")
+        except StorageError as error:
+            with suppress(StorageError), self._get(key) as file:
+                if file.read() == data:
+                    return
+            raise error from error.__cause__
+
+    def _delete(self, keys: list[str]) -> None:
+        for start in range(0, len(keys), 1000):
+            objects = [{"Key": key} for key in keys[start : start + 1000]]
+            with self._errors("can not delete from"):
+                answer = self._client.delete_objects(
+                    Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True}, ChecksumAlgorithm="CRC32"
+                )
+            for refused in answer.get("Errors", []):
+                raise StorageError(f"can not delete from {self.path}: {refused.get('Message')}")
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        from boto3.exceptions import Boto3Error
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            yield
+        except (BotoCoreError, ClientError, Boto3Error) as error:
+            raise StorageError(f"{what} {self.path}: {error}") from error
+
+
+class _S3Writing(Writing):
+    def __init__(self, storage: S3Storage, checkpoint_id: str) -> None:
+        super().__init__(checkpoint_id)
+        self._storage = storage
+        self._base = f"{storage._prefix}data/{checkpoint_id}/"
+
+    @contextmanager
+    def _file(self, file: str) -> Iterator[IO[bytes]]:
+        with tempfile.TemporaryFile() as spool:
+            yield spool
+            spool.seek(0)
+            self._storage._put(self._base + file, spool)
+
+    def commit(self, manifest: Manifest) -> None:
+        present = set(self._storage._keys(f"data/{self.id}/"))
+        missing = {self._base + entry.file for entry in manifest.states.values()} - present
+        if missing:  # a younger writer has swept
+            raise StorageError(f"{sorted(missing)[0]} is gone: another run uses {self._storage.path}")
+        self._storage._doubtful.add(self.id)
+        self._storage._put_new(self._storage._manifest_key(self.id), encode_manifest(manifest))
+        self._storage._doubtful.discard(self.id)
+
+    def abandon(self) -> None:
+        if self.id in self._storage._doubtful:
+            return
+        with suppress(Exception):
+            self._storage._delete(self._storage._keys(f"data/{self.id}/"))
+
+
+def _code(error: BaseException) -> str:
+    response = getattr(error, "response", None) or {}
+    return str(response.get("Error", {}).get("Code", ""))

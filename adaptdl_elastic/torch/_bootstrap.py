@@ -1,0 +1,34 @@
+"""The one module that knows all parts of the training library, and puts them together.
+
+Every public module takes its session from here, so that the parts are known before one of them is needed.
+"""
+
+from __future__ import annotations
+
+from adaptdl_elastic import _session
+from adaptdl_elastic._session import Session
+from adaptdl_elastic.torch._elastic import eligibility
+from adaptdl_elastic.torch._elastic.recovery import Recovery
+from adaptdl_elastic.torch._elastic.rescale import Rescaler
+from adaptdl_elastic.torch._runtime.consensus import Control
+from adaptdl_elastic.torch._tuning.reporter import Metrics
+
+
+def _consensus(session: Session) -> Control:
+    return Control(session, session.rescaling.handlers())
+
+
+_session.install(
+    _session.Parts(
+        consensus=_consensus,
+        reporter=Metrics,
+        recovery=Recovery,
+        rescaling=Rescaler,
+        may_change=eligibility.may_change,
+    )
+)
+
+
+def current_session() -> Session:
+    """Return this process's session, all of whose parts can be made."""
+    return _session.current()

@@ -1,0 +1,12 @@
+"""Which samples go to which replica, and when.
+
+| module | question that it answers |
+|---|---|
+| `loader` | What have all elastic loaders in common: position, batch size, the pace of a loop? |
+| `partition` | Which samples go to which replica? (pure) |
+| `sampler` | How does a pass begin anywhere, on any number of replicas? |
+| `iterable` | What is promised of a stream? |
+| `registry` | Which loaders are there, by what name, and which one is at work? |
+| `accumulator_state` | What is kept of an Accumulator? |
+| `checks` | What can be given to data and epoch loops? |
+"""

@@ -1,0 +1,111 @@
+"""A newcomer to a running generation, until it is one of the others.
+
+Its side of the protocol that `rescale` describes: it goes on from a preview in a process group with
+nobody else in it, waits at the data loop under way, and gets every state from the memory of a survivor.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from typing import Any
+
+import torch
+
+from adaptdl_elastic import checkpoint, collective
+from adaptdl_elastic._session import Session
+from adaptdl_elastic.torch._elastic import eligibility, regroup, state_transfer
+from adaptdl_elastic.torch._process_group import backends, capability, placeholder
+from adaptdl_elastic.torch._process_group.store import FOREVER, meeting
+from adaptdl_elastic.torch._runtime.position import loops
+
+JOIN_VARIABLE = "ADAPTDL_JOIN"
+
+
+class Newcomer:
+    """A newcomer's side, from its start until it is one of the others."""
+
+    def __init__(self, session: Session, backend: str, store: Any) -> None:
+        self.session, self.backend, self._store = session, backend, store
+        self._attempt = 0
+        self._at: tuple[int, int] = (0, 0)  # epoch and data loop where the others were last seen
+
+    def preview(self, step: dict[str, Any] | None = None) -> None:
+        """Go on from where the others were when rank 0 looked last."""
+        again = step is not None
+        step = step or self._next()
+        states = step["preview"]
+        if again:  # our own way there is to be gone, not jumped over
+            states.pop("adaptdl-loops", None)
+        epoch, loop = step["at"]
+        self._at = (epoch, max(loop, 1))
+        checkpoint.restore_states(states)
+
+    def _next(self) -> dict[str, Any]:
+        key = f"step/{self._attempt}"
+        self._store.wait([key], FOREVER)
+        step = regroup.open_sealed(self._store.get(key))
+        if "refused" in step:
+            collective.give_up(step["refused"])
+        return step
+
+    def arrive(self, place: tuple[int, int], loader: str) -> bool:
+        """Come to a loop over `loader`: join the others in it, or pass it by because they have (False)."""
+        session, known = self.session, capability.ability(self.session)
+        if known is not None:
+            known.insist()  # before anybody counts on this replica
+        eligibility.look(session)  # now, while nobody waits for it
+        while place >= self._at:
+            self._store.set(f"arrived/{self._attempt}/{session.rank}", loader)
+            session.send({"type": "ready", "generation": session.generation})
+            self._attempt += 1
+            step = self._next()
+            if "elsewhere" in step:
+                collective.give_up(
+                    f"data loop {place[1]} of epoch {place[0]} is over loader {loader} here, and over "
+                    f"{step['elsewhere']} on the running replicas (is it for a variable of theirs?)"
+                )
+            if "preview" in step:
+                self.preview(step)
+                continue
+            self._join()
+            return True
+        return False
+
+    def _join(self) -> None:
+        session, began = self.session, time.monotonic()
+        placeholder.leave()
+        regroup.form(session, self._store, self._attempt - 1)
+        state_transfer.take(session)
+        session.joining = False
+        known = capability.ability(session)
+        if known is not None:
+            known.agree()  # as the others have, or they would not have changed in place
+        os.environ.pop(JOIN_VARIABLE, None)
+        state = loops()
+        regroup.finish(session, (state.finished, state.entered, state.index), began)
+        session.newcomer = None
+
+
+def begin_joining(session: Session, backend: str) -> None:
+    """A newcomer's `init_process_group`: a group of the planned size, and the others' states."""
+    store = meeting(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), session.generation)
+    found = session.newcomer = Newcomer(session, backend, store)
+    session.start()
+    checkpoint.agree(lambda _: (None, None))  # nothing is loaded from disk
+    session.joining = True
+    # a newcomer passes ends of epochs without the optimizer steps before them, and gets the result later
+    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+    found.preview()
+    hook = sys.excepthook
+    placeholder.enter(backend, session.rank, session.replicas)
+    sys.excepthook = hook
+    _warm_up(backends.kind(backend).training_device())
+
+
+def _warm_up(device: torch.device) -> None:
+    """What torch does once, at the first backward pass, in advance: the others will wait for that pass."""
+    layer = torch.nn.Linear(64, 64, device=device)
+    layer(torch.ones(64, 64, device=device)).sum().backward()

@@ -1,0 +1,203 @@
+"""State from the memory of one replica into that of another.
+
+The first donor tells everybody what there is (names, and the nesting with shapes in place of tensors);
+then each newcomer, or one who has fallen behind, gets the tensors from one who has them, point to point,
+donors taking turns. Tensors go in buckets of one type, so that many small ones cost one message, and no
+more than one bucket is held beyond the state itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from adaptdl_elastic import checkpoint
+from adaptdl_elastic._session import Session
+from adaptdl_elastic.checkpoint.state_copy import like
+from adaptdl_elastic.torch._process_group.backends import Group, patiently, present
+
+BUCKET = 1024 * 1024
+"""Bytes of a message, unless a single tensor is larger."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands where a tensor was."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str  # its type: which one of them is each replica's own matter
+
+    def fresh(self) -> torch.Tensor:
+        """A tensor like that one, on this replica's device."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+def give(session: Session, newcomers: list[int], donors: list[int], names: set[str] | None = None) -> None:
+    """The side of those who have it. Every one of them calls it with the same arguments.
+
+    names: of the states to give, all when None.
+    """
+    if not newcomers:
+        return
+    assert session.reducer is not None
+    described: dict[str, tuple[str, Any]] = {}
+    tensors: list[torch.Tensor] = []
+    for name, state in sorted(session.states.items()):
+        if names is not None and name not in names:
+            continue
+        if isinstance(state, checkpoint.TensorState):
+            described[name] = ("tensors", strip(state.state_dict(), tensors))
+        elif session.rank == donors[0]:
+            described[name] = ("bytes", state.snapshot())
+    _describe(session, (described, newcomers, donors) if session.rank == donors[0] else None)
+    mine = [n for turn, n in enumerate(newcomers) if donors[turn % len(donors)] == session.rank]
+
+    group = _group(session)
+
+    def send() -> None:
+        for newcomer in mine:
+            for bucket in _buckets(tensors):
+                send_bucket(group, bucket, newcomer)
+
+    if mine:
+        patiently(session, group, send)
+
+
+def take(session: Session) -> None:
+    """The side of a newcomer: receive every state, and be in it."""
+    described, newcomers, donors = _describe(session, None)
+    donor = donors[newcomers.index(session.rank) % len(donors)]
+    tensors, group = _targets(session, described), _group(session)
+
+    def receive() -> None:
+        for bucket in _buckets(tensors):
+            _receive(group, bucket, donor)
+
+    patiently(session, group, receive)
+    supply = iter(tensors)
+    checkpoint.restore_states(
+        {name: _fill(body, supply) if kind == "tensors" else body for name, (kind, body) in described.items()}
+    )
+
+
+def _describe(session: Session, what: Any) -> Any:
+    """What the first donor says there is; the others pass None."""
+    assert session.reducer is not None
+    return session.reducer.allreduce(what, lambda a, b: b if a is None else a, tag="states")
+
+
+def _targets(session: Session, described: dict[str, tuple[str, Any]]) -> list[torch.Tensor]:
+    """Where each tensor goes: into the one that this replica has in its place already, else a new one."""
+    targets: list[torch.Tensor] = []
+    for name, (kind, body) in described.items():
+        if kind != "tensors":
+            continue
+        slots: list[Slot] = []
+        _find_slots(body, slots)
+        state, own = session.states.get(name), list[torch.Tensor]()
+        if isinstance(state, checkpoint.TensorState):
+            skeleton = strip(state.state_dict(), own)
+            if skeleton != body:  # as an optimizer's, which has no state before its first step
+                own = _matching(skeleton, own, body)
+        targets += own or [slot.fresh() for slot in slots]
+    return targets
+
+
+def _matching(skeleton: Any, own: list[torch.Tensor], body: Any) -> list[torch.Tensor]:
+    """`own` tensors for those top-level parts that are alike, new ones for the others."""
+    if not (isinstance(skeleton, dict) and isinstance(body, dict)):
+        return []
+    supply, targets = iter(own), list[torch.Tensor]()
+    mine: dict[Any, list[torch.Tensor]] = {}
+    for key, part in skeleton.items():
+        slots: list[Slot] = []
+        _find_slots(part, slots)
+        mine[key] = [next(supply) for _ in slots]
+    for key, part in body.items():
+        slots = []
+        _find_slots(part, slots)
+        alike = key in skeleton and skeleton[key] == part
+        targets += mine[key] if alike else [slot.fresh() for slot in slots]
+    return targets
+
+
+def send_bucket(group: Group, bucket: list[torch.Tensor], newcomer: int) -> None:
+    """Send tensors of one type in one message. An optimizer's may be on different devices."""
+    parts = [tensor.detach().to(group.device).reshape(-1) for tensor in bucket]
+    group.send(torch.cat(parts) if len(parts) > 1 else parts[0].contiguous(), newcomer)
+
+
+def _receive(group: Group, bucket: list[torch.Tensor], donor: int) -> None:
+    device = group.device
+    if len(bucket) == 1 and bucket[0].is_contiguous() and bucket[0].device == device:
+        group.receive(bucket[0].detach().view(-1), donor)
+        return
+    flat = torch.empty(sum(t.numel() for t in bucket), dtype=bucket[0].dtype, device=device)
+    group.receive(flat, donor)
+    with torch.no_grad():
+        for tensor, part in zip(bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _group(session: Session) -> Group:
+    group = present(session)
+    assert group is not None
+    return group
+
+
+def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Runs of small tensors of one type, of at most BUCKET bytes, and each larger tensor by itself."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if not nbytes:
+            continue
+        if bucket and (size + nbytes > BUCKET or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += nbytes
+    if bucket:
+        yield bucket
+
+
+def strip(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """`value` with a Slot in place of every tensor, which goes to the end of `tensors`. See `like`."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return Slot(tuple(value.shape), value.dtype, value.device.type)
+    if isinstance(value, dict):
+        return like(value, ((key, strip(item, tensors)) for key, item in value.items()))
+    if isinstance(value, (list, tuple)):
+        items = [strip(item, tensors) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value
+
+
+def _find_slots(value: Any, slots: list[Slot]) -> None:
+    """Every Slot, in the order in which `strip` met the tensors."""
+    if isinstance(value, Slot):
+        slots.append(value)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _find_slots(item, slots)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _find_slots(item, slots)
+
+
+def _fill(value: Any, supply: Iterator[torch.Tensor]) -> Any:
+    """The inverse of `strip`."""
+    if isinstance(value, Slot):
+        return next(supply)
+    if isinstance(value, dict):
+        return like(value, ((key, _fill(item, supply)) for key, item in value.items()))
+    if isinstance(value, (list, tuple)):
+        items = [_fill(item, supply) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value

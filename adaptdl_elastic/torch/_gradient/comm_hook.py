@@ -1,0 +1,402 @@
+"""The communication hook: averages gradients, and reads two squared norms off each flat bucket.
+
+DDP hands over each bucket, a flat tensor of the gradients of some parameters. Its norm before the
+all-reduce is the replica's own, after it the average's; nothing is copied and no parameter has a hook
+of its own. On steps that are not sampled the hook only weighs and averages.
+"""
+
+# No `from __future__ import annotations`: DDP looks at the hook's annotations.
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from adaptdl_elastic.torch._process_group.backends import ARRIVES
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+
+    from adaptdl_elastic.torch._process_group.backends import Group
+else:
+    GradBucket = dist.GradBucket
+
+logger = logging.getLogger(__name__)
+
+Future = torch.futures.Future[torch.Tensor]
+
+Divisor = Callable[[slice], torch.Tensor]
+"""What a slice of a flattened gradient is divided by."""
+
+Preconditioner = Callable[[torch.Tensor, dict[str, Any]], "Divisor | None"]
+"""The divisor of a parameter (of this group), None while there is none."""
+
+_CHUNK = {"cpu": 1 << 18}  # elements preconditioned at a time: stays in the cache
+_DEVICE_CHUNK = 1 << 26  # few launches, still no gradient-sized copy for large models
+
+
+def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
+    """|tensor|² as a 0-d tensor; 16-bit floats are accumulated in 32 bits."""
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    kind = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=kind)
+    return norm.square()
+
+
+class Norms:
+    """Squared norms by parameter group, of gradients as they are or preconditioned.
+
+    groups: returns the optimizer's (loading its state makes new ones). A preconditioned gradient is
+    divided a slice at a time, so that no copy of it comes to be. A parameter without a divisor counts as
+    zero, and is remembered in `lacking`.
+    """
+
+    def __init__(
+        self,
+        groups: Callable[[], list[dict[str, Any]]],
+        preconditioner: Preconditioner | None = None,
+    ) -> None:
+        self._groups = groups
+        self._preconditioner = preconditioner
+        self.lacking: list[torch.Tensor] = []  # parameters without a divisor, since this was last emptied
+        self._group_of: dict[int, int] = {}
+        self._indexed = -1
+
+    def __len__(self) -> int:
+        return len(self._groups())
+
+    def _index(self) -> dict[int, int]:
+        size = sum(len(group["params"]) for group in self._groups())
+        if size != self._indexed:  # add_param_group, or a first use
+            self._group_of = {
+                id(param): index for index, group in enumerate(self._groups()) for param in group["params"]
+            }
+            self._indexed = size
+        return self._group_of
+
+    def squares(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Σ |gradient|² of (parameter, gradient) pairs by group, float64, shape [groups]."""
+        group_of, groups = self._index(), self._groups()
+        sums: list[list[torch.Tensor]] = [[] for _ in groups]
+        device = None
+        for param, grad in pairs:
+            device = grad.device
+            group = group_of.get(id(param))
+            if group is not None:  # else it is not trained by this optimizer
+                sums[group].extend(self._terms(param, grad, groups[group]))
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack([torch.stack(terms).double().sum() if terms else zero for terms in sums])
+
+    def bucket(
+        self, flat: torch.Tensor, params: list[torch.Tensor], grads: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """The same of a bucket; `grads` are views into `flat`. One pass where one group is all there is."""
+        if flat.is_sparse:  # one parameter's, and DDP gives no view of it
+            return self.squares([(params[0], flat)])
+        if self._preconditioner is not None:
+            return self.squares(zip(params, grads, strict=True))
+        group_of = self._index()
+        groups = [group_of.get(id(param)) for param in params]
+        result = torch.zeros(len(self), dtype=torch.float64, device=flat.device)
+        offset = first = 0
+        for position, group in enumerate(groups):
+            offset += params[position].numel()
+            if position + 1 == len(groups) or groups[position + 1] != group:
+                if group is not None:
+                    result[group] += squared_norm(flat[first:offset])
+                first = offset
+        return result
+
+    def divisible(self, params: Iterable[torch.Tensor]) -> bool:
+        """Whether any of these has a divisor now."""
+        group_of, groups, divisor = self._index(), self._groups(), self._preconditioner
+        return divisor is None or any(divisor(p, groups[group_of[id(p)]]) is not None for p in params)
+
+    def _terms(
+        self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]
+    ) -> Iterable[torch.Tensor]:
+        if self._preconditioner is None:
+            yield squared_norm(grad)
+            return
+        divisor = self._preconditioner(param, group)
+        if divisor is None:
+            self.lacking.append(param)
+            return
+        flat = (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
+        chunk = _CHUNK.get(flat.device.type, _DEVICE_CHUNK)
+        for start in range(0, flat.numel(), chunk):
+            part = slice(start, start + chunk)
+            yield squared_norm(flat[part] / divisor(part))
+
+
+@dataclass
+class Recording:
+    """The squared norms of one synchronised backward pass, still on the device.
+
+    own: Σ over buckets of this replica's, once reduced: Σ over replicas. average: of the mean.
+    """
+
+    own: list[torch.Tensor] = field(default_factory=list)
+    average: list[torch.Tensor] = field(default_factory=list)
+    change: list[torch.Tensor] = field(default_factory=list)  # |g − g'|², g' being the step's before
+    reduced: torch.Tensor | None = None
+    work: Any = None
+
+
+@dataclass(frozen=True)
+class Instead:
+    """What counts of a replica whose last micro-batch only fills a gap: gradients by id of the parameter."""
+
+    gradients: dict[int, torch.Tensor]
+    factor: float
+
+
+@dataclass
+class HookState:
+    """What the hook is told and what it tells. It holds no reference to the module: no cycle."""
+
+    norms: Norms
+    group: Any  # the process group
+    world_size: int
+    weight: float = 1.0  # what this replica's accumulated gradient is multiplied with before the sum
+    instead: Instead | None = None  # of the gradient that the backward pass brings, and of `weight`
+    reduced: bool = False  # the hook was called since this was last reset
+    recording: Recording | None = None  # set: this backward pass is sampled
+    kept: dict[int, torch.Tensor] | None = None  # the step's before, by bucket; None: not wanted
+    absorb: bool = False  # a failed all-reduce leaves zeros and `failure`, instead of raising
+    failure: BaseException | None = None
+    lost: BaseException | None = None  # somebody is gone: what is to be summed from now on fails at once
+    under_way: "list[_Reduction]" = field(default_factory=list)  # of this backward pass; only with `absorb`
+    works: list[Any] = field(default_factory=list)  # all-reduces of norms that may not have ended
+    link: "Group | None" = None  # what the library knows of the group, if that is torch's default one
+    queued: list[tuple[torch.Tensor, Any]] = field(default_factory=list)  # buckets under way, and their works
+
+    @property
+    def early(self) -> bool:
+        """Whether only asking tells if a bucket has arrived, and a death would tell nobody."""
+        return self.absorb and self.link is not None and self.link.early
+
+    def queue(self, tensor: torch.Tensor) -> Any:
+        """Begin to sum `tensor` over all replicas."""
+        call = partial(dist.all_reduce, tensor, group=self.group, async_op=True)
+        return call() if self.link is None else self.link.queue(call)
+
+    def fail(self, error: BaseException) -> None:
+        """Remember the first failure of a step."""
+        if self.failure is None:
+            self.failure = error
+            logger.warning("gradient synchronisation failed: %s", error)
+
+    def give_up(self, error: BaseException) -> None:
+        """Let a backward pass go on that waits for others. From any thread."""
+        self.lost = error
+        for reduction in list(self.under_way):
+            reduction.settle(partial(self.fail, error))
+
+    @property
+    def stuck(self) -> bool:
+        """Whether gloo still works on something: it may never end, and its group must not be destroyed."""
+        return any(not reduction.real.done() for reduction in self.under_way) or any(
+            not work.is_completed() for work in self.works
+        )
+
+
+class _Reduction:
+    """The all-reduce of a bucket that DDP need not wait for for ever.
+
+    gloo forgets about a tensor that it was receiving when the connection ends: its future never ends
+    then (seen in one of ten deaths with three replicas, gloo of torch 2.13). So DDP gets another one.
+    """
+
+    def __init__(self, tensor: torch.Tensor, real: Any) -> None:
+        self.real = real
+        devices: Any = [tensor.device] if tensor.is_cuda else None
+        self.future: Future = torch.futures.Future(devices=devices)
+        self._tensor, self._lock, self._settled = tensor, threading.Lock(), False
+
+    def settle(self, failed: Callable[[], None] | None) -> None:
+        """It has arrived, or nobody waits for it any more, with zeros in its place; the first word counts."""
+        with self._lock:
+            if self._settled:
+                return
+            self._settled = True
+        if failed is not None:
+            failed()
+            self._tensor.zero_()  # not nan, which would trip gradient clipping and GradScaler
+        self.future.set_result(self._tensor)
+
+
+def _finished(tensor: torch.Tensor) -> Future:
+    devices: Any = [tensor.device] if tensor.is_cuda else None
+    future: Future = torch.futures.Future(devices=devices)
+    future.set_result(tensor)
+    return future
+
+
+def reduce_bucket(state: HookState, bucket: GradBucket) -> Future:
+    """DDP communication hook: buffer ← Σ_r weight_r · buffer_r."""
+    buffer = bucket.buffer()
+    state.reduced = True
+    if state.instead is not None:
+        _replace(bucket, state.instead)
+    elif state.weight != 1.0:
+        buffer.mul_(state.weight)
+    recording = state.recording
+    if bucket.index() == 0 or state.failure is not None:
+        state.under_way = [one for one in state.under_way if not one.real.done()]
+    if state.failure is not None:  # the group is broken: nothing of this step will be used
+        return _given_up(state, bucket) if state.early else _finished(buffer.zero_())
+    if recording is None and state.world_size == 1:
+        return _finished(buffer)
+    if recording is not None:
+        recording.own.append(state.norms.bucket(buffer, bucket.parameters(), bucket.gradients()))
+        if state.kept is not None:
+            _compare(state.norms, state.kept, recording, bucket)
+    if state.world_size == 1:
+        return _finished(buffer)
+    try:
+        if state.lost is not None:
+            raise RuntimeError(str(state.lost))
+        work = state.queue(buffer)
+        future = work.get_future()
+        if recording is not None and bucket.is_last():
+            _reduce_own(state, recording)
+    except RuntimeError as error:
+        if not state.absorb:
+            raise
+        state.fail(error)
+        return _given_up(state, bucket) if state.early else _finished(buffer.zero_())
+    if not state.early:
+        return _finish(state, bucket, recording, future)
+    state.queued.append((buffer, work))
+    done = _chained(state, bucket, recording, future)
+    return _arrived(state, bucket, recording, done) if bucket.is_last() else done
+
+
+def _arrived(
+    state: HookState,
+    bucket: GradBucket,
+    recording: Recording | None,
+    done: Future,
+) -> Future:
+    """The last bucket is on its way: wait until all have really arrived, or somebody is known to be gone.
+
+    Here, at the end of the backward pass, so that whatever looks at gradients before the optimizer does
+    (clipping, a GradScaler's search for inf) finds those of the step, or zeros.
+    """
+    assert state.link is not None
+    works = [work for _, work in state.queued]
+    if recording is not None:
+        works.append(recording.work)
+    try:
+        state.link.wait(works, ARRIVES)
+    except RuntimeError as error:
+        state.fail(error)
+        return _given_up(state, bucket)
+    state.queued.clear()
+    return done
+
+
+def _given_up(state: HookState, bucket: GradBucket) -> Future:
+    """Zeros for this bucket, and with the last one for all of the step, once nobody writes into them."""
+    buffer = bucket.buffer()
+    if bucket.is_last():
+        assert state.link is not None
+        state.link.clear()
+        for tensor, _ in state.queued:
+            tensor.zero_()
+        state.queued.clear()
+        buffer.zero_()
+        state.link.quiesce()
+    return _finished(buffer.zero_())
+
+
+def _compare(norms: Norms, kept: dict[int, torch.Tensor], recording: Recording, bucket: GradBucket) -> None:
+    """Keep a bucket, or compare it with the one that was kept, which it overwrites: never two copies."""
+    buffer = bucket.buffer()
+    before = kept.pop(bucket.index(), None)
+    if before is None or before.shape != buffer.shape:  # DDP rebuilds its buckets once
+        kept[bucket.index()] = buffer.clone()
+        return
+    change = before.sub_(buffer)
+    start = buffer.storage_offset()
+    views = [
+        change.as_strided(grad.size(), grad.stride(), grad.storage_offset() - start)
+        for grad in bucket.gradients()
+    ]
+    recording.change.append(norms.bucket(change, bucket.parameters(), views))
+
+
+def _replace(bucket: GradBucket, instead: Instead) -> None:
+    buffer = bucket.buffer()
+    buffer.zero_()
+    views = [buffer] if buffer.is_sparse else bucket.gradients()
+    for param, view in zip(bucket.parameters(), views, strict=True):
+        gradient = instead.gradients.get(id(param))
+        if gradient is not None:
+            view.copy_(gradient * instead.factor)
+
+
+def _reduce_own(state: HookState, recording: Recording) -> None:
+    """Start summing the tiny vector of own norms; nobody waits for it on the step's way."""
+    recording.reduced = torch.stack(recording.own).sum(0)
+    recording.work = state.queue(recording.reduced)
+    if state.absorb:
+        state.works = [work for work in state.works if not work.is_completed()]
+        state.works.append(recording.work)
+
+
+def _measure(state: HookState, bucket: GradBucket, recording: Recording | None) -> Callable[[], None]:
+    """What is to be done with a bucket that has arrived."""
+    if recording is None:
+        return lambda: None
+    buffer: torch.Tensor = bucket.buffer()  # reduced in place
+    # Allocated on this stream: a callback's stream must not own what others read later.
+    row = torch.empty(len(state.norms), dtype=torch.float64, device=buffer.device)
+    recording.average.append(row)
+    params, grads = bucket.parameters(), bucket.gradients()
+
+    def measure() -> None:
+        row.copy_(state.norms.bucket(buffer, params, grads))
+
+    return measure
+
+
+def _chained(state: HookState, bucket: GradBucket, recording: Recording | None, future: Any) -> Future:
+    """A future that fails as the all-reduce does, and is done when that is."""
+    buffer, measure = bucket.buffer(), _measure(state, bucket, recording)
+
+    def finish(done: Any) -> torch.Tensor:
+        done.value()  # raises what the all-reduce raised; torch's fake backend has no value
+        measure()
+        return buffer
+
+    chained: Future = future.then(finish)
+    return chained
+
+
+def _finish(state: HookState, bucket: GradBucket, recording: Recording | None, future: Any) -> Future:
+    if not state.absorb:
+        return _chained(state, bucket, recording, future)
+    measure, reduction = _measure(state, bucket, recording), _Reduction(bucket.buffer(), future)
+    state.under_way.append(reduction)
+
+    def arrived(done: Any) -> None:
+        try:
+            done.value()
+            measure()
+        except Exception as error:
+            reduction.settle(partial(state.fail, error))
+        else:
+            reduction.settle(None)
+
+    future.add_done_callback(arrived)
+    if state.lost is not None:  # told while we began
+        reduction.settle(partial(state.fail, state.lost))
+    return reduction.future

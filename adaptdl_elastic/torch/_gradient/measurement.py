@@ -1,0 +1,274 @@
+"""From the squared norms of one step to the gradient noise scale, without waiting for them.
+
+A sampled step leaves 0-d and [groups]-shaped tensors on the device, and a tiny all-reduce that is
+still under way. They are looked at when the next step begins, by when they have long been there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from adaptdl_elastic.torch._gradient import grad_scaler
+from adaptdl_elastic.torch._gradient.accumulation import Batch
+from adaptdl_elastic.torch._gradient.comm_hook import HookState, Recording
+from adaptdl_elastic.torch._gradient.estimator import Measurement, balanced_signs
+from adaptdl_elastic.torch._gradient.noise_scale import GradientNoiseScale
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE = timedelta(seconds=60)
+
+_SINGLES = 3  # successive batches of one sample that are no ends of epochs: a loss of shape [1], or all are
+
+
+class _SingleSampleError(Exception):
+    """It can not be split; other batches can."""
+
+
+@dataclass
+class _Pending:
+    """A measurement on its way."""
+
+    step: int
+    scale: float
+    finish: Callable[[], torch.Tensor]  # [2, groups] on the host: |ḡ|², V
+
+
+class Sampler:
+    """Decides which steps are measured and by which estimator; see `estimator`."""
+
+    def __init__(self, gns: GradientNoiseScale, hook: HookState, scaler: Any) -> None:
+        self._gns, self._hook, self._scaler = gns, hook, scaler
+        self._batch = Batch()
+        self._sampled = False
+        self._recordings: list[Recording] = []
+        self._variances: dict[object, torch.Tensor] = {}  # of signed gradients, by forward pass
+        self._first: torch.Tensor | None = None  # |g₁|² of the window's first micro-batch
+        self._mean: torch.Tensor | None = None  # |ḡ|², where the hook has not seen all of ḡ
+        self._pending: _Pending | None = None
+        self._generator = torch.Generator()  # never the global one: the run must not depend on sampling
+        self._split_works = True
+        self._kept_step, self._kept_size = -1, 0.0  # whose gradient the hook has kept
+        self._singles = 0  # successive batches that seemed to be of one sample
+        self._said = False  # that the optimizer has no preconditioner
+        self.news = False  # something has been measured since this was last reset
+
+    def begin(self, batch: Batch, synchronised: bool) -> bool:
+        """A forward pass begins; whether its gradient is to be split by signs."""
+        self._batch = batch
+        self._sampled = batch.even and self._gns.due()
+        self._hook.recording = None
+        if not self._sampled:
+            return False
+        self._hook.norms.lacking.clear()
+        if synchronised:
+            self._hook.recording = Recording()
+            self._recordings.append(self._hook.recording)
+        single = batch.replicas == 1 and batch.micro_batches == 1
+        split = single and self._split_works and batch.local != 1  # all are 1, or this would not be even
+        if not single or split:
+            self._hook.kept = None
+        elif (
+            self._hook.kept is None
+            or self._kept_step + 1 != self._gns.steps
+            or self._kept_size != batch.size  # of another variance
+        ):
+            self._hook.kept = {}
+        return split
+
+    def split(
+        self, key: object, edges: list[Any], gradients: Sequence[torch.Tensor | None], local: int | None
+    ) -> None:
+        """Measure V = |g±|²: walk the graph below `edges` once more with the samples' signs flipped.
+
+        gradients: of all backward passes through the forward pass `key` so far: halves of one loss that are
+        walked one after the other are measured as one.
+        """
+        if not self._split_works:
+            return
+        reached = [(e, g) for e, g in zip(edges, gradients, strict=True) if g is not None]
+        params = [p for group in self._gns.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        try:
+            signed = self._signed([g for _, g in reached], local)
+            grads = torch.autograd.grad(
+                [e for e, _ in reached], params, signed, retain_graph=True, allow_unused=True
+            )
+        except _SingleSampleError:
+            self._sampled = False  # the next step is due instead
+            return
+        except (RuntimeError, ValueError) as error:
+            self.can_not_split(str(error).splitlines()[0])
+            return
+        pairs = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
+        self._variances[key] = self._hook.norms.squares(pairs)
+
+    def can_not_split(self, reason: str) -> None:
+        """From the next step on, compare successive gradients instead."""
+        if not self._split_works:
+            return
+        self._split_works = self._sampled = False
+        logger.warning(
+            "gradient noise is estimated from successive steps, less well at high learning rates, "
+            "while there is one replica and no accumulation: the batch can not be split (%s)",
+            reason,
+        )
+
+    def _signed(self, gradients: list[torch.Tensor], local: int | None) -> list[torch.Tensor]:
+        count = local if local is not None else gradients[0].shape[0] if gradients[0].ndim else 0
+        self._singles = self._singles + 1 if count == 1 else 0
+        if 0 < self._singles < _SINGLES:
+            raise _SingleSampleError
+        signs = balanced_signs(count, self._generator)
+        signed = []
+        for gradient in gradients:
+            dims = [d for d, size in enumerate(gradient.shape) if size == count]
+            if not dims:
+                raise ValueError(
+                    f"an output of shape {list(gradient.shape)} has no dimension of {count} samples"
+                )
+            known = self._batch.dimension
+            shape = [1] * gradient.ndim
+            shape[known if known in dims else dims[0]] = count
+            signed.append(gradient * signs.to(gradient.device, gradient.dtype).view(shape))
+        return signed
+
+    def first_part(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """The gradient of the window's first micro-batch so far; for one replica, its norm is a part's."""
+        if self._sampled and self._batch.replicas == 1 and self._batch.micro_batches > 1:
+            self._first = self._hook.norms.squares(pairs)
+
+    def whole(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """The step's gradient so far; for one replica, after a pass that the hook was not called in."""
+        if self._sampled and self._batch.replicas == 1:
+            self._mean = self._hook.norms.squares(pairs)
+
+    def drop(self) -> None:
+        """Forget what has been measured of a step that will not be taken, or has been.
+
+        The backward pass of a forward pass that was already is still to be measured: `zero_grad` may
+        stand between them.
+        """
+        self.drop_passes()
+        self._first = None
+
+    def drop_passes(self) -> None:
+        """The same, but for what has been measured of the window's first micro-batch."""
+        coming = self._hook.recording
+        self._recordings = [coming] if coming is not None and not coming.own else []
+        self._variances, self._mean = {}, None
+
+    def close(self, scale: float) -> None:
+        """The step has been taken: send what has been measured of it on its way."""
+        recordings = [r for r in self._recordings if r.own]
+        step = self._gns.steps
+        if recordings and self._sampled and self._complete():
+            finish = self._moments(recordings)
+            if finish is None and self._hook.kept:
+                self._kept_step, self._kept_size = step, scale  # and compare the next one with it
+            else:
+                costly = bool(self._variances)
+                self._gns.measured(self._gns.costly_schedule if costly else self._gns.cheap_schedule)
+            if finish is not None:
+                self._pending = _Pending(step, scale, self._unscaled(finish, recordings[0]))
+        self.drop()
+
+    def _complete(self) -> bool:
+        """After the step: whether every gradient had what it is divided by before it. All replicas agree.
+
+        A parameter lacks it in its first step with a gradient, and after it has it.
+        """
+        norms = self._hook.norms
+        if not norms.lacking:
+            return True
+        if norms.divisible(norms.lacking):
+            return False
+        if norms.divisible(p for group in self._gns.optimizer.param_groups for p in group["params"]):
+            return True  # those without got no gradient
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "%s keeps no second moment of its gradients, which the noise scale of AdamScale is measured "
+                "with: nothing is measured, every gain is 1 and the learning rate is not scaled; pass "
+                "scaling_rule=AdaScale(), LinearScale() or SqrtScale() instead",
+                type(self._gns.optimizer).__name__,
+            )
+        self._gns.measured(self._gns.costly_schedule)
+        return False
+
+    def collect(self) -> None:
+        """Take in the measurement that is on its way, if any."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            mean_sqr, variance = pending.finish().numpy().copy()
+        except RuntimeError as error:  # the tiny all-reduce lost a replica after the gradients' own
+            if not self._hook.absorb:
+                raise
+            logger.info("the statistics of step %d are lost with a replica: %s", pending.step, error)
+            return
+        self.news |= self._gns.record(Measurement(mean_sqr, variance, pending.scale), pending.step)
+
+    def _moments(self, recordings: list[Recording]) -> Callable[[], torch.Tensor] | None:
+        """A function to |ḡ|² and V, shape [2, groups], on the device."""
+        replicas, parts = self._batch.replicas, self._batch.micro_batches
+        first, variances = self._first, self._variances
+        if replicas > 1:
+            return lambda: _of_replicas(recordings, replicas)
+        mean = _total(recordings[-1].own) if self._mean is None else self._mean
+        if parts > 1 and first is not None:
+            return lambda: torch.stack([mean, (first - mean) / (parts - 1)])
+        if variances:
+            return lambda: torch.stack([mean, _total(list(variances.values()))])
+        change = recordings[-1].change
+        if change and len(change) == len(recordings[-1].own):
+            self._hook.kept = None
+            return lambda: torch.stack([mean, _total(change) / 2.0])
+        return None
+
+    def _unscaled(
+        self, moments: Callable[[], torch.Tensor], recording: Recording
+    ) -> Callable[[], torch.Tensor]:
+        """`moments` without the loss scale of now, on the host; on a GPU the copy is under way already."""
+        loss_scale = grad_scaler.loss_scale(self._scaler)
+        square = loss_scale * loss_scale  # a new tensor: the scaler updates its own in place
+        if not recording.own[0].is_cuda:
+            return lambda: moments() / square
+        device = moments() / square
+        host = torch.empty(device.shape, dtype=device.dtype, pin_memory=True)
+        host.copy_(device, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+
+        def finish() -> torch.Tensor:
+            copied.synchronize()
+            return host
+
+        return finish
+
+
+def _total(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(rows).sum(0)
+
+
+def _of_replicas(recordings: list[Recording], replicas: int) -> torch.Tensor:
+    """|ḡ|² of the last backward pass, V summed over all of them.
+
+    A second synchronised pass (D(real), then D(fake)) adds its gradient to the average that is there,
+    which is the same on all replicas and so adds nothing to the difference of the norms.
+    """
+    variance: torch.Tensor | float = 0.0
+    for recording in recordings:
+        # The others have had it for long; they may have died since. Without a limit it is the GPU that waits.
+        recording.work.wait(*(() if recording.own[0].is_cuda else (_PATIENCE,)))
+        mean = _total(recording.average)
+        # The norms are of buffers that were divided by R already: mean_r |g_r|² = R · Σ_r |g_r/R|².
+        assert recording.reduced is not None
+        variance = variance + (replicas * recording.reduced - mean) / (replicas - 1)
+    return torch.stack([mean, torch.as_tensor(variance)])

@@ -1,0 +1,107 @@
+"""What a step that was abandoned has changed of one model besides its parameters, and how to put it back."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+
+class _Model(Protocol):
+    """What is copied of, and asked about, a model."""
+
+    irreparable: str | None
+    """Why a step that failed cannot be put back."""
+
+    @property
+    def module(self) -> torch.nn.Module: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def lr_scheduler(self) -> Any: ...
+
+    @property
+    def mp_scaler(self) -> Any: ...
+
+    @property
+    def attempted_steps(self) -> int: ...
+
+    @property
+    def accumulates_by_hand(self) -> bool: ...
+
+
+class ModelBefore:
+    """What a step may change of one model besides its parameters, as it was when the window began."""
+
+    def __init__(self, model: _Model, last: object) -> None:
+        self._model = model
+        self._attempted = model.attempted_steps
+        self._by_hand = model.accumulates_by_hand
+        self._hyperparameters = _hyperparameters(model.optimizer)
+        scheduler, scaler = model.lr_scheduler, model.mp_scaler
+        self._scheduler = None if scheduler is None else scheduler.state_dict()
+        self._scaler = _scale_of(scaler)
+        buffers = list(model.module.buffers())
+        self._buffers: list[torch.Tensor]
+        if isinstance(last, ModelBefore) and [_kind(a) for a in last._buffers] == [_kind(b) for b in buffers]:
+            self._buffers = last._buffers
+        else:
+            self._buffers = [torch.empty_like(buffer) for buffer in buffers]
+        if buffers:
+            with torch.no_grad():
+                torch._foreach_copy_(self._buffers, buffers)
+
+    def why_irreparable(self) -> str | None:
+        """Return why the step cannot be put back; None if it can."""
+        model = self._model
+        if model.irreparable is not None:
+            return model.irreparable
+        if self._by_hand or model.accumulates_by_hand:
+            return "what it had accumulated by hand in no_sync(), over several batches, is lost"
+        if model.attempted_steps != self._attempted:
+            return "a part of the step was taken already (several models or several steps in one batch)"
+        if model.lr_scheduler is None and _hyperparameters(model.optimizer) != self._hyperparameters:
+            return (
+                "the step has changed the learning rate, and AdaptiveDataParallel was given no lr_scheduler"
+            )
+        return None
+
+    def put_back(self) -> None:
+        """Let everything be as it was. May be done again."""
+        model = self._model
+        with torch.no_grad():
+            for buffer, before in zip(model.module.buffers(), self._buffers, strict=True):
+                buffer.copy_(before)
+        for group, values in zip(model.optimizer.param_groups, self._hyperparameters, strict=True):
+            group.update(values)
+        if self._scheduler is not None:
+            model.lr_scheduler.load_state_dict(self._scheduler)
+        if self._scaler is not None:
+            scaler = model.mp_scaler
+            scaler._scale, scaler._growth_tracker = (None if t is None else t.clone() for t in self._scaler)
+            scaler._per_optimizer_states.clear()
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _scale_of(scaler: Any) -> list[torch.Tensor | None] | None:
+    """A GradScaler's two tensors, which it makes at its first use; without waiting for the device."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    tensors = [getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)]
+    return [None if tensor is None else tensor.clone() for tensor in tensors]

@@ -1,0 +1,61 @@
+"""What AdaptiveDataParallel is made of, looked at before anything is changed."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from adaptdl_elastic.torch._gradient import grad_scaler
+from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase
+
+OWNER = "_adaptdl_elastic"  # attribute of an optimizer: whose it is
+
+_DDP_KEYWORDS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
+
+
+def check_arguments(
+    model: Any,
+    optimizer: Any,
+    lr_scheduler: Any,
+    mp_scaler: Any,
+    scaling_rule: Any,
+    ddp_kwargs: dict[str, Any],
+) -> None:
+    """TypeError, ValueError or RuntimeError for what AdaptiveDataParallel can not be made of."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, DistributedDataParallel):
+        raise TypeError("pass the model itself: AdaptiveDataParallel is its DistributedDataParallel")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    owner = getattr(optimizer, OWNER, None)
+    if owner is not None:
+        raise ValueError(
+            f"the optimizer is that of the AdaptiveDataParallel named {owner!r} already: make one for each, "
+            f"or put both models into one torch.nn.Module"
+        )
+    if lr_scheduler is not None:
+        if isinstance(lr_scheduler, type) or not callable(getattr(lr_scheduler, "state_dict", None)):
+            raise TypeError(f"lr_scheduler must be an object with a state_dict, got {lr_scheduler!r}")
+        if getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
+            raise ValueError("lr_scheduler is that of another optimizer: pass the one made for this one")
+    if mp_scaler is not None:
+        grad_scaler.check(mp_scaler)
+    if scaling_rule is not None and not isinstance(scaling_rule, ScalingRuleBase):
+        raise TypeError(
+            f"scaling_rule must be an instance of a ScalingRuleBase, such as AdaScale(), got {scaling_rule!r}"
+        )
+    unknown = sorted(ddp_kwargs.keys() - _DDP_KEYWORDS)
+    if unknown:
+        raise TypeError(f"unknown argument {unknown[0]!r}: further ones are DistributedDataParallel's")
+    ours = {id(p) for p in model.parameters() if p.requires_grad}
+    if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError("the optimizer holds no parameter of the model that needs a gradient")
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "there is no process group: call adaptdl_elastic.torch.init_process_group('gloo' or 'nccl') first"
+        )

@@ -1,0 +1,134 @@
+"""Torch's default group of a newcomer, until it joins the others.
+
+It has the planned rank and size, so that a script finds what it asks for and models can be wrapped. Nobody
+is at its other end. torch's `fake` backend would leave whatever a collective is given as it is, or fill in
+this replica's own: a seed that rank 0 should broadcast would be 0 here and something else there, and
+nobody would know. So a collective that the script calls ends the newcomer, and training goes on without it.
+Those of AdaptiveDataParallel are answered as the `fake` backend does: whatever they move is replaced by what
+the others have when the newcomer joins them. What tells them apart is who has called torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import warnings
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed
+
+from adaptdl_elastic import _frames, collective
+
+dist: Any = torch.distributed  # its stub does not export all of it
+
+_BACKEND = "newcomer"
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_BETWEEN = (
+    str(contextlib.__file__),
+    str(warnings.__file__),
+    "typing_extensions.py",
+)  # wrap torch's functions
+_c10d: Any = torch.distributed.distributed_c10d
+_C10D = str(_c10d.__file__)
+_new_group = _c10d._new_process_group_helper
+_COLLECTIVES = (  # by all names that they have in torch since 2.6
+    "broadcast", "allreduce", "allreduce_coalesced", "reduce", "allgather", "_allgather_base",
+    "allgather_coalesced", "allgather_into_tensor_coalesced", "all_gather_single",
+    "all_gather_single_coalesced", "gather", "scatter", "reduce_scatter", "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced",
+    "alltoall", "alltoall_base", "all_to_all_single", "send", "recv", "recv_anysource", "barrier",
+    "monitored_barrier",
+)  # fmt: skip
+
+
+class _WaitingGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """A process group whose collectives end the process, unless this library has called them."""
+
+    def __init__(self, rank: int, size: int, fake: Any) -> None:
+        super().__init__(rank, size)
+        self._fake, self._name = fake, ""
+
+    # By these names torch's own code, in C++, calls what Python has.
+
+    def getBackendName(self) -> str:
+        """For torch's logs."""
+        return _BACKEND
+
+    def setGroupName(self, name: str) -> None:
+        """Be known by `name`."""
+        self._name = name
+
+    def getGroupName(self) -> str:
+        """What it is known by."""
+        return self._name
+
+    group_name = property(getGroupName)
+
+
+def _guarded(name: str) -> Any:
+    def call(self: _WaitingGroup, *args: Any, **kwargs: Any) -> Any:
+        _only_for_us(name)
+        return getattr(self._fake, name)(*args, **kwargs)
+
+    return call
+
+
+for _name in _COLLECTIVES:
+    setattr(_WaitingGroup, _name, _guarded(_name))
+
+
+def _only_for_us(method: str) -> None:
+    """Give up, unless the call into torch that we are in comes from this library."""
+    found: FrameType | None = None
+    name = f"a collective ({method})"
+    for frame in itertools.islice(_frames.callers(), 2, None):  # of this module are the first two
+        file = frame.f_code.co_filename
+        if file == _C10D:
+            name = f"torch.distributed.{frame.f_code.co_name}"
+        elif not file.startswith(_TORCH) and not file.endswith(_BETWEEN):
+            found = frame
+            break
+    if found is not None and _frames.is_library(found.f_code):
+        return
+    place = "a thread of torch's" if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"
+    collective.give_up(
+        f"it calls {name} ({place}) before its data loop, to which the running replicas can not answer any "
+        f"more"
+    )
+
+
+def enter(backend: str, rank: int, size: int) -> None:
+    """Let such a group be torch's default one, under the name of the `backend` that the others have."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (it registers the backend)
+
+    if not hasattr(dist.Backend, _BACKEND.upper()):
+        dist.Backend.register_backend(_BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    dist.init_process_group(_BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
+    world = dist.group.WORLD
+    _c10d._world.pg_map[world] = (dist.Backend(backend), _c10d._world.pg_map[world][1])
+    _c10d._new_process_group_helper = _no_group
+
+
+def leave() -> None:
+    """Have no default group any more, and torch as it was."""
+    _c10d._new_process_group_helper = _new_group
+    dist.destroy_process_group()
+
+
+def _no_group(*args: Any, **kwargs: Any) -> Any:
+    """In place of torch's function that makes every group."""
+    _only_for_us("new_group")
+    return _new_group(*args, **kwargs)
+
+
+def _create(options: Any, more: Any) -> _WaitingGroup:
+    plugin = dist.Backend._plugins["FAKE"]
+    if plugin.extended_api:
+        fake = plugin.creator_fn(options, more)
+    else:
+        fake = plugin.creator_fn(options.store, options.group_rank, options.group_size, options.timeout)
+    return _WaitingGroup(options.group_rank, options.group_size, fake)

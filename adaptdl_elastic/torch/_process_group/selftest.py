@@ -1,0 +1,297 @@
+"""Whether this build of NCCL survives what a change in place does to it; asked in processes of its own.
+
+What a death leaves a survivor in is tried out: a collective is under way, the other process is killed, the
+communicator aborted, a group made anew, together with another process, and used. With one GPU, where
+nobody can be killed, the same with a world of one. A hang or a crash is thereby one of processes that
+nobody needs, which are killed when their time is over.
+
+    python -m adaptdl_elastic.torch._process_group.selftest nccl
+
+runs it and says what came of it. `verdict` is what a replica asks; the answer is kept for all replicas of
+a node, who ask one after the other, in `ADAPTDL_SHARE_PATH`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import importlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+from adaptdl_elastic.torch._process_group import backends
+from adaptdl_elastic.torch._process_group.backends import Nccl, base, gloo, nccl
+
+dist: Any = torch.distributed
+log = logging.getLogger(__name__)
+
+LIMIT = 180.0
+"""Seconds that a self-test may take, imports included."""
+
+AGAIN = 3600.0
+"""Seconds after which one that failed is asked again: memory may have been short."""
+
+_NAME = "adaptdl_elastic.torch._process_group.selftest"  # also where this is __main__
+_PATIENCE = timedelta(seconds=60)  # of one group's members with each other
+_TIMES = 3  # a world of one is made and aborted
+_SIZE = 1 << 20  # elements of what is summed
+
+Run = Callable[[str, float], "str | None"]
+"""(backend, seconds) → why it does not work."""
+
+
+def verdict(backend: str, share: Path | None, run: Run | None = None, limit: float = LIMIT) -> str | None:
+    """Why groups of `backend` can not be made anew on this node; None: they can.
+
+    Waits while another process of this node asks the same. share: where the answer is kept; None: nowhere.
+    """
+    ask = run or ask_processes
+    if share is None:
+        return ask(backend, limit)
+    path = _path(backend, share)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # let go of by the death of its holder, too
+        known = remembered(backend, share)
+        if known is not None:
+            return known or None
+        why = ask(backend, limit)
+        fresh = path.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps({"why": why, "time": time.time()}))
+        fresh.replace(path)
+        return why
+
+
+def remembered(backend: str, share: Path) -> str | None:
+    """What `verdict` has found on this node: "" when it works, why not, or None while nobody knows."""
+    try:
+        found = json.loads(_path(backend, share).read_text())
+        why, age = found["why"], time.time() - float(found["time"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if why is None:
+        return ""
+    return str(why) if 0 <= age < AGAIN else None
+
+
+def _path(backend: str, share: Path) -> Path:
+    share.mkdir(mode=0o700, parents=True, exist_ok=True)
+    words = f"{backend}\n{_nccl(backend).fingerprint()}\n{_source()}"
+    return share / f"selftest-{hashlib.sha256(words.encode()).hexdigest()[:16]}.json"
+
+
+def _source() -> str:
+    """Of what was tried: another version of this library tries again."""
+    return "".join(
+        Path(module.__file__ or "").read_text() for module in (base, gloo, nccl, sys.modules[__name__])
+    )
+
+
+def _nccl(backend: str) -> type[Nccl]:
+    found = backends.kind(backend)
+    assert issubclass(found, Nccl), backend
+    return found
+
+
+# -- in the process that asks ------------------------------------------------------------------------
+
+
+def ask_processes(backend: str, limit: float) -> str | None:
+    """Run the self-test in processes of its own; why it failed. Leaves none of them behind."""
+    module = _nccl(backend).__module__
+    command = [sys.executable, "-m", _NAME, backend, "--import", module, "--asked"]
+    environment = {name: value for name, value in os.environ.items() if not _ours(name)}
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=out, stderr=err, env=environment, start_new_session=True
+        )
+        assert process.stdin is not None
+        with process.stdin:  # closed by our end, whatever it is: that ends the process
+            try:
+                code = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                return f"it did not end within {limit:.0f} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        out.seek(0)
+        err.seek(0)
+        return _answer(code, out.read(), err.read())
+
+
+def _answer(code: int, out: bytes, err: bytes) -> str | None:
+    try:
+        why = json.loads(out.splitlines()[-1])["why"]
+    except (IndexError, ValueError, KeyError, TypeError):
+        lines = [line for line in err.decode(errors="replace").splitlines() if line.strip()]
+        return f"{_end(code)}: {lines[-1][:200] if lines else 'it said nothing'}"
+    return None if why is None else str(why)[:300]
+
+
+def _end(code: int) -> str:
+    return (
+        f"a process of it died of signal {-code}" if code < 0 else f"a process of it ended with code {code}"
+    )
+
+
+def _ours(name: str) -> bool:
+    """Whether a variable is about the job, not about the machine."""
+    of_torchrun = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    return name in of_torchrun or name.startswith(("ADAPTDL_", "TORCHELASTIC_", "GROUP_", "ROLE_"))
+
+
+# -- in processes of its own -------------------------------------------------------------------------
+
+
+def main() -> None:
+    """The test itself, and each of its two or three members."""
+    parser = argparse.ArgumentParser(description="Does a group of this backend survive an abort?")
+    parser.add_argument("backend")
+    parser.add_argument(
+        "--import", dest="module", default=backends.__name__, help="where the backend is known"
+    )
+    parser.add_argument("--asked", action="store_true", help="end when the input ends")
+    parser.add_argument("--role", choices=["survivor", "victim", "replacement"], help=argparse.SUPPRESS)
+    parser.add_argument("--ports", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    importlib.import_module(given.module)
+    if given.asked:
+        threading.Thread(target=_end_with_the_asker, daemon=True).start()
+    kind = _nccl(given.backend)
+    kind.prepare()
+    why: str | None = None
+    try:
+        if given.role is not None:
+            _member(kind, given.backend, given.role, [int(port) for port in given.ports.split(",")])
+        elif not kind.devices():
+            why = "no device is visible"
+        elif len(kind.devices()) == 1:
+            _alone(kind, given.backend)
+        else:
+            _together(given.backend, given.module)
+    except Exception as error:
+        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    print(json.dumps({"why": why}), flush=True)
+    os._exit(0 if why is None else 1)  # what an abort has left behind is not to be waited for
+
+
+def _end_with_the_asker() -> None:
+    sys.stdin.buffer.read()
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _alone(kind: type[Nccl], backend: str) -> None:
+    """A world of one: what can be tried with one GPU."""
+    for _ in range(_TIMES):
+        group = _join(kind, backend, dist.HashStore(), 0, 1, kind.devices()[0])
+        group.queue(lambda: dist.all_reduce(torch.ones(_SIZE, device=group.device), async_op=True))  # noqa: B023
+        _abort(group)
+    group = _join(kind, backend, dist.HashStore(), 0, 1, kind.devices()[0])
+    group.leave()
+
+
+def _together(backend: str, module: str) -> None:
+    """A world of two, of which one is killed in a collective, and another one then takes its place."""
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    ports = ",".join(str(store.port) for store in stores)
+    command = [sys.executable, "-m", _NAME, backend, "--import", module, "--asked"]
+    command += ["--ports", ports, "--role"]
+    members: dict[str, subprocess.Popen[bytes]] = {}
+    for role in ("survivor", "victim", "replacement"):
+        members[role] = subprocess.Popen([*command, role], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert members["victim"].wait() == -signal.SIGKILL, (
+        f"the one that was to be killed: {_said(members['victim'])}"
+    )
+    stores[0].set("dead", "1")
+    for role in ("survivor", "replacement"):
+        why = _said(members[role])
+        if why is not None:
+            raise RuntimeError(f"the {role}: {why}")
+
+
+def _said(member: subprocess.Popen[bytes]) -> str | None:
+    assert member.stdout is not None
+    out = member.stdout.read()
+    return _answer(member.wait(), out, b"")
+
+
+def _member(kind: type[Nccl], backend: str, role: str, ports: list[int]) -> None:
+    devices = kind.devices()
+    first, second = (dist.TCPStore("127.0.0.1", port, is_master=False) for port in ports)
+    if role == "replacement":
+        _use(_join(kind, backend, second, 1, 2, devices[1]), 1)
+        return
+    rank = int(role == "victim")
+    group = _join(kind, backend, first, rank, 2, devices[rank])
+    if rank == 1:
+        first.wait(["waiting"], _PATIENCE)
+        os.kill(os.getpid(), signal.SIGKILL)
+    flat = torch.ones(_SIZE, device=group.device)
+    work = group.queue(lambda: dist.all_reduce(flat, async_op=True))  # nobody else ever begins it
+    first.set("waiting", "1")
+    first.wait(["dead"], _PATIENCE)
+    if work.is_completed() and not group.hung_up:
+        raise RuntimeError("a collective ended that a dead process had never begun")
+    _abort(group)
+    _use(_join(kind, backend, second, 0, 2, devices[0]), 0)
+
+
+def _join(kind: type[Nccl], backend: str, store: Any, rank: int, size: int, device: torch.device) -> Nccl:
+    """A group that has met, and has added up something."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    group = kind(backend)
+    group.forming()
+    dist.init_process_group(backend, store=dist.PrefixStore("torch", store), rank=rank, world_size=size)
+    group.formed(_PATIENCE)
+    flat = torch.full((_SIZE,), float(rank + 1), device=group.device)
+    group.wait([group.queue(lambda: dist.all_reduce(flat, async_op=True))], _PATIENCE)
+    expected = size * (size + 1) / 2
+    if not bool((flat == expected).all()):
+        raise RuntimeError(f"a sum is {flat[0].item()}, not {expected}")
+    return group
+
+
+def _abort(group: Nccl) -> None:
+    if not group.aborted(_PATIENCE.total_seconds()):
+        raise RuntimeError("the abort does not end")
+    group.leave()
+    if dist.is_initialized():
+        raise RuntimeError("torch has its group still")
+
+
+def _use(group: Nccl, rank: int) -> None:
+    """Both ways, as a transfer of state does."""
+    flat = torch.full((_SIZE,), float(rank), device=group.device)
+    for sender in (0, 1):
+        if sender == rank:
+            group.send(flat, 1 - rank)
+        else:
+            received = torch.empty_like(flat)
+            group.receive(received, sender)
+            if not bool((received == float(sender)).all()):
+                raise RuntimeError(f"received {received[0].item()}, not {sender}")
+    group.quiesce()
+    group.leave()
+
+
+if __name__ == "__main__":
+    main()

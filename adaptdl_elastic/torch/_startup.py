@@ -1,0 +1,198 @@
+"""Connecting this replica to the others when its script begins, whoever has started them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import secrets
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch.distributed
+
+from adaptdl_elastic import checkpoint, collective, env
+from adaptdl_elastic._checks import whole
+from adaptdl_elastic._session import Identity, Session
+from adaptdl_elastic.reducer import Reducer
+from adaptdl_elastic.torch._bootstrap import current_session
+from adaptdl_elastic.torch._elastic.join import JOIN_VARIABLE, begin_joining
+from adaptdl_elastic.torch._process_group import backends, capability
+from adaptdl_elastic.torch._process_group.setup import connect_torch, listening_host, make_group
+
+dist: Any = torch.distributed  # its stub does not export the stores
+_ADDRESS = "adaptdl/address"
+
+
+def init_process_group(
+    backend: str,
+    init_method: str | None = None,
+    world_size: int | None = None,
+    rank: int | None = None,
+) -> None:
+    """Connect this replica to the others, whoever has started them.
+
+    Alone (a plain `python script.py`) the world is this one process, and nothing listens. Under
+    `adaptdl-run` and `torchrun` everything comes from them. By hand each replica is given
+    `ADAPTDL_NUM_REPLICAS`, `ADAPTDL_REPLICA_RANK`, and where rank 0 listens: `ADAPTDL_MASTER_ADDR` and
+    `ADAPTDL_MASTER_PORT`; with the same `ADAPTDL_SECRET` for all of them they may exchange objects of
+    any type.
+
+    Args:
+        backend: Of `torch.distributed`: "gloo", "nccl", "cpu:gloo,cuda:nccl", …
+        init_method: Where torch's own replicas meet; None: as the environment says.
+        world_size: Number of replicas; None: as the environment says.
+        rank: This replica's; None: as the environment says.
+
+    Raises:
+        RuntimeError: it was called before, or the others can not be reached.
+        ValueError, TypeError: an argument, or what the environment says, can not be. Nothing is changed
+            then.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "torch's process group exists already: adaptdl_elastic.torch.init_process_group makes it, so "
+            "leave torch.distributed.init_process_group out"
+        )
+    session = current_session()
+    backend = _checked_backend(backend)
+    if init_method is not None and not isinstance(init_method, str):
+        raise TypeError(f"init_method={init_method!r}: give a URL, e.g. tcp://10.0.0.1:29500")
+    before = session.identity
+    identity = _checked_identity(before, world_size, rank)
+    _keep_groups_in_children()
+    session.identity = identity
+    try:
+        _meet(session, backend, init_method)
+    except BaseException:
+        if not dist.is_initialized():
+            session.identity = before
+        raise
+
+
+def _checked_backend(backend: Any) -> str:
+    """In torch's spelling; ValueError for what it does not have."""
+    known = [name for name in dist.Backend.backend_list if name != "undefined"]
+    names = str(backend).lower().split(",")
+    several = len(names) > 1 or ":" in names[0]
+    parts = [name.partition(":") for name in names]
+    if not isinstance(backend, str) or any(
+        (name if several else device) not in known or (several and not (device and colon))
+        for device, colon, name in parts
+    ):
+        raise ValueError(
+            f"backend={backend!r}: there are {', '.join(known)}, or one for each kind of device, "
+            f"e.g. cpu:gloo,cuda:nccl"
+        )
+    return ",".join(names)
+
+
+def _checked_identity(known: Identity, world_size: Any, rank: Any) -> Identity:
+    """Who this replica is, with what was given in place of what is known."""
+    replicas = known.replicas if world_size is None else whole("world_size", world_size, 1)
+    if rank is None and known.rank >= replicas:
+        raise ValueError(
+            f"world_size={world_size!r}, and this is rank {known.rank} by the environment: give the rank, too"
+        )
+    place = known.rank if rank is None else whole("rank", rank, 0, replicas - 1)
+    return replace(known, rank=place, replicas=replicas)
+
+
+def _meet(session: Session, backend: str, init_method: str | None) -> None:
+    session.backend = backend
+    backends.kind(backend).place()
+    capability.begin(session, backend)
+    if os.environ.get(JOIN_VARIABLE):
+        begin_joining(session, backend)
+        return
+    if session.replicas == 1:
+        _alone(session, backend, init_method)
+    elif os.environ.get("MASTER_PORT") and "RANK" in os.environ:
+        _launched(session, backend, init_method)
+    else:
+        _by_hand(session, backend, init_method)
+    session.start()
+    capability.compare(session)
+    checkpoint.agree(lambda value: collective.broadcast(value, tag="checkpoint"))
+
+
+def _alone(session: Session, backend: str, init_method: str | None) -> None:
+    if init_method is not None:
+        make_group(session, backend, None, init_method=init_method, world_size=1, rank=0)
+    else:
+        make_group(session, backend, None, store=dist.HashStore(), world_size=1, rank=0)
+    session.reducer = session.reducer or Reducer(0, 1)
+
+
+def _launched(session: Session, backend: str, init_method: str | None) -> None:
+    """By an agent, ours or torchrun's, which keeps a store at MASTER_ADDR:MASTER_PORT."""
+    store, _, _ = next(dist.rendezvous(init_method or "env://", session.rank, session.replicas))
+    store = dist.PrefixStore(f"adaptdl/{session.generation}", store)
+    if os.environ.get("ADAPTDL_MASTER_PORT"):
+        _connect(session, env.master_addr(), env.master_port(), env.secret())
+    else:
+        _connect_through(session, store)
+    connect_torch(session, backend, store)
+
+
+@cache
+def _keep_groups_in_children() -> None:
+    """A forked child (a loader's worker) must not free our groups: it has none of their threads.
+
+    Its garbage collection would wait for them for ever, or crash; it may not touch what it inherits.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
+
+
+def _by_hand(session: Session, backend: str, init_method: str | None) -> None:
+    """No launcher: rank 0's port is the library's, and what torch needs goes through it."""
+    host, port = env.master_addr(), env.master_port()
+    if not port:
+        raise ValueError(
+            f"{session.replicas} replicas and no ADAPTDL_MASTER_PORT: say where rank 0 listens by "
+            f"ADAPTDL_MASTER_ADDR and ADAPTDL_MASTER_PORT, or start the script with adaptdl-run"
+        )
+    _connect(session, host, port, env.secret())
+    if init_method is not None:
+        given = {"rank": session.rank, "world_size": session.replicas}
+        make_group(session, backend, None, init_method=init_method, **given)
+        return
+    store: Any = None
+    if session.rank == 0:
+        store = dist.TCPStore(host, 0, session.replicas, is_master=True, wait_for_workers=False)
+    found = collective.broadcast(None if store is None else store.port, tag="store")
+    if store is None:
+        store = dist.TCPStore(host, found, session.replicas, is_master=False, wait_for_workers=False)
+    make_group(session, backend, None, store=store, rank=session.rank, world_size=session.replicas)
+
+
+def _connect_through(session: Session, store: Any) -> None:
+    """Rank 0 takes a free port and tells the others through torch's store, with a key of its own."""
+    if session.rank == 0:
+        host, key = listening_host(), env.secret() or secrets.token_hex(16).encode()
+
+        def publish(port: int) -> None:
+            store.set(_ADDRESS, json.dumps([host, port, key.decode()]))
+
+        _connect(session, host, 0, key, publish)
+    else:
+        host, port, text = json.loads(store.get(_ADDRESS))
+        _connect(session, host, port, text.encode())
+
+
+def _connect(session: Session, host: str, port: int, key: bytes | None, publish: Any = None) -> None:
+    if session.reducer is not None:
+        if session.reducer.replicas == session.replicas:
+            return  # collective.initialize was called by the script
+        session.reducer.close()
+    session.reducer = Reducer(
+        session.rank,
+        session.replicas,
+        host,
+        port,
+        secret=key,
+        on_control=session.on_control,
+        on_lost=session.on_lost,
+        publish=publish,
+    )

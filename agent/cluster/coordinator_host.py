@@ -1,0 +1,248 @@
+"""Two agents of the cluster keep a coordinator each as their child; this is an agent's part in it.
+
+Agents create `coordinator/host`, leased: whoever does starts `python -m adaptdl_elastic.autoscaler
+coordinator`, and starts it again when it dies. Where something already leads (a coordinator that runs
+as a service of the cluster), nobody tries. Later an agent of another node creates `coordinator/second` and
+does the same: that coordinator follows the store and leads as soon as the first one does not. The child ends
+when the pipe it was given closes, whatever way its agent went.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+
+logger = logging.getLogger(__name__)
+
+FIRST_DELAY, LAST_DELAY = 0.2, 10.0  # seconds between a coordinator's death and the next start
+CLAIM_AGAIN_AFTER = 1.0  # seconds: a claim that waits for the store is not made twice
+SETTLED_AFTER = 10.0  # seconds after an agent's start from which it may keep one that stands by
+HEALTHY_AFTER = 30.0  # seconds after which a death is not one of a series
+SERIES = 8  # deaths and failed starts in a row after which another node should have a try
+REST = 30.0  # seconds for which this one then has none
+
+
+@dataclass(frozen=True)
+class CoordinatorCommand:
+    """How `adaptdl coordinator` is started: its arguments, and its environment, which has the credentials."""
+
+    arguments: tuple[str, ...]
+    environ: Mapping[str, str] = field(repr=False)
+
+
+class CoordinatorChild:
+    """Keeps one coordinator process running until it is told to stop."""
+
+    def __init__(self, command: CoordinatorCommand, log: Path, died: Callable[[str], None]) -> None:
+        self._command, self._log, self._died = command, log, died
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: int | None = None
+        self._log_lost = False
+        self.failed = False  # it does not run here, and is not tried again
+        self._thread = threading.Thread(target=self._keep, name="coordinator", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs now."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def _keep(self) -> None:
+        delay, series, told = FIRST_DELAY, 0, ""
+        while not self._closing.is_set():
+            started = time.monotonic()
+            try:
+                process = self._start()
+                if process is None:
+                    return
+                code = process.wait()
+                told, what = "", f"the coordinator ended with code {code}{_last_words(self._log)}"
+            except (OSError, subprocess.SubprocessError) as error:  # no descriptor, memory, process left
+                what = f"no coordinator can be started here: {error}"
+            if self._closing.is_set():
+                return
+            if time.monotonic() - started > HEALTHY_AFTER:
+                delay, series = FIRST_DELAY, 0
+            delay, series = min(2 * delay, LAST_DELAY), series + 1
+            if series >= SERIES:
+                self.failed = True
+                self._died(f"{what}; this node leaves it to others for {REST:g} s")
+                return
+            if what != told:
+                self._died(f"{what}; starting it again")
+            told = what
+            self._closing.wait(delay)
+
+    def _start(self) -> subprocess.Popen[bytes] | None:
+        with self._lock:
+            if self._closing.is_set():
+                return None
+            self._hang_up()
+            read, self._pipe = os.pipe()
+            command = [sys.executable, "-m", "adaptdl_elastic.autoscaler", "coordinator"]
+            try:
+                with self._open_log() as log:
+                    self._process = subprocess.Popen(
+                        [*command, *self._command.arguments, "--parent-fd", str(read)],
+                        env=dict(self._command.environ),
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        pass_fds=(read,),
+                        start_new_session=True,
+                    )
+            finally:
+                os.close(read)
+            return self._process
+
+    def _open_log(self) -> BinaryIO:
+        """The log, or a place where it is lost: without a coordinator nobody could join or leave."""
+        try:
+            return self._log.open("ab")
+        except OSError as error:
+            if not self._log_lost:
+                self._log_lost = True
+                self._died(f"the coordinator's log is lost: {error}")
+            return Path(os.devnull).open("ab")
+
+    def _hang_up(self) -> None:
+        if self._pipe is not None:
+            os.close(self._pipe)
+            self._pipe = None
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Let it end in an orderly way; it gives its leadership back."""
+        with self._lock:
+            self._closing.set()
+            self._hang_up()
+            process = self._process
+        if process is not None:
+            try:
+                process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._thread.join(timeout)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who keeps a coordinator, as it stands in the store."""
+
+    node: str
+    agent: str
+
+    def __str__(self) -> str:
+        return f"{self.node}/{self.agent}"
+
+    @classmethod
+    def parse(cls, text: str | None) -> Holder | None:
+        """None: nobody. What nobody can read is somebody."""
+        if text is None:
+            return None
+        node, _, agent = text.rpartition("/")
+        return cls(node, agent)
+
+
+class CoordinatorHost:
+    """Keeps a coordinator while this agent holds one of the two places, and claims one that is free.
+
+    `claim(key, other)` is to create `key` for us, unless our node holds `other`; `release(key)` is to give it
+    up, which happens when no coordinator can be kept here, or both places have come to one node. `settled`
+    is when, by `clock`, this agent may begin to keep one that stands by: the start of a job has enough to do.
+    """
+
+    def __init__(
+        self,
+        me: Holder,
+        keys: Keys,
+        child: Callable[[], CoordinatorChild],
+        claim: Callable[[str, str], None],
+        release: Callable[[str], None],
+        settled: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._me, self._new_child, self._clock = me, child, clock
+        self._claim, self._release = claim, release
+        self._first, self._second = keys.coordinator_host, keys.coordinator_second
+        self._settled = settled
+        self._child: CoordinatorChild | None = None
+        self._asked = float("-inf")
+        self._rests_until = float("-inf")
+        self.due: float | None = settled  # when to `mind` again though nothing has changed
+
+    def mind(self, first: str | None, second: str | None, leader: str | None) -> None:
+        """Act on who holds the two places and who leads, as last heard; None: nobody."""
+        holders = Holder.parse(first), Holder.parse(second)
+        if holders[1] == self._me and holders[0] is not None and holders[0].node == self._me.node:
+            self._release(self._second)  # both claimed at the same moment; they would be lost together
+            holders = holders[0], None
+        now, wanted, self.due = self._clock(), self._wanted(*holders, leader), None
+        if self._child is not None and self._child.failed:
+            self._child.close()
+            self._child, self._rests_until = None, now + REST
+            for key, holder in zip((self._first, self._second), holders, strict=True):
+                if holder == self._me:
+                    self._release(key)
+        if now < self._rests_until:
+            self.due = self._rests_until
+            return
+        if self._me in holders:
+            if self._child is None:
+                self._child = self._new_child()
+        elif self._child is not None and wanted is None and any(holders):
+            child, self._child = self._child, None
+            threading.Thread(target=child.close, daemon=True).start()  # it may take its time
+        if wanted is None:
+            return
+        other = self._first if wanted == self._second else self._second
+        at = self._asked + CLAIM_AGAIN_AFTER
+        if wanted == self._second or leader is not None:
+            at = max(at, self._settled)
+        if now < at:
+            self.due = at
+            return
+        self._asked = now
+        self._claim(wanted, other)
+
+    def _wanted(self, first: Holder | None, second: Holder | None, leader: str | None) -> str | None:
+        """The place that is free and that we should have."""
+        if self._me in (first, second):
+            return None
+        if first is None and second is None:
+            return self._first if leader is None or self._child is not None else None
+        if first is not None and second is not None:
+            return None
+        holder = first or second
+        assert holder is not None
+        if holder.node == self._me.node:
+            return None  # they would be lost together
+        return self._first if first is None else self._second
+
+    def close(self) -> None:
+        """End the coordinator, if it is ours."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.close()
+
+
+def _last_words(log: Path) -> str:
+    with suppress(OSError):
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        if lines:
+            return f" ({lines[-1].strip()[:200]}; all of it in {log})"
+    return ""

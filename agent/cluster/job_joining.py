@@ -1,0 +1,205 @@
+"""How an agent comes into a job: the job's specification, its run, and the node's name."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from adaptdl_elastic.agent.cluster.store_link import LEASE_SECONDS, NameTakenError, Registration
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import (
+    JobSpec,
+    JobState,
+    JobStatus,
+    MalformedRecordError,
+    NodeRecord,
+    decode,
+    encode,
+)
+from adaptdl_elastic.rendezvous.store.base import Store
+
+_ATTEMPTS = 20
+
+
+class JoinError(RuntimeError):
+    """This agent can not take part; the message says why and what to do."""
+
+
+def join_job(
+    store: Store, keys: Keys, fresh: JobSpec, version: str, say: Callable[[str], None], once: bool = False
+) -> JobSpec:
+    """The job's specification: `fresh` where there is none to join, else the one of the run that goes on.
+
+    A run goes on while an agent of it is registered. So register before, with the run of `fresh`: agents
+    that are started at the same moment must not take each other's run for one that nobody belongs to.
+    With `once` a run that has ended is joined, too: its agents have nothing to do but to exit as it did.
+    """
+    key = keys.job(fresh.job, "spec")
+    for _ in range(_ATTEMPTS):
+        found = store.get(key)
+        agents = live_agents(store, keys, fresh.job)
+        _check_versions(agents, version)
+        if found is None:
+            if store.compare_and_swap(key, encode(fresh), 0) is not None:
+                return fresh
+            continue
+        try:
+            spec = decode(JobSpec, found.value, key)
+        except MalformedRecordError as error:
+            raise JoinError(
+                f"{error}; another program writes under our prefix: choose another --cluster"
+            ) from None
+        status = _status(store, keys, fresh.job)
+        ended = status is not None and status.run == spec.run and status.state.ended
+        if once if ended else any(agent.run == spec.run for agent in agents):
+            if not ended:
+                _check_command(spec, fresh)
+                _compare(spec, fresh, say)
+            return spec
+        if store.compare_and_swap(key, encode(fresh), found.mod_revision) is not None:
+            _start_anew(store, keys, spec, status if ended else None, say)
+            return fresh
+    raise JoinError(f"job {fresh.job!r}: other agents keep changing its specification; try again")
+
+
+def has_ended(store: Store, keys: Keys, job: str) -> bool:
+    """Whether the last run of a job, as the store has it, is over."""
+    found, status = store.get(keys.job(job, "spec")), _status(store, keys, job)
+    if found is None or status is None:
+        return False
+    try:
+        return status.state.ended and decode(JobSpec, found.value, found.key).run == status.run
+    except MalformedRecordError:
+        return False
+
+
+def _start_anew(
+    store: Store, keys: Keys, old: JobSpec, status: JobStatus | None, say: Callable[[str], None]
+) -> None:
+    state = status.state if status is not None else None
+    if state is JobState.DONE:
+        store.delete(keys.job(old.job, "checkpoint"))
+        say(f"job {old.job!r} (run {old.run}) is done: starting it anew as another run")
+    elif state is None:
+        say(f"job {old.job!r} (run {old.run}) has no agent any more: going on from its last checkpoint")
+    else:
+        say(f"job {old.job!r} (run {old.run}) has {state.value}: going on from its last checkpoint")
+
+
+def live_agents(store: Store, keys: Keys, job: str) -> list[NodeRecord]:
+    """Who is registered for a job."""
+    records = []
+    for item in store.range(keys.nodes).items:
+        if item.key.rpartition("/")[2] == job:
+            try:
+                records.append(decode(NodeRecord, item.value, item.key))
+            except MalformedRecordError:
+                continue
+    return records
+
+
+def _check_command(spec: JobSpec, fresh: JobSpec) -> None:
+    """Replicas of two programs would wait for each other for ever, or worse."""
+    if not spec.profile_key or spec.profile_key == fresh.profile_key:
+        return
+    theirs, ours = shlex.join(spec.command), shlex.join(fresh.command)
+    if theirs == ours:
+        raise JoinError(
+            f"job {spec.job!r} runs another version of `{ours}` than this node has: copy the same script to "
+            f"all nodes, or give another --rdzv-id"
+        )
+    raise JoinError(
+        f"job {spec.job!r} runs `{theirs}`, and this node was to run `{ours}`: give all nodes the same "
+        f"script and arguments (what differs between them in environment variables), or another --rdzv-id"
+    )
+
+
+_OF_THE_JOB: dict[str, Callable[[JobSpec], str]] = {
+    "--nnodes": lambda spec: f"{spec.min_nodes}:{spec.max_nodes}",
+    "--max-restarts": lambda spec: str(spec.max_restarts),
+    "--rescale": lambda spec: spec.rescale.value,
+    "--rescale-timeout": lambda spec: f"{spec.rescale_timeout:g}",
+    "--checkpoint-timeout": lambda spec: f"{spec.checkpoint_timeout:g}",
+    "--weight": lambda spec: f"{spec.weight:g}",
+}
+_FLAGS: dict[str, Callable[[JobSpec], bool]] = {
+    "--no-autoscale": lambda spec: not spec.autoscale,
+    "--no-preempt": lambda spec: not spec.preemptible,
+    "--avoid-preemptible-nodes": lambda spec: spec.avoid_preemptible_nodes,
+}
+
+
+def _compare(spec: JobSpec, fresh: JobSpec, say: Callable[[str], None]) -> None:
+    """What is said about the job as a whole counts when its run begins, and not later."""
+    for name, told in _OF_THE_JOB.items():
+        holds, given = told(spec), told(fresh)
+        if holds != given:
+            say(f"{name} {given} has no effect: job {spec.job!r} runs with {holds}, as its first agent said")
+    for name, flag in _FLAGS.items():
+        if flag(fresh) and not flag(spec):
+            say(f"{name} has no effect: job {spec.job!r} was started without it")
+        elif flag(spec) and not flag(fresh):
+            say(f"job {spec.job!r} runs with {name}, as its first agent said")
+
+
+def _check_versions(agents: list[NodeRecord], version: str) -> None:
+    for agent in agents:
+        if agent.version and agent.version != version:
+            raise JoinError(
+                f"node {agent.node} runs adaptdl-elastic {agent.version}, this one {version}: "
+                f"install the same on all"
+            )
+
+
+def _status(store: Store, keys: Keys, job: str) -> JobStatus | None:
+    key = keys.job(job, "status")
+    found = store.get(key)
+    try:
+        return None if found is None else decode(JobStatus, found.value, key)
+    except MalformedRecordError:
+        return None
+
+
+def node_name(host: str) -> str:
+    """A host's name as a node's."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", host).strip("-._") or "node"
+
+
+def register(store: Store, keys: Keys, record: NodeRecord, exact: bool) -> Registration:
+    """Register under `record.node`; when it is taken, under the first free variant unless `exact`."""
+    deadline = time.monotonic() + LEASE_SECONDS + 1.0
+    tried = 1
+    while True:
+        name = record.node if tried == 1 or exact else f"{record.node}-{tried}"
+        registration = Registration(store, keys, replace(record, node=name))
+        try:
+            registration.register()
+        except NameTakenError as error:
+            tried += 1
+            if not exact:
+                continue
+            if time.monotonic() > deadline:
+                raise JoinError(
+                    f"--node-name={record.node} is taken by {error.by}, of job {record.job!r}: choose another"
+                ) from None
+            # the lease of an agent that was killed a moment ago still runs
+            _wait_for_removal(store, keys.node(record.node, record.job), deadline)
+        else:
+            return registration
+
+
+def _wait_for_removal(store: Store, key: str, deadline: float) -> None:
+    revision = store.range(key).revision
+    if store.get(key) is None:
+        return
+    with store.watch(key, revision + 1) as watch:
+        timer = threading.Timer(max(0.1, deadline - time.monotonic()), watch.close)
+        timer.start()
+        for change in watch:
+            if change.kind == "delete":
+                break
+        timer.cancel()

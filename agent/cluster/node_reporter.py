@@ -1,0 +1,86 @@
+"""What an agent writes to the store: how its replicas are doing, and what they report."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+from adaptdl_elastic.agent.cluster.store_link import Writer
+from adaptdl_elastic.agent.core.states import AgentIdentity
+from adaptdl_elastic.protocol.hints import MalformedHintsError
+from adaptdl_elastic.protocol.hints import decode as decode_hints
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import (
+    CheckpointRecord,
+    EndedRecord,
+    MasterRecord,
+    PeerLossRecord,
+    ReadyRecord,
+    RunningRecord,
+    encode,
+)
+from adaptdl_elastic.rendezvous.store.base import Store
+
+logger = logging.getLogger(__name__)
+
+
+class NodeReporter:
+    """One node's part of one job. Everything is written in order, by the writer's thread."""
+
+    def __init__(self, store: Store, keys: Keys, writer: Writer, me: AgentIdentity) -> None:
+        self._store, self._keys, self._writer = store, keys, writer
+        self._job, self._node, self._agent = me.job, me.node, me.agent
+
+    def master(self, record: MasterRecord) -> None:
+        """Where a generation meets."""
+        self._put(self._keys.generation(self._job, record.generation, "master"), encode(record))
+
+    def ready(self, generation: int) -> None:
+        """This node's newcomers are warm."""
+        self._of_generation("ready", ReadyRecord(self._node, generation, time.time()))
+
+    def running(self, generation: int, first_step: float | None, library: bool, resilient: bool) -> None:
+        """This node's replicas have started."""
+        record = RunningRecord(
+            self._node, generation, time.time(), first_step, library, resilient, self._agent
+        )
+        self._of_generation("running", record)
+
+    def broken(self, record: PeerLossRecord) -> None:
+        """Somebody has died, and the living wait."""
+        self._of_generation("broken", replace(record, time=time.time()))
+
+    def ended(self, record: EndedRecord) -> None:
+        """This node's replicas are gone from a generation."""
+        self._of_generation("ended", record)
+
+    def checkpoint(self, record: CheckpointRecord) -> None:
+        """The newest checkpoint."""
+        self._put(self._keys.job(self._job, "checkpoint"), encode(record))
+
+    def hints(self, hints: dict[str, Any]) -> bool:
+        """What rank 0 reports, only the newest of it; False when it does not fit the schema."""
+        text = json.dumps({"v": 1, **hints})
+        try:
+            decode_hints(text)
+        except MalformedHintsError as error:
+            logger.warning("hints that do not fit the schema: %s", error)
+            return False
+        key = self._keys.job(self._job, "hints")
+        self._writer.submit_latest(key, lambda: self._store_put(key, text))
+        return True
+
+    def _of_generation(
+        self, what: str, record: ReadyRecord | RunningRecord | PeerLossRecord | EndedRecord
+    ) -> None:
+        key = self._keys.generation(self._job, record.generation, what, self._node)
+        self._put(key, encode(record))
+
+    def _put(self, key: str, value: str) -> None:
+        self._writer.submit(lambda: self._store_put(key, value))
+
+    def _store_put(self, key: str, value: str) -> None:
+        self._store.put(key, value)

@@ -1,0 +1,133 @@
+"""What the watched part of the store holds, and what a change of it means for this agent."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TypeVar
+
+from adaptdl_elastic.agent.cluster.store_link import KeyChanged, Keyspace
+from adaptdl_elastic.agent.core import states
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import (
+    CheckpointRecord,
+    DrainRequest,
+    EndedRecord,
+    JobRequest,
+    JobSpec,
+    JobStatus,
+    MasterRecord,
+    NodeRecord,
+    Plan,
+    decode,
+)
+
+logger = logging.getLogger(__name__)
+R = TypeVar("R")
+
+
+class StoreView:
+    """Keys and values as last heard, and their translation into the agent's events."""
+
+    def __init__(self, keys: Keys, job: str, node: str) -> None:
+        self._keys, self._job, self._node = keys, job, node
+        self._values: dict[str, str] = {}
+        self.agents: dict[str, NodeRecord] = {}  # node → registration for this job
+        self.request: JobRequest | None = None
+        self.checkpoint: CheckpointRecord | None = None
+        self.drain: DrainRequest | None = None
+        self.host: str | None = None  # who keeps a coordinator
+        self.second: str | None = None  # who keeps another one
+        self.leader: str | None = None
+        self.ended: dict[tuple[int, str], EndedRecord] = {}
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """What is to be watched."""
+        keys = self._keys
+        return keys.job(self._job), keys.nodes, f"{keys.root}coordinator/", keys.drain(self._node)
+
+    def learn(self, news: Keyspace | KeyChanged) -> Iterator[states.Event]:
+        """Take note of news; what of it concerns the decisions."""
+        if isinstance(news, KeyChanged):
+            yield from self._set(news.key, news.value)
+            return
+        changed = [(k, None) for k in self._values if k.startswith(news.prefix) and k not in news.items]
+        changed += [(k, v) for k, v in news.items.items() if self._values.get(k) != v]  # type: ignore[misc]
+        for key, value in changed:
+            for event in self._set(key, value):
+                # who is registered is known when all of it has been read: a node that comes later in
+                # the list has not vanished
+                if not isinstance(event, states.NodesSeen):
+                    yield event
+        if news.prefix == self._keys.nodes:
+            yield self._nodes()
+
+    def last_step_before(self, plan: Plan) -> float | None:
+        """Wall-clock end of the last step of any earlier generation of its run, as the nodes have said."""
+        times = [
+            record.last_step
+            for (generation, _), record in self.ended.items()
+            if plan.first <= generation < plan.generation and record.last_step is not None
+        ]
+        return max(times, default=None)
+
+    def _set(self, key: str, value: str | None) -> Iterator[states.Event]:
+        if value is None:
+            self._values.pop(key, None)
+        else:
+            self._values[key] = value
+        try:
+            yield from self._translate(key, value)
+        except ValueError as error:  # MalformedRecordError, or a number that is none in a key
+            logger.warning("ignored a value in the store: %s", error)
+
+    def _translate(self, key: str, value: str | None) -> Iterator[states.Event]:
+        keys = self._keys
+        own = keys.job(self._job)
+        if key.startswith(own):
+            yield from self._of_job(key.removeprefix(own).split("/"), key, value)
+        elif key.startswith(keys.nodes):
+            node, _, job = key.removeprefix(keys.nodes).partition("/")
+            if job == self._job:
+                self.agents.pop(node, None)
+                if value is not None:
+                    self.agents[node] = decode(NodeRecord, value, key)
+                yield self._nodes()
+        elif key == keys.coordinator_host:
+            self.host = value
+        elif key == keys.coordinator_second:
+            self.second = value
+        elif key == keys.coordinator_leader:
+            self.leader = value
+        elif key == keys.drain(self._node):
+            self.drain = _decode(DrainRequest, value, key)
+
+    def _of_job(self, parts: list[str], key: str, value: str | None) -> Iterator[states.Event]:
+        match parts:
+            case ["plan"] if value is not None:
+                yield states.PlanSeen(decode(Plan, value, key))
+            case ["status"] if value is not None:
+                yield states.StatusSeen(decode(JobStatus, value, key))
+            case ["spec"] if value is not None:
+                spec = decode(JobSpec, value, key)
+                yield states.SpecSeen(spec.run)
+            case ["request"]:
+                self.request = _decode(JobRequest, value, key)
+            case ["checkpoint"]:
+                self.checkpoint = _decode(CheckpointRecord, value, key)
+            case ["generations", _, "master"] if value is not None:
+                yield states.MasterSeen(decode(MasterRecord, value, key))
+            case ["generations", generation, "ended", node] if value is not None:
+                record = decode(EndedRecord, value, key)
+                self.ended[int(generation), node] = record
+                yield states.EndedSeen(int(generation), node, record.outcome)
+
+    def _nodes(self) -> states.NodesSeen:
+        own = self.agents.get(self._node)
+        holder = f"the agent at {own.host}, process {own.pid}" if own is not None else ""
+        return states.NodesSeen({node: record.agent for node, record in self.agents.items()}, holder)
+
+
+def _decode(kind: type[R], value: str | None, key: str) -> R | None:
+    return None if value is None else decode(kind, value, key)

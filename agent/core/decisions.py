@@ -1,0 +1,536 @@
+"""What an agent does, as a pure function: (state, event, now) → (new state, actions).
+
+The state holds what the agent has been told (the plan, who is registered, what has ended) and what it
+has (`held`: the replicas of one generation, or nothing). Every event first changes what is known; then
+`_reconcile` compares that with what is held and answers with the actions that bring it closer. Nothing
+here reads a clock, the store or a process; everything that takes time is asked for as an action and
+comes back as an event. `deadline(state)` says when to send a `Tick` at the latest.
+
+A generation on a node::
+
+    none ──plan names us, `leaving` are gone──► rank 0 here: OpenMaster ─► MasterSeen ─► StartReplicas
+      ▲                                                                                     │
+      │                                                                            running ◄┘
+      │   newer plan (restart), drain, timer      newer plan (abort), a failure │ │
+      │        ┌─────── stopping ◄──────────────────────────────────────────────┘ │
+      │        │ all exited, or checkpoint_timeout ──► killing ◄──────────────────┘
+      └────────┴──────────── all exited: WriteEnded ◄────┘
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from adaptdl_elastic.agent.core import hang_detection, inplace_change, peer_loss
+from adaptdl_elastic.agent.core.states import (
+    Action,
+    AgentIdentity,
+    AskToStop,
+    Departure,
+    EndedSeen,
+    Event,
+    Exit,
+    Kill,
+    Leave,
+    LeaveNow,
+    LocalGeneration,
+    MasterSeen,
+    NodesSeen,
+    OpenMaster,
+    Phase,
+    PlanSeen,
+    Replica,
+    ReplicaBroken,
+    ReplicaExited,
+    ReplicaFinished,
+    ReplicaHello,
+    ReplicaOver,
+    ReplicaPong,
+    ReplicaReady,
+    ReplicaResilient,
+    ReplicaStarted,
+    ReplicaStep,
+    ReplicaStopping,
+    ReplicaSwitched,
+    SpecSeen,
+    StartReplicas,
+    State,
+    StatusSeen,
+    StoreAway,
+    StoreBack,
+    Tick,
+    Unfit,
+    WriteBroken,
+    WriteDraining,
+    WriteEnded,
+    WriteRunning,
+)
+from adaptdl_elastic.protocol.channel import STOPPED
+from adaptdl_elastic.rendezvous.schema.records import (
+    EndedRecord,
+    Failure,
+    JobState,
+    JobStatus,
+    Outcome,
+    PeerLossRecord,
+    Plan,
+    Transition,
+)
+
+OWN_STOP_AFTER = 5.0  # seconds that a draining agent waits for the coordinator's plan
+PATIENCE = 60.0  # seconds that an agent whose replicas are gone waits for a store that is away
+KILL_AGAIN_AFTER = 5.0  # seconds between two SIGKILLs at what will not go
+
+
+def decide(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
+    """What to do about an event. `now` is a monotonic clock; wall-clock times come inside events."""
+    if state.exiting:
+        return state, []
+    state, actions = _learn(state, event, now)
+    while True:
+        state, more = _reconcile(state, now)
+        actions += more
+        if not more or state.exiting:
+            return state, actions
+
+
+def deadline(state: State) -> float | None:
+    """When the next `Tick` is due at the latest; None: nothing is timed."""
+    times = []
+    held = state.held
+    if held is None and state.away is not None and state.outcome is not None:
+        times.append(_lonely_until(state, state.away))
+    if held is None and state.departure is not None:
+        times.append(state.outcome_at + OWN_STOP_AFTER)
+    if held is not None and held.until is not None:
+        times.append(held.until)
+    if held is not None and held.phase is Phase.RUNNING:
+        if held.change is not None and not held.change.announced:
+            times.append(held.change.until)
+        if held.join_by is not None:
+            times.append(held.join_by)
+        if state.departure is not None:
+            times.append(max(state.departure.since, held.since) + OWN_STOP_AFTER)
+        times += hang_detection.due(state, held)
+    return min(times, default=None)
+
+
+def _learn(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
+    """Take note of an event."""
+    match event:
+        case PlanSeen(plan):
+            return _learn_plan(state, plan)
+        case StatusSeen(status):
+            return (replace(state, status=status) if status.run == state.me.run else state), []
+        case NodesSeen(agents, holder):
+            if agents.get(state.me.node, state.me.agent) == state.me.agent:
+                return replace(state, agents=agents), []
+            why = f"the node name {state.me.node!r} was taken by {holder} while this agent could not be heard"
+            return _exit_now(state, 1, f"{why}: it has our place now")
+        case EndedSeen(generation, node, outcome):
+            return replace(state, ended={**state.ended, (generation, node): outcome}), []
+        case MasterSeen(master):
+            known = state.master is None or master.generation >= state.master.generation
+            return (replace(state, master=master) if known else state), []
+        case Leave(reason, when):
+            if state.departure is not None:
+                return state, []
+            state = replace(state, departure=Departure(reason, now, when))
+            return state, [WriteDraining(reason, when)]
+        case LeaveNow(reason):
+            return _exit_now(state, STOPPED, reason)
+        case Unfit(reason):
+            return _exit_now(state, 1, reason)
+        case StoreAway():
+            return replace(state, away=now if state.away is None else state.away), []
+        case StoreBack():
+            return replace(state, away=None), []
+        case SpecSeen(run):
+            if run == state.me.run:
+                return state, []
+            return _exit_now(
+                state,
+                1,
+                f"job {state.me.job!r} was started again as run {run}: this agent is of an older run",
+            )
+        case _:
+            return _learn_replica(state, event, now)
+
+
+def _learn_plan(state: State, plan: Plan) -> tuple[State, list[Action]]:
+    if plan.run != state.me.run or plan.claim:
+        return state, []
+    before = state.plan
+    if before is not None and plan.generation <= before.generation:
+        return state, []
+    state = replace(state, plan=plan)
+    actions: list[Action] = []
+    # What was overtaken before it began here, or was never heard of, has to be answered for as well:
+    # whoever comes next waits for us to say that nothing of it runs.
+    counted_on = {gone.generation for gone in plan.leaving if (gone.node, gone.agent) == _name(state)}
+    if before is not None and before.generation > state.acted and _names_us(state, before):
+        counted_on.add(before.generation)
+    for generation in sorted(counted_on):
+        if generation not in _under_way(state) and (generation, state.me.node) not in state.ended:
+            state, answer = _answer(state, generation, Outcome.STOPPED)
+            actions.append(answer)
+    return state, actions
+
+
+def _under_way(state: State) -> set[int]:
+    """Generations that are held here, or about to be."""
+    held = state.held
+    if held is None:
+        return set()
+    return {held.generation, held.change.plan.generation if held.change is not None else held.generation}
+
+
+def _name(state: State) -> tuple[str, str]:
+    return state.me.node, state.me.agent
+
+
+def _answer(state: State, generation: int, outcome: Outcome) -> tuple[State, Action]:
+    """Say of a generation that is not held here how it ended here."""
+    me = state.me
+    record = EndedRecord(me.node, generation, outcome, 0 if outcome is Outcome.DONE else STOPPED)
+    ended = {**state.ended, (generation, me.node): outcome}
+    return replace(state, ended=ended, acted=max(state.acted, generation)), WriteEnded(record)
+
+
+def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
+    held = state.held
+    if held is None or isinstance(event, Tick):
+        return state, []
+    if isinstance(event, (ReplicaReady, ReplicaSwitched)):
+        return replace(state, held=inplace_change.learn(held, event, now)), []
+    if isinstance(event, ReplicaResilient):
+        return peer_loss.resilient(state, held, event.local_rank)
+    if isinstance(event, ReplicaOver):
+        return replace(state, held=peer_loss.said(held, event.local_rank, over=event.over)), []
+    if isinstance(event, ReplicaFinished):
+        return replace(state, held=peer_loss.said(held, event.local_rank, finished=True)), []
+    if isinstance(event, ReplicaStopping):
+        return replace(state, held=peer_loss.said(held, event.local_rank, stopping=True)), []
+    if isinstance(event, ReplicaBroken):
+        return peer_loss.hear(state, held, event, now)
+    if isinstance(event, ReplicaExited) and any(
+        r.hanging for r in held.replicas if r.local_rank == event.local_rank
+    ):
+        event = replace(event, message=hang_detection.told(state))
+    if isinstance(event, ReplicaExited) and peer_loss.survived(held, event):
+        return peer_loss.lose(state, held, event, now)
+    if getattr(event, "generation", None) != held.generation:
+        newcomer = isinstance(event, ReplicaExited)
+        return (replace(state, held=inplace_change.learn(held, event, now)) if newcomer else state), []  # type: ignore[arg-type]
+    actions: list[Action] = []
+    match event:
+        case ReplicaStarted(_, local_rank, pid):
+            held = _change(held, local_rank, pid=pid)
+        case ReplicaHello(_, local_rank):
+            if held.plain:
+                actions.append(WriteRunning(held.generation, library=True))
+            held = replace(_change(held, local_rank, library=True), plain=False)
+        case ReplicaStep(_, local_rank, step):
+            held = _change(held, local_rank, step=step, stepped=now, heard=now, pinged=None)
+        case ReplicaPong(_, local_rank):
+            held = _change(held, local_rank, heard=now, pinged=None)
+        case ReplicaExited():
+            held = _learn_exit(held, event)
+    return replace(state, held=held), actions
+
+
+def _learn_exit(held: LocalGeneration, event: ReplicaExited) -> LocalGeneration:
+    local_rank, code = event.local_rank, event.exit_code
+    replica = next((r for r in held.replicas if r.local_rank == local_rank), None)
+    if replica is None:  # not in it yet when others died in it (`recovery.enter_in_haste`)
+        return peer_loss.stray_ended(held, local_rank, code)
+    if replica.exit_code is not None:
+        return held
+    stopped = _was_stopped(replica, event)
+    held = _change(
+        held, local_rank, exit_code=code, exited=event.time, message=event.message, stopped=stopped
+    )
+    if held.joining:
+        return held  # `inplace` sees it
+    if code == 0 or stopped or held.phase is Phase.KILLING or held.failure is not None:
+        return held
+    return replace(held, failure=Failure(replica.rank, code, event.message, event.time))
+
+
+def _was_stopped(replica: Replica, event: ReplicaExited) -> bool:
+    """Whether a replica has ended because it was asked to, and not because its script was at its end.
+
+    A script may answer SIGTERM with any exit code, 0 included, so the code proves nothing after a signal.
+    What proves an end of its own is that the signal could not reach the script any more.
+    """
+    if event.exit_code == STOPPED or replica.stopping:
+        return True
+    return replica.signalled and event.signal_arrived and not replica.finished
+
+
+def _change(held: LocalGeneration, local_rank: int, **fields: object) -> LocalGeneration:
+    return replace(
+        held,
+        replicas=tuple(
+            replace(r, **fields) if r.local_rank == local_rank else r  # type: ignore[arg-type]
+            for r in held.replicas
+        ),
+    )
+
+
+def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
+    """One step from what is held towards what is wanted; no actions: nothing is to be done now."""
+    if state.held is not None:
+        return _reconcile_held(state, state.held, now)
+    plan, status = state.plan, state.status
+    if status is not None and status.state.ended:
+        return _exit(state, _code_of(status), _reason_of(status))
+    if state.away is not None and state.outcome is not None and now >= _lonely_until(state, state.away):
+        code = {Outcome.DONE: 0, Outcome.STOPPED: STOPPED}.get(state.outcome, 1)
+        why = f"the store has been away for {PATIENCE:g} s: nobody says what became of the job"
+        return _exit(state, code, f"{state.outcome.value} here; {why}")
+    newest = plan is not None and plan.generation > state.acted
+    if state.departure is not None:
+        return _depart(state, newest, now)
+    if plan is None or not newest or not _names_us(state, plan):
+        return state, []
+    if plan.transition is Transition.RECOVER:  # those whom it counts on have died meanwhile
+        return _answer_for_the_dead(state, plan)
+    # survivors of a change in place never leave; once they have all the same it is a plain start
+    join = plan.transition is Transition.INPLACE and not _all_gone(state, plan)
+    if not join and not _all_gone(state, plan):
+        return state, []
+    if not join and _was_done(state, plan):
+        state, answer = _answer(replace(state, outcome=Outcome.DONE), plan.generation, Outcome.DONE)
+        return state, [answer]
+    if state.master is None or state.master.generation != plan.generation:
+        return _open_master(state, plan)
+    named = plan.rank_by_slot(state.me.node)
+    held = LocalGeneration(
+        plan.generation, tuple(Replica(slot, rank) for slot, rank in named.items()), since=now
+    )
+    actions: list[Action] = [StartReplicas(plan, state.master, tuple(named), join)]
+    if join:
+        held = replace(held, joining=True, join_by=now + state.me.rescale_timeout)
+    else:
+        actions.append(WriteRunning(plan.generation))
+    return replace(state, held=held, acted=plan.generation), actions
+
+
+def _answer_for_the_dead(state: State, plan: Plan) -> tuple[State, list[Action]]:
+    me = state.me
+    state, answer = _answer(state, plan.generation, Outcome.ABORTED)
+    return state, [WriteBroken(PeerLossRecord(me.node, plan.generation, plan.slots(me.node))), answer]
+
+
+def _lonely_until(state: State, away: float) -> float:
+    return max(away, state.outcome_at) + PATIENCE
+
+
+def _open_master(state: State, plan: Plan) -> tuple[State, list[Action]]:
+    """Where a generation meets is opened by the agent of rank 0, once."""
+    if plan.ranks(state.me.node).start != 0 or not len(plan.ranks(state.me.node)):
+        return state, []
+    if state.opening == plan.generation:
+        return state, []
+    return replace(state, opening=plan.generation), [OpenMaster(plan.generation)]
+
+
+def _reconcile_held(state: State, held: LocalGeneration, now: float) -> tuple[State, list[Action]]:
+    alive = tuple(r.local_rank for r in held.alive)
+    step = inplace_change.reconcile(state, held, now)
+    if step is not None:
+        return step
+    if not alive:
+        return _all_ended(state, held, now)
+    if held.phase is Phase.KILLING:
+        if held.until is not None and now >= held.until:
+            return _kill(state, held, "it does not go", now)
+        return state, []
+    why = _why_kill(state, held, now)
+    if why is not None:
+        return _kill(state, held, why, now)
+    if held.phase is Phase.RUNNING:
+        step = hang_detection.watch(state, held, now)
+        if step is not None:
+            return step
+        plan = state.plan
+        if plan is not None and plan.generation > max(held.generation, held.withdrawn):
+            if held.change is not None and held.change.plan is plan:
+                return state, []
+            if plan.transition is Transition.RECOVER and peer_loss.possible(held, plan):
+                return _recover(state, held, plan, now)
+            if held.change is None and inplace_change.possible(held, plan):
+                return _go_over(state, held, plan, now)
+        why = _why_stop(state, held, now)
+        if why is not None:
+            held = replace(held, phase=Phase.STOPPING, until=now + state.me.checkpoint_timeout)
+            plain = tuple(r.local_rank for r in held.alive if not r.library)
+            for local_rank in plain:
+                held = _change(held, local_rank, signalled=True)
+            asked = tuple(local_rank for local_rank in alive if local_rank not in plain)
+            return replace(state, held=held), [AskToStop(asked, plain, why)]
+    return state, []
+
+
+def _go_over(state: State, held: LocalGeneration, plan: Plan, now: float) -> tuple[State, list[Action]]:
+    """Begin a change in place, as soon as it is known where the new generation meets."""
+    if held.stray and any(r.exit_code is None for r in held.stray):
+        return state, []  # their slots are not free yet
+    if state.master is None or state.master.generation != plan.generation:
+        return _open_master(state, plan)
+    return inplace_change.begin(state, held, plan, state.master, now)
+
+
+def _recover(state: State, held: LocalGeneration, plan: Plan, now: float) -> tuple[State, list[Action]]:
+    """Go on without the dead, as soon as it is known where."""
+    master = state.master
+    if master is None or master.generation != plan.generation:
+        return _open_master(state, plan)
+    if held.change is not None and not held.recovering:  # some had gone over to what that would have made
+        state, held, actions = peer_loss.enter_in_haste(state, held, held.change, now)
+        return state, actions
+    return peer_loss.begin(state, held, plan, master)
+
+
+def _all_ended(state: State, held: LocalGeneration, now: float) -> tuple[State, list[Action]]:
+    """Nothing of the held generation runs any more, nor of one that was to follow it in place."""
+    record, change = _ended(state.me, held), held.change
+    records = [record]
+    if change is not None and len(change.plan.ranks(state.me.node)):
+        after = replace(record, generation=change.plan.generation)
+        if change.switched or held.recovering:  # what failed was the new generation
+            records = [EndedRecord(state.me.node, held.generation, Outcome.STOPPED, 0), after]
+        else:
+            outcome = Outcome.DONE if record.outcome is Outcome.DONE else Outcome.ABORTED
+            records = [record, replace(after, outcome=outcome, failure=None)]
+    elif change is not None and record.outcome is Outcome.DONE:
+        records = [replace(record, outcome=Outcome.STOPPED)]  # they left: the others go on
+    ended = {**state.ended, **{(r.generation, r.node): r.outcome for r in records}}
+    acted = max(state.acted, *(r.generation for r in records))
+    last = records[-1].outcome
+    state = replace(state, held=None, ended=ended, acted=acted, outcome=last, outcome_at=now)
+    return state, [WriteEnded(r) for r in records]
+
+
+def _why_kill(state: State, held: LocalGeneration, now: float) -> str | None:
+    """Why the held replicas are not to be waited for any more."""
+    plan, status = state.plan, state.status
+    if held.failure is not None:
+        return f"replica {held.failure.rank} failed"
+    newer = plan is not None and plan.generation > held.generation
+    if plan is not None and newer and plan.transition is Transition.ABORT:
+        return f"generation {plan.generation} begins anew: {plan.reason}"
+    recover = plan is not None and newer and plan.transition is Transition.RECOVER
+    if plan is not None and recover and held.phase is Phase.RUNNING and not peer_loss.possible(held, plan):
+        return f"generation {plan.generation} goes on without the dead, which these replicas can not"
+    if status is not None and status.state.ended:
+        return f"the job has {status.state.value}: {status.reason}"
+    if held.phase is Phase.STOPPING and held.until is not None and now >= held.until:
+        return f"no checkpoint within {state.me.checkpoint_timeout:g} s: the one before counts"
+    return None
+
+
+def _why_stop(state: State, held: LocalGeneration, now: float) -> str | None:
+    """Why the held replicas are to save and leave."""
+    plan = state.plan
+    newer = plan is not None and plan.generation > max(held.generation, held.withdrawn)
+    if plan is not None and newer and not inplace_change.waits(held, plan):
+        return plan.reason or plan.cause.value
+    if state.departure is not None and now >= max(state.departure.since, held.since) + OWN_STOP_AFTER:
+        return state.departure.reason
+    # a replica that was told by somebody else: the others have agreed with it, or are about to die of it
+    if any(r.stopped for r in held.replicas):
+        return "another replica stopped"
+    return None
+
+
+def _kill(state: State, held: LocalGeneration, why: str, now: float) -> tuple[State, list[Action]]:
+    alive = tuple(r.local_rank for r in held.alive)
+    held = replace(held, phase=Phase.KILLING, until=now + KILL_AGAIN_AFTER)
+    return replace(state, held=held), [Kill(alive, why)]
+
+
+def _ended(me: AgentIdentity, held: LocalGeneration) -> EndedRecord:
+    """How the held generation has ended on this node."""
+    failure = held.failure
+    if held.joining:
+        outcome, code = Outcome.ABORTED, 0  # nothing was lost by it: those it was to join go on
+    elif held.failure is not None:
+        outcome, code = Outcome.FAILED, held.failure.exit_code
+    elif held.phase is Phase.KILLING:
+        outcome, code = Outcome.ABORTED, -9
+    elif missed := peer_loss.missed(held):  # without a generation that went on without them
+        first = missed[0]
+        outcome, code = Outcome.FAILED, first.exit_code or 0
+        failure = Failure(first.rank, code, first.message, first.exited)
+    elif any(r.exit_code or r.stopped for r in held.replicas):
+        outcome, code = Outcome.STOPPED, STOPPED
+    else:
+        outcome, code = Outcome.DONE, 0
+    return EndedRecord(me.node, held.generation, outcome, code, failure)
+
+
+def _names_us(state: State, plan: Plan) -> bool:
+    mine = [p for p in plan.placements if p.node == state.me.node]
+    return bool(mine) and mine[0].agent in ("", state.me.agent)
+
+
+def _all_gone(state: State, plan: Plan) -> bool:
+    return all(_gone(state, leaving.generation, leaving.node, leaving.agent) for leaving in plan.leaving)
+
+
+def _gone(state: State, generation: int, node: str, agent: str) -> bool:
+    """Whether a node's replicas of a generation can not be running any more."""
+    if (generation, node) in state.ended:
+        return True
+    return state.agents is not None and state.agents.get(node) != agent
+
+
+def _was_done(state: State, plan: Plan) -> bool:
+    """Whether the script came to its end while the plan to change it was made: nothing is left to run."""
+    if not plan.leaving or plan.transition is Transition.ABORT:
+        return False
+    before = max(leaving.generation for leaving in plan.leaving)
+    outcomes = [outcome for (generation, _), outcome in state.ended.items() if generation == before]
+    return bool(outcomes) and all(outcome is Outcome.DONE for outcome in outcomes)
+
+
+def _depart(state: State, newest: bool, now: float) -> tuple[State, list[Action]]:
+    """We leave and hold nothing. A plan that still counts on us is answered as if we had run it."""
+    plan, departure = state.plan, state.departure
+    if departure is None:
+        return state, []
+    if plan is not None and newest and _names_us(state, plan):
+        state, answer = _answer(state, plan.generation, Outcome.STOPPED)
+        return state, [answer]
+    if state.outcome is Outcome.DONE and now < state.outcome_at + OWN_STOP_AFTER:
+        return state, []  # we may have been the last: the coordinator is about to say that the job is done
+    others = any(agent != state.me.agent for agent in (state.agents or {}).values())
+    if others:
+        return _exit(state, 0, f"drained: {departure.reason}")
+    return _exit(state, STOPPED, f"stopped: {departure.reason}")
+
+
+def _exit(state: State, code: int, reason: str) -> tuple[State, list[Action]]:
+    return replace(state, exiting=True), [Exit(code, reason)]
+
+
+def _exit_now(state: State, code: int, reason: str) -> tuple[State, list[Action]]:
+    actions: list[Action] = []
+    if state.held is not None and state.held.alive:
+        actions.append(Kill(tuple(r.local_rank for r in state.held.alive), reason))
+    return replace(state, exiting=True), [*actions, Exit(code, reason)]
+
+
+def _code_of(status: JobStatus) -> int:
+    if status.exit_code is not None:
+        return status.exit_code if status.exit_code >= 0 else 128 - status.exit_code
+    return {JobState.DONE: 0, JobState.STOPPED: STOPPED}.get(status.state, 1)
+
+
+def _reason_of(status: JobStatus) -> str:
+    state, reason = status.state.value, status.reason
+    if reason.startswith(state):
+        return reason
+    return f"{state}: {reason}" if reason else state

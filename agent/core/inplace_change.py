@@ -1,0 +1,293 @@
+"""A change of size in place, as one node's agent sees it: pure, like `decisions`, which calls it.
+
+The replicas drive the change themselves; the agents start newcomers, pass the plan on, and keep the
+books. A process has its slot (LOCAL_RANK) for life: slots that both plans name survive, those that only
+the new one names are newcomers, and no slot means two processes at once::
+
+    plan g+1 ─► TellPlan to replicas of g, StartReplicas(newcomers, join)     training goes on in g
+             ─► every newcomer ready: WriteReady
+             ─► every survivor and newcomer switched, leavers gone: Adopt, WriteEnded(g), WriteRunning(g+1)
+
+Before the first replica has switched a newcomer that ends or is late costs nothing: the change is
+withdrawn, `ended` says so for g+1, training goes on in g, and the coordinator makes another plan. After
+that, an end is one of g+1 like any other. `recovery` has what becomes of deaths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from adaptdl_elastic.agent.core import peer_loss
+from adaptdl_elastic.agent.core.states import (
+    Action,
+    Kill,
+    LocalGeneration,
+    Phase,
+    Replica,
+    ReplicaExited,
+    ReplicaReady,
+    ReplicaSwitched,
+    StartReplicas,
+    State,
+    StateChange,
+    TellPlan,
+    Withdraw,
+    WriteEnded,
+    WriteReady,
+    WriteRunning,
+)
+from adaptdl_elastic.rendezvous.schema.records import (
+    EndedRecord,
+    Failure,
+    MasterRecord,
+    Outcome,
+    Plan,
+    Transition,
+)
+
+Step = tuple[State, list[Action]]
+
+
+@dataclass(frozen=True)
+class Renumbering:
+    """Who becomes who: `ranks[old rank]` is the new one, None for those who leave."""
+
+    ranks: tuple[int | None, ...]
+    newcomers: tuple[int, ...]  # new ranks
+
+
+def renumber(old: Plan, new: Plan) -> Renumbering:
+    """On each node the slots survive that both plans name."""
+    ranks: list[int | None] = []
+    survivors: set[int] = set()
+    for placement in old.placements:
+        node = placement.node
+        after = new.rank_by_slot(node)
+        kept = [after.get(slot) for slot in old.slots(node)]
+        ranks += kept
+        survivors.update(rank for rank in kept if rank is not None)
+    return Renumbering(tuple(ranks), tuple(r for r in range(new.replicas) if r not in survivors))
+
+
+def plan_message(plan: Plan, master: MasterRecord, numbers: Renumbering, local: int) -> dict[str, object]:
+    """What a replica of the generation before is told (adaptdl_elastic/channel.py), but for its `environ`."""
+    return {
+        "type": "plan",
+        "generation": plan.generation,
+        "replicas": plan.replicas,
+        "nodes": plan.nodes,
+        "ranks": list(numbers.ranks),
+        "newcomers": list(numbers.newcomers),
+        "master_addr": master.host,
+        "master_port": master.port,
+        "local_world_size": local,
+    }
+
+
+def recovery_message(plan: Plan, master: MasterRecord, rank: int | None, local: int) -> dict[str, object]:
+    """What a survivor of deaths is told, but for its `environ`; `rank`: its own from now on, None: leave."""
+    return {
+        "type": "plan",
+        "recover": True,
+        "generation": plan.generation,
+        "rank": rank,
+        "replicas": plan.replicas,
+        "nodes": plan.nodes,
+        "ranks": [],
+        "newcomers": [],
+        "master_addr": master.host,
+        "master_port": master.port,
+        "local_world_size": local,
+    }
+
+
+def possible(held: LocalGeneration, plan: Plan) -> bool:
+    """Whether what is held here can go over to this plan without stopping."""
+    return (
+        plan.transition is Transition.INPLACE
+        and bool(plan.placements)
+        and held.phase is Phase.RUNNING
+        and not held.joining
+        and all(r.library for r in held.replicas if r.exit_code is None)
+    )
+
+
+def waits(held: LocalGeneration, plan: Plan) -> bool:
+    """Whether this plan is for when newcomers have joined: the others have said that they are about to."""
+    return held.joining and plan.transition is Transition.INPLACE and plan.base == held.generation
+
+
+def begin(state: State, held: LocalGeneration, plan: Plan, master: MasterRecord, now: float) -> Step:
+    """Tell the replicas, and start those that join them."""
+    here = {r.local_rank for r in held.replicas}
+    named = plan.rank_by_slot(state.me.node)
+    fresh = tuple(Replica(slot, rank) for slot, rank in named.items() if slot not in here)
+    change = StateChange(plan, fresh, now + state.me.rescale_timeout, announced=not fresh)
+    actions: list[Action] = [TellPlan(plan, master)]
+    if fresh:
+        actions.append(StartReplicas(plan, master, tuple(r.local_rank for r in fresh), join=True))
+    return replace(state, held=replace(held, change=change)), actions
+
+
+def learn(
+    held: LocalGeneration, event: ReplicaReady | ReplicaSwitched | ReplicaExited, now: float
+) -> LocalGeneration:
+    """Take note of what a replica says about the change, or of a newcomer's end."""
+    change = held.change
+    if held.joining and event.generation == held.generation and not isinstance(event, ReplicaExited):
+        return _learn_joining(held, event, now)
+    if isinstance(event, ReplicaExited):
+        return _learn_end(held, event)
+    if change is None or event.generation != change.plan.generation:
+        return held
+    if isinstance(event, ReplicaReady):
+        change = replace(change, ready=change.ready | {event.local_rank})
+    else:
+        change = replace(
+            change,
+            switched=change.switched | {event.local_rank},
+            newcomers=_heard(change.newcomers, event.local_rank, now),
+        )
+    return replace(held, change=change)
+
+
+def _heard(replicas: tuple[Replica, ...], local_rank: int, now: float) -> tuple[Replica, ...]:
+    """From now on a newcomer has to answer (`hangs`): the others will wait for its part of every step."""
+    return tuple(replace(r, heard=now) if r.local_rank == local_rank else r for r in replicas)
+
+
+def _learn_joining(
+    held: LocalGeneration, event: ReplicaReady | ReplicaSwitched, now: float
+) -> LocalGeneration:
+    joined = tuple(replace(r, library=True) if r.local_rank == event.local_rank else r for r in held.replicas)
+    if isinstance(event, ReplicaSwitched):
+        joined = tuple(
+            replace(r, switched=True) if r.local_rank == event.local_rank else r
+            for r in _heard(joined, event.local_rank, now)
+        )
+    return replace(held, replicas=joined)
+
+
+def _learn_end(held: LocalGeneration, event: ReplicaExited) -> LocalGeneration:
+    def ended(replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
+        return tuple(
+            replace(r, exit_code=event.exit_code, message=event.message)
+            if r.local_rank == event.local_rank
+            else r
+            for r in replicas
+        )
+
+    change = held.change
+    if change is None or event.generation != change.plan.generation:
+        return replace(held, stray=ended(held.stray))
+    held = replace(held, change=replace(change, newcomers=ended(change.newcomers)))
+    if change.switched and event.exit_code != 0 and held.failure is None and held.phase is Phase.RUNNING:
+        rank = next((r.rank for r in change.newcomers if r.local_rank == event.local_rank), -1)
+        return replace(held, failure=Failure(rank, event.exit_code, event.message, event.time))
+    return held
+
+
+def reconcile(state: State, held: LocalGeneration, now: float) -> Step | None:
+    """One step of a change that is under way; None: there is nothing to do for it now."""
+    if held.joining:
+        return _reconcile_joining(state, held, now)
+    change = held.change
+    if change is None or held.phase is not Phase.RUNNING or held.failure is not None:
+        return None
+    if held.recovering:
+        return _adopt(state, held, change, now)
+    if held.broken >= held.generation and not change.switched:
+        return withdraw(state, held, "a replica was lost")
+    if all(r.exit_code is not None for r in held.replicas) and any(
+        r.exit_code is None for r in change.newcomers
+    ):
+        return withdraw(state, held, "the script came to its end")
+    newer = state.plan is not None and state.plan.generation > change.plan.generation
+    if not change.switched:
+        ended = [r for r in change.newcomers if r.exit_code is not None]
+        if ended:
+            return withdraw(state, held, _why(ended[0]))
+        if newer and state.plan is not None:
+            return withdraw(state, held, state.plan.reason)
+        if now >= change.until and not _all_ready(change):
+            return withdraw(state, held, f"newcomers not ready within {state.me.rescale_timeout:g} s")
+    if not change.announced and _all_ready(change):
+        held = replace(held, change=replace(change, announced=True))
+        return replace(state, held=held), [WriteReady(change.plan.generation)]
+    return _adopt(state, held, change, now)
+
+
+def _why(newcomer: Replica) -> str:
+    return f"newcomer {newcomer.rank}: {newcomer.message or f'exit code {newcomer.exit_code}'}"
+
+
+def _all_ready(change: StateChange) -> bool:
+    return change.ready >= {r.local_rank for r in change.newcomers}
+
+
+def _adopt(state: State, held: LocalGeneration, change: StateChange, now: float) -> Step | None:
+    slots = set(change.plan.slots(state.me.node))
+    first = next((s for s, rank in change.plan.rank_by_slot(state.me.node).items() if rank == 0), None)
+    if not slots or not slots <= change.switched | _never_switching(held, change, first):
+        return None
+    if any(r.exit_code is None for r in held.replicas if r.local_rank not in slots):
+        return None  # leavers
+    state, _, actions = peer_loss.enter(state, held, change, now)
+    return state, actions
+
+
+def _never_switching(held: LocalGeneration, change: StateChange, first: int | None) -> set[int]:
+    """Who is on the way to the script's end, and may end without those who died (`recovery.missed`).
+
+    first: the slot of the new rank 0, if that is here.
+    """
+    if not held.recovering or held.broken >= held.generation:
+        return set()  # somebody here waits for the others to meet
+    over = {r.local_rank for r in held.replicas if r.over and r.exit_code is None}
+    new = next((r for r in held.replicas if r.local_rank == first), None)
+    return over if new is None or new.rank == 0 else set()
+
+
+def withdraw(state: State, held: LocalGeneration, why: str) -> Step:
+    """Give the change up and go on in the held generation."""
+    change = held.change
+    assert change is not None
+    plan, node = change.plan, state.me.node
+    finished = not held.lost and all(r.exit_code == 0 and not r.stopped for r in held.replicas)
+    outcome = Outcome.DONE if finished else Outcome.ABORTED
+    failure = None if finished else Failure(-1, 0, why)
+    alive = tuple(r.local_rank for r in change.newcomers if r.exit_code is None)
+    state = replace(
+        state,
+        held=replace(held, change=None, withdrawn=plan.generation, stray=change.newcomers),
+        acted=max(state.acted, plan.generation),
+        ended={**state.ended, (plan.generation, node): outcome},
+    )
+    actions: list[Action] = [Withdraw(plan, why)]
+    if alive:
+        actions.append(Kill(alive, why))
+    if len(plan.ranks(node)):
+        actions.append(WriteEnded(EndedRecord(node, plan.generation, outcome, 0, failure)))
+    return state, actions
+
+
+def _reconcile_joining(state: State, held: LocalGeneration, now: float) -> Step | None:
+    """This node has newcomers only."""
+    if held.phase is not Phase.RUNNING:
+        return None
+    if all(r.switched for r in held.replicas):
+        state = replace(state, held=replace(held, joining=False, join_by=None, plain=False, since=now))
+        resilient = all(r.resilient for r in held.replicas)
+        return state, [WriteRunning(held.generation, library=True, resilient=resilient)]
+    newer = state.plan is not None and state.plan.generation > held.generation and not waits(held, state.plan)
+    ended = [r for r in held.replicas if r.exit_code is not None]
+    late = held.join_by is not None and now >= held.join_by and not all(r.library for r in held.replicas)
+    if newer or ended or late:
+        why = _why(ended[0]) if ended else "not ready in time" if late else "another plan"
+        failure = Failure(-1, 0, why)
+        held = replace(held, phase=Phase.KILLING, failure=failure)
+        alive = tuple(r.local_rank for r in held.alive)
+        return replace(state, held=held), [Kill(alive, why)]
+    if held.join_by is not None and all(r.library for r in held.replicas):
+        return replace(state, held=replace(held, join_by=None)), [WriteReady(held.generation)]
+    return None

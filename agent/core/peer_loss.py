@@ -1,0 +1,262 @@
+"""A death that the others survive, as one node's agent sees it: pure, like `decisions`, which calls it.
+
+A replica that a signal has killed while the others are *resilient* (they said so) is no failure: nothing
+is killed, `broken` tells the coordinator which slots are dead, and its answer is a plan with the transition
+RECOVER, which names the survivors::
+
+    a replica dies, or the living say "broken" ─► WriteBroken(g)        they wait in their processes
+    plan G (recover) ─► TellPlan to the living: each one's new rank, or to leave
+                     ─► all of G here switched: Adopt, WriteEnded(g), WriteRunning(G)
+    another death before that ─► WriteBroken(G), and the next plan follows
+
+There is no way back from such a plan: what comes after it is another one, or an abort.
+
+Replicas that have all epochs behind them go on to the end of the script without those who die there,
+unless rank 0 is among them; they pass no place any more where they could become another generation.
+
+A planned change that nobody has gone over to yet is withdrawn first. If somebody has, the death is one of
+the new generation: whoever was to be in it and lives is in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from adaptdl_elastic.agent.core.states import (
+    Action,
+    Adopt,
+    Kill,
+    LocalGeneration,
+    Lost,
+    Phase,
+    Replica,
+    ReplicaBroken,
+    ReplicaExited,
+    State,
+    StateChange,
+    TellPlan,
+    WriteBroken,
+    WriteEnded,
+    WriteRunning,
+)
+from adaptdl_elastic.rendezvous.schema.records import (
+    EndedRecord,
+    Failure,
+    MasterRecord,
+    Outcome,
+    PeerLossRecord,
+    Plan,
+    Transition,
+)
+
+Step = tuple[State, list[Action]]
+
+
+def resilient(state: State, held: LocalGeneration, local_rank: int) -> Step:
+    """A replica says that it would survive the death of others; it does so for good."""
+    known = all(r.resilient for r in held.replicas)
+    held = said(held, local_rank, resilient=True)
+    state = replace(state, held=held)
+    if known or held.joining or not all(r.resilient for r in held.replicas):
+        return state, []
+    return state, [WriteRunning(held.generation, library=True, resilient=True)]
+
+
+def said(held: LocalGeneration, local_rank: int, **fields: Any) -> LocalGeneration:
+    """What a replica has said of itself, which may be a newcomer that is not held yet."""
+
+    def heard(replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
+        return tuple(replace(r, **fields) if r.local_rank == local_rank else r for r in replicas)
+
+    change = held.change
+    if change is not None:
+        change = replace(change, newcomers=heard(change.newcomers))
+    return replace(held, replicas=heard(held.replicas), change=change)
+
+
+def survived(held: LocalGeneration, event: ReplicaExited) -> bool:
+    """Whether this end is a death that the others, if there are any, live on after."""
+    if held.phase is not Phase.RUNNING or held.failure is not None or held.joining:
+        return False
+    change = held.change
+    if event.generation not in (held.generation, -1 if change is None else change.plan.generation):
+        return False  # of one that is on its way out
+    replica = _find(held, event.local_rank)
+    if change is not None and change.switched and replica is None:
+        replica = next((r for r in change.newcomers if r.local_rank == event.local_rank), None)
+    if replica is None or replica.signalled or replica.stopping or replica.exit_code is not None:
+        return False
+    others = [r for r in held.replicas if r.exit_code is None and r is not replica]
+    if not all(r.resilient for r in others or [replica]):
+        # one that was not in it yet when the others found that they can not form the new generation
+        return held.broken >= held.generation and not replica.resilient and event.exit_code != 0
+    return event.exit_code < 0
+
+
+def lose(state: State, held: LocalGeneration, event: ReplicaExited, now: float) -> Step:
+    """Take note of such a death, and tell the coordinator."""
+    actions: list[Action] = []
+    if _entered(held) and held.change is not None:
+        state, held, actions = enter_in_haste(state, held, held.change, now)
+    slot, held = event.local_rank, stray_ended(held, event.local_rank, event.exit_code)
+    members = (*held.replicas, *held.lost)
+    dead = next((r for r in members if r.local_rank == slot), None)
+    if dead is None:  # one who was about to leave
+        return replace(state, held=held), actions
+    dead = replace(dead, exit_code=event.exit_code, message=event.message, exited=event.time)
+    left = tuple(r for r in held.replicas if r.local_rank != slot)
+    held = replace(held, replicas=left, lost=(*(r for r in held.lost if r.local_rank != slot), dead))
+    state = replace(state, held=held)
+    generation = _books(held)
+    if any(r.exit_code is None for r in left) or (state.plan is not None and state.plan.nodes > 1):
+        actions.append(Lost(generation, _failure(dead)))
+    if not missed(held) and held.broken < generation:
+        return state, actions  # unless the living say that they need another generation
+    state, more = say_broken(state, held, again=True)
+    return state, [*actions, *more]
+
+
+def stray_ended(held: LocalGeneration, local_rank: int, exit_code: int) -> LocalGeneration:
+    """One that was on its way out has gone: its slot is free."""
+    return replace(
+        held,
+        stray=tuple(replace(r, exit_code=exit_code) if r.local_rank == local_rank else r for r in held.stray),
+    )
+
+
+def missed(held: LocalGeneration) -> tuple[Replica, ...]:
+    """Those of the dead whom it would be wrong to do without at the end of the script.
+
+    Once all epochs are over the others end without them. But what rank 0 had still to do, nobody else does.
+    """
+    return tuple(r for r in held.lost if not r.over or r.rank == 0)
+
+
+def hear(state: State, held: LocalGeneration, event: ReplicaBroken, now: float) -> Step:
+    """A replica has found that others are gone."""
+    change, actions = held.change, list[Action]()
+    if held.phase is not Phase.RUNNING or held.failure is not None or held.joining:
+        return state, []
+    over = change is not None and (change.switched or event.generation == change.plan.generation)
+    if change is not None and over and not held.recovering:  # it came as far as that
+        state, held, actions = enter_in_haste(state, held, change, now)
+    elif event.generation < _books(held):
+        return state, []
+    state, more = say_broken(state, held)
+    return state, [*actions, *more]
+
+
+def say_broken(state: State, held: LocalGeneration, again: bool = False) -> Step:
+    """Write that the generation can not go on as it is: once, and `again` when more have died."""
+    generation = _books(held)
+    if held.broken >= generation and not again:
+        return state, []
+    slots = {r.local_rank for r in held.lost}
+    if held.change is not None and held.recovering:  # whoever of those that it counts on is not alive
+        slots = set(held.change.plan.slots(state.me.node))
+        slots -= {r.local_rank for r in held.replicas if r.exit_code is None}
+    first = next((_failure(r) for r in held.lost if r.local_rank in slots), None)
+    record = PeerLossRecord(state.me.node, generation, tuple(sorted(slots)), first)
+    return replace(state, held=replace(held, broken=generation)), [WriteBroken(record)]
+
+
+def possible(held: LocalGeneration, plan: Plan) -> bool:
+    """Whether what is held here can go on as this plan says."""
+    return (
+        plan.transition is Transition.RECOVER
+        and held.phase is Phase.RUNNING
+        and not held.joining
+        and all(r.resilient for r in held.replicas if r.exit_code is None)
+    )
+
+
+def begin(state: State, held: LocalGeneration, plan: Plan, master: MasterRecord) -> Step:
+    """Tell the living who they are from now on, and the coordinator who of them is not alive any more."""
+    node, before = state.me.node, held.change
+    actions: list[Action] = [TellPlan(plan, master)]
+    if before is not None:  # a plan of the same kind that nobody came to carry out
+        g = before.plan.generation
+        if len(before.plan.ranks(node)):
+            actions.append(WriteEnded(EndedRecord(node, g, Outcome.STOPPED)))
+            state = replace(state, ended={**state.ended, (g, node): Outcome.STOPPED})
+    slots = plan.slots(node)
+    held = replace(held, change=StateChange(plan, (), float("inf"), announced=True))
+    state = replace(state, held=held, acted=max(state.acted, plan.generation))
+    if not set(slots) <= {r.local_rank for r in held.replicas if r.exit_code is None}:
+        state, more = say_broken(state, held)
+        actions += more
+    return state, actions
+
+
+def enter(
+    state: State, held: LocalGeneration, change: StateChange, now: float
+) -> tuple[State, LocalGeneration, list[Action]]:
+    """What is held is the new generation now, and who is not of it is on the way out."""
+    plan, node = change.plan, state.me.node
+    ready = bool(held.replicas) and all(r.resilient for r in held.replicas)
+    newcomers = (replace(r, resilient=r.resilient or ready) for r in change.newcomers)
+    have = {r.local_rank: r for r in (*held.replicas, *newcomers)}
+    members = tuple(  # nobody could take a step meanwhile
+        replace(have[slot], rank=rank, library=True, stepped=None if have[slot].stepped is None else now)
+        for slot, rank in plan.rank_by_slot(node).items()
+        if slot in have
+    )
+    leavers = (r for r in held.replicas if r.local_rank not in plan.slots(node))
+    stray = tuple(r for r in (*held.stray, *leavers) if r.exit_code is None)
+    before = held.generation
+    held = LocalGeneration(plan.generation, members, plain=False, stray=stray, since=now)
+    state = replace(
+        state,
+        held=held,
+        acted=max(state.acted, plan.generation),
+        ended={**state.ended, (before, node): Outcome.STOPPED},
+    )
+    record = EndedRecord(node, before, Outcome.STOPPED, 0)
+    running = WriteRunning(plan.generation, library=True, resilient=all(r.resilient for r in members))
+    return state, held, [Adopt(plan), WriteEnded(record), running]
+
+
+def enter_in_haste(
+    state: State, held: LocalGeneration, change: StateChange, now: float
+) -> tuple[State, LocalGeneration, list[Action]]:
+    """The same where a death came between: newcomers that were not in it yet have nothing to go on from."""
+    state, held, actions = enter(state, held, change, now)
+    late = tuple(
+        replace(r, exit_code=-9, message="was not in it yet") if r.exit_code is None else r
+        for r in held.replicas
+        if r.local_rank in {new.local_rank for new in change.newcomers} - change.switched
+    )
+    if not late:
+        return state, held, actions
+    slots = tuple(r.local_rank for r in late)
+    living = tuple(r.local_rank for r in held.replicas if r.local_rank in slots and r.exit_code is None)
+    held = replace(
+        held,
+        replicas=tuple(r for r in held.replicas if r.local_rank not in slots),
+        lost=(*held.lost, *late),
+        stray=(*held.stray, *(r for r in held.replicas if r.local_rank in living)),
+    )
+    if living:
+        actions.append(Kill(living, "somebody died while they joined"))
+    return replace(state, held=held), held, actions
+
+
+def _entered(held: LocalGeneration) -> bool:
+    """Whether somebody here has gone over to what a planned change makes."""
+    return held.change is not None and bool(held.change.switched) and not held.recovering
+
+
+def _books(held: LocalGeneration) -> int:
+    """The generation that a death is one of."""
+    if held.change is not None and held.recovering:
+        return held.change.plan.generation
+    return held.generation
+
+
+def _find(held: LocalGeneration, local_rank: int) -> Replica | None:
+    return next((r for r in held.replicas if r.local_rank == local_rank), None)
+
+
+def _failure(dead: Replica) -> Failure:
+    return Failure(dead.rank, dead.exit_code or 0, dead.message, dead.exited)

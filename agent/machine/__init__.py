@@ -1,0 +1,6 @@
+"""What the machine says about itself.
+
+| question | module |
+|---|---|
+| Which instance is this, and will the cloud take it away? | `interruption` |
+"""

@@ -1,0 +1,617 @@
+"""The elastic agent: carries out what `decisions` decides, for one node and one job.
+
+Derived from torch's SimpleElasticAgent, whose worker group, results and metrics it keeps, and whose
+polling loop and all-or-nothing process context it replaces: every replica has its own handle, and one
+loop waits for messages, ends, the store, signals and timers at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+
+from adaptdl_elastic.agent.cluster.coordinator_host import (
+    SETTLED_AFTER,
+    CoordinatorChild,
+    CoordinatorHost,
+    Holder,
+)
+from adaptdl_elastic.agent.cluster.node_reporter import NodeReporter
+from adaptdl_elastic.agent.cluster.store_link import (
+    Connection,
+    KeyChanged,
+    Keyspace,
+    Registration,
+    Said,
+    Watcher,
+    Writer,
+)
+from adaptdl_elastic.agent.cluster.store_view import StoreView
+from adaptdl_elastic.agent.core import decisions, inplace_change, states
+from adaptdl_elastic.agent.core.pending_notice import PendingNotice
+from adaptdl_elastic.agent.machine.interruption import Notice
+from adaptdl_elastic.agent.runtime import failure_reports
+from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
+from adaptdl_elastic.agent.runtime.event_loop import Count, Loop, Signalled
+from adaptdl_elastic.agent.runtime.fork_server import Exited, ForkServer, Spawned
+from adaptdl_elastic.agent.runtime.generation_store import GenerationStore, Joined
+from adaptdl_elastic.agent.runtime.replica_environment import replica_environment
+from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
+from adaptdl_elastic.agent.runtime.run_result import run_result
+from adaptdl_elastic.agent.terminal.event_recorder import Journal
+from adaptdl_elastic.agent.terminal.replica_output import NoOutputError, Output
+from adaptdl_elastic.protocol.channel import STOPPED
+from adaptdl_elastic.rendezvous.local.addresses import NoPortError
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import (
+    CheckpointRecord,
+    EndedRecord,
+    Failure,
+    JobState,
+    MasterRecord,
+    Outcome,
+    Plan,
+    Transition,
+)
+from adaptdl_elastic.rendezvous.store.plan_store import PlanStore
+from adaptdl_elastic.rendezvous.text import pluralize
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_SECONDS = 10.0  # for the last writes to the store
+
+
+class ElasticAgent(SimpleElasticAgent):
+    """One node's agent. `run` returns when the job, or this node's part in it, is over."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        setting: AgentConfig,
+        store: PlanStore,
+        keys: Keys,
+        registration: Registration,
+        fork_server: ForkServer,
+        output: Output,
+        journal: Journal,
+        say: Callable[[str], None],
+        restart_fork_server: Callable[[], ForkServer],
+    ) -> None:
+        super().__init__(spec)
+        self._worker_group.workers = []
+        self._setting, self._store_link, self._keys = setting, store, keys
+        self._registration, self._forks, self._output = registration, fork_server, output
+        self._journal, self._say, self._restart_forks = journal, say, restart_fork_server
+        self.state = states.State(me=setting.me)
+        self.exit_code, self.exit_reason = 1, ""
+        self._loop = Loop()
+        self._writer = Writer(self._loop.post)
+        self._books = NodeReporter(store, keys, self._writer, setting.me)
+        self._mirror = StoreView(keys, setting.me.job, setting.me.node)
+        self._watchers = [Watcher(store, prefix, self._loop.post) for prefix in self._mirror.prefixes]
+        self._replicas: dict[int, ReplicaHandle] = {}  # by their number at the fork server
+        self._numbers = 0
+        self._meeting = GenerationStore(setting.host, setting.ports, self._loop.post)
+        self._joining: states.StartReplicas | None = None
+        self._plan: Plan | None = None  # of the held generation
+        log, holder = output.directory / "coordinator.log", Holder(setting.me.node, setting.me.agent)
+        self._coordinator = CoordinatorHost(
+            holder,
+            keys,
+            lambda: CoordinatorChild(setting.coordinator, log, lambda text: self._loop.post(Said(text))),
+            lambda key, other: self._writer.submit(partial(registration.claim, key, str(holder), other)),
+            lambda key: self._writer.submit(partial(registration.release, key, str(holder))),
+            time.monotonic() + SETTLED_AFTER,
+        )
+        self._signals = Count()
+        self._checkpoint_asked = 0
+        self._mourned: set[tuple[int, int]] = set()  # (generation, rank) of the dead whom others survive
+        self._waiting = PendingNotice()
+        self._last_exits: list[tuple[ReplicaHandle, int]] = []
+
+    @property
+    def post(self) -> Callable[[object], None]:
+        """Hand in an event from any thread."""
+        return self._loop.post
+
+    @property
+    def job_done(self) -> bool:
+        """Whether the job itself, not only this node's part in it, came to its end."""
+        status = self.state.status
+        return self.exit_code == 0 and status is not None and status.state is JobState.DONE
+
+    # SimpleElasticAgent's methods ---------------------------------------------------------------
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        self._loop.on_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+        self._loop.add(self._forks, self._fork_news)
+        self._writer.start()
+        for watcher in self._watchers:
+            watcher.start()
+        while not self.state.exiting:
+            try:
+                for event in self._loop.wait(self._next_time()):
+                    self._take(event)
+                if not self.state.exiting:
+                    self._decide(states.Tick())
+            except (NoPortError, NoOutputError) as error:
+                self._decide(states.Unfit(str(error)))
+            if (due := self._journal.due()) is not None and time.time() >= due:
+                self._journal.flush()
+            if any(due is not None and time.monotonic() >= due for due in self._looks):
+                self._look_around()
+        return self._result()
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        plan, group = self._plan, worker_group
+        if plan is None:
+            raise RuntimeError("there is no plan to act on")
+        group.group_rank = plan.index(self._setting.me.node)  # type: ignore[assignment]
+        group.group_world_size = plan.nodes  # type: ignore[assignment]
+        group.workers = [
+            Worker(i, rank, rank, plan.replicas, plan.replicas)
+            for i, rank in enumerate(plan.ranks(self._setting.me.node))
+        ]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        generation = self._plan.generation if self._plan is not None else -1
+        return {h.local_rank: h.number for h in self._replicas.values() if h.generation == generation}
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        return RunResult(WorkerState.HEALTHY if self._replicas else WorkerState.STOPPED)
+
+    def _record_worker_events(self, result: RunResult) -> None:
+        # every event looks this host up in the DNS, which is not to be waited for in vain
+        if self._worker_group.spec.event_log_handler != "null":
+            super()._record_worker_events(result)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Whatever way `run` ends: nothing of ours survives it."""
+        self._coordinator.close()
+        for watcher in self._watchers:
+            watcher.close()
+        if self._writer.is_alive():
+            self._writer.close(_FLUSH_SECONDS)
+        self._forks.close()
+        for handle in self._replicas.values():
+            handle.close()
+        self._replicas.clear()
+        self._meeting.close()
+        self._loop.close()
+
+    def _result(self) -> RunResult:
+        return run_result(self.exit_code, self._last_exits, self._worker_group.workers)
+
+    # Events -------------------------------------------------------------------------------------
+
+    def _next_time(self) -> float | None:
+        times = [decisions.deadline(self.state), *self._looks]
+        if (due := self._journal.due()) is not None:
+            times.append(time.monotonic() + max(0.0, due - time.time()))
+        return min((t for t in times if t is not None), default=None)
+
+    @property
+    def _looks(self) -> tuple[float | None, float | None]:
+        return self._coordinator.due, self._waiting.due
+
+    def _take(self, event: object) -> None:
+        match event:
+            case Keyspace() | KeyChanged():
+                for heard in self._mirror.learn(event):
+                    self._decide(heard)
+                self._look_around()
+            case Signalled(number):
+                self._on_signal(signal.Signals(number))
+            case Joined():
+                self._joined(event)
+            case Notice():
+                self._on_notice(event)
+            case Said(text):
+                self._say(text)
+                self._look_around()  # it may have been the coordinator's last word
+            case Connection(up):
+                self._say(str(event))
+                self._decide(states.StoreBack() if up else states.StoreAway())
+                if up:
+                    self._look_around()
+            case _:
+                self._decide(event)  # type: ignore[arg-type]
+
+    def _decide(self, event: states.Event) -> None:
+        self.state, actions = decisions.decide(self.state, event, time.monotonic())
+        for action in actions:
+            self._act(action)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        match self._signals.up(time.monotonic()):
+            case 0:
+                pass
+            case 1:
+                self._say(f"{number.name}: saving and stopping; once more stops at once")
+                self._leave(number.name, None)
+            case _:
+                self._decide(states.LeaveNow(f"{number.name} twice"))
+
+    def _leave(self, reason: str, deadline: float | None) -> None:
+        if self.state.departure is None:
+            self._journal.emit("drain", node=self._setting.me.node, deadline=deadline, reason=reason)
+        self._decide(states.Leave(reason, deadline))
+
+    def _on_notice(self, notice: Notice) -> None:
+        """The cloud has said something about this machine."""
+        if notice.drain:
+            self._say(f"this node will be gone: {notice.reason}")
+            self._leave(notice.reason, notice.deadline)
+        else:
+            self._writer.submit(lambda: self._registration.update(at_risk=True))
+
+    def _look_around(self) -> None:
+        """What the store asks of this agent beside its plan."""
+        mirror, me = self._mirror, self._setting.me
+        drain = mirror.drain
+        if drain is not None and self.state.departure is None:
+            record = self._registration.record
+            if drain.instance in (None, record.instance):
+                self._leave(drain.reason, drain.deadline)
+        asked = mirror.request
+        if asked is not None and asked.run in ("", me.run) and asked.checkpoint > self._checkpoint_asked:
+            self._checkpoint_asked = asked.checkpoint
+            for handle in self._replicas.values():
+                if handle.rank == 0 and handle.library:
+                    handle.send({"type": "checkpoint", "request": asked.checkpoint})
+        if (why := self._waiting.hear(self.state.status, time.monotonic())) is not None:
+            self._say(why)
+        self._coordinator.mind(mirror.host, mirror.second, mirror.leader)
+
+    # Actions ------------------------------------------------------------------------------------
+
+    def _act(self, action: states.Action) -> None:
+        match action:
+            case states.OpenMaster(generation):
+                self._open_master(generation)
+            case states.StartReplicas():
+                self._start(action)
+            case states.TellPlan(plan, master):
+                self._tell_plan(plan, master)
+            case states.Withdraw(plan, reason):
+                self._withdraw(plan, reason)
+            case states.Adopt(plan):
+                self._adopt(plan)
+            case states.WriteReady(generation):
+                self._books.ready(generation)
+            case states.AskToStop(local_ranks, plain, reason):
+                self._ask_to_stop(local_ranks, plain, reason)
+            case states.Ping(local_ranks):
+                for handle in self._held(local_ranks):
+                    handle.send({"type": "ping", "id": handle.number})
+            case states.Kill(local_ranks, reason):
+                self._kill(local_ranks, reason)
+            case states.WriteRunning(generation, library, resilient):
+                self._write_running(generation, library, resilient)
+            case states.WriteBroken(record):
+                self._books.broken(record)
+            case states.Lost(generation, failure):
+                self._mourn(generation, failure)
+            case states.WriteEnded(record):
+                self._write_ended(record)
+            case states.WriteDraining(reason, when):
+                self._writer.submit(partial(self._registration.update, draining=True, deadline=when))
+            case states.Say(text):
+                self._say(text)
+            case states.Exit(code, reason):
+                self.exit_code, self.exit_reason = code, reason
+
+    def _open_master(self, generation: int) -> None:
+        record = self._meeting.open(generation)
+        self._books.master(record)
+        self._decide(states.MasterSeen(record))
+
+    def _start(self, start: states.StartReplicas) -> None:
+        if not start.join:
+            self._meeting.forget(start.plan.generation)
+        self._joining = start
+        self._meeting.join(start)
+
+    def _joined(self, joined: Joined) -> None:
+        start = joined.start
+        if self._joining is not start:
+            return  # given up meanwhile
+        self._joining = None
+        if joined.secret is None:
+            self._never_started(start, 1, joined.why)
+            return
+        if not start.join or not self._replicas:
+            self._last_exits.clear()
+            self._plan = start.plan
+        for local_rank in start.local_ranks:
+            self._spawn(start, local_rank, joined.secret)
+        if self._plan is start.plan:
+            self._initialize_workers(self._worker_group)
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        self._rendezvous(worker_group)
+        slots = () if self._plan is None else self._plan.slots(self._setting.me.node)
+        for local_rank, number in self._start_workers(worker_group).items():
+            worker_group.workers[slots.index(local_rank)].id = number
+        worker_group.state = WorkerState.HEALTHY
+
+    def _spawn(self, start: states.StartReplicas, local_rank: int, secret: str) -> None:
+        plan = start.plan
+        rank = plan.rank_by_slot(self._setting.me.node)[local_rank]
+        self._numbers += 1
+        destination = self._output.open(plan.generation, local_rank, rank)
+        handle = ReplicaHandle(self._numbers, plan.generation, local_rank, rank, destination.error_file)
+        environment = self._environment(plan, start.master, local_rank, secret, destination.error_file)
+        if start.join:
+            environment["ADAPTDL_JOIN"] = "1"
+        command = replace(self._setting.command, env=environment)
+        theirs = handle.theirs.fileno()
+        sys.stdout.flush()
+        try:
+            self._forks.spawn(handle.number, command, destination.stdout, destination.stderr, theirs)
+        except OSError as error:
+            logger.warning("the fork server is gone: %s", error)
+        destination.close()
+        handle.theirs.close()
+        self._replicas[handle.number] = handle
+        self._loop.add(handle, partial(self._channel_news, handle))
+
+    def _environment(
+        self, plan: Plan, master: MasterRecord, local_rank: int, secret: str, error_file: str
+    ) -> dict[str, str]:
+        checkpoint = self._mirror.checkpoint
+        return replica_environment(
+            self._setting.environment,
+            plan,
+            master,
+            local_rank,
+            secret,
+            checkpoint.id if checkpoint is not None else None,
+            error_file,
+            os.environ,
+        )
+
+    def _tell_plan(self, plan: Plan, master: MasterRecord) -> None:
+        """To every replica of the held generation: who it becomes, and where."""
+        if self._plan is None:
+            return
+        mine = plan.rank_by_slot(self._setting.me.node)
+        recover = plan.transition is Transition.RECOVER
+        numbers = None if recover else inplace_change.renumber(self._store_link.whole(self._plan), plan)
+        for handle in self._replicas.values():
+            rank, environment = mine.get(handle.local_rank), dict[str, str]()
+            if rank is not None:
+                secret = self._meeting.secret or ""
+                environment = self._environment(plan, master, handle.local_rank, secret, handle.error_file)
+            if numbers is None:
+                message = inplace_change.recovery_message(plan, master, rank, len(mine))
+                handle.switched, handle.early_step = False, None
+            else:
+                message = inplace_change.plan_message(plan, master, numbers, len(mine))
+            handle.send({**message, "environ": environment})
+
+    def _withdraw(self, plan: Plan, reason: str) -> None:
+        start, self._joining = self._joining, None
+        if start is not None:
+            self._never_started(start, -signal.SIGKILL)
+        self._say(f"generation {plan.generation} is withdrawn, training goes on: {reason}")
+        for handle in self._replicas.values():
+            if handle.generation != plan.generation:
+                handle.send(
+                    {"type": "plan", "generation": plan.generation, "withdraw": True, "reason": reason}
+                )
+
+    def _adopt(self, plan: Plan) -> None:
+        """The replicas have gone over: their handles follow."""
+        ranks = plan.rank_by_slot(self._setting.me.node)
+        members = [handle for handle in self._replicas.values() if handle.local_rank in ranks]
+        for handle in members:
+            handle.generation, handle.rank = plan.generation, ranks[handle.local_rank]
+            handle.first_step = None
+        self._plan = plan
+        if plan.transition is Transition.RECOVER:
+            size = pluralize(plan.replicas, "replica")
+            self._say(f"training goes on with {size}, without a restart: {plan.reason}")
+        self._meeting.forget(plan.generation)
+        self._initialize_workers(self._worker_group)
+        pids = {h.rank: h.pid for h in members if h.pid is not None}
+        self._journal.started(plan, pids, self._mirror.last_step_before(plan))
+        self._journal.hello()
+        for handle in members:
+            early, handle.early_step, handle.switched = handle.early_step, None, False
+            if early is not None:
+                self._heard_step(handle, *early)
+
+    def _never_started(self, start: states.StartReplicas, code: int, why: str = "") -> None:
+        for local_rank in start.local_ranks:
+            self._loop.post(states.ReplicaExited(start.plan.generation, local_rank, code, time.time(), why))
+
+    def _give_up_joining(self, code: int) -> bool:
+        start, self._joining = self._joining, None
+        if start is not None:
+            self._never_started(start, code)
+        return start is not None and not start.join
+
+    def _held(self, local_ranks: tuple[int, ...]) -> list[ReplicaHandle]:
+        return [h for h in self._replicas.values() if h.local_rank in local_ranks]
+
+    def _ask_to_stop(self, local_ranks: tuple[int, ...], plain: tuple[int, ...], reason: str) -> None:
+        if self._give_up_joining(STOPPED):
+            return
+        for handle in self._held((*local_ranks, *plain)):
+            handle.send({"type": "stop", "reason": reason})  # one that cannot hear it is about to end
+        for handle in self._held(plain):  # after the message, which `channel.say_finished` looks for
+            self._forks.signal(handle.number, signal.SIGTERM)
+
+    def _kill(self, local_ranks: tuple[int, ...], reason: str) -> None:
+        if self._give_up_joining(-signal.SIGKILL):
+            return
+        logger.info("killing local ranks %s: %s", local_ranks, reason)
+        for handle in self._held(local_ranks):
+            self._forks.signal(handle.number, signal.SIGKILL)
+
+    def _mourn(self, generation: int, failure: Failure) -> None:
+        """The death of a replica that the others survive."""
+        self._mourned.add((generation, failure.rank))
+        self._journal.lost(generation, failure)
+        self._say(f"replica {failure.rank} is lost ({failure.message})")
+
+    def _write_running(self, generation: int, library: bool, resilient: bool = False) -> None:
+        first = min((h.first_step for h in self._replicas.values() if h.first_step), default=None)
+        self._books.running(generation, first, library, resilient)
+
+    def _write_ended(self, record: EndedRecord) -> None:
+        if self._plan is None or record.generation == self._plan.generation:
+            self._journal.ended()
+        record = replace(record, last_step=self._journal.last_step, time=time.time())
+        # the last of this node's dead is no failure where those of other nodes live on
+        elsewhere = self._plan is not None and self._plan.nodes > 1
+        failure = record.failure
+        mourned = failure is not None and (record.generation, failure.rank) in self._mourned
+        if failure is not None and record.outcome is Outcome.FAILED and not (mourned and elsewhere):
+            status = self.state.status
+            used = min((status.restarts_used if status else 0) + 1, self._setting.max_restarts)
+            self._journal.failure(failure, used, self._setting.max_restarts)
+            what, why = f"replica {failure.rank} failed", failure.message
+            name = failure_reports.exit_name(failure.exit_code)
+            self._say(f"{what}: {why}" if why.startswith(name) else f"{what} ({name}): {why}")
+        self._books.ended(record)
+
+    # Replicas -----------------------------------------------------------------------------------
+
+    def _fork_news(self) -> None:
+        news = self._forks.receive()
+        if news is None:
+            self._fork_server_died()
+            return
+        for item in news:
+            handle = self._replicas.get(item.id)
+            if handle is None:
+                continue
+            if isinstance(item, Spawned):
+                self._spawned(handle, item.pid)
+            elif isinstance(item, Exited):
+                self._exited(handle, item.exit_code, item.signalled)
+
+    def _fork_server_died(self) -> None:
+        """The kernel has killed its replicas with it."""
+        self._say("the fork server died and its replicas with it; starting another")
+        self._loop.remove(self._forks)
+        self._forks.close()
+        self._forks = self._restart_forks()
+        self._loop.add(self._forks, self._fork_news)
+        for handle in list(self._replicas.values()):
+            self._exited(handle, -signal.SIGKILL)
+
+    def _spawned(self, handle: ReplicaHandle, pid: int) -> None:
+        handle.pid = pid
+        self._decide(states.ReplicaStarted(handle.generation, handle.local_rank, pid))
+        plan = self._plan
+        mine = [h for h in self._replicas.values() if h.generation == handle.generation]
+        if plan is not None and plan.generation == handle.generation and all(h.pid is not None for h in mine):
+            pids = {h.rank: h.pid for h in mine if h.pid is not None}
+            self._journal.started(plan, pids, self._mirror.last_step_before(plan))
+
+    def _exited(self, handle: ReplicaHandle, code: int, signalled: bool = True) -> None:
+        while select.select([handle], [], [], 0)[0]:  # its last words come before its end
+            if not self._channel_news(handle):
+                break
+        self._loop.remove(handle)
+        self._replicas.pop(handle.number, None)
+        handle.close()
+        self._last_exits.append((handle, code))
+        message = ""
+        if code not in (0, STOPPED):
+            message = failure_reports.describe(code, handle.error_file, self._setting.command.argv[0])
+        generation, local_rank = handle.generation, handle.local_rank
+        self._decide(states.ReplicaExited(generation, local_rank, code, time.time(), message, signalled))
+
+    def _channel_news(self, handle: ReplicaHandle) -> bool:
+        messages = handle.receive()
+        if messages is None:
+            self._loop.remove(handle)
+            return False
+        for message in messages:
+            try:
+                self._hear(handle, message)
+            except (KeyError, TypeError, ValueError) as error:
+                logger.warning("replica %d: message %.80r: %s", handle.rank, message, error)
+        return True
+
+    def _hear(self, handle: ReplicaHandle, message: dict[str, Any]) -> None:
+        match message["type"]:
+            case "hello":
+                handle.library = True
+                self._journal.hello()
+                self._decide(states.ReplicaHello(handle.generation, handle.local_rank))
+            case "step":
+                self._heard_step(handle, int(message["step"]), float(message["time"]))
+            case "event":
+                fields = {k: v for k, v in message.items() if k not in ("type", "event", "time")}
+                self._journal.emit(str(message["event"]), message.get("time"), **fields)
+            case "ready":
+                self._decide(states.ReplicaReady(int(message["generation"]), handle.local_rank))
+            case "switched":
+                generation = int(message["generation"])
+                # newcomers are of their generation from the start
+                handle.switched = self._plan is None or self._plan.generation != generation
+                self._journal.last_step_was(message.get("last_step"))
+                self._decide(states.ReplicaSwitched(generation, handle.local_rank))
+            case "pong":
+                self._decide(states.ReplicaPong(handle.generation, handle.local_rank))
+            case "resilient":
+                self._decide(states.ReplicaResilient(int(message["generation"]), handle.local_rank))
+            case "over":
+                self._decide(states.ReplicaOver(handle.local_rank, bool(message["over"])))
+            case "finished":
+                self._decide(states.ReplicaFinished(handle.local_rank))
+            case "stopping":
+                self._decide(states.ReplicaStopping(handle.local_rank))
+            case "broken":
+                logger.info("replica %d: others are gone: %s", handle.rank, message.get("reason"))
+                self._decide(states.ReplicaBroken(int(message["generation"]), handle.local_rank))
+            case "hints":
+                if self._books.hints(message["hints"]):
+                    self._journal.goodput(message["hints"])
+            case "saved":
+                self._heard_saved(handle, message["checkpoint"])
+
+    def _heard_step(self, handle: ReplicaHandle, step: int, when: float) -> None:
+        if handle.switched and handle.first_step is not None:  # of a generation that is not all there yet
+            handle.early_step = handle.early_step or (step, when)
+            return
+        self._journal.step(when)
+        if handle.first_step is None:
+            handle.first_step = when
+            if all(h.first_step is None or h is handle for h in self._replicas.values()):
+                held = self.state.held
+                resilient = held is not None and all(r.resilient for r in held.replicas)
+                self._write_running(handle.generation, library=True, resilient=resilient)
+        self._decide(states.ReplicaStep(handle.generation, handle.local_rank, step))
+
+    def _heard_saved(self, handle: ReplicaHandle, saved: dict[str, Any]) -> None:
+        record = CheckpointRecord(
+            str(saved["id"]), str(saved["path"]), handle.generation, int(saved.get("step") or 0), time.time()
+        )
+        self._mirror.checkpoint = record  # what comes next on this node must not wait for the store's echo
+        self._books.checkpoint(record)

@@ -1,0 +1,23 @@
+"""What an agent is given when it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
+from adaptdl_elastic.agent.core.states import AgentIdentity
+from adaptdl_elastic.agent.runtime.forked_child import Command
+from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """What the agent is given; constant."""
+
+    me: AgentIdentity
+    host: str  # address by which other nodes reach this one
+    ports: tuple[int, int] | None
+    command: Command
+    environment: JobEnvironment
+    coordinator: CoordinatorCommand
+    max_restarts: int

@@ -1,0 +1,59 @@
+"""Why a replica failed: its error file, its exit code, and one line that says what to do."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN
+
+_LONGEST = 400  # characters of a message; the whole of it is in the replica's stderr and error file
+_REMEDY = {
+    signal.SIGKILL: "killed from outside; if nobody did, the machine ran out of memory (dmesg)",
+    signal.SIGSEGV: "crashed in native code; run the script alone under `python -X faulthandler`",
+    signal.SIGBUS: "crashed in native code; /dev/shm may be full",
+    signal.SIGABRT: "aborted in native code; its stderr says why",
+}
+
+
+def describe(exit_code: int, error_file: str, argument: str = "") -> str:
+    """One line: the exception that the replica recorded, or what its exit code means."""
+    recorded = read_error_file(Path(error_file))
+    if recorded:
+        return recorded
+    if exit_code < 0:
+        try:
+            number = signal.Signals(-exit_code)
+        except ValueError:
+            return f"signal {-exit_code}"
+        remedy = _REMEDY.get(number)
+        return f"{number.name}: {remedy}" if remedy else number.name
+    if exit_code == CAN_NOT_JOIN:
+        return "the script can not be rescaled in place; the newcomer's stderr says why"
+    if exit_code == 127:
+        return f"{argument or 'the program'} can not be executed"
+    return f"exit code {exit_code}; its stderr says why"
+
+
+def read_error_file(path: Path) -> str | None:
+    """The message in torch.distributed.elastic's error file format; None when there is none."""
+    try:
+        message = json.loads(path.read_text())["message"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    text = message.get("message") if isinstance(message, dict) else message
+    lines = str(text or "").strip().splitlines()
+    if not lines:
+        return None
+    return lines[0] if len(lines[0]) <= _LONGEST else f"{lines[0][: _LONGEST - 1]}…"
+
+
+def exit_name(exit_code: int) -> str:
+    """`exit code 1`, or `SIGKILL`."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"

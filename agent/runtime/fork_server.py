@@ -1,0 +1,337 @@
+"""A process that has imported what every replica needs, and forks replicas in milliseconds.
+
+`import torch` takes seconds, and so does what the first DistributedDataParallel imports; a fork of a
+process that has done both takes 30 ms. The server runs in a process of its own (`start`), with a
+single thread and nothing initialised: no process group, no CUDA context, no random numbers drawn.
+
+The agent's end is `ForkServer`: `spawn`, `signal` and `receive`. On the wire, over a socket pair, are
+lines of JSON; the descriptors of a replica travel as ancillary data with its line. The server is the
+replicas' parent. When the agent's end closes, whatever way the agent went, it kills every replica's
+process group and ends; when the server itself dies the kernel kills the replicas.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from adaptdl_elastic.agent.runtime.forked_child import Command, become, run
+
+PRELOAD_VARIABLE = "ADAPTDL_PRELOAD"  # more modules to import, separated by commas
+PRELOAD = ("numpy", "torch", "torch.distributed", "torch._dynamo", "adaptdl_elastic.torch")
+_PR_SET_CHILD_SUBREAPER = 36
+_BOOT = (
+    "import sys; sys.path[:1] = []; "
+    "from adaptdl_elastic.agent.runtime import fork_server; fork_server.main({}, {})"
+)
+_CHUNK = 1 << 16
+_STREAMS = ("stdout", "stderr", "channel")
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # by the server
+_GRACE = 2.0  # seconds between SIGTERM and SIGKILL for what replicas have left behind
+_LAST_WAIT = 2.0  # seconds at most for those that were killed, at the server's end
+
+
+@dataclass(frozen=True)
+class Spawned:
+    """A replica has started."""
+
+    id: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A replica has ended; the code is negative when a signal ended it."""
+
+    id: int
+    exit_code: int
+    signalled: bool = False  # a signal of the agent's was delivered to it before it ended
+
+
+class ForkServer:
+    """The agent's end."""
+
+    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+        self.process = process
+        self._socket = sock
+        self._buffer = b""
+        self._used = False
+
+    @classmethod
+    def start(cls, environ: dict[str, str] | None = None, modules: Sequence[str] = PRELOAD) -> ForkServer:
+        """Start a server that imports these modules in the background; requests wait until it has."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-c", _BOOT.format(theirs.fileno(), list(modules))],
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env=environ,
+            )
+        return cls(process, ours)
+
+    def fileno(self) -> int:
+        """For selectors: readable when `receive` has something."""
+        return self._socket.fileno()
+
+    def spawn(
+        self,
+        number: int,
+        command: Command,
+        stdout: int | None = None,
+        stderr: int | None = None,
+        channel: int | None = None,
+    ) -> None:
+        """Ask for a replica; descriptors left out are the agent's own. OSError when the server is gone."""
+        self._used = True
+        streams = dict(zip(_STREAMS, (stdout, stderr, channel), strict=True))
+        given = [(name, value) for name, value in streams.items() if value is not None]
+        line = _line(op="spawn", id=number, streams=[name for name, _ in given], command=asdict(command))
+        if given:
+            sent = socket.send_fds(self._socket, [line], [value for _, value in given])
+            line = line[sent:]
+        self._socket.sendall(line)
+
+    def signal(self, number: int, what: int) -> None:
+        """Send a signal to a replica's whole process group; nothing happens when it has ended."""
+        with suppress(OSError):
+            self._socket.sendall(_line(op="signal", id=number, signal=int(what)))
+
+    def receive(self) -> list[Spawned | Exited] | None:
+        """What has happened since; None when the server is gone. Blocks only when there is nothing."""
+        try:
+            data = self._socket.recv(_CHUNK)
+        except OSError:
+            data = b""
+        if not data:
+            return None
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        return [_news(json.loads(line)) for line in lines]
+
+    def close(self, timeout: float = 4 * (_GRACE + _LAST_WAIT)) -> None:
+        """Kill what still runs, and wait for the server's end: a little more than both waits at most."""
+        self._socket.close()
+        if not self._used:
+            self.process.kill()  # it may be in the middle of its imports
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def _news(message: dict[str, Any]) -> Spawned | Exited:
+    if message["op"] == "spawned":
+        return Spawned(message["id"], message["pid"])
+    return Exited(message["id"], message["exit_code"], message["signalled"])
+
+
+def _line(**message: object) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+def main(number: int, modules: Sequence[str]) -> None:
+    """The server's process; in a replica it returns into the user's script."""
+    with suppress(OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # an interrupt is the agent's business: it closes our socket when it has done what it wants
+    for name in _IGNORED:
+        signal.signal(name, signal.SIG_IGN)
+    preload((*modules, *filter(None, os.environ.get(PRELOAD_VARIABLE, "").split(","))))
+    command = _Server(socket.socket(fileno=number)).serve()
+    if command is not None:
+        run(command)
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Import what can be imported; a replica that needs what is missing says so itself."""
+    for name in modules:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a replica shall not copy every page
+
+
+def _has_members(group: int) -> bool:
+    """Whether a process group has anybody: what a replica leaves behind becomes a child of the server."""
+    try:
+        os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _children() -> list[int]:
+    """The server's children that have not been reaped."""
+    mine, found = str(os.getpid()), []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError):
+            if path.read_text(errors="replace").rpartition(")")[2].split()[1] == mine:
+                found.append(int(path.parent.name))
+    return found
+
+
+class _Server:
+    """One thread, one selector: requests of the agent, and ends of replicas."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._pids: dict[int, int] = {}  # replica's id → pid
+        self._signalled: set[int] = set()  # ids of replicas that the agent has sent a signal
+        self._graces: dict[int, float] = {}  # process group → when it is killed
+        self._buffer = b""
+        self._descriptors: list[int] = []
+        self._wake, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        self._wake.setblocking(False)
+
+    def serve(self) -> Command | None:
+        """Until the agent is gone: None. In a replica: what it is to run."""
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            selector.register(self._wake, selectors.EVENT_READ)
+            while True:
+                due = min(self._graces.values(), default=None)
+                wait = None if due is None else max(0.0, due - time.monotonic())
+                ready = {key.fileobj for key, _ in selector.select(wait)}
+                self._end_graces()
+                if self._wake in ready:
+                    with suppress(BlockingIOError):
+                        self._wake.recv(_CHUNK)
+                    self._reap()
+                if self._socket in ready:
+                    lines = self._read()
+                    if lines is None:
+                        signal.set_wakeup_fd(-1)  # it is closed before the last of them has ended
+                        self._kill_all()
+                        return None
+                    for line in lines:
+                        command = self._handle(json.loads(line))
+                        if command is not None:
+                            return command
+
+    def _read(self) -> list[bytes] | None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, _CHUNK, 64)
+        except OSError:
+            return None
+        self._descriptors += descriptors
+        if not data:
+            return None
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        return lines
+
+    def _handle(self, message: dict[str, Any]) -> Command | None:
+        if message["op"] == "signal":
+            self._reap()  # one that has ended already was not ended by this signal
+            if message["id"] in self._pids:
+                self._signalled.add(message["id"])
+                self._signal_group(self._pids[message["id"]], message["signal"])
+            return None
+        count = len(message["streams"])
+        mine, self._descriptors = self._descriptors[:count], self._descriptors[count:]
+        # the server ignores these; what is sent to a replica that has not got its own handlers yet must wait
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._leave()
+            fields = dict(message["command"], argv=tuple(message["command"]["argv"]))
+            command = Command(**fields)
+            streams: dict[str, int] = dict(zip(message["streams"], mine, strict=True))
+            become(command, server, *(streams.get(name) for name in _STREAMS))
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            return command
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in mine:
+            os.close(number)
+        self._pids[message["id"]] = pid
+        self._send(op="spawned", id=message["id"], pid=pid)
+        return None
+
+    def _leave(self) -> None:
+        """In a replica: nothing of the server's is to be held on to."""
+        signal.set_wakeup_fd(-1)
+        for sock in (self._socket, self._wake, self._waker):
+            sock.close()
+        for number in self._descriptors:  # of replicas that were asked for in the same breath
+            os.close(number)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            for number, known in list(self._pids.items()):
+                if known == pid:
+                    del self._pids[number]
+                    # what it has started and left behind: data loading processes, mostly
+                    self._signal_group(pid, signal.SIGTERM if status == 0 else signal.SIGKILL)
+                    if status == 0:
+                        self._graces[pid] = time.monotonic() + _GRACE
+                    code, signalled = os.waitstatus_to_exitcode(status), number in self._signalled
+                    self._signalled.discard(number)
+                    self._send(op="exited", id=number, exit_code=code, signalled=signalled)
+
+    def _signal_group(self, pid: int | None, number: int) -> None:
+        if pid is None:
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, number)
+            return
+        with suppress(ProcessLookupError):  # it had no time for setsid yet
+            if pid in self._pids.values():
+                os.kill(pid, number)
+
+    def _end_graces(self) -> None:
+        """Kill what is left of groups whose time is over, and forget those of which nothing is left."""
+        for group, due in list(self._graces.items()):
+            if not _has_members(group):
+                del self._graces[group]
+            elif time.monotonic() >= due:
+                del self._graces[group]
+                self._signal_group(group, signal.SIGKILL)
+
+    def _kill_all(self) -> None:
+        """Replicas with their groups at once; orphans in sessions of their own have `_GRACE` to end by."""
+        for pid in self._pids.values():
+            self._signal_group(pid, signal.SIGKILL)
+        self._pids.clear()
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
+        asked, kill_at = set[int](), time.monotonic() + _GRACE
+        end = kill_at + _LAST_WAIT
+        while ((children := _children()) or self._graces) and (now := time.monotonic()) < end:
+            for pid in children:  # its own children come to us when it has gone
+                with suppress(ProcessLookupError, PermissionError):
+                    if now >= kill_at:
+                        os.kill(pid, signal.SIGKILL)
+                    elif pid not in asked and os.getpgid(pid) not in self._graces:
+                        os.kill(pid, signal.SIGTERM)
+                        asked.add(pid)
+            # those who come to us by another's end are not told of
+            signal.sigtimedwait((signal.SIGCHLD,), min(0.1, (end if now >= kill_at else kill_at) - now))
+            self._reap()
+            self._end_graces()
+
+    def _send(self, **message: object) -> None:
+        with suppress(OSError):
+            self._socket.sendall(_line(**message))

@@ -1,0 +1,283 @@
+"""What a replica does between `fork` and the user's first line, and after the last one.
+
+The script must not notice that it was forked from a warm server: it is `__main__`, its directory is
+`sys.path[0]`, its arguments are `sys.argv`, its output comes by the line, its random
+numbers are its own, and its tracebacks hold no frame of ours. Its end is that of `python script.py`: other
+threads are waited for, atexit functions run, what was written is flushed and closed, objects of the
+script's own modules are finalized. Only the interpreter itself is not torn down: a thread of gloo's that
+comes back from a collective then, to call Python, would abort the process (SIGABRT, "terminate called
+without an active exception"), long after the script has done its work. As in a process of
+`multiprocessing`, C's own atexit handlers do not run, which belong to that tearing down.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import ctypes
+import gc
+import importlib.machinery
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+import types
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from adaptdl_elastic.protocol.channel import FD_VARIABLE, say_finished
+
+_PR_SET_PDEATHSIG = 1
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+CANNOT_EXEC = 127  # as a shell says it
+_NOT_FLUSHED = 120  # Python's own, where the last output can not be written
+_STUCK = 10.0  # seconds after which a file that can be neither flushed nor closed is given up
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a replica runs. `mode`: "script", "module" (python -m) or "exec" (any program)."""
+
+    mode: str
+    argv: tuple[str, ...]
+    cwd: str
+    env: dict[str, str] = field(default_factory=dict)  # on top of the server's own
+    threads: int | None = None  # of torch; None: torch's choice
+
+
+def become(
+    command: Command, parent: int, stdout: int | None, stderr: int | None, channel: int | None
+) -> None:
+    """Turn the freshly forked process into one that looks freshly started; `parent` has forked it."""
+    os.setsid()  # a terminal's Ctrl-C is for the agent, which asks the replicas to stop
+    die_with(parent)
+    for number in range(1, signal.NSIG):
+        if number not in (signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, getattr(signal, "SIGXFSZ", 0)):
+            try:
+                signal.signal(number, signal.SIG_DFL)
+            except (OSError, ValueError):  # reserved by the C library
+                continue
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for source, target in ((stdout, 1), (stderr, 2)):
+        if source is not None:
+            os.dup2(source, target)
+            os.close(source)
+    os.chdir(command.cwd)
+    os.environ.update(command.env)
+    if channel is not None:
+        os.set_inheritable(channel, True)  # for a program that starts Python itself
+        os.environ[FD_VARIABLE] = str(channel)
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent is gone."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:  # it went before we asked
+        os._exit(1)
+
+
+def run(command: Command) -> NoReturn:
+    """Run the command, and end this process as it ends."""
+    if command.mode == "exec":
+        _exec(command)
+    _fresh_interpreter(command)
+    warm, code, interrupted, pid = frozenset(sys.modules), 0, False, os.getpid()
+    try:
+        _run(command)
+    except SystemExit as error:
+        code = _exit_code(error)
+    except KeyboardInterrupt:  # which has been said
+        interrupted = True
+    threading._shutdown()  # type: ignore[attr-defined]
+    if code == 0 and not interrupted and os.getpid() == pid:  # a fork of the script's own may come here, too
+        # too late to stop what has ended; no SIG_IGN, which programs started from here would inherit
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        say_finished()
+    flushed = _wind_up(warm)
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code or (0 if flushed else _NOT_FLUSHED))
+
+
+def _run(command: Command) -> None:
+    try:
+        if command.mode == "module":
+            runpy._run_module_as_main(command.argv[0], alter_argv=True)  # type: ignore[attr-defined]
+        else:
+            _run_script(command.argv[0])
+    except SystemExit as error:
+        if error.code not in (0, None, 143):
+            _record(error)
+        raise
+    except BaseException as error:
+        _record(error)
+        _die_of(error)
+
+
+def _exec(command: Command) -> NoReturn:
+    try:
+        os.execvp(command.argv[0], list(command.argv))
+    except OSError as error:
+        print(f"adaptdl-run: can not run {command.argv[0]!r}: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(CANNOT_EXEC)
+
+
+def _fresh_interpreter(command: Command) -> None:
+    sys.argv = list(command.argv)
+    # by the line, as on a terminal: replicas that write to the same file do not cut each other's lines
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        raw = open(number, "wb", closefd=False)  # noqa: SIM115 - lives as long as the process
+        errors = "backslashreplace" if name == "stderr" else None
+        stream = io.TextIOWrapper(raw, errors=errors, line_buffering=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    first = command.cwd if command.mode == "module" else str(Path(command.argv[0]).resolve().parent)
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, first)
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    # every process would draw the server's numbers
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+        if command.threads is not None:
+            sys.modules["torch"].set_num_threads(command.threads)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def _run_script(script: str) -> None:
+    if not script.endswith(".py") and (Path(script).is_dir() or script.endswith((".zip", ".pyz", ".pyc"))):
+        runpy.run_path(script, run_name="__main__")
+        return
+    main = sys.modules["__main__"]
+    loader = importlib.machinery.SourceFileLoader("__main__", script)
+    main.__dict__.update(__file__=script, __loader__=loader, __spec__=None, __cached__=None)
+    with io.open_code(str(Path(script).resolve())) as file:
+        code = compile(file.read(), script, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def _die_of(error: BaseException) -> NoReturn:
+    """What the interpreter does with an error that nobody caught, without our frames in it."""
+    trace = _users(error.__traceback__)
+    error = error.with_traceback(trace)
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    sys.excepthook(type(error), error, trace)
+    if isinstance(error, KeyboardInterrupt):
+        raise KeyboardInterrupt
+    sys.exit(1)
+
+
+def _exit_code(error: SystemExit) -> int:
+    """As the interpreter makes a number of it: any other object is a message."""
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _wind_up(warm: frozenset[str]) -> bool:
+    """Do what the interpreter does after its threads and before its teardown; True if all output was written.
+
+    warm: the modules that there were before the script.
+    """
+    atexit._run_exitfuncs()
+    _each_file("flush")  # a collection may finalize a file's inner layer before its outer one
+    for name in ("__main__", *_users_modules(warm)):
+        sys.modules.pop(name, None)  # with what only the script refers to: finalizers run
+    sys.last_type = sys.last_value = sys.last_traceback = None
+    gc.collect()
+    _each_file("close")
+    ctypes.CDLL(None).fflush(None)
+    try:
+        for stream in (sys.stdout, sys.stderr):  # a script may have put anything there
+            if stream is not None and not getattr(stream, "closed", False):
+                stream.flush()
+    except Exception:
+        return False
+    return True
+
+
+def _users_modules(warm: frozenset[str]) -> list[str]:
+    """Modules that lie beside the script, say: neither installed nor Python's."""
+    paths = sysconfig.get_paths()
+    installed = tuple(paths[where] for where in ("stdlib", "platstdlib", "purelib", "platlib"))
+    new = {name: module for name, module in sys.modules.items() if name not in warm}
+    files = {name: getattr(module, "__file__", None) for name, module in new.items()}
+    return [name for name, file in files.items() if isinstance(file, str) and not file.startswith(installed)]
+
+
+def _each_file(method: str) -> None:
+    """Flush or close them, but for what waits for a lock: a daemon thread's that waits for a reader, say."""
+
+    def work() -> None:
+        for one in _files():
+            with suppress(Exception):  # as its finalizer would: nobody is left to be told
+                getattr(one, method)()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(_STUCK)
+
+
+def _files() -> list[Any]:
+    """What the script writes to and has left open, outer layers first: all of it has to reach the disk.
+
+    Not what it only reads, to whose end nothing is lost, nor the writing side's reading half.
+    """
+    found = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase)]
+    streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    standard = (*streams, *(getattr(stream, "buffer", None) for stream in streams))
+    plain = (io.BufferedWriter, io.BufferedRandom)
+    text = [one for one in found if isinstance(one, io.TextIOBase)]
+    bare = (io.FileIO, socket.SocketIO)  # with nothing of their own to write
+    packed = [one for one in found if not isinstance(one, (io.TextIOBase, *bare)) and type(one) not in plain]
+    ordered = (*text, *packed, *(one for one in found if type(one) in plain))
+    return [one for one in ordered if _writes(one) and not any(one is each for each in standard)]
+
+
+def _writes(file: Any) -> bool:
+    try:
+        return bool(file.writable())
+    except Exception:  # closed, or half made
+        return False
+
+
+def _users(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """The part of a traceback that begins in the user's code."""
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    return trace
+
+
+def _record(error: BaseException) -> None:
+    """Write the error file of torch.distributed.elastic.multiprocessing.errors, unless the script did."""
+    path = os.environ.get(ERROR_FILE_VARIABLE)
+    if not path or Path(path).exists():
+        return
+    lines = traceback.format_exception(type(error), error, _users(error.__traceback__))
+    text = f"{type(error).__name__}: {error}"
+    record: dict[str, Any] = {
+        "message": {
+            "message": text,
+            "extraInfo": {"py_callstack": "".join(lines), "timestamp": str(int(time.time()))},
+        }
+    }
+    try:
+        Path(path).write_text(json.dumps(record))
+    except OSError:  # the log directory is gone: the traceback on stderr has to do
+        return

@@ -1,0 +1,119 @@
+"""The environment of a replica (docs/architecture.md has the table)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from adaptdl_elastic.rendezvous.local.runtime_file import RuntimeFileError, private_directory
+from adaptdl_elastic.rendezvous.local.scratch_directory import Shared, sweep
+from adaptdl_elastic.rendezvous.schema.records import MasterRecord, Plan
+
+_SHARE, _KEPT_FOR = "share-", 86400.0  # seconds
+
+
+@dataclass(frozen=True)
+class JobEnvironment:
+    """What is the same for all replicas of this agent."""
+
+    node: str
+    role: str
+    checkpoint_path: str
+    checkpoint_timeout: float
+    checkpoint_interval: float
+    share_path: str
+    max_restarts: int
+    threads: int | None
+    rescale: str = "auto"
+    virtual_local_rank: bool = False
+
+
+def replica_environment(
+    job: JobEnvironment,
+    plan: Plan,
+    master: MasterRecord,
+    local_rank: int,
+    secret: str,
+    checkpoint: str | None,
+    error_file: str,
+    inherited: Mapping[str, str],
+) -> dict[str, str]:
+    """The variables of one replica, on top of the `inherited` ones."""
+    ranks = plan.ranks(job.node)
+    group = plan.index(job.node)
+    rank = ranks[plan.slots(job.node).index(local_rank)]
+    world, restarts = plan.replicas, plan.generation - plan.first
+    values: dict[str, object] = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": len(ranks),
+        "GROUP_RANK": group,
+        "GROUP_WORLD_SIZE": plan.nodes,
+        "ROLE_NAME": job.role,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world,
+        "MASTER_ADDR": master.host,
+        "MASTER_PORT": master.port,
+        "TORCHELASTIC_RESTART_COUNT": restarts,
+        "TORCHELASTIC_MAX_RESTARTS": job.max_restarts,
+        "TORCHELASTIC_RUN_ID": plan.job,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "ADAPTDL_MASTER_ADDR": master.host,
+        "ADAPTDL_MASTER_PORT": master.collective_port,
+        "ADAPTDL_NUM_REPLICAS": world,
+        "ADAPTDL_REPLICA_RANK": rank,
+        "ADAPTDL_NUM_NODES": plan.nodes,
+        "ADAPTDL_NUM_RESTARTS": restarts,
+        "ADAPTDL_JOB_ID": plan.job,
+        "ADAPTDL_CHECKPOINT_PATH": job.checkpoint_path,
+        "ADAPTDL_CHECKPOINT_TIMEOUT": f"{job.checkpoint_timeout:g}",
+        "ADAPTDL_CHECKPOINT_INTERVAL": f"{job.checkpoint_interval:g}",
+        "ADAPTDL_CHECKPOINT_ID": checkpoint or "",
+        "ADAPTDL_SHARE_PATH": job.share_path,
+        "ADAPTDL_RESCALE": job.rescale,
+        "ADAPTDL_SECRET": secret,
+    }
+    if job.rescale == "restart":  # else the library decides, which may want to survive an error
+        values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    if job.threads is not None:
+        values["OMP_NUM_THREADS"] = job.threads
+    if job.virtual_local_rank:
+        values["LOCAL_RANK"] = 0
+        values["CUDA_VISIBLE_DEVICES"] = _nth_device(inherited.get("CUDA_VISIBLE_DEVICES"), local_rank)
+    return {name: str(value) for name, value in values.items()}
+
+
+def _nth_device(visible: str | None, local_rank: int) -> str:
+    devices = [part.strip() for part in (visible or "").split(",") if part.strip()]
+    return devices[local_rank] if local_rank < len(devices) else str(local_rank)
+
+
+class SharePath:
+    """A directory for what replicas of this node share between generations, `ADAPTDL_SHARE_PATH`.
+
+    Ours if nobody gave one: it goes when its job is done, else when no agent has used it for a day.
+    RuntimeFileError when there can not be one.
+    """
+
+    def __init__(self, environ: Mapping[str, str], job: str, runtime: Path | None = None) -> None:
+        given = environ.get("ADAPTDL_SHARE_PATH")
+        self._ours: Shared | None = None
+        if given:
+            self.path = Path(given)
+            try:
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise RuntimeFileError(f"ADAPTDL_SHARE_PATH={given}: {error.strerror}") from None
+            return
+        runtime = private_directory(runtime)
+        sweep(_SHARE, runtime, older_than=_KEPT_FOR)
+        self._ours = Shared(runtime / f"{_SHARE}{job}")
+        self.path = self._ours.path
+
+    def close(self, done: bool = False) -> None:
+        """Let go of it. `done`: nobody will go on with this job."""
+        if self._ours is not None:
+            self._ours.close(keep=not done)

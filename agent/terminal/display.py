@@ -1,0 +1,184 @@
+"""What a person at the terminal sees: a live line while the job runs, and what the run was at its end.
+
+Quiet where nobody watches: without a terminal only what needs attention is said, one line each.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adaptdl_elastic.agent.terminal import run_summary
+from adaptdl_elastic.agent.terminal.event_log import Event
+from adaptdl_elastic.agent.terminal.run_options import PROGRAM, RunOptions
+from adaptdl_elastic.agent.terminal.run_summary import Summary, duration
+from adaptdl_elastic.rendezvous.text import pluralize
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+_STYLES = {
+    "policy": "green",
+    "failure": "red",
+    "node_lost": "red",
+    "replica_lost": "red",
+    "drain": "yellow",
+    "manual": "cyan",
+}
+
+
+class Display:
+    """The live line, and the summary."""
+
+    def __init__(
+        self, job: str, summary: bool | None, plot: Path | None, plain: Callable[[str], None]
+    ) -> None:
+        from rich.console import Console
+
+        self._job, self._plot, self._plain = job, plot, plain
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._live: Any = None
+        watched = self._console.is_terminal and sys.stdout.isatty()
+        self._summary = watched if summary is None else summary
+        self._collector = run_summary.Collector()
+        self._latest: dict[str, Event] = {}
+        self._began = time.time()
+        if watched:
+            from rich.live import Live
+
+            self._live = Live(get_renderable=self._line, console=self._console, refresh_per_second=4)
+            self._live.start()
+
+    @classmethod
+    def of(cls, options: RunOptions, plain: Callable[[str], None]) -> Display:
+        """As the command line wants it."""
+        return cls(options.job, options.summary, options.plot, plain)
+
+    @property
+    def show(self) -> Callable[[str], None] | None:
+        """Prints a line of a replica above the live line; None: replicas print for themselves."""
+        if self._live is None:
+            return None
+        return lambda text: self._console.print(text, markup=False)
+
+    def say(self, text: str) -> None:
+        """One line of ours."""
+        if self._live is None:
+            self._plain(text)
+        else:
+            self._console.print(f"{PROGRAM}: {text}", markup=False, style="dim")
+
+    def event(self, event: Event) -> None:
+        """Take note of an event."""
+        self._collector.add(event)
+        self._latest[event["event"]] = event
+        if event["event"] == "generation" and self._live is not None and event.get("pause_s") is not None:
+            size = f"{pluralize(event['replicas'], 'replica')} on {pluralize(event['nodes'], 'node')}"
+            self.say(f"now {size} after a pause of {duration(event['pause_s'])}: {event['reason']}")
+
+    def _line(self) -> RenderableType:
+        from rich.table import Table
+        from rich.text import Text
+
+        # Text, not markup: rich renders this line anew, without markup, above every line of a replica.
+        latest = self._latest
+        line = Table.grid(padding=(0, 2))
+        cells: list[str | Text] = [Text(self._job, style="bold"), duration(time.time() - self._began)]
+        if "generation" in latest:
+            cells.append(Text(pluralize(latest["generation"]["replicas"], "replica"), style="green"))
+        else:
+            cells.append("starting")
+        if "batch_size" in latest:
+            event = latest["batch_size"]
+            cells += [f"batch {event['batch_size']}", f"gain {event.get('gain', 1.0):.2f}"]
+            if event.get("goodput"):
+                cells.append(f"goodput {event['goodput']:.0f}/s")
+        if "epoch" in latest:
+            cells.append(f"epoch {latest['epoch']['epoch']}")
+        if "metrics" in latest:
+            cells += [f"{k} {v:.4g}" for k, v in run_summary.numbers(latest["metrics"]).items()]
+        line.add_row(*cells)
+        return line
+
+    def finish(self, exit_code: int, reason: str, logs: Path | None) -> None:
+        """The run is over: the summary and the picture."""
+        self.close()
+        summary = run_summary.summarise(self._collector.events)
+        if self._summary:
+            print_summary(self._console, self._job, summary)
+        if self._plot is not None:
+            self._draw(summary, self._plot)
+        if exit_code == 0:
+            return
+        where = f"; logs: {logs}" if logs is not None else ""
+        self.say(f"{reason} (exit code {exit_code}{where})")
+
+    def _draw(self, summary: Summary, path: Path) -> None:
+        try:
+            from adaptdl_elastic.agent.terminal.run_plot import draw
+
+            draw(summary, path, self._job)
+        except ImportError:
+            self.say(f"--plot {path}: needs matplotlib: pip install 'adaptdl-elastic[plot]'")
+        except OSError as error:
+            self.say(f"--plot {path}: {error.strerror}")
+        else:
+            if self._summary:
+                self._console.print(f"picture: {path}", markup=False)
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def print_summary(console: Console, job: str, summary: Summary) -> None:
+    """Generations and why each began, pauses, batch size and gain over time, final metrics."""
+    from rich.table import Table
+    from rich.text import Text
+
+    console.print()
+    table = Table(title=f"{job}: {duration(summary.seconds)}", title_justify="left", expand=False)
+    for name in ("at", "replicas", "nodes"):
+        table.add_column(name, justify="right")
+    table.add_column("pause", justify="right")
+    table.add_column("batch size", justify="right")
+    table.add_column("gain", justify="right")
+    table.add_column("why", overflow="fold")
+    for generation in summary.generations:
+        sizes = [b for b in summary.batch_sizes if generation.start <= b.time < generation.end]
+        batch = _span([b.batch_size for b in sizes], "d")
+        gain = _span([b.gain for b in sizes], ".2f")
+        pause = "" if generation.pause is None else duration(generation.pause)
+        style = _STYLES.get(generation.cause, "")
+        table.add_row(
+            duration(generation.start),
+            str(generation.replicas),
+            str(generation.nodes),
+            pause,
+            batch,
+            gain,
+            # Text: a reason may quote an error message, whose brackets are no markup.
+            Text.assemble((f"{generation.cause}: " if style else "", style), generation.reason),
+        )
+    console.print(table)
+    for name, items in (("failed", summary.failures), ("drained", summary.drains)):
+        for at, text in items:
+            console.print(f"{name} at {duration(at)}: {text}", markup=False)
+    if summary.final_metrics:
+        final = ", ".join(f"{k} {v:.4g}" for k, v in summary.final_metrics.items())
+        console.print(f"in the end: {final}", style="bold", markup=False)
+    if summary.exit_code:
+        console.print(f"exit code {summary.exit_code}: {summary.exit_reason}", markup=False)
+
+
+def _span(values: list[Any], form: str) -> str:
+    """`32`, or `32 → 124` for what it was first and last."""
+    if not values:
+        return ""
+    first, last = format(values[0], form), format(values[-1], form)
+    return first if first == last else f"{first} → {last}"

@@ -1,0 +1,329 @@
+"""Where the replicas' output goes: the terminal, a file, or both, as torchrun's options say.
+
+`<log-dir>/<job>_<random>/attempt_<generation>/<local rank>/{stdout.log,stderr.log,error.json}`, kept
+when the generation and the run are over. What is shown on the terminal and also kept (`--tee`), and
+what must not tear a live display, goes through pipes that one thread reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import selectors
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import BinaryIO
+
+from adaptdl_elastic.rendezvous.local.scratch_directory import Scratch, sweep
+
+logger = logging.getLogger(__name__)
+
+OUT, ERR = 1, 2
+_KEPT_RUNS, _KEPT_FOR = 20, 86400.0  # whichever is more: logs of failed runs, where no --log-dir was given
+_CHUNK = 1 << 16
+_LINE_END = re.compile(rb"\r?\n|\r")
+MOMENT = 1.0  # seconds for which a line may keep its end to itself
+LONGEST = 1 << 16  # bytes that are shown at once
+
+
+class StreamOptionError(ValueError):
+    """--redirects or --tee can not be read."""
+
+
+class NoOutputError(RuntimeError):
+    """There is no place for what replicas write."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(
+            f"replicas' output can not be kept in {path}: {error.strerror}; "
+            f"give a directory that can be written to, with --log-dir"
+        )
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Which streams (1 stdout, 2 stderr, 3 both, 0 none) of which local rank; `default` for the rest."""
+
+    default: int = 0
+    by_rank: tuple[tuple[int, int], ...] = ()
+
+    def has(self, local_rank: int, stream: int) -> bool:
+        """Whether a stream of a local rank is meant."""
+        return bool(dict(self.by_rank).get(local_rank, 0 if self.by_rank else self.default) & stream)
+
+    @classmethod
+    def parse(cls, option: str, text: str) -> Streams:
+        """torchrun's form: `3`, or `0:1,1:2`."""
+        if re.fullmatch(r"[0-3]", text):
+            return cls(int(text))
+        if re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
+            pairs = (part.split(":") for part in text.split(","))
+            return cls(by_rank=tuple((int(rank), int(streams)) for rank, streams in pairs))
+        raise StreamOptionError(
+            f"{option}={text}: write 1 (stdout), 2 (stderr) or 3 (both), or a list RANK:STREAMS as in 0:3,1:2"
+        )
+
+
+@dataclass
+class Destination:
+    """Descriptors for one replica, to be closed once it has them; None: the agent's own."""
+
+    directory: Path
+    stdout: int | None = None
+    stderr: int | None = None
+
+    @property
+    def error_file(self) -> str:
+        """Where the replica writes why it failed."""
+        return str(self.directory / "error.json")
+
+    def close(self) -> None:
+        """Let go of our copies."""
+        for number in (self.stdout, self.stderr):
+            if number is not None:
+                os.close(number)
+        self.stdout = self.stderr = None
+
+
+class Output:
+    """Opens destinations, and carries what goes through pipes."""
+
+    def __init__(
+        self,
+        job: str,
+        log_dir: Path | None,
+        redirects: Streams,
+        tee: Streams,
+        shown: frozenset[int] | None,
+        role: str = "default",
+        show: Callable[[str], None] | None = None,
+        prefix: str | None = None,
+    ) -> None:
+        base = log_dir or Path(tempfile.gettempdir()) / f"adaptdl-logs-{os.getuid()}"
+        try:
+            base.mkdir(mode=0o755 if log_dir else 0o700, parents=True, exist_ok=True)
+            if log_dir is None:
+                sweep("", base, keep=_KEPT_RUNS, older_than=_KEPT_FOR)
+            self._scratch = Scratch(f"{job}_", base)
+        except OSError as error:
+            raise NoOutputError(base, error) from None
+        self.directory = self._scratch.path
+        self.keep = log_dir is not None  # or when something went wrong
+        self._redirects, self._tee, self._shown = redirects, tee, shown
+        self._role, self._show = role, show
+        self._prefix = Template(prefix or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or "")
+        self._pump: Pump | None = None
+
+    def open(self, generation: int, local_rank: int, rank: int) -> Destination:
+        """The streams of one replica. NoOutputError when there is no place for them."""
+        directory = self.directory / f"attempt_{generation}" / str(local_rank)
+        made = Destination(directory)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            made.stdout = self._open_one(directory, OUT, local_rank, rank)
+            made.stderr = self._open_one(directory, ERR, local_rank, rank)
+        except OSError as error:
+            made.close()
+            raise NoOutputError(directory, error) from None
+        return made
+
+    def _open_one(self, directory: Path, stream: int, local_rank: int, rank: int) -> int | None:
+        path = directory / ("stdout.log" if stream == OUT else "stderr.log")
+        tee = self._tee.has(local_rank, stream)
+        visible = self._shown is None or local_rank in self._shown
+        if not tee and self._redirects.has(local_rank, stream):
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        if not tee and not visible:
+            return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        if not tee and self._show is None:
+            return None
+        file = path.open("ab", buffering=0) if tee else None
+        default = f"[{self._role}{local_rank}]:" if tee else ""
+        prefix = (
+            self._prefix.safe_substitute(role_name=self._role, local_rank=local_rank, rank=rank) or default
+        )
+        shown = self._print(stream, prefix) if visible else None
+        if self._pump is None:
+            self._pump = Pump()
+        return self._pump.pipe(file, shown)
+
+    def _print(self, stream: int, prefix: str) -> Callable[[bytes], None]:
+        show = self._show
+
+        def one(line: bytes) -> None:
+            text = prefix + line.decode(errors="replace").rstrip("\n")
+            if show is not None:
+                show(text)
+            else:
+                print(text, file=sys.stdout if stream == OUT else sys.stderr, flush=True)
+
+        return one
+
+    def close(self) -> None:
+        """Show what is left in the pipes; remove the directory unless it is to be kept."""
+        if self._pump is not None:
+            self._pump.close()
+        self._scratch.close(self.keep)
+
+
+class Pump(threading.Thread):
+    """Reads pipes, writes all of it to a file and line by line to the terminal."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(name="output", daemon=True)
+        self._selector = selectors.DefaultSelector()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._wake_read, self._wake_write = os.pipe()
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._closing = False
+        self.start()
+
+    def pipe(self, file: BinaryIO | None, shown: Callable[[bytes], None] | None) -> int:
+        """The end to write to; the reading one ends when every writer has closed."""
+        read, write = os.pipe()
+        with self._lock:
+            self._selector.register(read, selectors.EVENT_READ, Flow(file, shown))
+        os.write(self._wake_write, b"\0")
+        return write
+
+    def run(self) -> None:
+        """The thread."""
+        flows: set[Flow] = set()  # of which something is still to be shown
+        while True:
+            due = min((flow.due for flow in flows if flow.due is not None), default=None)
+            wait = None if due is None else max(0.0, due - self._clock())
+            ready = self._selector.select(min(0.2, wait or 0.2) if self._closing else wait)
+            if self._closing and not any(key.data for key, _ in ready):
+                break
+            for key, _ in ready:
+                data = os.read(key.fd, _CHUNK)
+                if key.data is None:
+                    continue
+                if data:
+                    key.data.feed(data, self._clock())
+                    flows.add(key.data)
+                else:
+                    with self._lock:
+                        self._selector.unregister(key.fd)
+                    os.close(key.fd)
+                    key.data.end()
+            for flow in list(flows):
+                flow.flush(self._clock())
+                if flow.due is None:
+                    flows.discard(flow)
+
+    def close(self) -> None:
+        """Carry what is there, then end."""
+        self._closing = True
+        os.write(self._wake_write, b"\0")
+        self.join(5)
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                key.data.end()
+            os.close(key.fd)
+        os.close(self._wake_write)
+        self._selector.close()
+
+
+class Flow:
+    """One stream of one replica on its way. Times are those of the pump's clock.
+
+    A line is shown when it ends, and what has not ended when it is older than `MOMENT`, or longer than
+    `LONGEST`. What ends in a carriage return is overwritten on a terminal by what follows: of a progress bar
+    the latest state is shown, once in a moment.
+    """
+
+    def __init__(self, file: BinaryIO | None, shown: Callable[[bytes], None] | None) -> None:
+        self._file, self._shown = file, shown
+        self._rest: list[bytes] = []  # of the line that has not ended
+        self._size = 0
+        self._state = b""  # what a carriage return has ended, and nobody has seen yet
+        self._seen = False  # the beginning of this line has been shown
+        self.due: float | None = None  # when `flush` has something to show
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Pass it on to those who still take it: a replica must never wait for one who does not."""
+        if self._file is not None:
+            try:
+                self._file.write(data)
+            except (OSError, ValueError) as error:
+                logger.warning("%s is not written any more: %s", self._file.name, error)
+                self._file = None
+        if self._shown is not None:
+            ended = self._split(data)
+            if not (self._rest or self._state):
+                self.due = None
+            elif self.due is None or (ended and not self._state):  # what is left has just begun
+                self.due = now + MOMENT
+
+    def _split(self, data: bytes) -> bool:
+        """Whether a line has ended, and what waits now is of another."""
+        start, ended = 0, False
+        for end in _LINE_END.finditer(data):
+            self._add(data[start : end.start()])
+            start = end.end()
+            line = self._take()
+            ended = ended or end[0] != b"\r"
+            if end[0] == b"\r":
+                self._state = line or self._state
+            elif line or self._state:
+                self._show(line or self._state)
+                self._state = b""
+            elif not self._seen:
+                self._show(b"")
+            self._seen = False if end[0] != b"\r" else self._seen and not line
+        self._add(data[start:])
+        return ended
+
+    def _add(self, data: bytes) -> None:
+        for start in range(0, len(data), LONGEST):
+            piece = data[start : start + LONGEST]
+            if self._size + len(piece) > LONGEST:
+                self._show(self._take())
+                self._seen = True
+            self._rest.append(piece)
+            self._size += len(piece)
+
+    def _take(self) -> bytes:
+        line = b"".join(self._rest)
+        self._rest.clear()
+        self._size = 0
+        return line
+
+    def flush(self, now: float) -> None:
+        """Show what has waited for its end for long enough."""
+        if self.due is None or now < self.due:
+            return
+        self.due = None
+        text, self._state = self._take() or self._state, b""
+        if text:
+            self._show(text)
+            self._seen = True
+
+    def _show(self, line: bytes) -> None:
+        if self._shown is None:
+            return
+        try:
+            self._shown(line)
+        except (OSError, ValueError) as error:  # `| head` has seen enough
+            logger.warning("replicas' output is not shown any more: %s", error)
+            self._shown = None
+
+    def end(self) -> None:
+        """There is no more to come."""
+        self.due = None
+        last, self._state = self._take() or self._state, b""
+        if last:
+            self._show(last)
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()

@@ -1,0 +1,483 @@
+"""What the command line says: torchrun's options and ours, checked before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from adaptdl_elastic.agent.terminal.torchrun_options import torchrun_parser
+from adaptdl_elastic.rendezvous.schema.keys import check_name
+from adaptdl_elastic.rendezvous.schema.records import HEAVIEST
+from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, parse_endpoints
+
+PROGRAM = "adaptdl-run"
+MANY_REPLICAS = 65536  # as many as the nodes have room for
+# torchrun's options that have no meaning here, and why
+_NO_MEANING = {
+    "rdzv_backend": "plans come from the coordinator, through etcd",
+    "rdzv_conf": "torch's rendezvous is not used; --etcd-timeout and --rescale-timeout are what it would set",
+    "node_rank": "the coordinator gives out ranks",
+    "master_addr": "the node of rank 0 publishes its address",
+    "master_port": "the node of rank 0 publishes its port; --port-range confines it",
+    "monitor_interval": "the agent waits for events and does not poll",
+    "start_method": "replicas are forked from a warm server, or executed with --no-python",
+    "signals_to_handle": "SIGINT, SIGTERM and SIGHUP stop in an orderly way, a second one at once",
+    "logs_specs": "logs are written as --log-dir, --redirects and --tee say",
+    "shutdown_timeout": "--checkpoint-timeout says how long a stop may take",
+    "numa_binding": "replicas are not bound to CPUs",
+    "duplicate_stdout_filters": "lines are not filtered by words; see --tee and --local-ranks-filter",
+    "duplicate_stderr_filters": "lines are not filtered by words; see --tee and --local-ranks-filter",
+}
+# torchrun's options of which its own text would not be true here
+_HELP = {
+    "nnodes": "nodes of the job: N or MIN:MAX (default 1)",
+    "nproc_per_node": "replicas on this node: N, or MIN:MAX between which their number is chosen; auto, gpu "
+    "and cpu stand for as many as there are (default 1)",
+    "rdzv_endpoint": "etcd of the cluster, HOST:PORT[,HOST:PORT...] (default: ADAPTDL_ETCD)",
+    "rdzv_id": "name of the job (default: that of the script)",
+    "standalone": "one node, without an etcd (the default where no other node and no etcd is named)",
+    "max_restarts": "failures after which the job goes on from its checkpoint (default 3); the loss of a "
+    "node, and a death that other replicas survive, do not count",
+    "role": "set as ROLE_NAME for every replica",
+    "run_path": "run the script with runpy.run_path, as is done anyway; goes before --no-python",
+    "log_dir": "directory for the logs of replicas",
+    "local_addr": "address that other nodes reach this one by (default: that of the route to etcd)",
+    "training_script": "what every replica runs, followed by its own arguments",
+}
+
+
+class OptionError(ValueError):
+    """An option can not be used; the message says what was given and what to write instead."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """A checked command line."""
+
+    script: str
+    script_args: tuple[str, ...]
+    mode: str  # "script", "module" or "exec"
+    job: str
+    min_nodes: int
+    max_nodes: int
+    min_slots: int
+    slots: int
+    standalone: bool
+    endpoint: str | None
+    etcd_api: str
+    etcd_ca: str | None
+    etcd_cert: str | None
+    etcd_key: str | None
+    etcd_user: str | None
+    etcd_timeout: float | None
+    cluster: str
+    node_name: str | None
+    local_addr: str | None
+    port_range: tuple[int, int] | None
+    checkpoint_path: str
+    checkpoint_timeout: float
+    checkpoint_interval: float
+    rescale: str
+    rescale_timeout: float
+    once: bool
+    max_restarts: int
+    hang_timeout: float | None
+    autoscale: bool
+    preemptible: bool
+    avoid_preemptible_nodes: bool
+    weight: float
+    event_log: Path | None
+    plot: Path | None
+    summary: bool | None  # None: when a person is watching
+    log_dir: Path | None
+    redirects: str
+    tee: str
+    local_ranks_filter: frozenset[int] | None
+    role: str
+    threads: int | None  # OMP_NUM_THREADS of a replica, unless the environment says it
+    virtual_local_rank: bool
+    event_log_handler: str
+    notes: tuple[str, ...] = ()  # one line each, for the person who typed it
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What is run, as it is shown to people."""
+        return (self.script, *self.script_args)
+
+
+def parser() -> argparse.ArgumentParser:
+    """torchrun's parser, with our options added."""
+    made = torchrun_parser()
+    made.prog = PROGRAM
+    made.usage = f"{PROGRAM} [options] SCRIPT [arguments of the script]"
+    made.error = partial(_refuse, made)  # type: ignore[method-assign,assignment]
+    made.allow_abbrev = False  # whether an option that was shortened was given could not be told
+    made.description = (
+        "Run a PyTorch job whose replicas, batch size and learning rate adapt while it runs. "
+        "Takes what torchrun takes, and options of its own."
+    )
+    made.set_defaults(max_restarts=os.environ.get("PET_MAX_RESTARTS", "3"))  # argparse reads it
+    _arrange(made)
+    return made
+
+
+def _arrange(made: argparse.ArgumentParser) -> None:
+    """The help: our options, then those of torchrun that count, then those that do not."""
+    theirs = made._optionals
+    theirs.title = "options of torchrun"
+    ours = made.add_argument_group("options")
+    _add_ours(ours)
+    without = made.add_argument_group("options of torchrun that have no effect here")
+    for action in made._actions:
+        action.help = _HELP.get(action.dest, action.help)
+        if action.dest in _NO_MEANING:
+            action.help = _NO_MEANING[action.dest]
+            theirs._group_actions.remove(action)
+            without._group_actions.append(action)
+    made._action_groups.remove(ours)
+    made._action_groups.insert(made._action_groups.index(theirs), ours)
+
+
+def _refuse(made: argparse.ArgumentParser, message: str) -> None:
+    """argparse prints a screen of usage first; one line with the likely word is easier to read."""
+    known = [name for action in made._actions for name in action.option_strings if name.startswith("--")]
+    for word in re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else ():
+        close = difflib.get_close_matches(word, known, 1)
+        message += f" (did you mean {close[0]}?)" if close else ""
+    if message.endswith("training_script_args"):
+        message = "there is no script to run: adaptdl-run [options] SCRIPT [arguments]"
+    raise OptionError(f"{message}; see {PROGRAM} --help")
+
+
+def _add_ours(group: Any) -> None:
+    add = group.add_argument
+    add("--etcd", metavar="HOST:PORT", help="etcd of the cluster; the same as --rdzv-endpoint (ADAPTDL_ETCD)")
+    add("--etcd-api", choices=["auto", "v2", "v3"], default="auto", help="force a driver (default: ask etcd)")
+    add("--etcd-ca", metavar="PEM", help="CA of etcd's certificate (ADAPTDL_ETCD_CA)")
+    add("--etcd-cert", metavar="PEM", help="client certificate (ADAPTDL_ETCD_CERT)")
+    add("--etcd-key", metavar="PEM", help="its key (ADAPTDL_ETCD_KEY)")
+    add(
+        "--etcd-user",
+        metavar="NAME",
+        help="user of etcd (ADAPTDL_ETCD_USER); the password: ADAPTDL_ETCD_PASSWORD_FILE",
+    )
+    add(
+        "--etcd-timeout",
+        type=float,
+        metavar="S",
+        help="seconds for one operation (default: ADAPTDL_ETCD_TIMEOUT, else 5)",
+    )
+    add(
+        "--cluster",
+        metavar="NAME",
+        help="name of the cluster, where several share an etcd (ADAPTDL_CLUSTER; default: default)",
+    )
+    add("--node-name", metavar="NAME", help="this node's name (default: the host's, made unique)")
+    add("--port-range", metavar="LOW:HIGH", help="ports to listen on (default: any free one)")
+    add(
+        "--checkpoint-path",
+        metavar="DIR",
+        help="directory or s3://bucket/prefix that all nodes see "
+        "(default: ADAPTDL_CHECKPOINT_PATH, else ./.adaptdl/<job>)",
+    )
+    add(
+        "--checkpoint-timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="seconds that a stop waits for its checkpoint (default 120)",
+    )
+    add(
+        "--checkpoint-interval",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds between periodic checkpoints (default 30; 0: none)",
+    )
+    add(
+        "--rescale",
+        choices=["auto", "inplace", "restart"],
+        default="auto",
+        help="how the number of replicas changes: in place where that is possible (auto, the default), only "
+        "in place, or only by a restart from a checkpoint",
+    )
+    add(
+        "--rescale-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds that new replicas may take to be ready (default 60)",
+    )
+    add(
+        "--hang-timeout",
+        type=float,
+        metavar="S",
+        help="seconds without an answer after which a replica is killed (default 60; 0: never); where it is "
+        "given, also without a step",
+    )
+    add(
+        "--once",
+        action="store_true",
+        help="if the job has ended already, exit as it did instead of starting it again",
+    )
+    add("--no-autoscale", action="store_true", help="only `adaptdl scale` changes the number of replicas")
+    add(
+        "--weight",
+        type=float,
+        default=1.0,
+        metavar="W",
+        help="what the job's goodput is worth beside other jobs' (default 1)",
+    )
+    add("--no-preempt", action="store_true", help="it keeps the size it begins with, MIN")
+    add("--avoid-preemptible-nodes", action="store_true", help="use spot instances last")
+    add("--event-log", type=Path, metavar="FILE", help="append one JSON object per event")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the run when it has ended")
+    add(
+        "--summary",
+        action=argparse.BooleanOptionalAction,
+        help="sum the run up at its end (default: on a terminal)",
+    )
+
+
+def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> RunOptions:
+    """The checked options; OptionError when they can not be used, SystemExit for --help and the unknown."""
+    made = parser()
+    args = made.parse_args(arguments)
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    ours = typed[: len(typed) - len(args.training_script_args)]
+    return check(args, _given(made, ours), environ)
+
+
+def _given(made: argparse.ArgumentParser, typed: Sequence[str]) -> set[str]:
+    """Which options were typed, by their destination."""
+    names = {name: action.dest for action in made._actions for name in action.option_strings}
+    return {names[word.partition("=")[0]] for word in typed if word.partition("=")[0] in names}
+
+
+def check(
+    args: argparse.Namespace, given: set[str], environ: Mapping[str, str], slots_of: Any = None
+) -> RunOptions:
+    """Pure apart from looking at the files that are named: a namespace → Options."""
+    mode = _mode(args)
+    job = _job(args)
+    min_nodes, max_nodes = parse_range("--nnodes", args.nnodes)
+    min_slots, slots = parse_slots(args.nproc_per_node, slots_of or count_devices)
+    endpoint = args.etcd or args.rdzv_endpoint or environ.get("ADAPTDL_ETCD") or None
+    if args.etcd and args.rdzv_endpoint and args.etcd != args.rdzv_endpoint:
+        raise OptionError(f"--etcd {args.etcd} and --rdzv-endpoint {args.rdzv_endpoint} differ: give one")
+    if args.standalone and max_nodes > 1:
+        raise OptionError(
+            f"--standalone is for one node and --nnodes={args.nnodes} asks for more: give --rdzv-endpoint "
+            f"HOST:PORT of an etcd instead of --standalone"
+        )
+    standalone = bool(args.standalone) or (endpoint is None and max_nodes == 1)
+    if endpoint is None and not standalone:
+        raise OptionError(
+            f"--nnodes={args.nnodes} needs an etcd that all nodes reach: --rdzv-endpoint HOST:PORT"
+        )
+    if not standalone:
+        try:
+            parse_endpoints(endpoint or "")
+        except StoreOptionError as error:
+            raise OptionError(str(error)) from None
+    path = args.checkpoint_path or environ.get("ADAPTDL_CHECKPOINT_PATH") or str(Path(".adaptdl") / job)
+    if "://" not in path:
+        path = str(Path(path).absolute())
+    _check_numbers(args)
+    if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise OptionError(f"--plot {args.plot}: give a name that ends in .png, .svg or .pdf")
+    return RunOptions(
+        script=args.training_script,
+        script_args=tuple(args.training_script_args),
+        mode=mode,
+        job=job,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        min_slots=min_slots,
+        slots=slots,
+        standalone=standalone,
+        endpoint=None if standalone else endpoint,
+        etcd_api=args.etcd_api,
+        etcd_ca=args.etcd_ca,
+        etcd_cert=args.etcd_cert,
+        etcd_key=args.etcd_key,
+        etcd_user=args.etcd_user,
+        etcd_timeout=args.etcd_timeout,
+        cluster=check_option("--cluster", args.cluster or environ.get("ADAPTDL_CLUSTER") or "default"),
+        node_name=check_option("--node-name", args.node_name) if args.node_name else None,
+        local_addr=args.local_addr,
+        port_range=parse_ports(args.port_range) if args.port_range else None,
+        checkpoint_path=path,
+        checkpoint_timeout=args.checkpoint_timeout,
+        checkpoint_interval=args.checkpoint_interval,
+        rescale=args.rescale,
+        rescale_timeout=args.rescale_timeout,
+        once=args.once,
+        max_restarts=args.max_restarts,
+        hang_timeout=args.hang_timeout,
+        autoscale=not args.no_autoscale,
+        preemptible=not args.no_preempt,
+        avoid_preemptible_nodes=args.avoid_preemptible_nodes,
+        weight=args.weight,
+        event_log=args.event_log,
+        plot=args.plot,
+        summary=args.summary,
+        log_dir=Path(args.log_dir) if args.log_dir else None,
+        redirects=args.redirects,
+        tee=args.tee,
+        local_ranks_filter=_ranks(args.local_ranks_filter),
+        role=args.role,
+        threads=None if "OMP_NUM_THREADS" in environ or slots == 1 else 1,
+        virtual_local_rank=bool(getattr(args, "virtual_local_rank", False)),
+        event_log_handler=getattr(args, "event_log_handler", "null"),
+        notes=_notes(args, given, environ, standalone, slots),
+    )
+
+
+def _mode(args: argparse.Namespace) -> str:
+    if args.no_python and args.module:
+        raise OptionError("--no-python and --module exclude each other: a module needs Python")
+    if args.module:
+        return "module"
+    if args.no_python and not getattr(args, "run_path", False):
+        if shutil.which(args.training_script) is None:
+            raise OptionError(f"{args.training_script!r} is not a program that can be executed from here")
+        return "exec"
+    script = Path(args.training_script)
+    try:
+        there = script.exists()
+    except OSError as error:  # below a directory that may not be entered
+        raise OptionError(f"the script {args.training_script!r} can not be read: {error.strerror}") from None
+    if not there:
+        raise OptionError(f"there is no script {args.training_script!r} in {Path.cwd()}: give its path")
+    return "script"
+
+
+def _job(args: argparse.Namespace) -> str:
+    if args.rdzv_id and args.rdzv_id != "none":
+        return check_option("--rdzv-id", args.rdzv_id)
+    stem = args.training_script.rpartition(".")[2] if args.module else Path(args.training_script).stem
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "job"
+
+
+def check_option(option: str, name: str) -> str:
+    """A name that can be part of a key in the store."""
+    try:
+        return check_name(option, name)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+
+
+def parse_range(option: str, text: str) -> tuple[int, int]:
+    """`N` or `MIN:MAX` with 1 <= MIN <= MAX."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if match is None:
+        raise OptionError(f"{option}={text} is neither a number nor MIN:MAX, as in {option}=1:8")
+    low, high = int(match[1]), int(match[2] or match[1])
+    if not 1 <= low <= high:
+        raise OptionError(
+            f"{option}={text}: MIN must be at least 1 and not more than MAX, as in {option}=1:8"
+        )
+    return low, high
+
+
+_DEVICES = ("auto", "cpu", "gpu", "xpu")
+
+
+def parse_slots(text: str, count: Any) -> tuple[int, int]:
+    """(min_slots, slots): `N` and words such as `gpu` stand for all of them together."""
+    if re.fullmatch(r"[\d:]+", text):
+        return parse_range("--nproc-per-node", text)
+    low, colon, high = text.partition(":")
+    if colon and low.isdigit() and high in _DEVICES:
+        slots = count(high)
+        return parse_range("--nproc-per-node", f"{low}:{slots}")
+    slots = count(text)
+    return parse_range("--nproc-per-node", str(slots))  # torchrun's reading of numbers takes -1, too
+
+
+def count_devices(word: str) -> int:
+    """torchrun's `auto`, `cpu`, `gpu`, `xpu`."""
+    from torch.distributed.run import determine_local_world_size
+
+    try:
+        return int(determine_local_world_size(word))
+    except ValueError as error:
+        why = f": {str(error).rstrip('.')}; " if word in _DEVICES else ": "
+        raise OptionError(f"--nproc-per-node={word}{why}give a number, MIN:MAX, auto, gpu or cpu") from None
+
+
+def parse_ports(text: str) -> tuple[int, int]:
+    """`LOW:HIGH` (or `LOW-HIGH`), inclusive."""
+    match = re.fullmatch(r"(\d+)[:-](\d+)", text)
+    if match is None or not 1024 <= int(match[1]) <= int(match[2]) <= 65535:
+        raise OptionError(f"--port-range={text} is not LOW:HIGH between 1024 and 65535, as in 29500:29600")
+    return int(match[1]), int(match[2])
+
+
+_OFF_AT_ZERO = ("checkpoint_interval", "hang_timeout")
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    if args.max_restarts < 0:
+        raise OptionError(f"--max-restarts={args.max_restarts} must not be negative; 0 means none")
+    if not 0 < args.weight <= HEAVIEST:
+        raise OptionError(
+            f"--weight={args.weight:g} must be above 0 and at most {HEAVIEST:g}; the default is 1"
+        )
+    for name in (
+        "checkpoint_timeout",
+        "checkpoint_interval",
+        "rescale_timeout",
+        "hang_timeout",
+        "etcd_timeout",
+    ):
+        value = getattr(args, name)
+        if value is None or (0 < value < math.inf) or (value == 0 and name in _OFF_AT_ZERO):
+            continue
+        off = "; 0 switches it off" if name in _OFF_AT_ZERO else ""
+        raise OptionError(
+            f"--{name.replace('_', '-')}={value:g} must be a finite, positive number of seconds{off}"
+        )
+
+
+def _ranks(text: str) -> frozenset[int] | None:
+    if not text:
+        return None
+    try:
+        return frozenset(int(part) for part in text.split(","))
+    except ValueError:
+        raise OptionError(f"--local-ranks-filter={text} is not a list of numbers, as in 0,1") from None
+
+
+_OF_AN_ETCD = ("rdzv_endpoint", "etcd", "etcd_api", "etcd_user", "etcd_ca", "etcd_cert", "etcd_key")
+
+
+def _notes(
+    args: argparse.Namespace, given: set[str], environ: Mapping[str, str], standalone: bool, slots: int
+) -> tuple[str, ...]:
+    notes = [f"--{n.replace('_', '-')} has no effect: {why}" for n, why in _NO_MEANING.items() if n in given]
+    for name, why in _NO_MEANING.items():
+        variable = f"PET_{name.upper()}"  # torchrun reads its options from there, too
+        if name not in given and environ.get(variable):
+            notes.append(f"{variable} has no effect: {why}")
+    if args.standalone:
+        lost = (name for name in _OF_AN_ETCD if name in given)
+        notes += [f"--{n.replace('_', '-')}={getattr(args, n)} has no effect with --standalone" for n in lost]
+    shown = _ranks(args.local_ranks_filter)
+    if shown is not None and not any(rank < slots for rank in shown):
+        notes.append(
+            f"--local-ranks-filter={args.local_ranks_filter} shows nothing: "
+            f"local ranks here are 0 to {slots - 1}"
+        )
+    return tuple(notes)

@@ -1,0 +1,445 @@
+"""Hold what is known of a cluster: a `View` of the store, and the `ClusterCache` that keeps it current.
+
+Nothing here decides and nothing here does I/O. The keeper is fed with a range and then with changes,
+in order; it decodes each value once, keeps the last good hints of a job when a newer report is
+garbage, and says once what it could not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+from adaptdl_elastic.protocol import hints as job_hints
+from adaptdl_elastic.protocol.hints import JobHints
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS
+from adaptdl_elastic.rendezvous.store.base import Change, KeyValue, Snapshot
+
+R = TypeVar("R")
+K = TypeVar("K")
+V = TypeVar("V")
+
+NodeOfGeneration = tuple[int, str]
+"""(generation, node)."""
+
+_DIGITS = 18  # of a generation: what is longer is none
+
+
+def _empty() -> Mapping[Any, Any]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Observed(Generic[R]):
+    """A record, the revision it stands at, and when *this* process first saw it so (its own clock)."""
+
+    record: R
+    revision: int
+    seen: float
+
+
+@dataclass(frozen=True)
+class JobView:
+    """Everything in the store about one job."""
+
+    job: str
+    spec: Observed[records.JobSpec] | None = None
+    request: Observed[records.JobRequest] | None = None
+    status: Observed[records.JobStatus] | None = None
+    plan: Observed[records.Plan] | None = None
+    hints: Observed[JobHints] | None = None
+    checkpoint: Observed[records.CheckpointRecord] | None = None
+    ready: Mapping[NodeOfGeneration, Observed[records.ReadyRecord]] = field(default_factory=_empty)
+    running: Mapping[NodeOfGeneration, Observed[records.RunningRecord]] = field(default_factory=_empty)
+    broken: Mapping[NodeOfGeneration, Observed[records.PeerLossRecord]] = field(default_factory=_empty)
+    ended: Mapping[NodeOfGeneration, Observed[records.EndedRecord]] = field(default_factory=_empty)
+    generations: frozenset[int] = frozenset()  # those that have any key
+    unreadable: Mapping[str, int] = field(default_factory=_empty)  # plan, status, request: of the garbage
+
+    @property
+    def status_now(self) -> records.JobStatus | None:
+        """The status of the present run; None where only an earlier run's stands there, or none."""
+        if self.status is None or (self.spec is not None and self.status.record.run != self.spec.record.run):
+            return None
+        return self.status.record
+
+    @property
+    def over(self) -> bool:
+        """Whether the status says that the present run has ended."""
+        status = self.status_now
+        return status is not None and status.state.ended
+
+
+BILL_SECONDS = 60.0
+"""After which what the autoscaler has said of an hour's price is no longer so: it is dead."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A registration that is no longer there."""
+
+    agent: str
+    seen: float
+
+
+@dataclass(frozen=True)
+class View:
+    """A cluster as of `revision`. `now` and every `seen` are readings of the same local clock."""
+
+    now: float
+    wall: float  # seconds since the epoch, to be shown to people
+    nodes: Mapping[str, Mapping[str, Observed[records.NodeRecord]]] = field(
+        default_factory=_empty
+    )  # job, node
+    jobs: Mapping[str, JobView] = field(default_factory=_empty)
+    drains: Mapping[str, Observed[records.DrainRequest]] = field(default_factory=_empty)
+    gone: Mapping[tuple[str, str], Missing] = field(default_factory=_empty)  # (job, node) seen to vanish
+    leader: Observed[records.LeaderRecord] | None = None
+    autoscaler: Observed[records.AutoscalerStatus] | None = None
+    steady_since: float = float("-inf")  # since when the store has answered without a break
+    revision: int = 0
+
+    def agents(self, job: str) -> Mapping[str, Observed[records.NodeRecord]]:
+        """The registrations of one job, by node."""
+        return self.nodes.get(job, _empty())
+
+    def cost(self, job: str) -> records.JobCost | None:
+        """What the autoscaler says of a job's nodes; None where none runs, or has seen no node of it."""
+        jobs = self.autoscaler.record.jobs if self.autoscaler else ()
+        found = next((cost for cost in jobs if cost.job == job), None)
+        if found is None or self.bill_age <= BILL_SECONDS:
+            return found
+        return replace(found, hourly=0.0, forecast=None, seconds_left=None)
+
+    @property
+    def bill_age(self) -> float:
+        """Seconds since the autoscaler has said what it pays, as it does every few seconds; 0: no telling."""
+        said = self.autoscaler.record.updated if self.autoscaler else 0.0
+        return max(0.0, self.wall - said) if said else 0.0
+
+    def draining(self, node: records.NodeRecord) -> bool:
+        """Whether a node is to be left, by its own word or by a request for it."""
+        if node.draining:
+            return True
+        request = self.drains.get(node.node)
+        if request is None:
+            return False
+        instance = request.record.instance
+        return instance is None or node.instance is None or instance == node.instance
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A value under our prefix that is not what its key promises."""
+
+    key: str
+    message: str
+
+
+class ClusterCache:
+    """Follows the store's keys of one cluster; `view` freezes what it knows.
+
+    Not thread-safe: feed and read it from one thread.
+    """
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+        self._nodes: dict[str, Mapping[str, Observed[records.NodeRecord]]] = {}
+        self._jobs: dict[str, JobView] = {}
+        self._drains: dict[str, Observed[records.DrainRequest]] = {}
+        self._gone: dict[tuple[str, str], Missing] = {}
+        self._leader: Observed[records.LeaderRecord] | None = None
+        self._autoscaler: Observed[records.AutoscalerStatus] | None = None
+        self._revision = 0
+        self._known: set[str] = set()
+        self._problems: list[Problem] = []
+        self._complained: set[str] = set()
+        self.events: dict[str, int] = {}  # event key -> revision; values are not kept
+
+    @property
+    def revision(self) -> int:
+        """The newest revision that has been applied."""
+        return self._revision
+
+    @property
+    def led(self) -> bool:
+        """Whether there is a leader, garbage in its key included."""
+        return self._keys.coordinator_leader in self._known
+
+    def load(self, snapshot: Snapshot, now: float) -> None:
+        """Take a whole range: what is not in it has vanished."""
+        for key in self._known - {item.key for item in snapshot.items}:
+            self._remove(key, now)
+        for item in snapshot.items:
+            known = self._find(item.key)
+            if known is None or known.revision != item.mod_revision:  # else it was seen earlier
+                self._put(item.key, item.value, item.mod_revision, now)
+        self._revision = max(self._revision, snapshot.revision)
+
+    def apply(self, change: Change, now: float) -> bool:
+        """Take one change; whether it was news, and not older than what is known, or a write of our own."""
+        current = self._find(change.key)
+        if current is not None and current.revision >= change.revision:
+            return False
+        if change.kind == "delete" and change.key not in self._known:
+            return False
+        if change.kind == "delete" or change.value is None:
+            self._remove(change.key, now)
+        else:
+            self._put(change.key, change.value, change.revision, now)
+        self._revision = max(self._revision, change.revision)
+        return True
+
+    def note(self, key: str, record: object, revision: int, now: float) -> None:
+        """Take a write of our own without waiting for the watch to bring it back."""
+        self._put(key, record, revision, now)
+
+    def forget(self, prefix: str, now: float) -> None:
+        """Take a deletion of our own without waiting for the watch to bring it back."""
+        for key in [key for key in self._known if key.startswith(prefix)]:
+            self._remove(key, now)
+
+    def problems(self) -> list[Problem]:
+        """What could not be read since the last call, each key once per distinct complaint."""
+        found, self._problems = self._problems, []
+        return found
+
+    def view(self, now: float, wall: float, steady_since: float = float("-inf")) -> View:
+        """What is known, frozen."""
+        return View(
+            now=now,
+            wall=wall,
+            nodes=MappingProxyType(dict(self._nodes)),
+            jobs=MappingProxyType(dict(self._jobs)),
+            drains=MappingProxyType(dict(self._drains)),
+            gone=MappingProxyType(dict(self._gone)),
+            leader=self._leader,
+            autoscaler=self._autoscaler,
+            steady_since=steady_since,
+            revision=self._revision,
+        )
+
+    # -- decoding
+
+    def _find(self, key: str) -> Observed[Any] | None:
+        match self._parts(key):
+            case ["nodes", node, job]:
+                return self._nodes.get(job, {}).get(node)
+            case ["drains", node]:
+                return self._drains.get(node)
+            case ["coordinator", "leader"]:
+                return self._leader
+            case ["autoscaler", "status"]:
+                return self._autoscaler
+            case ["jobs", job, ("spec" | "request" | "status" | "plan" | "hints" | "checkpoint") as name]:
+                view = self._jobs.get(job)
+                found: Observed[Any] | None = getattr(view, name) if view else None
+                return found
+            case ["jobs", job, "generations", g, name, node] if (
+                _is_generation(g) and name in self._OF_GENERATION
+            ):
+                view = self._jobs.get(job)
+                table: Mapping[NodeOfGeneration, Observed[Any]] = getattr(view, name) if view else {}
+                return table.get((int(g), node))
+        return None
+
+    def _parts(self, key: str) -> list[str]:
+        root = self._keys.root
+        parts = key[len(root) :].split("/") if key.startswith(root) else []
+        if parts[:1] == ["reports"] and len(parts) > 1:
+            return ["jobs", parts[1], "generations", *parts[2:]]
+        return parts
+
+    def _decode(
+        self, kind: type[R], key: str, value: object, revision: int, now: float
+    ) -> Observed[R] | None:
+        if isinstance(value, kind):
+            return Observed(value, revision, now)
+        try:
+            return Observed(records.decode(kind, str(value), key), revision, now)
+        except records.MalformedRecordError as error:
+            self._complain(key, str(error))
+            return None
+
+    def _complain(self, key: str, message: str) -> None:
+        if message not in self._complained:
+            if len(self._complained) > 10_000:
+                self._complained.clear()
+            self._complained.add(message)
+            self._problems.append(Problem(key, message))
+
+    def _put(self, key: str, value: object, revision: int, now: float) -> None:
+        self._known.add(key)
+        parts = self._parts(key)
+        match parts:
+            case ["nodes", node, job]:
+                self._put_node(key, node, job, value, revision, now)
+            case ["drains", node]:
+                drain = self._decode(records.DrainRequest, key, value, revision, now)
+                if drain is not None:
+                    self._drains[node] = drain
+            case ["coordinator", "leader"]:
+                self._leader = self._decode(records.LeaderRecord, key, value, revision, now)
+            case ["autoscaler", "status"]:
+                self._autoscaler = self._decode(records.AutoscalerStatus, key, value, revision, now)
+            case ["jobs", job, *rest]:
+                self._put_job(key, job, rest, value, revision, now)
+            case ["events", _]:
+                self.events[key] = revision
+
+    def _put_node(self, key: str, node: str, job: str, value: object, revision: int, now: float) -> None:
+        found = self._decode(records.NodeRecord, key, value, revision, now)
+        if found is None:
+            return
+        record = found.record
+        if (record.node, record.job) != (node, job):
+            self._complain(key, f"{key}: says it is node {record.node!r} of job {record.job!r}")
+            return
+        if not 1 <= record.min_slots <= record.slots <= MOST_SLOTS:
+            self._complain(
+                key,
+                f"{key}: slots {record.slots} (at least {record.min_slots}) can not be: "
+                f"1 <= min_slots <= slots <= {MOST_SLOTS}; the node is not used, "
+                f"start its agent with another --nproc-per-node",
+            )
+            self._forget_node(node, job)
+            return
+        self._nodes[job] = MappingProxyType({**self._nodes.get(job, {}), node: found})
+        self._gone.pop((job, node), None)
+
+    def _forget_node(self, node: str, job: str) -> Observed[records.NodeRecord] | None:
+        of_job = dict(self._nodes.get(job, {}))
+        was = of_job.pop(node, None)
+        if of_job:
+            self._nodes[job] = MappingProxyType(of_job)
+        else:
+            self._nodes.pop(job, None)
+        return was
+
+    _SINGLE: Mapping[str, type[Any]] = MappingProxyType(
+        {
+            "spec": records.JobSpec,
+            "request": records.JobRequest,
+            "status": records.JobStatus,
+            "plan": records.Plan,
+            "checkpoint": records.CheckpointRecord,
+        }
+    )
+    _OF_GENERATION: Mapping[str, type[Any]] = MappingProxyType(
+        {
+            "ready": records.ReadyRecord,
+            "running": records.RunningRecord,
+            "broken": records.PeerLossRecord,
+            "ended": records.EndedRecord,
+        }
+    )
+
+    def _put_job(self, key: str, job: str, rest: list[str], value: object, revision: int, now: float) -> None:
+        view = self._jobs.get(job, JobView(job))
+        match rest:
+            case ["hints"]:
+                hints = self._decode_hints(key, value, revision, now)
+                if hints is not None and hints.record.job == job:
+                    view = replace(view, hints=hints)
+            case [name] if name in self._SINGLE:
+                found = self._decode(self._SINGLE[name], key, value, revision, now)
+                others = {other: at for other, at in view.unreadable.items() if other != name}
+                if found is not None:
+                    view = replace(_with(view, name, found), unreadable=MappingProxyType(others))
+                elif name in ("plan", "status", "request"):  # to be written again: it must be known over what
+                    view = replace(view, unreadable=MappingProxyType({**others, name: revision}))
+                else:
+                    return
+            case ["generations", g, name, node] if _is_generation(g) and name in self._OF_GENERATION:
+                found = self._decode(self._OF_GENERATION[name], key, value, revision, now)
+                generations = view.generations | {int(g)}
+                if found is not None:
+                    table = {**getattr(view, name), (int(g), node): found}
+                    view = _with(view, name, MappingProxyType(table))
+                view = replace(view, generations=generations)
+            case ["generations", g, *_] if _is_generation(g):
+                view = replace(view, generations=view.generations | {int(g)})
+            case _:
+                return
+        self._jobs[job] = view
+
+    def _decode_hints(self, key: str, value: object, revision: int, now: float) -> Observed[JobHints] | None:
+        if isinstance(value, JobHints):
+            return Observed(value, revision, now)
+        try:
+            return Observed(job_hints.decode(str(value)), revision, now)
+        except job_hints.MalformedHintsError as error:
+            self._complain(key, f"{key}: {error}; the last good report is kept")
+            return None
+
+    def _remove(self, key: str, now: float) -> None:
+        self._known.discard(key)
+        match self._parts(key):
+            case ["nodes", node, job]:
+                was = self._forget_node(node, job)
+                if was is not None:
+                    self._gone[job, node] = Missing(was.record.agent, now)
+            case ["drains", node]:
+                self._drains.pop(node, None)
+            case ["coordinator", "leader"]:
+                self._leader = None
+            case ["autoscaler", "status"]:
+                self._autoscaler = None
+            case ["jobs", job, *rest] if job in self._jobs:
+                self._remove_of_job(job, rest)
+            case ["events", _]:
+                self.events.pop(key, None)
+
+    def _remove_of_job(self, job: str, rest: list[str]) -> None:
+        view = self._jobs[job]
+        match rest:
+            case [name] if name in self._SINGLE or name == "hints":
+                others = {other: at for other, at in view.unreadable.items() if other != name}
+                view = replace(_with(view, name, None), unreadable=MappingProxyType(others))
+            case ["generations", g, name, node] if _is_generation(g) and name in self._OF_GENERATION:
+                table = {at: seen for at, seen in getattr(view, name).items() if at != (int(g), node)}
+                view = _with(view, name, MappingProxyType(table))
+                view = replace(view, generations=_generations(view))
+            case ["generations", g, *_] if _is_generation(g):
+                view = replace(view, generations=_generations(view))
+        if view == JobView(job):
+            del self._jobs[job]
+            for where in [where for where in self._gone if where[0] == job]:
+                del self._gone[where]
+        else:
+            self._jobs[job] = view
+
+
+def _is_generation(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _DIGITS
+
+
+def _with(view: JobView, name: str, value: Any) -> JobView:
+    changes: dict[str, Any] = {name: value}
+    return replace(view, **changes)
+
+
+def _generations(view: JobView) -> frozenset[int]:
+    tables: Iterable[Mapping[NodeOfGeneration, Observed[Any]]] = (
+        view.ready,
+        view.running,
+        view.broken,
+        view.ended,
+    )
+    return frozenset(generation for table in tables for generation, _ in table)
+
+
+def view_of(keys: Keys, snapshot: Snapshot, now: float, wall: float) -> View:
+    """The view of one range, for commands that look once."""
+    keeper = ClusterCache(keys)
+    keeper.load(snapshot, now)
+    return keeper.view(now, wall)
+
+
+def single(item: KeyValue | None, kind: type[R]) -> R | None:
+    """The record in one key, None when there is none."""
+    return None if item is None else records.decode(kind, item.value, item.key)

@@ -1,0 +1,220 @@
+"""What people are shown: rows of plain values made from a view, and the tables they are put in."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from adaptdl_elastic.autoscaler.cli import CommandError, Where
+from adaptdl_elastic.autoscaler.cluster_view import BILL_SECONDS, ClusterCache, JobView, View, view_of
+from adaptdl_elastic.autoscaler.coordinator.job_phase import this_run
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import JobState
+from adaptdl_elastic.rendezvous.store.base import CompactedError, Store
+
+Row = dict[str, Any]
+
+_LEAST_WIDTH = 12  # of the last column of a table, where it is cut
+
+
+def read(store: Store, keys: Keys) -> View:
+    """The cluster as it stands now."""
+    return view_of(keys, store.range(keys.root), time.monotonic(), time.time())
+
+
+def load(where: Where, job: str | None = None) -> View:
+    """Connect, read, and hang up."""
+    store, cluster = where.connect(job)
+    with store:
+        return read(store, Keys(cluster))
+
+
+def wait_until(store: Store, keys: Keys, done: Callable[[View], bool], timeout: float) -> bool:
+    """Watch the cluster until `done`; False when `timeout` seconds pass first."""
+    import threading
+
+    deadline = time.monotonic() + timeout
+    while True:
+        keeper = ClusterCache(keys)
+        snapshot = store.range(keys.root)
+        keeper.load(snapshot, time.monotonic())
+        if done(keeper.view(time.monotonic(), time.time())):
+            return True
+        with store.watch(keys.root, snapshot.revision + 1) as watch:
+            alarm = threading.Timer(max(0.0, deadline - time.monotonic()), watch.close)
+            alarm.daemon = True
+            alarm.start()
+            try:
+                with suppress(CompactedError):
+                    for change in watch:
+                        keeper.apply(change, time.monotonic())
+                        if done(keeper.view(time.monotonic(), time.time())):
+                            return True
+            finally:
+                alarm.cancel()
+        if time.monotonic() >= deadline:
+            return False
+
+
+def find_job(view: View, name: str, cluster: str) -> JobView:
+    """The job of this name; CommandError, naming those that there are, when there is none."""
+    job = view.jobs.get(name)
+    if job is None or job.spec is None:
+        names = ", ".join(sorted(n for n, j in view.jobs.items() if j.spec))
+        there = f"; its jobs are: {names}" if names else ", and no other"
+        raise CommandError(f"there is no job {name!r} in cluster {cluster!r}{there}")
+    return job
+
+
+def job_row(view: View, job: JobView) -> Row:
+    """One job as `adaptdl ls --json` shows it."""
+    spec = job.spec.record if job.spec else None
+    status = job.status_now
+    hints = job.hints.record if job.hints else None
+    plan = this_run(job)
+    if hints is not None and plan is not None and hints.generation < plan.first:
+        hints = None  # of an earlier run
+    running = status is not None and not status.state.ended
+    done = status is not None and status.state is JobState.DONE
+    pauses = status.pauses if status else ()
+    return {
+        "job": job.job,
+        "state": status.state.value if status else "pending",
+        "generation": plan.generation if plan else None,
+        "replicas": plan.replicas if plan and running else 0,
+        "nodes": plan.nodes if plan and running else 0,
+        "placements": in_plan(plan) if running else {},
+        "batch_size": hints.batch_size if hints else None,
+        "atomic_bsz": hints.atomic_bsz if hints else None,
+        "accumulation_steps": hints.accumulation_steps if hints else None,
+        "gain": hints.gain if hints else None,
+        "lr_factor": hints.lr_factor if hints else None,
+        "goodput": hints.goodput if hints else None,
+        "predicted_goodput": (status.predicted_goodput if status else None)
+        or (hints.predicted_goodput if hints else None),
+        "prediction_error": status.prediction_error if status else None,
+        "throughput": hints.throughput if hints else None,
+        "efficiency": hints.efficiency if hints else None,
+        # its last report may be of the epoch before the end
+        "epoch": (hints.epochs if done and hints.epochs else hints.epoch) if hints else None,
+        "epochs": hints.epochs if hints else None,
+        "progress": 1.0 if done else hints.progress if hints else None,
+        "step": hints.step if hints else None,
+        "cause": plan.cause.value if plan else None,
+        "reason": status.reason if status else "the coordinator has not seen it yet",
+        "last_pause": (status.last_pause if status else None) or (pauses[-1] if pauses else None),
+        "restarts_used": status.restarts_used if status else 0,
+        "max_restarts": spec.max_restarts if spec else None,
+        "exit_code": status.exit_code if status else None,
+        "checkpoint": job.checkpoint.record.id if job.checkpoint else None,
+        "cost": cost_row(view, job.job),
+    }
+
+
+def cost_row(view: View, job: str) -> Row | None:
+    """What a job's nodes have cost and will; None where no autoscaler has looked at it."""
+    found = view.cost(job)
+    if found is None:
+        return None
+    return {
+        "so_far": found.so_far,
+        "hourly": found.hourly,
+        "forecast": found.forecast,
+        "seconds_left": found.seconds_left,
+        "seconds_old": round(view.bill_age),
+    }
+
+
+def cost_text(cost: Row) -> str:
+    """The same for people."""
+    if cost["seconds_old"] > BILL_SECONDS:
+        return f"{cost['so_far']:.2f} {cost['seconds_old'] / 60:.0f} min ago: no autoscaler has looked since"
+    text = f"{cost['so_far']:.2f} so far, {cost['hourly']:.2f} an hour now"
+    if cost["forecast"] is not None:
+        text += f"; {cost['forecast']:.2f} expected by its end in {cost['seconds_left'] / 60:.0f} min"
+    return text
+
+
+def node_rows(view: View, ledger: Ledger) -> list[Row]:
+    """One row a node."""
+    rows: dict[str, Row] = {}
+    for job, agents in sorted(view.nodes.items()):
+        for node, seen in agents.items():
+            record = seen.record
+            row = rows.setdefault(
+                node,
+                {
+                    "node": node,
+                    "slots": ledger.capacity[node],
+                    "free": ledger.capacity[node],
+                    "host": record.host,
+                    "jobs": {},
+                    "state": "ok",
+                    "instance": record.instance,
+                    "instance_type": record.instance_type,
+                    "zone": record.zone,
+                    "preemptible": record.preemptible,
+                    "version": record.version,
+                },
+            )
+            held = ledger.held(job).get(node, 0)
+            row["jobs"][job] = held
+            row["free"] -= held
+            if view.draining(record):
+                row["state"] = "draining"  # for one of its jobs at least
+            elif record.at_risk and row["state"] == "ok":
+                row["state"] = "at risk"
+    return [rows[node] for node in sorted(rows)]
+
+
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], empty: str = "") -> None:
+    """Print a table: on a terminal no wider than that (the last column is cut), elsewhere one line a row."""
+    import sys
+
+    if not rows and empty:
+        print(empty)
+        return
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    cells = [list(columns), *([show(value).replace("\n", " ") for value in row] for row in rows)]
+    for line in layout(cells, width):
+        print(line)
+
+
+def layout(cells: Sequence[Sequence[str]], width: int | None) -> list[str]:
+    """Lines of aligned columns, at most `width` characters where the first columns fit into that.
+
+    What does not fit is cut from the last column; where next to nothing of it would be left it is left
+    out. Widths are those that a terminal shows (two columns for a wide character).
+    """
+    from rich.cells import cell_len as size
+
+    widths = [max(size(row[i]) for row in cells) for i in range(len(cells[0]))]
+    first = sum(widths[:-1]) + 2 * len(widths[:-1])
+    left = max(widths[-1], 1) if width is None else width - first
+    lines = []
+    for row in cells:
+        text = "".join(
+            cell + " " * (wide - size(cell) + 2) for cell, wide in zip(row[:-1], widths[:-1], strict=True)
+        )
+        last = row[-1] if left >= min(_LEAST_WIDTH, widths[-1]) else ""
+        if size(last) > left:
+            while size(last) > left - 1:
+                last = last[:-1]
+            last += "…"
+        lines.append((text + last).rstrip())
+    return lines
+
+
+def show(value: Any) -> str:
+    """A value for a person's eyes."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return str(value)

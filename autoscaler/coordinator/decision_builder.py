@@ -1,0 +1,257 @@
+"""What one decision has come to so far: what is to be written, and how a plan comes to be.
+
+`core` and `urgent` fill it in; nothing outlives the decision but what goes into `Decided`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from adaptdl_elastic.autoscaler.cluster_view import JobView, Observed, View
+from adaptdl_elastic.autoscaler.coordinator import garbage_collection, survivors
+from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
+from adaptdl_elastic.autoscaler.coordinator.decision_types import (
+    Action,
+    Allocation,
+    CompareAndSwap,
+    CoordinatorSettings,
+    JoinFailures,
+    Memory,
+    Say,
+)
+from adaptdl_elastic.autoscaler.coordinator.job_phase import JobChange
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, holding, in_plan, nearest, rooms
+from adaptdl_elastic.autoscaler.coordinator.status import impossible, why_pending
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import (
+    INSISTS,
+    Cause,
+    NodeRecord,
+    Placement,
+    Plan,
+    Rescale,
+    Transition,
+)
+from adaptdl_elastic.rendezvous.text import pluralize
+
+
+@dataclass
+class JobNotes:
+    """What one round has found out about one job beyond its condition."""
+
+    waits_for: str = ""
+    planned: bool = False  # a plan was written in this round: the rest is for the next
+
+
+class DecisionBuilder:
+    """One decision while it is being made."""
+
+    def __init__(
+        self, view: View, memory: Memory, keys: Keys, fence: int, settings: CoordinatorSettings
+    ) -> None:
+        self.view, self.memory, self.keys, self.fence, self.settings = view, memory, keys, fence, settings
+        self.actions: list[Action] = []
+        self.wake_at = view.now + settings.interval
+        self.ledger = Ledger(view)
+        self.notes: dict[str, JobNotes] = {name: JobNotes() for name in view.jobs}
+        self.late = {**_handed_down(view), **memory.late}
+        self.restart_only = memory.restart_only | {
+            plan.run for job in view.jobs.values() if (plan := jobs.this_run(job)) and plan.restart_only
+        }
+
+    def wake(self, at: float) -> None:
+        """Look again at that time at the latest."""
+        self.wake_at = min(self.wake_at, at)
+
+    def why_restart(self, job: JobView) -> str:
+        """Why a planned change of this job has to be by restart; "" where it may be in place."""
+        assert job.spec is not None
+        if job.spec.record.run in self.restart_only:
+            return "newcomers could not join it"
+        return jobs.why_not_in_place(job)
+
+    def route(self, job: JobView, allocation: Allocation) -> tuple[Transition, Allocation]:
+        """How to get to an allocation, and what to plan first on the way there."""
+        plan = jobs.this_run(job)
+        if not allocation or plan is None or not plan.placements or self.why_restart(job):
+            return Transition.RESTART, allocation
+        if jobs.stays(job, plan, allocation):
+            return Transition.INPLACE, allocation
+        first = jobs.bridge(self.view, job, plan, allocation)
+        return (Transition.RESTART, allocation) if first is None else (Transition.INPLACE, first)
+
+    def insists(self, job: JobView, how: Transition) -> bool:
+        """Whether a change is not made, because its owner wants none but in place; the status says why."""
+        assert job.spec is not None
+        plan = jobs.this_run(job)
+        insists = job.spec.record.rescale is Rescale.INPLACE and plan is not None and bool(plan.placements)
+        if plan is None or not insists or how is Transition.INPLACE:
+            return False
+        why = self.why_restart(job) or "none of its nodes would stay"
+        size = pluralize(plan.replicas, "replica")
+        self.notes[job.job].waits_for = f"keeps its {size}: {INSISTS}, and {why}"
+        return True
+
+    def count_stillborn(self, plan: Plan, started_at: float) -> None:
+        """Remember that a newcomer has died, if that was within moments of its joining.
+
+        A death costs nothing of the restart budget. One that comes of joining (no memory for one more, a
+        library that crashes) would come again each time, at once and for ever.
+        """
+        now, settings = self.view.now, self.settings
+        if started_at and now - started_at > settings.joined:
+            return
+        last = self.memory.stillborn.get(plan.run)
+        if last is not None and last.generation == plan.generation:
+            return  # the plan that answered it could not be written
+        again = last is not None and now - last.at < 2 * (self._pause(last) + settings.max_backoff)
+        runs = {found.run for job in self.view.jobs.values() if (found := jobs.this_run(job)) is not None}
+        known = {run: one for run, one in self.memory.stillborn.items() if run in runs}
+        known[plan.run] = JoinFailures(
+            last.times + 1 if last is not None and again else 1, now, plan.generation
+        )
+        self.memory = replace(self.memory, stillborn=MappingProxyType(known))
+
+    def _pause(self, last: JoinFailures) -> float:
+        return jobs.pause_before_restart(last.times, self.settings)
+
+    def backs_off(self, job: JobView, plan: Plan, allocation: Allocation) -> bool:
+        """Whether a change is put off that would bring replicas where the last ones died as they joined."""
+        last, now = self.memory.stillborn.get(plan.run), in_plan(plan)
+        if last is None or all(count <= now.get(node, 0) for node, count in allocation.items()):
+            return False
+        pause = self._pause(last)
+        if self.view.now >= last.at + pause:
+            return False
+        self.wake(last.at + pause)
+        size = pluralize(plan.replicas, "replica")
+        self.notes[job.job].waits_for = (
+            f"keeps its {size}: those that joined have died at once, "
+            f"{pluralize(last.times, 'time')} in a row "
+            f"(is there memory for one more?); the next try follows after {pause:g} s"
+        )
+        return True
+
+    def with_late(self) -> Memory:
+        """The memory with those nodes that have turned out to be late in this round, too."""
+        return replace(self.memory, late=MappingProxyType(self.late))
+
+    def _late_nodes(self, job: JobView) -> tuple[tuple[str, str], ...]:
+        late = jobs.late_nodes(self.with_late(), self.view, job, self.settings)
+        return tuple((node, self.late[job.job, node][0]) for node in sorted(late))
+
+    def replan(
+        self,
+        job: JobView,
+        plan: Plan,
+        cause: Cause,
+        transition: Transition | None,
+        why: str,
+        restarts: int | None = None,
+        failed_step: int | None = None,
+        feasible_only: bool = False,
+    ) -> bool:
+        """Publish a plan as near to the present size as what is left allows; an empty one if nothing is."""
+        assert job.spec is not None
+        spec, now = job.spec.record, in_plan(plan)
+        avoided = {node for (name, node) in self.late if name == job.job}
+        places = rooms(
+            self.view,
+            job,
+            self.ledger,
+            avoided & jobs.late_nodes(self.with_late(), self.view, job, self.settings),
+        )
+        had = jobs.size_of(plan)
+        wanted = jobs.requested_replicas(job) or had
+        found = None if impossible(spec) else nearest(spec, wanted, places, now)
+        if found is None:
+            if feasible_only:
+                return False
+            found, why = {}, f"{why}; {why_pending(spec, rooms(self.view, job), places, self.ledger)}"
+        elif sum(found.values()) != had:
+            left = sum(found.values())
+            verb = "is" if left == 1 else "are"
+            why = f"{why}: {pluralize(left, 'replica')} {verb} left of {had}"
+        how, step = (transition, found) if transition else self.route(job, found)
+        return self.publish(
+            job, JobChange(step, cause, how, why, restarts, failed_step, midway=step != found)
+        )
+
+    def publish(self, job: JobView, change: JobChange) -> bool:
+        """Write the job's next plan."""
+        assert job.plan is not None
+        assert job.spec is not None
+        before, mine = job.plan.record, jobs.this_run(job)
+        if not change.allocation and (mine is None or not mine.placements):
+            return False  # it has nothing already
+        agents = self.view.agents(job.job)
+        restarts = before.restarts if mine is not None else 0
+        if change.restarts is not None:
+            restarts = change.restarts
+        elif mine is not None and jobs.refilled(self.view, job, mine, self.settings):
+            restarts = 0
+        plan = Plan(
+            job=job.job,
+            run=job.spec.record.run,
+            generation=before.generation + 1,
+            placements=change.placements or self._placed(job, mine, change, agents),
+            cause=change.cause,
+            transition=change.transition,
+            reason=change.reason,
+            fence=self.fence,
+            created=self.view.wall,
+            leaving=tuple(holding(self.view, job)),
+            base=jobs.base(job, mine) if mine and change.transition is Transition.INPLACE else -1,
+            first=before.first,
+            restarts=max(0, restarts),
+            failed_step=before.failed_step if change.failed_step is None else change.failed_step,
+            predicted_goodput=change.predicted_goodput,
+            late=self._late_nodes(job),
+            restart_only=job.spec.record.run in self.restart_only,
+        )
+        self.actions.append(CompareAndSwap(self.keys.job(job.job, "plan"), plan, job.plan.revision))
+        self.actions.append(Say("plan", garbage_collection.plan_event(plan)))
+        self.ledger.hold(job.job, change.allocation)
+        self.notes[job.job].planned = True
+        if not change.midway:
+            self._drop_target(job.job, change.allocation)
+        return True
+
+    def _placed(
+        self, job: JobView, mine: Plan | None, change: JobChange, agents: Mapping[str, Observed[NodeRecord]]
+    ) -> tuple[Placement, ...]:
+        """Who is where, in the order of ranks."""
+        allocation = change.allocation
+        if change.transition is not Transition.INPLACE or mine is None:
+            return tuple(Placement(node, n, agents[node].record.agent) for node, n in allocation.items())
+        # rank 0 of the new generation is one of those who were there
+        order = [one.node for one in survivors.present(job, mine)[1] if one.node in allocation]
+        order += [node for node in allocation if node not in order]
+        return tuple(
+            Placement(
+                node,
+                allocation[node],
+                agents[node].record.agent,
+                survivors.slots_after(job, mine, node, allocation[node]),
+            )
+            for node in order
+        )
+
+    def _drop_target(self, name: str, allocation: Allocation) -> None:
+        """What the policy wished for before it knew of this plan must not undo it: it is asked again."""
+        target = self.memory.targets.get(name)
+        if target is not None and allocation and dict(target.allocation) != dict(allocation):
+            left = {other: kept for other, kept in self.memory.targets.items() if other != name}
+            self.memory = replace(self.memory, targets=MappingProxyType(left))
+
+
+def _handed_down(view: View) -> dict[tuple[str, str], tuple[str, float]]:
+    """Nodes that were late under a leader before us: from now on, on our own clock."""
+    return {
+        (job.job, node): (agent, view.now)
+        for job in view.jobs.values()
+        if (plan := jobs.this_run(job)) is not None
+        for node, agent in plan.late
+    }

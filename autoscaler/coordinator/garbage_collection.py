@@ -1,0 +1,76 @@
+"""What decisions leave behind: lines of the log, and keys that nobody reads any more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from adaptdl_elastic.autoscaler.cluster_view import JobView, View
+from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings, DeletePrefix
+from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, Phase
+from adaptdl_elastic.autoscaler.coordinator.slots import holding, in_plan
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import Plan
+
+
+def collect(view: View, job: JobView, condition: Condition, keys: Keys) -> list[DeletePrefix]:
+    """The keys of generations that nobody reads any more."""
+    if job.plan is None:
+        return []
+    needed = {leaver.generation for leaver in holding(view, job)}
+    oldest = job.plan.record.generation - 2
+    if condition.phase is Phase.OVER and not view.agents(job.job):
+        oldest = job.plan.record.generation + 1
+    return [
+        DeletePrefix(key)
+        for generation in sorted(job.generations)
+        if generation < oldest and generation not in needed
+        for key in (keys.generation(job.job, generation), keys.reports(job.job, generation))
+    ]
+
+
+def forget_ended(
+    view: View, conditions: Mapping[str, Condition], keys: Keys, settings: CoordinatorSettings
+) -> list[DeletePrefix]:
+    """Everything of jobs that have ended, but of the last `keep_ended`."""
+    over = [
+        (job.status.revision, name)
+        for name, condition in conditions.items()
+        if condition.phase is Phase.OVER
+        and (job := view.jobs[name]).status is not None
+        and not view.agents(name)
+    ]
+    return [
+        DeletePrefix(key)
+        for _, name in sorted(over)[: max(0, len(over) - settings.keep_ended)]
+        for key in (keys.job(name), keys.reports(name))
+    ]
+
+
+def plan_event(plan: Plan) -> dict[str, Any]:
+    """The log's line of a plan."""
+    return {
+        "job": plan.job,
+        "generation": plan.generation,
+        "replicas": plan.replicas,
+        "nodes": plan.nodes,
+        "placements": in_plan(plan),
+        "cause": plan.cause.value,
+        "transition": plan.transition.value,
+        "reason": plan.reason,
+        "restarts": plan.restarts,
+        "predicted_goodput": plan.predicted_goodput,
+    }
+
+
+def prediction_event(job: JobView, error: float) -> dict[str, Any]:
+    """The log's line of what was predicted for a job and what came out."""
+    hints = job.hints.record if job.hints else None
+    plan = job.plan.record if job.plan else None
+    return {
+        "job": job.job,
+        "generation": plan.generation if plan else None,
+        "predicted": (plan.predicted_goodput if plan else None) or (hints and hints.predicted_goodput),
+        "measured": hints.goodput if hints else None,
+        "error": error,
+    }

@@ -1,0 +1,161 @@
+"""What jobs report of themselves, and what those of one script know together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from adaptdl_elastic.autoscaler.cluster_view import JobView, View
+from adaptdl_elastic.autoscaler.policy.learning import Corrections, correct
+from adaptdl_elastic.autoscaler.policy.policy_types import GoodputModel
+from adaptdl_elastic.goodput import GradParams, PerfParams
+from adaptdl_elastic.protocol.hints import JobHints, ProfileEntry
+from adaptdl_elastic.rendezvous.schema.records import JobState
+
+_SHORTEST = 1e-9  # seconds: a step that takes less has not been measured
+_LONGEST = 1e6  # the same: others' steps are told to nobody
+_LARGEST = math.log(1e3)  # ratio of two jobs' step times that is believed
+
+_Key = tuple[int, int, int]
+"""Nodes, replicas, atomic batch size."""
+
+
+def own_hints(job: JobView) -> JobHints | None:
+    """The last good report of the job's present run."""
+    if job.hints is None or job.plan is None or job.spec is None:
+        return None
+    if job.plan.record.run != job.spec.record.run or job.hints.record.generation < job.plan.record.first:
+        return None
+    return job.hints.record
+
+
+def model(hints: JobHints) -> GoodputModel | None:
+    """A report's goodput model; None while it has none."""
+    if hints.perf_params is None or hints.grad_params is None or hints.init_batch_size < 1:
+        return None
+    return GoodputModel(
+        perf_params=PerfParams(*hints.perf_params),
+        grad_params=GradParams(*hints.grad_params),
+        init_batch_size=hints.init_batch_size,
+        max_batch_size=hints.max_batch_size,
+        local_bsz_bounds=hints.local_bsz_bounds,
+        accumulation=hints.gradient_accumulation,
+        corrections=_corrections(hints.perf_params, hints.profile),
+    )
+
+
+@lru_cache(maxsize=8192)
+def _corrections(theta: tuple[float, ...], profile: tuple[ProfileEntry, ...]) -> Corrections | None:
+    """What the measured step times say that θ does not; remembered, for it is asked at every decision."""
+    times = {_key(entry): entry.optim_step_time for entry in profile if entry.optim_step_time > _SHORTEST}
+    return correct(PerfParams(*theta), times) if times else None
+
+
+def attained(hints: JobHints | None) -> float:
+    """Samples at the initial batch size that the job has done so far."""
+    return 0.0 if hints is None or hints.samples_done is None else hints.samples_done
+
+
+# -- jobs of one kind
+
+
+@dataclass(frozen=True)
+class _Told:
+    """A measurement, who has reported it, and when."""
+
+    seen: float
+    job: str
+    entry: ProfileEntry
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What jobs of one script have found out together."""
+
+    told: Mapping[_Key, tuple[_Told, ...]]  # by configuration, of at most two jobs, the latest first
+    widest: JobHints  # the report of whichever has been on the most replicas
+    totals: tuple[float, ...] = ()  # samples that those which are done came to
+
+    def besides(self, job: str) -> dict[_Key, ProfileEntry]:
+        """What others than `job` have measured, by whoever reported last."""
+        found: dict[_Key, ProfileEntry] = {}
+        for at, told in self.told.items():
+            for one in told:
+                if one.job != job:
+                    found.setdefault(at, one.entry)
+        return found
+
+
+def curves(view: View) -> dict[str, Curve]:
+    """By `profile_key`: jobs of one script with the same arguments share what they know, ended ones too."""
+    entries: dict[str, dict[_Key, tuple[_Told, ...]]] = {}
+    widest: dict[str, tuple[int, float, JobHints]] = {}
+    totals: dict[str, tuple[float, ...]] = {}
+    for job in view.jobs.values():
+        key = job.spec.record.profile_key if job.spec else ""
+        hints = own_hints(job)
+        if not key or hints is None or hints.perf_params is None or job.hints is None:
+            continue
+        pool, seen = entries.setdefault(key, {}), job.hints.seen
+        for entry in hints.profile:
+            told = (*pool.get(_key(entry), ()), _Told(seen, job.job, entry))
+            pool[_key(entry)] = tuple(sorted(told, key=lambda one: (-one.seen, -one.entry.optim_count))[:2])
+        if job.status_now is not None and job.status_now.state is JobState.DONE:
+            totals[key] = (*totals.get(key, ()), attained(hints) + (hints.remaining_samples or 0.0))
+        reach = hints.max_profiled_replicas, seen
+        if key not in widest or widest[key][:2] < reach:
+            widest[key] = (*reach, hints)
+    return {key: Curve(entries[key], hints, totals.get(key, ())) for key, (_, _, hints) in widest.items()}
+
+
+def informed(job: str, hints: JobHints | None, curve: Curve | None) -> JobHints | None:
+    """A job's own report, enriched by what others like it have measured; theirs where it has none yet.
+
+    What it has measured itself counts, however much others have: it may run on another machine, or have
+    changed its behaviour. What it has not is told at its own pace.
+    """
+    if curve is None:
+        return hints
+    others = curve.besides(job)
+    if hints is None or hints.perf_params is None or hints.grad_params is None:
+        unknown: dict[str, Any] = {"samples_done": None, "remaining_samples": None, "progress": None}
+        return replace(curve.widest, profile=tuple(others.values()), **unknown)
+    own = {_key(entry): entry for entry in hints.profile}
+    profile = (*hints.profile, *_at_pace(own, others))
+    reached = max(hints.max_profiled_replicas, curve.widest.max_profiled_replicas)
+    return replace(hints, profile=profile, max_profiled_replicas=reached)
+
+
+def _at_pace(own: Mapping[_Key, ProfileEntry], others: Mapping[_Key, ProfileEntry]) -> Iterable[ProfileEntry]:
+    """What only others have measured, times how much longer this job takes where both have.
+
+    Between numbers of replicas the logarithm of that ratio is interpolated in log R, beyond them the nearest
+    is taken; where only one node, or only several, can be compared, that has to do for the other.
+    """
+    ratios: dict[bool, dict[int, list[float]]] = {False: {}, True: {}}
+    for (nodes, replicas, _), entry in own.items():
+        told = others.get(_key(entry))
+        if told is not None and min(entry.optim_step_time, told.optim_step_time) > _SHORTEST:
+            ratio = math.log(entry.optim_step_time / told.optim_step_time)
+            ratios[nodes > 1].setdefault(replicas, []).append(max(-_LARGEST, min(ratio, _LARGEST)))
+    for at, entry in others.items():
+        if at in own or entry.optim_step_time > _LONGEST:
+            continue
+        known = ratios[at[0] > 1] or ratios[at[0] <= 1]
+        if not known:
+            yield entry
+            continue
+        sizes = sorted(known)
+        levels = [sum(known[size]) / len(known[size]) for size in sizes]
+        pace = math.exp(float(np.interp(math.log(at[1]), np.log(sizes), levels)))
+        optim, accum = pace * entry.optim_step_time, pace * entry.accum_step_time
+        yield replace(entry, optim_step_time=optim, accum_step_time=accum)
+
+
+def _key(entry: ProfileEntry) -> _Key:
+    return entry.nodes, entry.replicas, entry.atomic_bsz

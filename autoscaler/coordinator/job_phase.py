@@ -1,0 +1,548 @@
+"""One job, looked at by itself: in what phase it is, and what must happen to it before any policy is asked.
+
+Pure functions of the view. What they answer is carried out by `core`, which alone knows of
+the other jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from adaptdl_elastic.autoscaler.cluster_view import JobView, Observed, View
+from adaptdl_elastic.autoscaler.coordinator import survivors
+from adaptdl_elastic.autoscaler.coordinator.decision_types import Allocation, CoordinatorSettings, Memory
+from adaptdl_elastic.autoscaler.coordinator.slots import fewest
+from adaptdl_elastic.rendezvous.schema.records import (
+    Cause,
+    Failure,
+    NodeRecord,
+    Outcome,
+    Placement,
+    Plan,
+    Rescale,
+    Transition,
+)
+
+FOREVER = float("inf")
+
+
+class Phase(str, Enum):
+    """Where a job stands.
+
+    UNKNOWN   no specification yet: nothing can be done
+    OVER      it has ended, and its status says so
+    EMPTY     it has no replicas and may get some
+    CHANGING  a plan is out and not all of its nodes have started their replicas
+    STEADY    every node of the plan runs its replicas
+    BROKEN    replicas failed or vanished: it needs another plan
+    FINISHED  every replica ended well
+    LEFT      every replica was stopped, and not by us
+    """
+
+    UNKNOWN = "unknown"
+    OVER = "over"
+    EMPTY = "empty"
+    CHANGING = "changing"
+    STEADY = "steady"
+    BROKEN = "broken"
+    FINISHED = "finished"
+    LEFT = "left"
+
+
+@dataclass(frozen=True)
+class Health:
+    """The placements of the current plan, sorted by what has become of them."""
+
+    running: tuple[str, ...] = ()
+    starting: tuple[str, ...] = ()
+    done: tuple[str, ...] = ()
+    stopped: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()  # failed or aborted, unasked
+    lost: tuple[str, ...] = ()  # registration gone, and there is evidence or patience is over
+    missing: tuple[str, ...] = ()  # registration gone, patience is not over
+    undone: tuple[str, ...] = ()  # newcomers that failed before anybody had left the generation before
+    broken: bool = False  # replicas wait for another plan, because somebody is gone
+    recovers: survivors.Losses | None = None  # somebody has died, and the others are to go on
+    settled_at: float = FOREVER  # when patience with the missing, or with not knowing who is gone, ends
+    started_at: float = 0.0  # when the last of the running was seen to run
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What `condition_of` found."""
+
+    phase: Phase
+    health: Health = Health()
+    plan: Plan | None = None  # of this run; None: a claim, another run's, or none
+
+
+@dataclass(frozen=True)
+class JobChange:
+    """A plan that ought to be written next."""
+
+    allocation: Allocation
+    cause: Cause
+    transition: Transition
+    reason: str
+    restarts: int | None = None  # None: as before
+    failed_step: int | None = None
+    predicted_goodput: float | None = None
+    placements: tuple[Placement, ...] = ()  # (): the nodes of the allocation, whatever runs there
+    midway: bool = False  # a step towards what is wanted, which is still wanted after it
+
+
+def this_run(job: JobView) -> Plan | None:
+    """The plan of the job's present run; None when there is none but a claim or another run's."""
+    if job.plan is None or job.spec is None:
+        return None
+    plan = job.plan.record
+    return plan if plan.run == job.spec.record.run and not plan.claim else None
+
+
+def size_of(plan: Plan) -> int:
+    """Replicas that a plan is to leave its job with: a move away from draining nodes may be midway.
+
+    It goes over old and new nodes together, and makes no job larger.
+    """
+    if plan.cause is not Cause.DRAIN or plan.transition is not Transition.INPLACE:
+        return plan.replicas
+    base = survivors.before(plan)
+    before = sum(one.replicas for one in plan.leaving if one.generation == base)
+    return min(plan.replicas, before) if before else plan.replicas
+
+
+def stop_requested(job: JobView) -> bool:
+    """Whether a person asked for the present run to stop."""
+    request = job.request.record if job.request else None
+    return bool(request and request.stop and job.spec and request.run in ("", job.spec.record.run))
+
+
+def requested_replicas(job: JobView) -> int | None:
+    """How many replicas a person asked for; None where the policy is to say."""
+    request = job.request.record if job.request else None
+    if request is None or job.spec is None or request.run not in ("", job.spec.record.run):
+        return None
+    return request.replicas
+
+
+def uses_library(job: JobView) -> bool:
+    """Whether the script has said hello, in any generation of this run."""
+    first = job.plan.record.first if job.plan else 0
+    if any(seen.record.library for (g, _), seen in job.running.items() if g >= first):
+        return True
+    return job.hints is not None and job.hints.record.generation >= first
+
+
+def said_hello(job: JobView, condition: Condition) -> bool:
+    """Whether all replicas of the plan in force have: only they can change their number in place."""
+    plan = condition.plan
+    if plan is None:
+        return True
+    records = [job.running.get((plan.generation, placement.node)) for placement in plan.placements]
+    return all(seen is not None and seen.record.library for seen in records)
+
+
+def condition_of(view: View, job: JobView, settings: CoordinatorSettings) -> Condition:
+    """In what phase a job is."""
+    if job.spec is None:
+        return Condition(Phase.UNKNOWN)
+    plan = this_run(job)
+    if job.over:
+        return Condition(Phase.OVER, plan=plan)
+    if plan is not None and _ended_before(job, plan):
+        return Condition(Phase.FINISHED, plan=plan)
+    if plan is None or not plan.placements:
+        return Condition(Phase.EMPTY, plan=plan)
+    health = health_of(view, job, plan, settings)
+    return Condition(_phase(plan, health), health, plan)
+
+
+def _phase(plan: Plan, health: Health) -> Phase:
+    if len(health.done) == len(plan.placements):
+        return Phase.FINISHED
+    if health.failed or health.lost or health.undone or health.recovers is not None:
+        return Phase.BROKEN
+    if len(health.done) + len(health.stopped) == len(plan.placements):
+        return Phase.LEFT
+    if health.starting or health.missing or health.broken:
+        return Phase.CHANGING
+    return Phase.STEADY
+
+
+def _ended_before(job: JobView, plan: Plan) -> bool:
+    """Whether a planned change crossed the job's end: all of the generation before was done already."""
+    unplanned = plan.cause in (Cause.FAILURE, Cause.NODE_LOST, Cause.REPLICA_LOST)
+    if unplanned or any(g == plan.generation for g, _ in job.running):
+        return False
+    before = {node: seen.record.outcome for (g, node), seen in job.ended.items() if g == plan.generation - 1}
+    asked = {leaver.node for leaver in plan.leaving if leaver.generation == plan.generation - 1}
+    return bool(asked) and asked <= set(before) and set(before.values()) == {Outcome.DONE}
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """The placements of a plan by what their agents have written, before anybody is judged."""
+
+    generation: int  # that runs while the plan is in force
+    running: tuple[str, ...]
+    starting: tuple[str, ...]
+    done: tuple[str, ...]
+    stopped: tuple[str, ...]
+    failed: tuple[str, ...]
+    absent: tuple[Placement, ...]  # registration gone
+    died: bool  # a node's replicas were killed, all of them
+    broken: bool  # somebody has said that others are gone
+    started_at: float
+    undone: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """Who is to be replaced, and who goes on."""
+
+    losses: survivors.Losses
+    failed: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
+    recovers: bool = False
+    waits_until: float = FOREVER
+
+
+def health_of(view: View, job: JobView, plan: Plan, settings: CoordinatorSettings) -> Health:
+    """What has become of each node of the current plan."""
+    found = _before_the_switch(view, job, plan, _sort(view, job, plan))
+    evidence = bool(found.failed) or found.broken
+    lost, missing, settled_at = _sort_absent(view, job, found.absent, evidence, settings)
+    verdict = _who_lives(view, job, plan, found, lost, missing, settings)
+    return Health(
+        running=found.running,
+        starting=found.starting,
+        done=found.done,
+        stopped=found.stopped,
+        failed=verdict.failed,
+        undone=found.undone,
+        lost=verdict.lost,
+        missing=missing,
+        settled_at=min(settled_at, verdict.waits_until),
+        started_at=found.started_at,
+        broken=bool(verdict.losses.said),
+        recovers=verdict.losses if verdict.recovers else None,
+    )
+
+
+def _sort(view: View, job: JobView, plan: Plan) -> _Sorted:
+    agents, (generation, _) = view.agents(job.job), survivors.present(job, plan)
+    nodes: dict[str, list[str]] = {name: [] for name in ("running", "starting", "done", "stopped", "failed")}
+    absent: list[Placement] = []
+    died, started_at = False, 0.0
+    for placement in plan.placements:
+        node = placement.node
+        ended = job.ended.get((plan.generation, node))
+        running = job.running.get((plan.generation, node))
+        if ended is not None:
+            if generation == plan.generation and survivors.died(job, plan, generation, placement):
+                died = True
+            else:
+                nodes[_ENDED_AS[ended.record.outcome]].append(node)
+        elif _gone(agents.get(node), placement):
+            absent.append(placement)
+        elif running is not None:
+            nodes["running"].append(node)
+            started_at = max(started_at, running.seen)
+        else:
+            nodes["starting"].append(node)
+    return _Sorted(
+        generation=generation,
+        **{name: tuple(found) for name, found in nodes.items()},
+        absent=tuple(absent),
+        died=died,
+        broken=any(g == generation for g, _ in job.broken),
+        started_at=started_at,
+    )
+
+
+def _before_the_switch(view: View, job: JobView, plan: Plan, found: _Sorted) -> _Sorted:
+    """What it means where nobody has gone over to a change in place yet: the generation before still runs.
+
+    Of the newcomers a failure undoes the change and no more; who is to leave is still needed.
+    """
+    generation, members = survivors.present(job, plan)
+    if generation == plan.generation:
+        return found
+    agents, here = view.agents(job.job), {placement.node for placement in plan.placements}
+    leaving = (
+        member
+        for member in members
+        if member.node not in here
+        and (generation, member.node) not in job.ended
+        and _gone(agents.get(member.node), member)
+    )
+    return replace(
+        found,
+        undone=found.failed,
+        failed=tuple(_failed_before(job, plan)),
+        absent=(*found.absent, *leaving),
+    )
+
+
+def _who_lives(
+    view: View,
+    job: JobView,
+    plan: Plan,
+    found: _Sorted,
+    lost: tuple[str, ...],
+    missing: tuple[str, ...],
+    settings: CoordinatorSettings,
+) -> _Verdict:
+    losses = survivors.Losses(found.generation)
+    if found.broken or found.died or found.absent:
+        losses = survivors.inquire(job, plan, (*lost, *missing), fewest(view, job))
+    if found.failed:  # all are started again, whoever else is gone
+        return _Verdict(losses, found.failed, lost)
+    if lost or losses.dead:
+        if losses.able:
+            return _Verdict(losses, lost=lost, recovers=True)
+        # a death is a failure, as it is without resilience
+        return _Verdict(losses, tuple(node for node in losses.dead if node not in lost), lost)
+    if losses.said:
+        return _who_is_silent(view, job, plan, losses, missing, settings)
+    return _Verdict(losses)
+
+
+def _who_is_silent(
+    view: View,
+    job: JobView,
+    plan: Plan,
+    losses: survivors.Losses,
+    missing: tuple[str, ...],
+    settings: CoordinatorSettings,
+) -> _Verdict:
+    """Somebody is gone, and we do not know who: one whose replicas have not said that they wait, too?"""
+    silent = {one.node for one in losses.survivors} - losses.said
+    # Who is busy has not come to a recovery yet, and can not know that others are gone from it: only
+    # of a generation that all of them were in does silence say anything.
+    again = plan.transition is Transition.RECOVER and not _all_running(job, plan)
+    heard_by = FOREVER if again else losses.since + settings.silence
+    patience = losses.since + settings.node_ttl + settings.grace
+    if silent and view.now >= heard_by:
+        without = survivors.inquire(job, plan, (*missing, *silent), fewest(view, job))
+        if without.able:  # its lease still runs, and nobody can hear it
+            return _Verdict(without, lost=tuple(sorted(silent)), recovers=True)
+    if not silent or view.now >= patience:  # nobody has died; that they go on by themselves is tried once
+        if losses.able and not again:
+            return _Verdict(losses, recovers=True)
+        return _Verdict(losses, failed=tuple(sorted(losses.said)))
+    return _Verdict(losses, waits_until=patience if view.now >= heard_by else min(patience, heard_by))
+
+
+def _all_running(job: JobView, plan: Plan) -> bool:
+    return all((plan.generation, placement.node) in job.running for placement in plan.placements)
+
+
+def _failed_before(job: JobView, plan: Plan) -> list[str]:
+    """Nodes whose replicas failed in the generation that a change in place has not yet left.
+
+    That is the one that runs: what a withdrawn change had started beside it may end as it likes.
+    """
+    return [
+        leaver.node
+        for leaver in plan.leaving
+        if (at := (leaver.generation, leaver.node)) in job.running
+        and (seen := job.ended.get(at)) is not None
+        and _ENDED_AS[seen.record.outcome] == "failed"
+        and not survivors.died(
+            job, plan, leaver.generation, Placement(leaver.node, leaver.replicas, slots=leaver.slots)
+        )
+    ]
+
+
+_ENDED_AS = {
+    Outcome.DONE: "done",
+    Outcome.STOPPED: "stopped",
+    Outcome.FAILED: "failed",
+    Outcome.ABORTED: "failed",
+}
+
+
+def _gone(registration: Observed[NodeRecord] | None, placement: Placement) -> bool:
+    return registration is None or (placement.agent != "" and registration.record.agent != placement.agent)
+
+
+def _sort_absent(
+    view: View, job: JobView, absent: Sequence[Placement], evidence: bool, settings: CoordinatorSettings
+) -> tuple[tuple[str, ...], tuple[str, ...], float]:
+    """Which absent nodes are lost now, which are missing still, and until when.
+
+    A lease that ran out while the store was away proves nothing: its agent may be as well as its
+    replicas. So after a break (or our own start) an agent has one lease time to come back, unless
+    another one has taken its place, or the replicas of others have failed for want of its. Breaks much
+    later than its loss put that off no further: a store that stutters for ever would keep a dead node
+    in its job. While the store is away altogether, though, nobody could come back.
+    """
+    lost, missing, settled_at = [], [], FOREVER
+    assert job.plan is not None
+    for placement in absent:
+        replaced = placement.node in view.agents(job.job)
+        gone = view.gone.get((job.job, placement.node))
+        since = gone.seen if gone is not None else view.steady_since
+        shaken = gone is None or since - view.steady_since < settings.steady
+        patience = since
+        if shaken:
+            missed_at = gone.seen if gone is not None else job.plan.seen  # as its leader we have written it
+            answers = min(max(since, view.steady_since), missed_at + settings.steady)
+            patience = max(answers + settings.node_ttl, view.steady_since + settings.grace)
+        if replaced or evidence or view.now >= patience:
+            lost.append(placement.node)
+        else:
+            missing.append(placement.node)
+            settled_at = min(settled_at, patience)
+    return tuple(lost), tuple(missing), settled_at
+
+
+# -- failures
+
+
+def failures(job: JobView, generation: int) -> tuple[Failure, ...]:
+    """The failed replicas of a generation, the first to be heard of first: it is likely the root cause."""
+    found = [
+        (seen.seen, seen.record.failure)
+        for (g, _), seen in job.ended.items()
+        if g == generation and seen.record.failure is not None and seen.record.outcome is Outcome.FAILED
+    ]
+    known = {failure.rank for _, failure in found}
+    found += [item for item in survivors.failures(job, generation) if item[1].rank not in known]
+    return tuple(failure for _, failure in sorted(found, key=lambda item: (item[0], item[1].time)))
+
+
+def failed_generation(job: JobView, plan: Plan) -> int:
+    """The generation that failed: the plan's own, or the one that a change in place had not yet left."""
+    if plan.transition is Transition.INPLACE and not failures(job, plan.generation):
+        failed = set(_failed_before(job, plan))
+        before = [
+            one.generation
+            for one in plan.leaving
+            if (one.node in failed and (one.generation, one.node) in job.running)
+            or (one.generation, one.node) in job.broken
+        ]
+        return max(before, default=plan.generation)
+    return plan.generation
+
+
+def root_exit_code(job: JobView, generation: int) -> int:
+    """The exit code a job fails with: that of its root cause, a signal as the shell says it."""
+    codes = [failure.exit_code for failure in failures(job, generation)]
+    codes += [s.record.exit_code for (g, _), s in job.ended.items() if g == generation]
+    for code in codes:
+        if code:
+            return code if code > 0 else 128 - code
+    return 1
+
+
+def refilled(view: View, job: JobView, plan: Plan, settings: CoordinatorSettings) -> bool:
+    """Whether the job has come on since its last restart, so that the budget is whole again.
+
+    It has when this generation has lived for `refill_after` and has saved a checkpoint beyond the one
+    that the last restart began from.
+    """
+    if plan.restarts == 0 or job.checkpoint is None or job.plan is None:
+        return False
+    lived = view.now - job.plan.seen
+    return lived >= settings.refill_after and job.checkpoint.record.step > plan.failed_step
+
+
+def pause_before_restart(restarts: int, settings: CoordinatorSettings) -> float:
+    """Seconds to wait before the restart that makes the count `restarts`: none before the first."""
+    if restarts <= 1:
+        return 0.0
+    return min(settings.max_backoff, settings.backoff * float(2 ** min(restarts - 2, 30)))
+
+
+def failed_at(job: JobView, generation: int) -> float:
+    """When we first saw that the generation had failed."""
+    heard = [s.seen for (g, _), s in job.ended.items() if g == generation]
+    heard += [s.seen for (g, _), s in job.broken.items() if g == generation]
+    return min(heard, default=0.0)
+
+
+# -- transitions
+
+
+def base(job: JobView, plan: Plan) -> int:
+    """The generation that runs while `plan` is in force."""
+    return survivors.present(job, plan)[0]
+
+
+def why_not_in_place(job: JobView) -> str:
+    """Why this job's replicas can not change their number in their processes; "" where they can."""
+    hints, plan = job.hints.record if job.hints else None, this_run(job)
+    if job.spec is not None and job.spec.record.rescale is Rescale.RESTART:
+        return "--rescale=restart"
+    if hints is None or plan is None or hints.generation < plan.first:
+        return "the script has not reported yet whether it can change in place"
+    return "" if hints.inplace else hints.inplace_reason or "the script can not change in place"
+
+
+def stays(job: JobView, plan: Plan, allocation: Allocation) -> bool:
+    """Whether somebody who has the state is of that allocation, too."""
+    return any(member.node in allocation for member in survivors.present(job, plan)[1])
+
+
+def bridge(view: View, job: JobView, plan: Plan, allocation: Allocation) -> Allocation | None:
+    """The first of two steps to nodes of which none runs the job now: old and new ones together.
+
+    All of the old where the job's bounds allow, else as many on rank 0's node as there is room for beside
+    the new ones; None where there is none.
+    """
+    assert job.spec is not None
+    spec, members = job.spec.record, survivors.present(job, plan)[1]
+    agents = view.agents(job.job)
+    if not members or not allocation or any(member.node not in agents for member in members):
+        return None
+    old, replicas = {member.node: member.replicas for member in members}, sum(allocation.values())
+    if sum(old.values()) + replicas <= spec.max_replicas and len(old) + len(allocation) <= spec.max_nodes:
+        return {**old, **allocation}
+    first = members[0]
+    room = min(first.replicas, spec.max_replicas - replicas)
+    if room < agents[first.node].record.min_slots or len(allocation) + 1 > spec.max_nodes:
+        return None
+    return {first.node: room, **allocation}
+
+
+def pause(job: JobView, plan: Plan) -> float | None:
+    """Seconds without a step before a plan's first one; None before that, and for a job's first.
+
+    Both ends are read from one machine's clock where one machine has both; otherwise by when we
+    heard of them.
+    """
+    firsts = {
+        node: seen
+        for (g, node), seen in job.running.items()
+        if g == plan.generation and seen.record.first_step is not None
+    }
+    lasts = {
+        node: seen
+        for (g, node), seen in job.ended.items()
+        if g == plan.generation - 1 and seen.record.last_step is not None
+    }
+    if not firsts or not lasts:
+        return None
+    for node in firsts.keys() & lasts.keys():
+        first, last = firsts[node].record.first_step, lasts[node].record.last_step
+        if first is not None and last is not None and first >= last:
+            return first - last
+    heard = min(s.seen for s in firsts.values()) - max(s.seen for s in lasts.values())
+    return heard if heard >= 0 else None
+
+
+def late_nodes(memory: Memory, view: View, job: JobView, settings: CoordinatorSettings) -> set[str]:
+    """Nodes that did not start this job's replicas in time and are not tried again yet."""
+    agents = view.agents(job.job)
+    return {
+        node
+        for (name, node), (agent, when) in memory.late.items()
+        if name == job.job
+        and node in agents
+        and agents[node].record.agent == agent
+        and view.now - when < settings.late_pardon
+    }

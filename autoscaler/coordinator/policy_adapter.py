@@ -1,0 +1,299 @@
+"""Between the store's records and the policy: what it is asked about, when, and what its answer means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from adaptdl_elastic.autoscaler.cluster_view import JobView, View
+from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
+from adaptdl_elastic.autoscaler.coordinator.decision_types import (
+    Allocation,
+    CoordinatorSettings,
+    Memory,
+    Target,
+)
+from adaptdl_elastic.autoscaler.coordinator.job_models import (
+    Curve,
+    attained,
+    curves,
+    informed,
+    model,
+    own_hints,
+)
+from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, Phase
+from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, Room, everything, in_plan, nearest, rooms
+from adaptdl_elastic.autoscaler.coordinator.status import impossible, typical_pause
+from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo, NodeInfo, NodeLimit
+from adaptdl_elastic.rendezvous.schema.records import Cause, JobSpec, Rescale
+from adaptdl_elastic.rendezvous.text import pluralize
+
+Policy = Callable[
+    [Sequence[JobInfo], Sequence[NodeInfo], Mapping[str, Allocation], float, Any],
+    Decision,
+]
+"""`adaptdl_elastic.autoscaler.policy.allocate`, or one that stands in for it."""
+
+_UNSETTLED = (Phase.CHANGING, Phase.BROKEN)
+_ACTIVE = (Phase.EMPTY, Phase.STEADY, *_UNSETTLED)
+
+
+@dataclass(frozen=True)
+class PolicyQuestion:
+    """What the policy is asked."""
+
+    jobs: tuple[JobInfo, ...]
+    nodes: tuple[NodeInfo, ...]
+    current: Mapping[str, Allocation]
+    causes: Mapping[str, tuple[Cause, str]]  # for jobs whose size somebody else chose: why, in words
+    fingerprint: Any  # two questions with the same one need not both be asked, unless
+    forecasts: Mapping[str, float]  # by job, the goodput it predicts for what it has, is another
+    undecidable: Mapping[str, str] = field(default_factory=dict)  # jobs not to be asked about, and why
+    unsettled: frozenset[str] = frozenset()  # jobs that are asked about for the others' sake alone
+
+
+def ask(
+    view: View,
+    conditions: Mapping[str, Condition],
+    memory: Memory,
+    ledger: Ledger,
+    settings: CoordinatorSettings,
+) -> PolicyQuestion:
+    """Put the state of the cluster into the policy's terms."""
+    known = curves(view)
+    infos: list[JobInfo] = []
+    current: dict[str, Allocation] = {}
+    causes: dict[str, tuple[Cause, str]] = {}
+    prints: list[Any] = []
+    forecasts: dict[str, float] = {}
+    undecidable: dict[str, str] = {}
+    for name in sorted(conditions):
+        job, condition = view.jobs[name], conditions[name]
+        if condition.phase not in _ACTIVE or job.spec is None or job.plan is None:
+            continue
+        if jobs.stop_requested(job) or impossible(job.spec.record):
+            continue
+        late = jobs.late_nodes(memory, view, job, settings)
+        places = rooms(view, job, None, late)
+        if not places:
+            continue
+        try:
+            info, why = _job(view, job, condition, places, memory, settings, known)
+        except Exception as error:  # this job's records alone: the others are asked about
+            undecidable[name] = described(error)
+            continue
+        infos.append(info)
+        current[name] = in_plan(condition.plan)
+        if why is not None:
+            causes[name] = why
+        prints.append(_fingerprint(job, condition, info, places))
+        hints = own_hints(job)
+        if hints is not None and hints.predicted_goodput and hints.predicted_goodput > 0:
+            forecasts[name] = hints.predicted_goodput
+    asked_about = {info.name for info in infos}
+    nodes = _nodes(view, ledger, asked_about)
+    marks = tuple(prints), nodes, tuple(undecidable)
+    unsettled = frozenset(name for name in asked_about if conditions[name].phase in _UNSETTLED)
+    return PolicyQuestion(tuple(infos), nodes, current, causes, marks, forecasts, undecidable, unsettled)
+
+
+def described(error: Exception) -> str:
+    """An error in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:300].removesuffix(": ")
+
+
+def worth_asking(question: PolicyQuestion, before: PolicyQuestion | None, drift: float) -> bool:
+    """Whether the answer may be another than to the question before.
+
+    Reports are noisy: forecasts count when one has moved by more than the factor 1 + `drift` since then.
+    """
+    if before is None or question.fingerprint != before.fingerprint:
+        return True
+    then, now = before.forecasts, question.forecasts
+    return then.keys() != now.keys() or any(
+        abs(math.log(now[name]) - math.log(then[name])) > math.log1p(drift) for name in now
+    )
+
+
+def _nodes(view: View, ledger: Ledger, asked_about: set[str]) -> tuple[NodeInfo, ...]:
+    """Every node with the slots that the jobs in question may share."""
+    elsewhere: dict[str, int] = {}
+    for name in view.jobs:
+        if name not in asked_about:
+            for node, slots in ledger.held(name).items():
+                elsewhere[node] = elsewhere.get(node, 0) + slots
+    facts: dict[str, NodeInfo] = {}
+    for agents in view.nodes.values():
+        for node, seen in agents.items():
+            record = seen.record
+            was = facts.get(node)
+            facts[node] = NodeInfo(
+                name=node,
+                slots=max(0, ledger.capacity[node] - elsewhere.get(node, 0)),
+                preemptible=record.preemptible or (was is not None and was.preemptible),
+                # one agent that leaves is its own job's concern: the node leaves when all of them do
+                draining=view.draining(record) and (was is None or was.draining),
+                at_risk=record.at_risk or (was is not None and was.at_risk),
+            )
+    return tuple(facts[node] for node in sorted(facts))
+
+
+def _job(
+    view: View,
+    job: JobView,
+    condition: Condition,
+    places: Mapping[str, Room],
+    memory: Memory,
+    settings: CoordinatorSettings,
+    known: Mapping[str, Curve],
+) -> tuple[JobInfo, tuple[Cause, str] | None]:
+    assert job.spec is not None
+    assert job.plan is not None
+    spec, now = job.spec.record, in_plan(condition.plan)
+    size = sum(now.values())
+    curve = known.get(spec.profile_key)
+    hints = informed(job.job, own_hints(job), curve)
+    fixed, places = _fixed_size(view, job, condition, places, settings)
+    unsettled = condition.phase in _UNSETTLED
+    if unsettled:
+        fixed = _Fixed(size, "a change of it is under way")
+    chosen = fixed is not None and fixed.cause is not None and fixed.size == size
+    info = JobInfo(
+        name=job.job,
+        min_replicas=max(1, spec.min_replicas),
+        max_replicas=spec.max_replicas,
+        min_nodes=spec.min_nodes,
+        max_nodes=spec.max_nodes,
+        limits={name: NodeLimit(room.least, room.most) for name, room in places.items()},
+        model=None if hints is None else model(hints),
+        max_profiled_replicas=0 if hints is None else hints.max_profiled_replicas,
+        requested_replicas=None if fixed is None else fixed.size,
+        fixed_because="" if fixed is None else fixed.text,
+        preemptible=spec.preemptible and not unsettled and not chosen,
+        avoid_preemptible_nodes=spec.avoid_preemptible_nodes,
+        weight=spec.weight,
+        remaining=None if hints is None else hints.remaining_samples,
+        attained=attained(hints),
+        kind_totals=() if curve is None else curve.totals,
+        pause=expected_pause(job, settings),
+        submitted=job.spec.seen,
+        waiting_since=memory.waiting.get(job.job, view.now) if not size else None,
+        last_change=job.plan.seen if now else None,
+    )
+    return info, None if fixed is None or fixed.cause is None else (fixed.cause, fixed.text)
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    """A size that is not the policy's to choose."""
+
+    size: int
+    text: str  # why
+    cause: Cause | None = None  # of plans that give it; None: it has it already
+
+
+def _fixed_size(
+    view: View, job: JobView, condition: Condition, places: Mapping[str, Room], settings: CoordinatorSettings
+) -> tuple[_Fixed | None, Mapping[str, Room]]:
+    """The size of a job that the policy is not to choose, None where it is; and where it may be."""
+    assert job.spec is not None
+    spec, now = job.spec.record, in_plan(condition.plan)
+    wanted = jobs.requested_replicas(job)
+    if wanted is not None:
+        possible = nearest(spec, wanted, places, now)
+        size = sum((possible or {}).values()) or max(1, spec.min_replicas)
+        text = f"adaptdl scale: {pluralize(wanted, 'replica')}"
+        text = text if size == wanted else f"{text}, of which {size} are possible"
+        return _Fixed(size, text, Cause.MANUAL), places
+    size = sum(now.values())
+    if not spec.autoscale:
+        if condition.plan is not None and jobs.size_of(condition.plan) != size:  # a move was called off
+            size = sum((nearest(spec, jobs.size_of(condition.plan), places, now) or now).values())
+        return _Fixed(size, "it was started with autoscaling off") if size else None, places
+    if condition.phase is Phase.STEADY and not jobs.uses_library(job):
+        if view.now - condition.health.started_at < settings.hello_grace:
+            return _Fixed(size, "its script has not said yet that it uses the library"), places
+        least = {name: replace(room, most=room.least) for name, room in places.items()}
+        wide = everything(spec, least, now)
+        if wide is not None and sum(wide.values()) >= size:
+            text = f"the script reports nothing to decide by: every node there is ({len(wide)})"
+            return _Fixed(sum(wide.values()), text, Cause.JOIN), {n: least[n] for n in wide}
+        return _Fixed(size, "its script reports nothing to decide by"), places
+    return None, places
+
+
+def expected_pause(job: JobView, settings: CoordinatorSettings) -> float | None:
+    """Seconds that a change would cost: as measured; before the first what one in place takes, if it can be.
+
+    None where neither is known: the policy has a default.
+    """
+    measured = typical_pause(job)
+    hints = own_hints(job)
+    if measured is None and hints is not None and hints.inplace and job.spec is not None:
+        return None if job.spec.record.rescale is Rescale.RESTART else settings.inplace_pause
+    return measured
+
+
+def _fingerprint(job: JobView, condition: Condition, info: JobInfo, places: Mapping[str, Room]) -> Any:
+    hints = own_hints(job)
+    return (
+        job.job,
+        condition.phase,
+        info.requested_replicas,
+        info.model is None,
+        info.max_profiled_replicas,
+        None if hints is None else hints.generation,
+        tuple(places),
+    )
+
+
+# -- the answer
+
+
+def targets(
+    question: PolicyQuestion, decision: Decision, view: View, conditions: Mapping[str, Condition]
+) -> dict[str, Target]:
+    """What each job is to have, by the policy's answer.
+
+    Nothing is answered about jobs whose change was under way: of those that have not been heard of for a
+    moment not even the nodes were in the question.
+    """
+    found: dict[str, Target] = {}
+    for name, allocation in decision.allocations.items():
+        if name not in conditions or name in question.unsettled:
+            continue
+        spec = view.jobs[name].spec
+        assert spec is not None
+        now = question.current.get(name, {})
+        reason = decision.reasons.get(name)
+        cause, text = _cause(question, name, conditions[name], spec.record)
+        if reason is not None and reason.text and name not in question.causes:
+            text = reason.text if not text else f"{text}: {reason.text}"
+        found[name] = Target(
+            run=spec.record.run,
+            allocation=_survivors_first(allocation, now),
+            cause=cause,
+            reason=text,
+            predicted_goodput=None if reason is None else reason.goodput,
+        )
+    return found
+
+
+def _cause(question: PolicyQuestion, name: str, condition: Condition, spec: JobSpec) -> tuple[Cause, str]:
+    if name in question.causes:
+        return question.causes[name]
+    if condition.phase is Phase.EMPTY:
+        if condition.plan is None:
+            return Cause.START, ""
+        if condition.plan.cause in (Cause.FAILURE, Cause.NODE_LOST, Cause.DRAIN):
+            return condition.plan.cause, "resumes"
+    return Cause.POLICY, ""
+
+
+def _survivors_first(allocation: Allocation, now: Allocation) -> dict[str, int]:
+    """The same allocation with the nodes that stay first, in the order of their ranks."""
+    order = [node for node in now if node in allocation] + [node for node in allocation if node not in now]
+    return {node: allocation[node] for node in order if allocation[node] > 0}

@@ -1,0 +1,217 @@
+"""What can not wait for the policy, job by job: stops, failures, lost nodes, drains, nodes that are late."""
+
+from __future__ import annotations
+
+from adaptdl_elastic.autoscaler.cluster_view import JobView
+from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
+from adaptdl_elastic.autoscaler.coordinator import survivors
+from adaptdl_elastic.autoscaler.coordinator.decision_builder import DecisionBuilder
+from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, JobChange, Phase
+from adaptdl_elastic.autoscaler.coordinator.slots import in_plan, nearest, released, rooms
+from adaptdl_elastic.autoscaler.coordinator.status import (
+    exhausted,
+    impossible,
+    restarts_after_failure,
+)
+from adaptdl_elastic.autoscaler.coordinator.survivors import Losses
+from adaptdl_elastic.rendezvous.schema.records import Cause, Plan, Transition
+from adaptdl_elastic.rendezvous.text import pluralize
+
+
+def see_to(draft: DecisionBuilder, job: JobView, condition: Condition) -> None:
+    """Do what can not wait for the policy, if there is anything."""
+    if condition.phase in (Phase.UNKNOWN, Phase.OVER, Phase.FINISHED, Phase.LEFT, Phase.EMPTY):
+        return
+    assert condition.plan is not None
+    if condition.health.recovers is not None:
+        _recover(draft, job, condition, condition.plan, condition.health.recovers)
+    elif condition.plan.transition is Transition.RECOVER and condition.phase is Phase.CHANGING:
+        # what else is wanted can wait for it: nobody could save anything now
+        draft.wake(condition.health.settled_at)
+        _late_recovery(draft, job, condition.plan)
+    elif jobs.stop_requested(job):
+        broken = condition.phase is Phase.BROKEN
+        how = Transition.ABORT if broken else Transition.RESTART
+        draft.publish(job, JobChange({}, Cause.STOP, how, "a person asked for it"))
+    elif condition.phase is Phase.BROKEN:
+        _mend(draft, job, condition, condition.plan)
+    else:
+        draft.wake(condition.health.settled_at)
+        if _drain(draft, job, condition, condition.plan):
+            return
+        if condition.phase is Phase.STEADY:
+            _by_hand(draft, job, condition.plan)
+        else:
+            _late(draft, job, condition, condition.plan)
+
+
+def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> None:
+    """Plan again after replicas failed or nodes vanished."""
+    lost = condition.health.lost
+    if lost:
+        restarts = plan.restarts - (1 if _wrongly_counted(draft, job, plan, lost) else 0)
+        why = f"lost {', '.join(lost)}"
+        draft.replan(job, plan, Cause.NODE_LOST, Transition.ABORT, why, restarts, plan.failed_step)
+        return
+    if not condition.health.failed:
+        _withdraw(draft, job, condition, plan)
+        return
+    if exhausted(draft.view, job, condition, draft.settings):
+        return  # the status ends the job
+    restarts = restarts_after_failure(draft.view, job, plan, draft.settings)
+    generation = jobs.failed_generation(job, plan)
+    not_before = jobs.failed_at(job, generation) + jobs.pause_before_restart(restarts, draft.settings)
+    found = jobs.failures(job, generation)
+    what = (
+        f"rank {found[0].rank} failed: {found[0].message or found[0].exit_code}"
+        if found
+        else "a replica was killed"
+    )
+    if draft.view.now < not_before:
+        draft.wake(not_before)
+        draft.notes[job.job].waits_for = f"{what}; restart {restarts} follows after a pause"
+        return
+    assert job.spec is not None
+    why = f"{what} (restart {restarts} of {job.spec.record.max_restarts})"
+    step = job.checkpoint.record.step if job.checkpoint else 0
+    draft.replan(job, plan, Cause.FAILURE, Transition.ABORT, why, restarts, step)
+
+
+def _recover(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan, losses: Losses) -> None:
+    """Let those who live go on in their processes without the dead."""
+    lost = condition.health.lost
+    if not lost and survivors.newcomers(plan, losses):
+        draft.count_stillborn(plan, condition.health.started_at)
+    cause = Cause.NODE_LOST if lost else Cause.REPLICA_LOST
+    why = survivors.describe(job, losses, lost)
+    found = {one.node: one.replicas for one in losses.survivors}
+    draft.publish(
+        job, JobChange(found, cause, Transition.RECOVER, why, plan.restarts, placements=losses.survivors)
+    )
+
+
+def _late_recovery(draft: DecisionBuilder, job: JobView, plan: Plan) -> None:
+    """Begin anew from the last checkpoint when the survivors do not find together."""
+    assert job.plan is not None
+    assert job.spec is not None
+    timeout = job.spec.record.rescale_timeout
+    due = job.plan.seen + timeout
+    if draft.view.now < due:
+        draft.wake(due)
+        return
+    why = f"the survivors did not go on within {timeout:g} s"
+    draft.replan(job, plan, plan.cause, Transition.ABORT, why)
+
+
+def _withdraw(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> None:
+    """Newcomers failed beside the running training: it goes on, and later changes are by restart."""
+    ended = [job.ended[plan.generation, node].record for node in condition.health.undone]
+    said = next((one.failure.message for one in ended if one.failure and one.failure.message), "")
+    draft.restart_only |= {plan.run}
+    _take_back(draft, job, plan, f"a change in place was taken back: {said or 'a newcomer ended'}")
+
+
+def _take_back(draft: DecisionBuilder, job: JobView, plan: Plan, why: str) -> None:
+    """Let the generation that a change in place has not left yet go on under a new number."""
+    was = _before(plan)
+    if was and set(was) <= set(draft.view.agents(job.job)) and was != in_plan(plan):
+        draft.publish(job, JobChange(was, plan.cause, Transition.INPLACE, why))
+    else:
+        draft.replan(job, plan, plan.cause, Transition.RESTART, why)
+
+
+def _wrongly_counted(draft: DecisionBuilder, job: JobView, plan: Plan, lost: tuple[str, ...]) -> bool:
+    """Whether the failure that led to `plan` was the loss of a node that we only see now."""
+    silent = {one.node for one in plan.leaving if (one.generation, one.node) not in job.ended}
+    never_ran = {node for node in lost if (plan.generation, node) not in job.running}
+    return plan.cause is Cause.FAILURE and bool(silent & never_ran)
+
+
+def _drain(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> bool:
+    """Move away from nodes that are to be left; whether there is one."""
+    agents, health = draft.view.agents(job.job), condition.health
+    leaving = [
+        node
+        for node in (*health.running, *health.starting)
+        if node in agents and draft.view.draining(agents[node].record)
+    ]
+    if not leaving:
+        return False
+    if plan.cause is Cause.DRAIN and plan.transition is Transition.INPLACE and health.starting:
+        fresh = set(in_plan(plan)) - set(_before(plan))
+        if fresh and not fresh & set(leaving):
+            return False  # those who take over are about to join those who leave
+    draft.replan(job, plan, Cause.DRAIN, None, f"drains {', '.join(leaving)}")
+    return True
+
+
+def _by_hand(draft: DecisionBuilder, job: JobView, plan: Plan) -> None:
+    """Give a person what they asked for if there is room; the policy is asked to make some if not."""
+    wanted = jobs.requested_replicas(job)
+    if wanted is None or wanted == plan.replicas or job.spec is None or impossible(job.spec.record):
+        return
+    spec, now = job.spec.record, in_plan(plan)
+    late = jobs.late_nodes(draft.with_late(), draft.view, job, draft.settings)
+    found = nearest(spec, wanted, rooms(draft.view, job, draft.ledger, late), now)
+    if found is not None and sum(found.values()) == wanted:
+        why = f"adaptdl scale: {pluralize(wanted, 'replica')}"
+        how, step = draft.route(job, found)
+        if not draft.insists(job, how) and not draft.backs_off(job, plan, found):
+            draft.publish(job, JobChange(step, Cause.MANUAL, how, why, midway=step != found))
+
+
+def _late(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> None:
+    """Plan without nodes that have not started in time, if enough others are there."""
+    starting = set(condition.health.starting)
+    if not starting or job.plan is None or job.spec is None:
+        return
+    timeout = job.spec.record.rescale_timeout
+    if plan.transition is Transition.INPLACE and not condition.health.running:
+        _late_in_place(draft, job, plan, starting, job.plan.seen + timeout, timeout)
+        return
+    if any(not released(draft.view, job, x.node, x.agent, x.generation) for x in plan.leaving):
+        return  # nobody can start yet, and their own time-out is running
+    gone = [s.seen for s in job.ended.values() if s.record.generation < plan.generation]
+    due = max([job.plan.seen, *gone]) + timeout
+    if draft.view.now < due:
+        draft.wake(due)
+        return
+    if starting == set(in_plan(plan)):
+        return  # nobody has: there is no better plan than to go on waiting
+    agents = draft.view.agents(job.job)
+    kept, draft.late = draft.late, dict(draft.late)
+    draft.late.update({(job.job, n): (agents[n].record.agent, draft.view.now) for n in starting})
+    why = f"{', '.join(sorted(starting))} did not start within {timeout:g} s"
+    if not draft.replan(job, plan, Cause.NODE_LOST, Transition.ABORT, why, feasible_only=True):
+        draft.late = kept
+        draft.notes[job.job].waits_for = f"{why}, and there is no other node"
+
+
+def _late_in_place(
+    draft: DecisionBuilder, job: JobView, plan: Plan, starting: set[str], due: float, timeout: float
+) -> None:
+    """Take back a change in place whose newcomers are late, or that does not come about.
+
+    Nobody has left the generation before, so it simply goes on under a new number.
+    """
+    was = _before(plan)
+    ready = {node for (g, node) in job.ready if g == plan.generation}
+    late = {n for n, count in in_plan(plan).items() if n in starting and count > was.get(n, 0)} - ready
+    if not late:
+        due += timeout  # they are ready: now it is for those who train to find the place to switch
+    if draft.view.now < due:
+        draft.wake(due)
+        return
+    agents = draft.view.agents(job.job)
+    draft.late.update({(job.job, n): (agents[n].record.agent, draft.view.now) for n in late - set(was)})
+    if not late - set(was):
+        draft.restart_only |= {plan.run}
+    names = f"newcomers on {', '.join(sorted(late))} were not ready" if late else "it did not happen"
+    why = f"a change in place was taken back: {names} within {timeout:g} s"
+    _take_back(draft, job, plan, why)
+
+
+def _before(plan: Plan) -> dict[str, int]:
+    """What the generation has that a change in place is to follow."""
+    before = survivors.before(plan)
+    return {one.node: one.replicas for one in plan.leaving if one.generation == before}

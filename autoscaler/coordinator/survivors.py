@@ -1,0 +1,208 @@
+"""Who lives on when replicas or nodes have died: pure, and about one job.
+
+Agents write `broken` when replicas of theirs have died while others live, and when the living have noticed
+that somebody elsewhere is gone. As long as the dead are not known (a node is lost when its lease runs out)
+there is nothing to decide. Once they are, those who live go on in their processes by a plan with the
+transition RECOVER, at once and free of charge, if they have said that they can and are enough of them.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from adaptdl_elastic.autoscaler.cluster_view import JobView
+from adaptdl_elastic.rendezvous.schema.records import (
+    Failure,
+    Leaving,
+    Outcome,
+    Placement,
+    Plan,
+    Rescale,
+    Transition,
+    slots_of,
+)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What is known of deaths in the generation that runs."""
+
+    generation: int
+    dead: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # node → slots that a signal has ended
+    said: frozenset[str] = frozenset()  # nodes whose replicas wait for another plan
+    since: float = float("inf")  # when the first of them was heard
+    survivors: tuple[Placement, ...] = ()  # in the order of their ranks
+    able: bool = False  # they can go on, and are enough
+
+
+def present(job: JobView, plan: Plan) -> tuple[int, tuple[Placement, ...]]:
+    """The generation that runs while `plan` is in force, and who was in it, in the order of their ranks."""
+    if plan.transition is not Transition.INPLACE or begun(job, plan):
+        return plan.generation, plan.placements
+    base = before(plan)
+    return base, tuple(_placed(one) for one in plan.leaving if one.generation == base)
+
+
+def before(plan: Plan) -> int:
+    """The generation that a change in place is to follow; -1 where there is none.
+
+    A change that was itself taken back never ran.
+    """
+    return plan.base if plan.base >= 0 else min((one.generation for one in plan.leaving), default=-1)
+
+
+def begun(job: JobView, plan: Plan) -> bool:
+    """Whether replicas have gone over into what a change in place makes: its failures are its own then.
+
+    A node that said `running` or `broken` and has ended since counts; so does one whose replicas left the
+    generation before well and failed in this one, before all of them had come over.
+    """
+    at = [(plan.generation, placement.node) for placement in plan.placements]
+    return any(one in job.running or one in job.broken for one in at) or any(
+        _outcome(job, leaver.generation, leaver.node) is Outcome.STOPPED
+        and _outcome(job, plan.generation, leaver.node) is Outcome.FAILED
+        for leaver in plan.leaving
+    )
+
+
+def given_up(plan: Plan) -> tuple[Leaving, ...]:
+    """Of whom nothing had been heard when others went on without them: they may still have replicas.
+
+    Nobody knows whether such a node is still there. It is not to be counted on until it has said that it
+    has left, or has registered anew.
+    """
+    if plan.transition is Transition.RECOVER:
+        runs = plan.generation
+    elif plan.transition is Transition.INPLACE:
+        runs = before(plan)
+    else:
+        return ()  # who has not left holds the plan up
+    placed = {placement.node for placement in plan.placements}
+    return tuple(one for one in plan.leaving if one.generation < runs and one.node not in placed)
+
+
+def inquire(job: JobView, plan: Plan, gone: Iterable[str], least: int) -> Losses:
+    """Who has died and who lives on, when nothing can be heard any more from the nodes in `gone`.
+
+    Fewer than `least` replicas are not enough of them.
+    """
+    generation, members = present(job, plan)
+    said = {node: seen for (g, node), seen in job.broken.items() if g == generation}
+    away = set(gone)
+    dead: dict[str, tuple[int, ...]] = {}
+    survivors = []
+    for member in members:
+        slots, node = slots_of(member), member.node
+        lost = said[node].record.lost if node in said else ()
+        if (generation, node) in job.ended:
+            if died(job, plan, generation, member):
+                dead[node] = slots
+            continue
+        if fallen := tuple(slot for slot in slots if slot in lost):
+            dead[node] = fallen
+        left = tuple(slot for slot in slots if slot not in lost)
+        if left and node not in away and not _never_came(job, plan, generation, node):
+            survivors.append(Placement(node, len(left), member.agent, left))
+    waiting = {node: seen for node, seen in said.items() if (generation, node) not in job.ended}
+    spec = job.spec.record if job.spec else None
+    able = (
+        spec is not None
+        and spec.rescale is not Rescale.RESTART
+        and bool(survivors)
+        and sum(one.replicas for one in survivors) >= least
+        and len(survivors) >= spec.min_nodes
+        and all(_resilient(job, plan, generation, one.node) for one in survivors)
+    )
+    return Losses(
+        generation,
+        dead,
+        frozenset(waiting),
+        min((seen.seen for seen in waiting.values()), default=float("inf")),
+        tuple(survivors),
+        able,
+    )
+
+
+def newcomers(plan: Plan, losses: Losses) -> bool:
+    """Whether somebody is among the dead whom a change in place has brought."""
+    if plan.transition is not Transition.INPLACE or losses.generation != plan.generation:
+        return False
+    base = before(plan)
+    old = {one.node: slots_of(_placed(one)) for one in plan.leaving if one.generation == base}
+    return any(set(dead) - set(old.get(node, ())) for node, dead in losses.dead.items())
+
+
+def died(job: JobView, plan: Plan, generation: int, member: Placement) -> bool:
+    """Whether a node's part of a generation has ended because its replicas were killed, not failed."""
+    if _outcome(job, generation, member.node) not in (Outcome.FAILED, Outcome.ABORTED):
+        return False
+    broken = job.broken.get((generation, member.node))
+    if broken is not None and set(slots_of(member)) <= set(broken.record.lost):
+        return True
+    return _never_came(job, plan, generation, member.node)
+
+
+def slots_after(job: JobView, plan: Plan | None, node: str, replicas: int) -> tuple[int, ...]:
+    """The LOCAL_RANKs of a node's replicas after a planned change in place; (): 0 to replicas - 1.
+
+    Survivors keep theirs, in their order; newcomers take the lowest that are free, after them.
+    """
+    members = () if plan is None else present(job, plan)[1]
+    kept = next((slots_of(member) for member in members if member.node == node), ())[:replicas]
+    free = (slot for slot in range(len(kept) + replicas) if slot not in kept)
+    slots = (*kept, *(next(free) for _ in range(replicas - len(kept))))
+    return () if slots == tuple(range(replicas)) else slots
+
+
+def failures(job: JobView, generation: int) -> list[tuple[float, Failure]]:
+    """What is known of the dead of a generation: when it was heard, and what."""
+    return [
+        (seen.seen, seen.record.failure)
+        for (g, _), seen in job.broken.items()
+        if g == generation and seen.record.failure is not None
+    ]
+
+
+def describe(job: JobView, losses: Losses, lost: Iterable[str]) -> str:
+    """For a person: what has been lost, and what is left."""
+    left = sum(one.replicas for one in losses.survivors)
+    what = [f"lost {', '.join(lost)}"] if lost else []
+    for _, failure in sorted(failures(job, losses.generation), key=lambda item: (item[0], item[1].rank)):
+        what.append(f"lost rank {failure.rank} ({_end(failure)})")
+    if not what:
+        what.append("replicas have lost each other" if not losses.dead else "lost replicas")
+    return f"{'; '.join(what)}; {left} {'goes' if left == 1 else 'go'} on"
+
+
+def _end(failure: Failure) -> str:
+    try:
+        return signal.Signals(-failure.exit_code).name
+    except ValueError:
+        return failure.message or f"exit code {failure.exit_code}"
+
+
+def _resilient(job: JobView, plan: Plan, generation: int, node: str) -> bool:
+    """Whether the death of others does not end this node's replicas."""
+    if plan.transition is Transition.RECOVER or (generation, node) in job.broken:
+        return True
+    heard = [job.running.get((g, node)) for g in {generation, before(plan)}]
+    return any(seen is not None and seen.record.resilient for seen in heard)
+
+
+def _never_came(job: JobView, plan: Plan, generation: int, node: str) -> bool:
+    """Whether this is a node of newcomers only, which had not joined yet."""
+    if plan.transition is not Transition.INPLACE or generation != plan.generation:
+        return False
+    stays = any(one.node == node and one.generation == before(plan) for one in plan.leaving)
+    return not stays and (generation, node) not in job.running and (generation, node) not in job.broken
+
+
+def _outcome(job: JobView, generation: int, node: str) -> Outcome | None:
+    ended = job.ended.get((generation, node))
+    return None if ended is None else ended.record.outcome
+
+
+def _placed(one: Leaving) -> Placement:
+    return Placement(one.node, one.replicas, one.agent, one.slots)

@@ -1,0 +1,566 @@
+"""`adaptdl doctor`: is this node fit, and is the store? Every finding says what to do about it.
+
+Each check is a function that returns findings and never raises for what it is there to find.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import resource
+import secrets
+import shutil
+import socket
+import ssl
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import urllib3
+
+from adaptdl_elastic.autoscaler.cluster_view import View
+from adaptdl_elastic.rendezvous.local.addresses import address_towards
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.store.base import Store, StoreAuthError, StoreError
+from adaptdl_elastic.rendezvous.store.endpoints import TryAgainError
+from adaptdl_elastic.rendezvous.store.http import Http, HttpStatusError
+from adaptdl_elastic.rendezvous.store.local_socket import is_local
+from adaptdl_elastic.rendezvous.store.store_options import DEFAULT_PORT, StoreOptions, parse_endpoints
+
+MAX_SKEW = 2.0  # seconds
+MIN_FILES = 4096
+MIN_FREE = 1 << 30  # bytes, where checkpoints go
+MIN_SHM = 64 << 20
+FRESH = 900.0  # seconds that another node's marker in the checkpoint directory is looked for
+
+
+class Level(str, Enum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARNING = "warning"  # works, but not as it could
+    ERROR = "error"  # will not work
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    check: str
+    level: Level
+    detail: str
+    remedy: str = ""
+
+
+def ok(check: str, detail: str) -> Finding:
+    """All is well."""
+    return Finding(check, Level.OK, detail)
+
+
+def warning(check: str, detail: str, remedy: str) -> Finding:
+    """It works, but."""
+    return Finding(check, Level.WARNING, detail, remedy)
+
+
+def error(check: str, detail: str, remedy: str) -> Finding:
+    """It will not work."""
+    return Finding(check, Level.ERROR, detail, remedy)
+
+
+# -- this node
+
+
+def check_versions() -> list[Finding]:
+    """Python, torch and ourselves."""
+    found = [ok("python", platform.python_version())]
+    for name in ("adaptdl-elastic", "torch"):
+        try:
+            found.append(ok(name, metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            found.append(error(name, "is not installed for this Python", f"pip install {name}"))
+    return found
+
+
+def check_limits() -> list[Finding]:
+    """Open files and shared memory."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = [
+        ok("open files", f"limit {files}")
+        if files >= MIN_FILES
+        else warning(
+            "open files",
+            f"limit {files}: data loaders and many replicas may want more",
+            f"ulimit -n {MIN_FILES}, or LimitNOFILE={MIN_FILES} in the systemd unit",
+        )
+    ]
+    shm = Path("/dev/shm")
+    if shm.is_dir():
+        size = shutil.disk_usage(shm).total
+        found.append(
+            ok("/dev/shm", f"{size >> 20} MiB")
+            if size > MIN_SHM
+            else warning(
+                "/dev/shm",
+                f"only {size >> 20} MiB: data loader workers share tensors there",
+                "docker run --shm-size=1g, or --ipc=host",
+            )
+        )
+    return found
+
+
+def announced(local_addr: str | None, endpoint: str | None) -> str:
+    """By which address or name an agent that is started here makes itself known to others."""
+    if local_addr is not None:
+        return local_addr
+    try:
+        return address_towards(parse_endpoints(endpoint)) if endpoint else socket.gethostname()
+    except StoreError:  # what is no endpoint is found out elsewhere
+        return socket.gethostname()
+
+
+def check_address(local_addr: str | None, endpoint: str | None = None) -> list[Finding]:
+    """Whether other nodes could reach us by the address that we would give them."""
+    name = announced(local_addr, endpoint)
+    try:
+        addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
+    except (OSError, UnicodeError) as problem:
+        return [
+            error(
+                "address",
+                f"{name} does not resolve ({getattr(problem, 'strerror', None) or problem})",
+                "give adaptdl-run --local-addr an address that other nodes can reach",
+            )
+        ]
+    if all(address.startswith("127.") or address == "::1" for address in addresses):
+        return [
+            warning(
+                "address",
+                f"{name} is {', '.join(addresses)}: no other node can reach that",
+                "for several nodes give adaptdl-run --local-addr the address on their network",
+            )
+        ]
+    return [ok("address", f"{name} is {', '.join(addresses)}" if addresses != [name] else name)]
+
+
+def check_ports(low: int, high: int, host: str = "") -> list[Finding]:
+    """Whether the ports that agents and replicas are confined to can be listened on."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host or None, low, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as problem:
+        return [
+            error(
+                "ports",
+                f"nobody can listen on {host} ({getattr(problem, 'strerror', None) or problem})",
+                "see the finding about the address",
+            )
+        ]
+    taken: list[int] = []
+    for port in range(low, high + 1):
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind((address[0], port, *address[2:]))
+            except PermissionError:
+                return [error("ports", f"port {port} needs root", "choose ports from 1024 on: --port-range")]
+            except OSError as problem:
+                if problem.errno == errno.EADDRNOTAVAIL:
+                    return [
+                        error(
+                            "ports",
+                            f"{host} is no address of this machine",
+                            "give --local-addr one of those that `ip address` lists",
+                        )
+                    ]
+                taken.append(port)
+    free = high - low + 1 - len(taken)
+    if free < 2:
+        return [
+            error(
+                "ports",
+                f"{free} of {low}:{high} can be listened on",
+                "a job needs two ports on the node of rank 0: widen --port-range or free some",
+            )
+        ]
+    detail = f"{free} of {low}:{high} can be listened on"
+    return [ok("ports", detail + (f" (taken: {_some(taken)})" if taken else ""))]
+
+
+def check_directory(path: Path) -> list[Finding]:
+    """Whether checkpoints can be written, kept and renamed in a directory."""
+    name = "checkpoint directory"
+    try:
+        there = path.exists()
+        where = path if there else next(p for p in path.parents if p.exists())
+    except OSError as problem:
+        return [
+            error(
+                name,
+                f"{path} can not be looked at: {problem.strerror}",
+                f"let user {os.geteuid()} enter the directories above it (chmod +x), or choose another "
+                f"--checkpoint-path",
+            )
+        ]
+    if there and not path.is_dir():
+        return [error(name, f"{path} is not a directory", "choose another --checkpoint-path")]
+    probe = where / f".adaptdl-doctor-{secrets.token_hex(4)}"
+    try:
+        with probe.open("wb") as file:
+            file.write(b"x" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+        probe.rename(probe.with_suffix(".renamed"))
+        probe.with_suffix(".renamed").unlink()
+    except OSError as problem:
+        with suppress(OSError):
+            probe.unlink()
+        return [
+            error(
+                name,
+                f"{where} can not be written to: {problem.strerror}",
+                f"chown {os.geteuid()} {where}, or choose another --checkpoint-path",
+            )
+        ]
+    free = shutil.disk_usage(where).free
+    if free < MIN_FREE:
+        return [warning(name, f"{path}: only {free >> 20} MiB are free", "free some space there")]
+    new = "" if there else " (will be made)"
+    return [ok(name, f"{path}{new} can be written to, {free >> 30} GiB free")]
+
+
+# -- the store
+
+
+def check_server(endpoint: str, options: StoreOptions) -> list[Finding]:
+    """Every endpoint: does it answer, which version is it, and what is its time."""
+    if is_local(endpoint):  # to connect tells all there is to know
+        return [ok("store", f"in the memory of a standalone job's agent ({endpoint})")]
+    found: list[Finding] = []
+    for url in parse_endpoints(endpoint, options.secure):
+        http = Http((url,), options, lambda _: False)
+        try:
+            started = time.time()
+            said, date = http.look("/version")
+            took = time.time() - started
+        except (HttpStatusError, urllib3.exceptions.HTTPError, OSError, ValueError) as problem:
+            found.append(_unreachable(url, problem, options))
+            continue
+        finally:
+            http.close()
+        found.append(_version(url, str(said.get("etcdserver", "?"))))
+        if date:
+            found.append(_clock(url, date, started + took / 2, took))
+    return found
+
+
+_RENAME = "write the endpoint with a name that the certificate is for, or have it issued anew"
+_TRUST = (
+    ("Hostname mismatch", _RENAME),
+    ("IP address mismatch", _RENAME),
+    ("expired", "renew the server's certificate; or is the clock of this machine wrong?"),
+    ("not yet valid", "the clock of this machine or of the one that issued it is wrong: run an NTP client"),
+)
+
+
+def _unreachable(url: str, problem: Exception, options: StoreOptions) -> Finding:
+    """What is wrong with a server that does not answer as an etcd does; the remedy for just that."""
+    text = TryAgainError.from_error(problem).problem
+    if isinstance(problem, urllib3.exceptions.NameResolutionError | urllib3.exceptions.LocationParseError):
+        return error(
+            "store",
+            f"{url} does not answer: {text}",
+            "correct the name in --etcd (ADAPTDL_ETCD), or add it to DNS or /etc/hosts",
+        )
+    if isinstance(problem, urllib3.exceptions.NewConnectionError | urllib3.exceptions.ConnectTimeoutError):
+        return error(
+            "store",
+            f"{url} does not answer: {text}",
+            "is etcd running, does it listen on that address, is a firewall between?",
+        )
+    if isinstance(problem, urllib3.exceptions.TimeoutError):
+        return error("store", f"{url} does not answer: {text}", "see etcd's own log: it hangs, or is no etcd")
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        told = next((remedy for word, remedy in _TRUST if word in text), "")
+        given = f"is not the one of {options.ca}: give" if options.ca else "is not known here: give"
+        return error(
+            "store",
+            f"{url} shows a certificate that is not trusted: {text}",
+            told or f"the CA that has signed it {given} that one with --etcd-ca (ADAPTDL_ETCD_CA)",
+        )
+    if "alert" in text.lower() and url.startswith("https"):
+        return error(
+            "store",
+            f"{url} asks for a client certificate"
+            + (f" other than {options.cert}" if options.cert else "")
+            + f": {text}",
+            "give one that its CA has signed with --etcd-cert and --etcd-key (ADAPTDL_ETCD_CERT, _KEY)",
+        )
+    cut = url.startswith("https:") and "reset by peer" in text.lower()  # it may be quicker than its answer
+    if cut or isinstance(problem, urllib3.exceptions.SSLError | ssl.SSLError):
+        plain = url.replace("https://", "http://", 1)
+        return error(
+            "store",
+            f"{url} does not speak TLS: {text}",
+            f"write {plain} and leave --etcd-ca and --etcd-cert away, or have etcd listen on https",
+        )
+    if url.startswith("http:") and _speaks_tls(url, options.timeout):
+        secure = url.replace("http://", "https://", 1)
+        return error(
+            "store",
+            f"{url} speaks TLS, and was asked without",
+            f"write {secure}, and give its CA with --etcd-ca (ADAPTDL_ETCD_CA)",
+        )
+    return error(
+        "store", f"{url} answers, but not as an etcd does: {text}", "is this etcd's port for clients (2379)?"
+    )
+
+
+def _speaks_tls(url: str, timeout: float) -> bool:
+    parts = urlsplit(url)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # who it is does not matter here
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection((parts.hostname, parts.port or DEFAULT_PORT), timeout) as sock:
+            context.wrap_socket(sock).close()
+    except (OSError, ValueError) as problem:
+        return "alert" in str(problem).lower()
+    return True
+
+
+def _clock(url: str, date: str, ours: float, took: float) -> Finding:
+    try:
+        theirs = parsedate_to_datetime(date).timestamp()
+    except (ValueError, TypeError, OverflowError):
+        return warning(
+            "clock", f"{url} takes the date for {date!r:.60}", "does something stand between us and etcd?"
+        )
+    return _skew(url, theirs, ours, took)
+
+
+def _version(url: str, text: str) -> Finding:
+    parts = tuple(int(part) for part in text.split("-")[0].split(".") if part.isdecimal())
+    if parts < (3, 4):
+        return error("store", f"{url} is etcd {text}", "use etcd 3.4.22 or later")
+    if (3, 5, 0) <= parts <= (3, 5, 2):
+        return warning(
+            "store",
+            f"{url} is etcd {text}, which can corrupt its data when it is killed under load",
+            "fine for tests and one machine; use 3.5.6 or later (or 3.4.22) for a cluster",
+        )
+    return ok("store", f"{url} is etcd {text}")
+
+
+def _skew(url: str, theirs: float, ours: float, uncertainty: float) -> Finding:
+    skew = ours - (theirs + 0.5)  # the header is cut to whole seconds
+    if abs(skew) <= MAX_SKEW + uncertainty:
+        return ok("clock", f"agrees with {url} within {MAX_SKEW + uncertainty:.0f} s")
+    return warning(
+        "clock",
+        f"is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} {url}",
+        "nothing is decided by it, but times in logs and TLS certificates are: run an NTP client (chrony)",
+    )
+
+
+def check_rights(store: Store, keys: Keys) -> list[Finding]:
+    """Whether we may do under our prefix all that agents and coordinators do, and how fast."""
+    key = f"{keys.root}doctor/{secrets.token_hex(8)}"
+    steps: list[tuple[str, Callable[[], object]]] = [
+        ("read", lambda: store.range(keys.root + "doctor/")),
+        ("write", lambda: store.put(key, "1")),
+        ("compare and swap", lambda: store.compare_and_swap(key, "2", _revision(store, key))),
+        ("delete", lambda: store.delete(key)),
+        ("hold a lease", lambda: store.lease(5.0).revoke()),
+        ("watch", lambda: _watched(store, key)),
+    ]
+    for name, step in steps:
+        try:
+            if step() is None and name == "compare and swap":
+                return [
+                    error("rights", "a compare and swap failed that should not", "is this a healthy etcd?")
+                ]
+        except StoreAuthError as problem:
+            return [
+                error(
+                    "rights",
+                    f"may not {name} under {keys.root}: {problem}",
+                    f"etcdctl role grant-permission ROLE readwrite --prefix=true {keys.root}",
+                )
+            ]
+        except StoreError as problem:
+            return [error("rights", f"could not {name}: {problem}", "see the store's own log")]
+    return [ok("rights", f"read, write, lease and watch under {keys.root}"), _latency(store, key)]
+
+
+def _revision(store: Store, key: str) -> int:
+    item = store.get(key)
+    return 0 if item is None else item.mod_revision
+
+
+def _watched(store: Store, key: str) -> bool:
+    revision = store.put(key, "seen")
+    with store.watch(key, revision) as watch:
+        for _ in watch:
+            break
+    store.delete(key)
+    return True
+
+
+def _latency(store: Store, key: str) -> Finding:
+    times = []
+    for _ in range(10):
+        started = time.perf_counter()
+        store.put(key, "1")
+        times.append(time.perf_counter() - started)
+    store.delete(key)
+    median = 1000 * statistics.median(times)
+    if median > 100:
+        return warning(
+            "store latency",
+            f"{median:.0f} ms a write",
+            "etcd wants a fast disk and a near network; see its metric wal_fsync_duration_seconds",
+        )
+    return ok("store latency", f"{median:.1f} ms a write")
+
+
+# -- the cluster
+
+
+def check_cluster(view: View, node: str) -> list[Finding]:
+    """Who is registered, in which versions, and who leads."""
+    agents = [seen.record for by_node in view.nodes.values() for seen in by_node.values()]
+    found = [ok("nodes", f"{len({agent.node for agent in agents})} registered")]
+    versions = {agent.version for agent in agents if agent.version}
+    mine = _own_version()
+    others = sorted(versions - {mine})
+    if others:
+        found.append(
+            error(
+                "versions",
+                f"this node has adaptdl-elastic {mine}, others have {', '.join(others)}",
+                "install the same version everywhere: agents of different versions refuse each other",
+            )
+        )
+    if agents and view.leader is None:
+        found.append(
+            warning(
+                "coordinator",
+                "nodes are registered and nobody leads",
+                "an agent starts one within a few seconds; else run adaptdl coordinator, and see its log",
+            )
+        )
+    elif view.leader is not None:
+        leader = view.leader.record
+        found.append(ok("coordinator", f"{leader.id} leads"))
+    found += _reachable(sorted({agent.host for agent in agents if agent.node != node and agent.host}))
+    return found
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("adaptdl-elastic")
+    except metadata.PackageNotFoundError:
+        return "?"
+
+
+def _reachable(hosts: Iterable[str]) -> Iterator[Finding]:
+    for host in hosts:
+        try:
+            socket.getaddrinfo(host, None)
+        except (OSError, UnicodeError) as problem:
+            yield error(
+                "peers",
+                f"{host} does not resolve here: {getattr(problem, 'strerror', None) or problem}",
+                "have that node give its address with --local-addr, or fix DNS or /etc/hosts",
+            )
+
+
+@contextmanager
+def marked(store: Store, keys: Keys, node: str, path: Path) -> Iterator[list[Finding]]:
+    """Leave a mark in the checkpoint directory, and look for those of other nodes.
+
+    Run on every node, at the same time or one after the other, it tells whether they share the directory.
+    """
+    folder, token = path / ".adaptdl-doctor", secrets.token_hex(8)
+    mark = folder / node
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.iterdir():
+            if time.time() - old.stat().st_mtime > FRESH:
+                old.unlink(missing_ok=True)
+        mark.write_text(token)
+    except OSError as problem:
+        yield [error("shared directory", f"{folder}: {problem.strerror}", "see the finding above")]
+        return
+    store.put(f"{keys.root}doctor/marks/{node}", json.dumps({"token": token, "time": time.time()}))
+    yield list(_marks(store, keys, node, folder))
+
+
+def _marks(store: Store, keys: Keys, node: str, folder: Path) -> Iterator[Finding]:
+    seen: list[str] = []
+    unseen: list[str] = []
+    for item in store.range(f"{keys.root}doctor/marks/").items:
+        other = item.key.rsplit("/", 1)[-1]
+        with suppress(ValueError, KeyError, TypeError):
+            said = json.loads(item.value)
+            if other == node:
+                continue
+            if time.time() - float(said["time"]) > FRESH:
+                store.delete(item.key)
+                continue
+            matches = False
+            with suppress(OSError):
+                matches = (folder / other).read_text() == said["token"]
+            (seen if matches else unseen).append(other)
+    if unseen:
+        yield error(
+            "shared directory",
+            f"{_some(unseen)} ran the doctor on a directory that is not this one ({folder.parent})",
+            "mount the same directory everywhere, or use --checkpoint-path s3://…",
+        )
+    elif seen:
+        yield ok("shared directory", f"{_some(seen)} wrote to the same one")
+    else:
+        yield ok(
+            "shared directory",
+            f"no other node has looked in the last {FRESH / 60:.0f} minutes: run this on each of them",
+        )
+
+
+def check_checkpoints(view: View) -> list[Finding]:
+    """Whether the newest recorded checkpoint of each job can be seen from here."""
+    found = []
+    for name, job in sorted(view.jobs.items()):
+        if job.checkpoint is None or "://" in job.checkpoint.record.path:
+            continue
+        record = job.checkpoint.record
+        try:
+            there = Path(record.path).exists()
+        except OSError:  # below a directory that we may not enter
+            there = False
+        if there:
+            found.append(ok(f"checkpoint of {name}", f"{record.id} is here"))
+        elif name in view.nodes:
+            found.append(
+                error(
+                    f"checkpoint of {name}",
+                    f"{record.path} is recorded in the store and can not be seen from this machine",
+                    "replicas here will refuse to start: mount the directory that the others use",
+                )
+            )
+    return found
+
+
+def _some(names: Iterable[object], limit: int = 5) -> str:
+    listed = [str(name) for name in names]
+    more = len(listed) - limit
+    return ", ".join(listed[:limit]) + (f" and {more} more" if more > 0 else "")

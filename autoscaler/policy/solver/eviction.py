@@ -1,0 +1,146 @@
+"""Makes room for jobs that slots were chosen for and no place was found: others move together, or wait.
+
+Sizes are chosen by counting slots. Slots in the wrong places are of no use to a job that needs a whole
+node, or nodes without another multi-node job, and no later choice of sizes would find that out: it would
+wait for as long as the others live. So those in its way are taken off the board, it is put there, and they
+are put back where there is room for them. What comes of it counts if it is worth more than before:
+jobs that can as well lie elsewhere make room at once, and who has to stop for it does so only for
+somebody who has waited too long (`objective.OVERDUE`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from adaptdl_elastic.autoscaler.policy.policy_types import Allocation
+from adaptdl_elastic.autoscaler.policy.solver.placement import Board, Want, limit, place
+from adaptdl_elastic.autoscaler.policy.solver.tables import Tables
+
+_MOST = 16  # jobs that room is made for in one decision; the next one goes on
+_TRIED = 8  # nodes of which those with the cheapest occupants are tried
+_SIZES = 16  # in which a job that was in the way is tried elsewhere
+
+
+def make_room(
+    tables: Tables, board: Board, placed: dict[str, dict[str, int]], without: Sequence[int]
+) -> dict[str, dict[str, int]]:
+    """`placed`, or what is worth more and has some of the jobs in the rows `without` on it, too.
+
+    `board` holds what stays in any case.
+    """
+    full, fixed = board.copy(), set(board.placed)
+    for name, allocation in placed.items():
+        if name not in fixed:
+            full.put(name, allocation)
+    rows = {job.name: row for row, job in enumerate(tables.jobs)}
+    order = sorted(without, key=lambda row: (-float(tables.changed[row].max(initial=0.0)), row))
+    for row in order[:_MOST]:
+        best, best_gain = None, 1e-9
+        for trial, evicted in _trials(tables, full, rows, row):
+            gain = value(tables, row, trial.placed[tables.jobs[row].name], full)
+            for other in evicted:
+                name = tables.jobs[other].name
+                after = _put_back(tables, trial, other, full.placed[name])
+                gain += value(tables, other, after, full) - value(tables, other, full.placed[name], full)
+            if gain > best_gain:
+                best, best_gain = trial, gain
+        full = best or full
+    return {name: dict(allocation) for name, allocation in full.placed.items()}
+
+
+def value(tables: Tables, row: int, found: Allocation | None, board: Board) -> float:
+    """What an allocation is worth to the job in this row, its move paid for."""
+    if not found:
+        return 0.0
+    if tables.kept[row] >= 0 and found == board.current[tables.jobs[row].name]:
+        return float(tables.kept_value[row])
+    column = tables.sizes.find(sum(found.values()), len(found) > 1)
+    return float(tables.changed[row, column]) if column is not None else 0.0
+
+
+def _trials(tables: Tables, full: Board, rows: dict[str, int], row: int) -> Iterator[tuple[Board, list[int]]]:
+    """Boards with the job in its smallest size, and who was taken off them, the dearest first."""
+    worth = {name: value(tables, other, full.placed.get(name), full) for name, other in rows.items()}
+    for several in (False, True):
+        open_to_it = np.flatnonzero(tables.allowed[row] & (tables.sizes.several == several))
+        if not open_to_it.size:
+            continue
+        column = int(open_to_it[np.argmin(tables.sizes.replicas[open_to_it])])
+        want = Want(tables.jobs[row], int(tables.sizes.replicas[column]), several)
+        for names in _in_the_way(full, want, worth):
+            trial = full.copy()
+            for name in names:
+                trial.take(name)
+            if not place(trial, [want], {}):
+                yield trial, sorted((rows[name] for name in names), key=lambda r: -worth[tables.jobs[r].name])
+
+
+def _in_the_way(full: Board, want: Want, worth: dict[str, float]) -> Iterator[list[str]]:
+    """Sets of jobs without which the wanted size may find room, the cheapest first."""
+    if want.several:
+        yield from _ever_more(full, worth)
+        return
+    sets = []
+    for node in full.nodes:
+        bound = limit(want.job, node.name)
+        if bound is not None and bound.min_slots <= want.replicas <= bound.max_slots:
+            names = _cheapest(full.here[node.name], want.replicas - full.free[node.name], worth)
+            if names is not None:
+                sets.append((sum(worth[name] for name in names), full.position(node.name), names))
+    yield from (names for _, _, names in sorted(sets)[:_TRIED])
+
+
+def _cheapest(here: dict[str, int], missing: int, worth: dict[str, float]) -> list[str] | None:
+    """Jobs of one node that have the missing slots, without any that is not needed for it."""
+    chosen: list[str] = []
+    for name in sorted((name for name in here if name in worth), key=lambda name: (worth[name], name)):
+        if missing > 0:
+            chosen.append(name)
+            missing -= here[name]
+    if missing > 0:
+        return None
+    for name in reversed(chosen):
+        if missing + here[name] <= 0:
+            chosen.remove(name)
+            missing += here[name]
+    return chosen
+
+
+def _ever_more(full: Board, worth: dict[str, float]) -> Iterator[list[str]]:
+    """The cheapest job, the two cheapest, four, …: those that were not in the way are put back."""
+    names = sorted((name for name in full.placed if name in worth), key=lambda name: (worth[name], name))
+    count = 1
+    while names and count < 2 * len(names):
+        yield names[:count]
+        count *= 2
+
+
+def _put_back(tables: Tables, trial: Board, row: int, was: Allocation) -> Allocation | None:
+    """Where the job goes now: where it was if there is room, else in the best size that finds some."""
+    job = tables.jobs[row]
+    if _fits(trial, job.name, was):
+        trial.put(job.name, was)
+        return was
+    for column in _best_first(tables, row):
+        want = Want(job, int(tables.sizes.replicas[column]), bool(tables.sizes.several[column]))
+        if not place(trial, [want], {}):
+            return trial.placed[job.name]
+    return None
+
+
+def _fits(board: Board, job: str, allocation: Allocation) -> bool:
+    several = len(allocation) > 1
+    return all(
+        board.free[node] >= replicas and not (several and board.shared_by_spanning(node, job))
+        for node, replicas in allocation.items()
+    )
+
+
+def _best_first(tables: Tables, row: int) -> Iterable[int]:
+    worth = np.where(tables.allowed[row], tables.changed[row], 0.0)
+    order = [int(column) for column in np.argsort(-worth, kind="stable") if worth[column] > 0]
+    # its smallest sizes, too: they are the likeliest to find room
+    small = sorted(order, key=lambda column: int(tables.sizes.replicas[column]))[:2]
+    return dict.fromkeys([*order[:_SIZES], *small])

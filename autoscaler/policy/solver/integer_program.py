@@ -1,0 +1,195 @@
+"""The whole problem as one integer program, sizes and places together: for small and irregular clusters.
+
+Sizes that were chosen by slots alone may find no room: nodes of several sizes, jobs that can not use
+every node, odd numbers of replicas. Where there are few jobs and nodes the exact answer is had from
+HiGHS by `scipy.optimize.milp`. Its variables, for job j and node n:
+
+    keep[j]        the job stays as it is
+    one[j,n,s]     it has s replicas, all on node n
+    many[j,c]      it has the number of replicas of column c, on several nodes, of which
+    uses[j,n], on[j,n]   it uses node n, with so many replicas
+
+and its constraints: one choice a job, what nodes hold, the limits of a job on a node, at most one
+multi-node job on a node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adaptdl_elastic.autoscaler.policy.policy_types import Allocation
+from adaptdl_elastic.autoscaler.policy.solver.placement import Board, limit
+from adaptdl_elastic.autoscaler.policy.solver.tables import SMALL, Tables
+
+Array = NDArray[np.float64]
+
+SMALL_PROGRAM, LARGE_PROGRAM = 250, 1500
+"""Variables up to which the program is solved in milliseconds, and in a second or so."""
+
+
+@dataclass
+class _Program:
+    """Variables and rows while they are collected."""
+
+    worth: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    rows: list[dict[int, float]] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+
+    def variable(self, worth: float = 0.0, upper: float = 1.0) -> int:
+        self.worth.append(worth)
+        self.upper.append(upper)
+        return len(self.worth) - 1
+
+    def row(self, terms: dict[int, float], low: float, high: float) -> None:
+        self.rows.append(terms)
+        self.low.append(low)
+        self.high.append(high)
+
+
+@dataclass
+class _Job:
+    """The variables of one job."""
+
+    keep: int | None = None
+    one: dict[int, tuple[str, int]] = field(default_factory=dict)  # variable → node, replicas
+    on: dict[str, int] = field(default_factory=dict)  # node → variable
+    uses: dict[str, int] = field(default_factory=dict)
+
+
+def solve_exactly(
+    tables: Tables, worths: Array, board: Board, limit_to: int, seconds: float
+) -> dict[str, dict[str, int]] | None:
+    """Where every job of `tables` goes; None where there are more variables, or it takes longer."""
+    nodes = [node.name for node in board.nodes]
+    regular = len({node.slots for node in board.nodes}) == 1 and all(j.limits is None for j in tables.jobs)
+    if regular and sum(node.slots for node in board.nodes) > SMALL:
+        return None  # powers of two and whole nodes find room, if need be by moving others
+    sizes = int((~tables.sizes.several).sum()) + 2
+    if len(tables.jobs) * (len(nodes) * sizes + len(tables.sizes.replicas)) > limit_to or not nodes:
+        return None
+    program, jobs = _Program(), []
+    holds: dict[str, dict[int, float]] = {node: {} for node in nodes}
+    spans: dict[str, dict[int, float]] = {node: {} for node in nodes}
+    for row in range(len(tables.jobs)):
+        jobs.append(_add_job(program, tables, worths, board, row, holds, spans))
+    for node in nodes:
+        taken = sum(1 for name in board.here[node] if board.spans(name))
+        program.row(holds[node], -np.inf, board.free[node])
+        program.row(spans[node], -np.inf, 1 - taken)
+    found = _run(program, seconds)
+    if found is None:
+        return None
+    # survivors first: rank 0 stays
+    placed = {name: dict(allocation) for name, allocation in board.placed.items()}
+    for job, variables in zip(tables.jobs, jobs, strict=True):
+        allocation = _read(found, variables, board.current.get(job.name, {}))
+        if allocation:
+            before = board.current.get(job.name, {})
+            allocation = {n: allocation[n] for n in sorted(allocation, key=lambda n: n not in before)}
+            placed[job.name] = allocation
+    return placed
+
+
+def _add_job(
+    program: _Program,
+    tables: Tables,
+    worths: Array,
+    board: Board,
+    row: int,
+    holds: dict[str, dict[int, float]],
+    spans: dict[str, dict[int, float]],
+) -> _Job:
+    job, mine, choice = tables.jobs[row], _Job(), {}
+    kept = tables.kept[row]
+    if kept >= 0:
+        mine.keep = program.variable(float(tables.kept_value[row]))
+        choice[mine.keep] = 1.0
+        before = board.current[job.name]
+        for node, replicas in before.items():
+            holds[node][mine.keep] = replicas
+            if len(before) > 1:
+                spans[node][mine.keep] = 1.0
+    many: dict[int, float] = {}
+    for column in np.flatnonzero(worths[row] > 0):
+        replicas, worth = int(tables.sizes.replicas[column]), float(worths[row, column])
+        worth = float(tables.changed[row, column]) if column == kept else worth
+        if worth <= 0:
+            continue
+        if tables.sizes.several[column]:
+            variable = program.variable(worth)
+            many[variable] = replicas
+            choice[variable] = 1.0
+            continue
+        for node in holds:
+            bound = limit(job, node)
+            if bound and bound.min_slots <= replicas <= min(bound.max_slots, board.free[node]):
+                variable = program.variable(worth)
+                mine.one[variable] = node, replicas
+                holds[node][variable] = replicas
+                choice[variable] = 1.0
+    program.row(choice, -np.inf, 1)
+    if many:
+        _add_several(program, tables, board, row, mine, many, holds, spans)
+    return mine
+
+
+def _add_several(
+    program: _Program,
+    tables: Tables,
+    board: Board,
+    row: int,
+    mine: _Job,
+    many: dict[int, float],
+    holds: dict[str, dict[int, float]],
+    spans: dict[str, dict[int, float]],
+) -> None:
+    job = tables.jobs[row]
+    for node in holds:
+        bound = limit(job, node)
+        if bound is None or board.free[node] < bound.min_slots:
+            continue
+        most = min(bound.max_slots, board.free[node])
+        uses, on = program.variable(), program.variable(0.0, most)
+        mine.uses[node], mine.on[node] = uses, on
+        holds[node][on] = 1.0
+        spans[node][uses] = 1.0
+        program.row({on: 1.0, uses: -float(most)}, -np.inf, 0)
+        program.row({on: 1.0, uses: -float(max(bound.min_slots, 1))}, 0, np.inf)
+    program.row({**dict.fromkeys(mine.on.values(), 1.0), **{v: -r for v, r in many.items()}}, 0, 0)
+    used = dict.fromkeys(mine.uses.values(), 1.0)
+    program.row({**used, **dict.fromkeys(many, -float(max(job.min_nodes, 2)))}, 0, np.inf)
+    program.row({**used, **dict.fromkeys(many, -float(job.max_nodes or len(holds)))}, -np.inf, 0)
+
+
+def _run(program: _Program, seconds: float) -> Array | None:
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import lil_matrix
+
+    if not program.worth:
+        return None  # there is nothing to choose from
+    matrix = lil_matrix((len(program.rows), len(program.worth)))
+    for i, terms in enumerate(program.rows):
+        for variable, factor in terms.items():
+            matrix[i, variable] = factor
+    result = milp(
+        -np.array(program.worth) / max(program.worth, default=1.0),
+        integrality=np.ones(len(program.worth)),
+        bounds=Bounds(0, np.array(program.upper)),
+        constraints=LinearConstraint(matrix.tocsr(), program.low, program.high),
+        options={"time_limit": seconds, "mip_rel_gap": 1e-6},
+    )
+    return None if result.x is None else np.round(result.x)
+
+
+def _read(found: Array, mine: _Job, before: Allocation) -> dict[str, int]:
+    if mine.keep is not None and found[mine.keep] > 0:
+        return dict(before)
+    for variable, (node, replicas) in mine.one.items():
+        if found[variable] > 0:
+            return {node: replicas}
+    return {node: int(found[on]) for node, on in mine.on.items() if found[on] > 0}

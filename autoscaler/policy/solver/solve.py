@@ -1,0 +1,187 @@
+"""Chooses a size for every job by an exact program, then places them; tries again where they do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adaptdl_elastic.autoscaler.policy.solver.eviction import make_room, value
+from adaptdl_elastic.autoscaler.policy.solver.integer_program import (
+    LARGE_PROGRAM,
+    SMALL_PROGRAM,
+    solve_exactly,
+)
+from adaptdl_elastic.autoscaler.policy.solver.knapsack import SizeOptions, Table
+from adaptdl_elastic.autoscaler.policy.solver.placement import Board, Want, place
+from adaptdl_elastic.autoscaler.policy.solver.tables import Tables
+
+Array = NDArray[np.float64]
+
+_ROUNDS = 6  # times that a size which found no room is given up and the rest is chosen again
+_ENOUGH = 0.002  # of the bound: what is not worth a large program
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Who is where, and what led to it."""
+
+    placed: dict[str, dict[str, int]]
+    targets: list[int | None]  # per job the column it would have if everything were explored
+
+
+def solve(tables: Tables, board: Board, capacity: int, seconds: float) -> Solution:
+    """Give the jobs of `tables` what the jobs on `board` leave.
+
+    Growth is limited to twice what was explored, and real scaling is not concave: eight replicas on two
+    nodes can be worse than four on one, and sixteen better than both. So sizes are chosen as if there
+    were no limit; a job whose size is beyond it takes the largest step that is allowed, and meanwhile
+    the others keep what they have or go straight to their own size. `seconds` limits an exact program
+    for what does not fit at once.
+    """
+    targets = _program(tables, _worths(tables, tables.possible), capacity).choose(capacity)
+    placed, failed = _choose(tables, board, capacity, seconds, targets)
+    without = [row for row in sorted(failed) if tables.jobs[row].name not in placed]
+    return Solution(make_room(tables, board, placed, without) if without else placed, targets)
+
+
+def _choose(
+    tables: Tables, board: Board, capacity: int, seconds: float, targets: Sequence[int | None]
+) -> tuple[dict[str, dict[str, int]], set[int]]:
+    """Who is where, and the rows of jobs for which some size that was chosen found no room."""
+    worths = _steps(tables, targets)
+    plain = _worths(tables, tables.allowed)
+    best = _standing(tables, board)
+    unplaced: set[int] = set()
+    for attempt in range(_ROUNDS):
+        trial = board.copy()
+        chosen = _program(tables, worths, capacity).choose(capacity)
+        failed = _place(tables, chosen, targets, trial)
+        if not failed and attempt == 0:
+            return trial.placed, unplaced
+        unplaced |= {row for row, _ in failed}
+        worth = _realised(tables, trial)
+        if worth > best[0] + 1e-9:
+            best = worth, trial.placed
+        if not failed:
+            break
+        for row, column in failed:
+            plain[row, tables.sizes.replicas >= tables.sizes.replicas[column]] = 0.0
+        _keep(tables, plain)
+        worths = plain
+    plain = _worths(tables, tables.allowed)
+    most = float(_program(tables, plain, capacity).best[capacity])
+    if best[0] < most - 1e-9:
+        # a problem of a handful of jobs is solved to the end, a larger one where much is to be had
+        limit = SMALL_PROGRAM if best[0] > (1 - _ENOUGH) * most else LARGE_PROGRAM
+        exact = solve_exactly(tables, plain, board, limit, seconds)
+        found = board.copy()
+        for name, allocation in (exact or {}).items():
+            if name not in found.placed:
+                found.put(name, allocation)
+        if _realised(tables, found) > best[0] + 1e-9:
+            return found.placed, unplaced
+    return best[1], unplaced
+
+
+def _program(tables: Tables, worths: Array, capacity: int) -> Table:
+    return Table([SizeOptions(tables.sizes.replicas, row) for row in worths], capacity)
+
+
+def _worths(tables: Tables, allowed: NDArray[np.bool_]) -> Array:
+    """What each size is worth, shape (jobs, sizes), 0 where it can not be had."""
+    worths = np.where(allowed, tables.changed, 0.0)
+    _keep(tables, worths)
+    return worths
+
+
+def _keep(tables: Tables, worths: Array) -> None:
+    """What a job has stays open to it."""
+    rows = np.flatnonzero(tables.kept >= 0)
+    columns = tables.kept[rows]
+    worths[rows, columns] = np.maximum(worths[rows, columns], tables.kept_value[rows])
+
+
+def _steps(tables: Tables, targets: Sequence[int | None]) -> Array:
+    """Worths with which every job moves towards its target, as far as it may."""
+    worths = _worths(tables, tables.allowed)
+    beyond = [
+        row
+        for row, target in enumerate(targets)
+        if target is not None and not tables.allowed[row, target] and target != tables.kept[row]
+    ]
+    if not beyond:
+        return worths
+    certain = 10 * float(worths.max())
+    sizes = tables.sizes.replicas
+    for row, target in enumerate(targets):
+        open_to_it = np.zeros(len(sizes), dtype=bool)
+        if tables.kept[row] >= 0:
+            open_to_it[tables.kept[row]] = True
+        if target is not None:
+            open_to_it[target] = True
+        if row in beyond:
+            allowed = worths[row] > 0
+            if not allowed.any():
+                continue
+            step = int(np.argmax(np.where(allowed & (sizes <= sizes[target or 0]), sizes, -1)))
+            open_to_it[:] = False
+            open_to_it[step] = True
+            worths[row, step] += certain
+        worths[row, ~open_to_it] = 0.0
+    return worths
+
+
+def _standing(tables: Tables, board: Board) -> tuple[float, dict[str, dict[str, int]]]:
+    """What it is worth to change nothing."""
+    as_it_is = board.copy()
+    for row, job in enumerate(tables.jobs):
+        if tables.kept[row] >= 0:
+            as_it_is.put(job.name, board.current[job.name])
+    return _realised(tables, as_it_is), as_it_is.placed
+
+
+def _place(
+    tables: Tables, chosen: Sequence[int | None], targets: Sequence[int | None], board: Board
+) -> list[tuple[int, int]]:
+    """Put the chosen sizes on the board; (job, column) of what found no room, or is not worth its moves."""
+    rows = {job.name: row for row, job in enumerate(tables.jobs)}
+    wants: list[Want] = []
+    for row, (job, column) in enumerate(zip(tables.jobs, chosen, strict=True)):
+        if column is None:
+            continue
+        if column == tables.kept[row]:
+            board.put(job.name, board.current[job.name])
+            board.movable[job.name] = float(tables.kept_value[row] - tables.changed[row, column])
+        else:
+            replicas, several = tables.sizes.replicas[column], tables.sizes.several[column]
+            wants.append(Want(job, int(replicas), bool(several)))
+    failed = place(board, wants, {job.name: job for job in tables.jobs})
+    if not failed and sum(board.movable[name] for name in board.moved) > _gain(tables, chosen, targets):
+        # the rest is chosen once more without what the moves were for
+        failed = [max(wants, key=lambda want: (want.replicas, want.job.name))]
+    found = []
+    for want in failed:
+        column = chosen[rows[want.job.name]]
+        if column is not None:
+            found.append((rows[want.job.name], column))
+    return found
+
+
+def _gain(tables: Tables, chosen: Sequence[int | None], targets: Sequence[int | None]) -> float:
+    """What the changes are worth by themselves, a step as much as what it leads to."""
+    gain = 0.0
+    for row, (column, target) in enumerate(zip(chosen, targets, strict=True)):
+        if column is not None and column != tables.kept[row]:
+            reached = float(tables.changed[row, column])
+            if target is not None:
+                reached = max(reached, float(tables.changed[row, target]))
+            gain += reached - float(tables.kept_value[row])
+    return gain
+
+
+def _realised(tables: Tables, board: Board) -> float:
+    """The objective of what is on the board, moves paid for."""
+    return sum(value(tables, row, board.placed.get(job.name), board) for row, job in enumerate(tables.jobs))

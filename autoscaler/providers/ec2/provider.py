@@ -1,0 +1,487 @@
+"""EC2 auto-scaling groups through boto3. Each group is a pool.
+
+While it rules a group (`take_over` to `hand_back`), a tag says for which cluster, AZRebalance is suspended,
+because it terminates instances to even out zones, and new instances are born protected from scale-in, so
+that lowering the desired capacity by hand can not hit a node at work. What was so before is noted in a tag,
+and put back, also when the one who took over did not live to do it.
+
+Region, profile and role come from where boto3 users expect them; retries are boto3's adaptive mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import boto3
+from botocore.config import Config
+
+from adaptdl_elastic.autoscaler.providers.base import (
+    Capacity,
+    Instance,
+    InstanceState,
+    Pool,
+    Provider,
+    ProviderError,
+    Signal,
+    UnknownInstanceError,
+    UnknownPoolError,
+)
+from adaptdl_elastic.autoscaler.providers.ec2 import responses as read
+from adaptdl_elastic.autoscaler.providers.ec2.errors import FAILURES, NotWaitingError, explain, explained
+from adaptdl_elastic.autoscaler.providers.ec2.notice_queue import NoticeQueue
+from adaptdl_elastic.autoscaler.providers.ec2.ownership import OWNER_TAG, another, refuse, tag, tags_of
+from adaptdl_elastic.autoscaler.providers.ec2.prices import latest_spot_prices
+from adaptdl_elastic.autoscaler.providers.registry import ProviderRequest
+
+logger = logging.getLogger(__name__)
+
+RULED_TAG = "adaptdl-elastic:before"
+_PER_CALL = 50  # instances per SetInstanceProtection
+_AGAIN = 60.0  # seconds before a release is said again: until then Describe may not have heard of it
+_RETRY = 30.0  # before prices are read again that could not be read
+
+
+def connect(service: str, region: str | None = None, profile: str | None = None) -> Any:
+    """A client with adaptive retries; ProviderError says what is missing."""
+    config = Config(
+        retries={"mode": "adaptive", "max_attempts": 8},
+        connect_timeout=5,
+        read_timeout=30,
+        tcp_keepalive=True,
+    )
+    with explained(f"connect to {service}"):
+        return boto3.session.Session(region_name=region, profile_name=profile).client(service, config=config)
+
+
+def from_request(request: ProviderRequest) -> Ec2Provider:
+    """Return a provider for the groups in option `groups` (names, separated by commas).
+
+    Further options: `region`, `profile`, `queue_url`.
+
+    Raises:
+        ProviderError: No group is named, or the account cannot be reached.
+    """
+    options = request.known("groups", "region", "profile", "queue_url")
+    return Ec2Provider(
+        [name for name in options.get("groups", "").split(",") if name],
+        request.prices,
+        slots=request.slots,
+        region=options.get("region"),
+        profile=options.get("profile"),
+        queue_url=options.get("queue_url"),
+        owner=request.owner,
+        seize=request.seize,
+    )
+
+
+class Ec2Provider(Provider):
+    """Rules the auto-scaling groups it is given, and no other.
+
+    Args:
+        groups: names of the groups.
+        on_demand: instance type → price per hour.
+        slots: replicas per node; None: the GPUs of its type.
+        queue_url: the SQS queue into which EventBridge puts notices.
+        spot_prices: (type, zone) → price, instead of EC2's history.
+        owner: the cluster that the groups are ruled for; "": nobody asks.
+        seize: rule them though they belong to another cluster, which will notice.
+        clients: service → boto3 client, instead of new ones.
+    """
+
+    name = "ec2"
+    price_seconds = 300.0  # that spot prices, launch templates and hooks are good for
+
+    def __init__(
+        self,
+        groups: Sequence[str],
+        on_demand: Mapping[str, float],
+        *,
+        slots: int | None = None,
+        region: str | None = None,
+        profile: str | None = None,
+        queue_url: str | None = None,
+        spot_prices: Callable[[], Mapping[tuple[str, str], float]] | None = None,
+        owner: str = "",
+        seize: bool = False,
+        clients: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not groups:
+            raise ProviderError("no auto-scaling group is named: give --asg NAME")
+        given = dict(clients or {})
+        self._groups = tuple(dict.fromkeys(groups))
+        self._autoscaling = given.get("autoscaling") or connect("autoscaling", region, profile)
+        self._ec2 = given.get("ec2") or connect("ec2", region, profile)
+        sqs = (given.get("sqs") or connect("sqs", region, profile)) if queue_url else None
+        self._queue = NoticeQueue(sqs, queue_url) if queue_url else None
+        self._on_demand = dict(on_demand)
+        self._owner, self._seize, self._rules = owner, seize, False
+        self._fixed_slots = slots
+        self._slots: dict[str, int] = {}
+        self._spot_prices = spot_prices or self._history
+        self._spot: Mapping[tuple[str, str], float] = {}
+        self._spot_until = float("-inf")
+        self._clock = clock
+        self._price_trouble = ""
+        self._met: set[str] = set()  # groups that have been there
+        self._kinds: dict[str, tuple[object, float, read.Kind]] = {}  # what it was made of, good until
+        self._ours: dict[str, str] = {}  # instance → group, every one ever seen
+        self._released: dict[str, float] = {}  # instance → not to be released again before
+        self._hooks: dict[str, tuple[float, Mapping[str, float]]] = {}  # good until; seconds by hook
+        self._last: Capacity = Capacity()
+        self._queue_trouble: ProviderError | None = None
+
+    # -- reading
+
+    def capacity(self) -> Capacity:
+        """The groups and their instances."""
+        groups, missing = self._describe()
+        kinds = {name: self._kind(group) for name, group in groups.items()}
+        self._learn_slots([t for kind in kinds.values() for t in kind.types])
+        details = self._details([i["InstanceId"] for g in groups.values() for i in g.get("Instances", [])])
+        self._learn_slots([str(detail["InstanceType"]) for detail in details.values()])
+        prices = self._prices([t for kind in kinds.values() for t in kind.types])
+        pools: list[Pool] = []
+        instances: list[Instance] = []
+        warnings = [*missing, *([self._price_trouble] if self._price_trouble else [])]
+        warnings += [str(self._queue_trouble)] if self._queue_trouble is not None else []
+        for name, group in groups.items():
+            if not self._rules and not self._seize and (owner := another(group, self._owner)):
+                warnings.append(f"{name}: belongs to cluster {owner}: it is not ours to rule (--take-over)")
+            members = read.instances_of(group, kinds[name], details, prices, self._slots)
+            trouble, warning = self._trouble(name)
+            warnings += [warning] if warning else []
+            pool = read.pool_of(group, kinds[name], members, prices, self._slots, trouble)
+            pools.append(replace(pool, hook_timeout=self._hook_timeout(name, warnings)))
+            instances += members
+            if pools[-1].preemptible and prices.unknown(kinds[name].types, pools[-1].zones):
+                where = ", ".join(pools[-1].zones)
+                warnings.append(
+                    f"{name}: EC2 tells no spot price of {', '.join(kinds[name].types)} in {where}: "
+                    "on-demand's price is taken for it"
+                )
+        self._ours |= {i.id: i.pool for i in instances}
+        self._last = Capacity(tuple(pools), tuple(instances), tuple(warnings))
+        return self._last
+
+    def signals(self) -> tuple[Signal, ...]:
+        """Notices about our instances from the queue; none where there is no queue."""
+        if self._queue is None:
+            return ()
+        told, self._queue_trouble = self._queue.read()
+        if self._queue_trouble is not None and not told:
+            raise self._queue_trouble
+        return tuple(signal for signal in told if signal.instance in self._ours)
+
+    def _describe(self) -> tuple[dict[str, read.Answer], list[str]]:
+        """Our groups by name, and what is to be said of those that are no more.
+
+        One that never was there is a mistake; the last one to go leaves nothing to rule: UnknownPoolError.
+        """
+        with explained("autoscaling:DescribeAutoScalingGroups", ", ".join(self._groups)):
+            pages = self._autoscaling.get_paginator("describe_auto_scaling_groups").paginate(
+                AutoScalingGroupNames=list(self._groups)
+            )
+            found = {g["AutoScalingGroupName"]: g for page in pages for g in page["AutoScalingGroups"]}
+        region = self._autoscaling.meta.region_name
+        there: dict[str, read.Answer] = {}
+        missing: list[str] = []
+        for name in self._groups:
+            if name in found and not str(found[name].get("Status", "")).startswith("Delete"):
+                read.check_group(found[name])
+                if self._rules:
+                    refuse(found[name], self._owner, ruling=True)
+                there[name] = found[name]
+            elif name in self._met:
+                missing.append(f"auto-scaling group {name!r} has been deleted: going on without it")
+            elif name in found:
+                raise UnknownPoolError(f"auto-scaling group {name!r} is being deleted")
+            else:
+                raise UnknownPoolError(
+                    f"no auto-scaling group {name!r} in {region}: check its name, --region and --profile"
+                )
+        if not there:
+            raise UnknownPoolError(f"no auto-scaling group is left: {', '.join(self._groups)} deleted")
+        self._met |= set(there)
+        return there, missing
+
+    def _kind(self, group: read.Answer) -> read.Kind:
+        """What the group launches; read again when its pointer changes, and now and then: $Latest moves."""
+        name, template = str(group["AutoScalingGroupName"]), read.template_of(group)
+        if template is None:
+            raise ProviderError(f"{name}: has a launch configuration; give the group a launch template")
+        key = (repr(template), repr(group.get("MixedInstancesPolicy")))
+        known = self._kinds.get(name)
+        if known is None or known[0] != key or self._clock() >= known[1]:
+            which = (
+                {"LaunchTemplateId": template["LaunchTemplateId"]}
+                if "LaunchTemplateId" in template
+                else {"LaunchTemplateName": template["LaunchTemplateName"]}
+            )
+            with explained("ec2:DescribeLaunchTemplateVersions", name):
+                answer = self._ec2.describe_launch_template_versions(
+                    **which, Versions=[str(template.get("Version") or "$Default")]
+                )
+            versions = answer["LaunchTemplateVersions"]
+            if not versions:
+                raise ProviderError(f"{name}: its launch template has no version {template.get('Version')}")
+            kind = read.kind_of(group, versions[0]["LaunchTemplateData"])
+            self._kinds[name] = (key, self._clock() + self.price_seconds, kind)
+        return self._kinds[name][2]
+
+    def _learn_slots(self, types: Sequence[str]) -> None:
+        unknown = sorted(set(types) - set(self._slots))
+        if not unknown:
+            return
+        if self._fixed_slots is not None:
+            self._slots |= dict.fromkeys(unknown, self._fixed_slots)
+            return
+        with explained("ec2:DescribeInstanceTypes", ", ".join(unknown)):
+            answer = self._ec2.describe_instance_types(InstanceTypes=unknown)
+        self._slots |= read.slots_of(answer["InstanceTypes"])
+
+    def _details(self, identifiers: Sequence[str]) -> dict[str, read.Answer]:
+        """By id. By filter, not by id: an instance that EC2 does not know yet, or no more, is no error."""
+        found: dict[str, read.Answer] = {}
+        for first in range(0, len(identifiers), 200):  # EC2's limit of values per filter
+            chunk = list(identifiers[first : first + 200])
+            with explained("ec2:DescribeInstances"):
+                pages = self._ec2.get_paginator("describe_instances").paginate(
+                    Filters=[{"Name": "instance-id", "Values": chunk}]
+                )
+                for page in pages:
+                    for reservation in page["Reservations"]:
+                        found |= {i["InstanceId"]: i for i in reservation["Instances"]}
+        return found
+
+    def _prices(self, types: Sequence[str]) -> read.Prices:
+        """Those of a moment ago where they can not be read now; what can never be read is an error."""
+        if self._clock() >= self._spot_until:
+            self._wanted_types = sorted(set(types))
+            try:
+                self._spot = self._spot_prices()
+            except ProviderError as error:
+                if self._spot_until == float("-inf"):
+                    raise
+                self._price_trouble = f"{error}; spot prices are those of some minutes ago"
+                self._spot_until = self._clock() + _RETRY
+            else:
+                self._price_trouble = ""
+                self._spot_until = self._clock() + self.price_seconds
+        return read.Prices(self._on_demand, self._spot)
+
+    def _history(self) -> Mapping[tuple[str, str], float]:
+        with explained("ec2:DescribeSpotPriceHistory"):
+            pages = self._ec2.get_paginator("describe_spot_price_history").paginate(
+                InstanceTypes=self._wanted_types,
+                ProductDescriptions=["Linux/UNIX", "Linux/UNIX (Amazon VPC)"],
+                StartTime=time.time(),  # EC2 answers with the prices in force at that moment
+            )
+            return latest_spot_prices(entry for page in pages for entry in page["SpotPriceHistory"])
+
+    def _trouble(self, group: str) -> tuple[tuple[str, float], str]:
+        """Why its last launch failed; where that can not be read, a warning (it is not worth failing for)."""
+        try:
+            answer = self._autoscaling.describe_scaling_activities(AutoScalingGroupName=group, MaxRecords=20)
+        except FAILURES as error:
+            return ("", 0.0), str(explain(error, "autoscaling:DescribeScalingActivities", group))
+        return read.trouble_of(answer.get("Activities", [])), ""
+
+    # -- acting
+
+    def request(self, pool: str, desired: int) -> None:
+        """SetDesiredCapacity; lowered only as far as there are instances."""
+        group = self._describe_one(pool)
+        low, high = int(group["MinSize"]), int(group["MaxSize"])
+        if not low <= desired <= high:
+            raise ProviderError(
+                f"{pool}: {desired} is outside its Min {low} and Max {high}; change the group"
+            )
+        there = sum(
+            read.instance_state(i["LifecycleState"]) in (InstanceState.RUNNING, InstanceState.PENDING)
+            for i in group.get("Instances", [])
+        )
+        current = int(group["DesiredCapacity"])
+        wanted = desired if desired >= current else min(current, max(desired, there))
+        if wanted != current:
+            with explained("autoscaling:SetDesiredCapacity", pool):
+                self._autoscaling.set_desired_capacity(
+                    AutoScalingGroupName=pool, DesiredCapacity=wanted, HonorCooldown=False
+                )
+
+    def release(self, instance: str, replace: bool = False) -> None:
+        """TerminateInstanceInAutoScalingGroup, lowering the desired capacity unless it is to be replaced."""
+        group = self._group_of(instance)
+        found = next(
+            (i for i in self._describe_one(group).get("Instances", []) if i["InstanceId"] == instance), None
+        )
+        if found is None or read.instance_state(found["LifecycleState"]) in (
+            None,
+            InstanceState.LEAVING,
+        ):
+            return
+        if self._clock() < self._released.get(instance, 0.0):
+            return  # said, and not yet to be seen: twice would lower the desired capacity twice
+        with explained("autoscaling:TerminateInstanceInAutoScalingGroup", instance):
+            self._autoscaling.terminate_instance_in_auto_scaling_group(
+                InstanceId=instance, ShouldDecrementDesiredCapacity=not replace
+            )
+        self._released[instance] = self._clock() + _AGAIN
+
+    def protect(self, instances: Collection[str], protected: bool) -> None:
+        """SetInstanceProtection on those that do not have it so already."""
+        by_group: dict[str, list[str]] = {}
+        for known in self._last.instances:
+            if known.id in instances and known.protected != protected and _settled(known):
+                by_group.setdefault(known.pool, []).append(known.id)
+        for group, members in by_group.items():
+            for first in range(0, len(members), _PER_CALL):
+                with explained("autoscaling:SetInstanceProtection", group):
+                    self._autoscaling.set_instance_protection(
+                        AutoScalingGroupName=group,
+                        InstanceIds=members[first : first + _PER_CALL],
+                        ProtectedFromScaleIn=protected,
+                    )
+
+    def hold(self, instance: str) -> None:
+        """A heartbeat on the termination hook that the instance waits in."""
+        self._in_hooks(instance, "RecordLifecycleActionHeartbeat")
+
+    def let_go(self, instance: str) -> None:
+        """Complete the termination hook: the instance is terminated now, not at the hook's time-out."""
+        self._in_hooks(instance, "CompleteLifecycleAction", LifecycleActionResult="CONTINUE")
+
+    def _in_hooks(self, instance: str, action: str, **more: str) -> None:
+        """Of several hooks it waits in one, and none of them is an error where it has left it already."""
+        group = self._group_of(instance)
+        call = {
+            "RecordLifecycleActionHeartbeat": self._autoscaling.record_lifecycle_action_heartbeat,
+            "CompleteLifecycleAction": self._autoscaling.complete_lifecycle_action,
+        }[action]
+        for hook in self._termination_hooks(group):  # seconds are of no interest here
+            with (
+                contextlib.suppress(NotWaitingError),
+                explained(f"autoscaling:{action}", f"{group}/{hook}"),
+            ):
+                call(AutoScalingGroupName=group, LifecycleHookName=hook, InstanceId=instance, **more)
+
+    def _describe_one(self, pool: str) -> read.Answer:
+        if pool not in self._groups:
+            raise UnknownPoolError(f"{pool!r} is not one of: {', '.join(self._groups)}")
+        there, _ = self._describe()
+        if pool not in there:
+            raise UnknownPoolError(f"auto-scaling group {pool!r} has been deleted")
+        return there[pool]
+
+    def _group_of(self, instance: str) -> str:
+        if instance not in self._ours:
+            self.capacity()
+        if instance not in self._ours:
+            raise UnknownInstanceError(f"{instance!r} is not an instance of {', '.join(self._groups)}")
+        return self._ours[instance]
+
+    def _hook_timeout(self, group: str, warnings: list[str]) -> float:
+        """Seconds within which a held instance needs a heartbeat; said where that can not be read."""
+        try:
+            return min(self._termination_hooks(group).values(), default=math.inf)
+        except ProviderError as error:
+            warnings.append(str(error))
+            return math.inf
+
+    def _termination_hooks(self, group: str) -> Mapping[str, float]:
+        if self._clock() >= self._hooks.get(group, (0.0,))[0]:
+            with explained("autoscaling:DescribeLifecycleHooks", group):
+                answer = self._autoscaling.describe_lifecycle_hooks(AutoScalingGroupName=group)
+            hooks = answer.get("LifecycleHooks", [])
+            self._hooks[group] = (self._clock() + self.price_seconds, read.termination_hooks(hooks))
+        return self._hooks[group][1]
+
+    # -- ruling
+
+    def take_over(self) -> None:
+        """Suspend AZRebalance, protect newcomers; note in tags who rules, and what was so before.
+
+        NotOursError, and nothing changed, when one of the groups belongs to another cluster.
+        """
+        groups, _ = self._describe()
+        if not self._seize:
+            for group in groups.values():
+                refuse(group, self._owner, ruling=False)
+        self._seize = False  # once: not from who takes them from us
+        for name, group in groups.items():
+            tags = tags_of(group)
+            if self._owner and tags.get(OWNER_TAG) != self._owner:
+                self._tag(name, OWNER_TAG, self._owner)
+            # else somebody who ruled before us could not hand back: his note counts
+            if RULED_TAG not in tags:
+                self._tag(name, RULED_TAG, _before(group))
+            if not _suspended(group):
+                with explained("autoscaling:SuspendProcesses", name):
+                    self._autoscaling.suspend_processes(
+                        AutoScalingGroupName=name, ScalingProcesses=["AZRebalance"]
+                    )
+            if not group.get("NewInstancesProtectedFromScaleIn", False):
+                with explained("autoscaling:UpdateAutoScalingGroup", name):
+                    self._autoscaling.update_auto_scaling_group(
+                        AutoScalingGroupName=name, NewInstancesProtectedFromScaleIn=True
+                    )
+        self._rules = True
+
+    def hand_back(self) -> None:
+        """Put back what `take_over` changed, but in groups that another cluster has taken.
+
+        Protection of nodes at work stays.
+        """
+        self._rules = False
+        failed: list[ProviderError] = []
+        for name, group in self._describe()[0].items():
+            tags = tags_of(group)
+            ours = [tag(name, key, tags[key]) for key in (RULED_TAG, OWNER_TAG) if key in tags]
+            if not ours or another(group, self._owner):
+                continue
+            try:
+                self._hand_back_one(name, tags.get(RULED_TAG, ""), ours)
+            except ProviderError as error:  # the other groups are handed back all the same
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def _hand_back_one(self, name: str, before: str, tags: list[dict[str, object]]) -> None:
+        if "rebalance" in before.split("+"):
+            with explained("autoscaling:ResumeProcesses", name):
+                self._autoscaling.resume_processes(
+                    AutoScalingGroupName=name, ScalingProcesses=["AZRebalance"]
+                )
+        if "unprotected" in before.split("+"):
+            with explained("autoscaling:UpdateAutoScalingGroup", name):
+                self._autoscaling.update_auto_scaling_group(
+                    AutoScalingGroupName=name, NewInstancesProtectedFromScaleIn=False
+                )
+        with explained("autoscaling:DeleteTags", name):
+            self._autoscaling.delete_tags(Tags=tags)
+
+    def _tag(self, group: str, key: str, value: str) -> None:
+        with explained("autoscaling:CreateOrUpdateTags", group):
+            self._autoscaling.create_or_update_tags(Tags=[tag(group, key, value)])
+
+
+def _settled(instance: Instance) -> bool:
+    """SetInstanceProtection is refused for instances that are on their way in or out."""
+    return instance.state is InstanceState.RUNNING
+
+
+def _suspended(group: read.Answer) -> bool:
+    return any(process["ProcessName"] == "AZRebalance" for process in group.get("SuspendedProcesses", []))
+
+
+def _before(group: read.Answer) -> str:
+    """What `hand_back` has to put back, joined by plus signs."""
+    parts = [] if _suspended(group) else ["rebalance"]
+    parts += [] if group.get("NewInstancesProtectedFromScaleIn", False) else ["unprotected"]
+    return "+".join(parts) or "nothing"

@@ -1,0 +1,74 @@
+"""Which providers there are, and what one is made from.
+
+`adaptdl autoscale --provider NAME -o KEY=VALUE` makes the provider of that name. Other packages add one by
+an entry point in the group "adaptdl_elastic.providers" that leads to a `ProviderFactory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from adaptdl_elastic.autoscaler.providers.base import Provider, ProviderError, ProviderOptionError
+from adaptdl_elastic.extensions import ExtensionError, ExtensionPoint
+
+_HERE = "adaptdl_elastic.autoscaler.providers"
+
+PROVIDERS = ExtensionPoint(
+    "provider",
+    "adaptdl_elastic.providers",
+    {"ec2": f"{_HERE}.ec2.provider:from_request", "local": f"{_HERE}.local:from_request"},
+)
+
+
+@dataclass(frozen=True)
+class ProviderRequest:
+    """What the command line says about a provider.
+
+    Attributes:
+        options: The provider's own, as text: `-o KEY=VALUE`.
+        prices: On-demand price per hour by instance type, in the currency of the limits.
+        slots: Replicas per node; None: the provider finds out.
+        max_nodes: Nodes at most; None: the provider's own bound.
+        owner: The cluster that rules the nodes, written where the provider can keep it.
+        seize: Take over nodes that another cluster rules.
+    """
+
+    options: Mapping[str, str] = field(default_factory=dict)
+    prices: Mapping[str, float] = field(default_factory=dict)
+    slots: int | None = None
+    max_nodes: int | None = None
+    owner: str = ""
+    seize: bool = False
+
+    def known(self, *names: str) -> dict[str, str]:
+        """Return the options.
+
+        Raises:
+            ProviderOptionError: One of them is not among `names`.
+        """
+        for name in self.options:
+            if name not in names:
+                allowed = ", ".join(names) or "none"
+                raise ProviderOptionError(f"there is no option {name!r} (-o); there are: {allowed}")
+        return dict(self.options)
+
+
+ProviderFactory = Callable[[ProviderRequest], Provider]
+
+
+def make_provider(name: str, request: ProviderRequest) -> Provider:
+    """Return the provider called `name`.
+
+    Raises:
+        ProviderOptionError: There is none of that name, or an option is not valid.
+        ProviderError: It cannot be made, or what it gives is no provider.
+    """
+    try:
+        factory: ProviderFactory = PROVIDERS.load(name)
+    except ExtensionError as error:
+        raise ProviderOptionError(str(error)) from error
+    made = factory(request)
+    if not isinstance(made, Provider):
+        raise ProviderError(f"the provider {name!r} gives {made!r}, which is no Provider")
+    return made

@@ -1,0 +1,469 @@
+"""The autoscaler at work: look, decide, act, say; again every few seconds.
+
+It reads the whole of its cluster's keys each time instead of following a watch: nothing here is urgent
+(a notice becomes a plan in the coordinator, without us), and a look that depends on nothing before it
+can not go wrong for long. One autoscaler rules a cluster: `autoscaler/leader` is held under a lease,
+and without it nothing is done.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from adaptdl_elastic.autoscaler.cluster_view import View, view_of
+from adaptdl_elastic.autoscaler.providers.base import (
+    NotOursError,
+    Provider,
+    ProviderError,
+    Signal,
+    TryLaterError,
+    UnknownPoolError,
+)
+from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.observe import all_ended, observe
+from adaptdl_elastic.autoscaler.scaling.observed_history import not_done, refused, running_replicas, shifted
+from adaptdl_elastic.autoscaler.scaling.scaling_types import (
+    Action,
+    Drain,
+    Forecast,
+    Hold,
+    LetGo,
+    Memory,
+    Observation,
+    Protect,
+    Release,
+    Request,
+    Step,
+)
+from adaptdl_elastic.autoscaler.scaling.step import step
+from adaptdl_elastic.rendezvous.schema import records
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreError
+
+logger = logging.getLogger(__name__)
+
+_LEASE = 15.0  # seconds
+_LEAP = 5.0  # seconds by which the clocks may disagree between two looks, before the time was set
+_MEMORY: TypeAdapter[Memory] = TypeAdapter(Memory)
+
+Say = Callable[[str, Mapping[str, Any]], None]
+"""Called with every event and its fields."""
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """How the loop runs. Seconds."""
+
+    interval: float = 5.0
+    dry_run: bool = False  # say what would be done, and do nothing
+    expected: tuple[str, ...] = ()  # jobs to have a node for before anybody has started them
+    until_done: bool = False  # end when every job has ended and every node is given back
+
+
+class Autoscaler:
+    """One provider, one cluster.
+
+    Args:
+        store: where the cluster's records are.
+        keys: of the cluster.
+        provider: who gives and takes nodes.
+        settings: what to decide by.
+        options: how to run.
+        say: called with every event; what people read.
+        clock: seconds since the epoch.
+        steady: seconds that nobody sets: patience is not to depend on somebody's setting the time.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        keys: Keys,
+        provider: Provider,
+        settings: ScalingSettings,
+        options: LoopOptions | None = None,
+        say: Say = lambda event, fields: None,
+        clock: Callable[[], float] = time.time,
+        steady: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._keys, self._provider = store, keys, provider
+        self._settings, self._options = settings, options or LoopOptions()
+        self._say, self._clock, self._steady = say, clock, steady
+        self._offset: float | None = None  # between the two clocks, at the last look
+        self._ruling = False  # has taken over, and not handed back
+        self._memory = Memory()
+        self._end = threading.Event()
+        self._drained: set[str] = set()  # nodes whose drain request is ours
+        self._said: frozenset[str] = frozenset()
+        self._acted: set[Action] = set()  # what was said of the present decision
+        self._lease: Lease | None = None
+        self._sizes: Mapping[str, int] = {}  # of the jobs, at the last look
+        self._written: int | None = None  # revision of the status that is ours; None: not looked
+
+    def stop(self) -> None:
+        """End `run` after the present look; callable from a signal handler."""
+        self._end.set()
+
+    def change(self, settings: ScalingSettings) -> None:
+        """Decide by other settings from the next look on; callable from any thread."""
+        self._settings = settings
+
+    def run(self) -> int:
+        """Rule until stopped, or until all is done; the exit code.
+
+        Raises ProviderError and StoreError for what is wrong from the beginning; later the same is
+        said, and tried again.
+        """
+        if self._options.dry_run:
+            self._memory = self._recall()
+        try:
+            done = self._tick(first=True)
+            while not done and not self._end.wait(self._options.interval):
+                done = self._tick(first=False)
+        finally:
+            self._hand_back()
+        return 0
+
+    # -- one look
+
+    def tick(self) -> bool:
+        """Look, decide, act and say once; whether all is done."""
+        self._mind_the_clock()
+        view, seen = self._observe()
+        decision = step(seen, self._memory, self._settings)
+        self._memory = decision.memory
+        failed = [] if self._options.dry_run else self._act(decision.actions)
+        if self._options.dry_run:
+            nodes = {"nodes": len(seen.capacity.instances), "target": decision.target}
+            self._event("target", nodes | {"reason": decision.reason})
+            for action in decision.actions:
+                self._tell(action, "would ")
+        else:
+            self._sure()
+            self._tidy(seen)
+            self._publish(seen, decision, failed)
+            self._bill(seen, decision)
+        self._warn((*decision.warnings, *failed, *self._too_slow(seen)))
+        least = max(self._settings.min_nodes, sum(pool.minimum for pool in seen.capacity.pools))
+        over = all_ended(view, self._options.expected) and len(seen.capacity.instances) <= least
+        return self._options.dry_run or (self._options.until_done and over)
+
+    def _too_slow(self, seen: Observation) -> list[str]:
+        """Pools whose hooks do not wait for as long as we look away."""
+        pace = self._options.interval
+        return [
+            f"{pool.name}: a termination hook waits {pool.hook_timeout:g} s for a heartbeat, and we look "
+            f"every {pace:g} s: give --interval {max(1.0, pool.hook_timeout // 3):g}, or the hook a longer "
+            f"HeartbeatTimeout"
+            for pool in seen.capacity.pools
+            if pool.hook_timeout < 3 * pace
+        ]
+
+    def _tick(self, first: bool) -> bool:
+        try:
+            self._ensure_rule()
+            return self.tick()
+        except (UnknownPoolError, NotOursError):
+            raise  # there is nothing to rule
+        except (ProviderError, StoreError) as error:
+            if first:
+                raise
+            self._warn((str(error),))
+        except Exception as error:
+            if first:
+                raise
+            logger.exception("a defect of the autoscaler; it looks again")
+            self._warn((f"a defect, tried again: {type(error).__name__}: {error}",))
+        return False
+
+    def _mind_the_clock(self) -> None:
+        """Move what is remembered with a clock that was set."""
+        offset = self._clock() - self._steady()
+        by = 0.0 if self._offset is None else offset - self._offset
+        self._offset = offset
+        if abs(by) > _LEAP:
+            self._memory = shifted(self._memory, by)
+            self._event("warning", {"message": f"the clock was set by {by:+.0f} s"})
+
+    def _observe(self) -> tuple[View, Observation]:
+        now = self._clock()
+        view = view_of(self._keys, self._store.range(self._keys.root), time.monotonic(), now)
+        capacity = self._provider.capacity()
+        if self._options.dry_run:  # what is read is gone, and another one may rule
+            return view, observe(view, capacity, (), self._options.expected)
+        try:
+            signals: tuple[Signal, ...] = self._provider.signals()
+        except ProviderError as error:  # the second path of a notice; the first one does without
+            signals, capacity = (), replace(capacity, warnings=(*capacity.warnings, str(error)))
+        return view, observe(view, capacity, signals, self._options.expected)
+
+    # -- acting
+
+    def _act(self, actions: Sequence[Action]) -> list[str]:
+        """Carry out what was decided; what failed, in words. It will be decided again.
+
+        Each is told before it is done. StoreError, and the rest is left, once another one may rule.
+        """
+        before, self._acted = self._acted, set()
+        failed: list[str] = []
+        for place, action in enumerate(actions):
+            try:
+                self._sure()
+            except StoreError:
+                for left in actions[place:]:
+                    if isinstance(left, Release):
+                        self._memory = not_done(self._memory, left.instance)
+                raise
+            if action not in before:
+                self._tell(action, "")
+            self._acted.add(action)
+            try:
+                self._carry_out(action)
+            except ProviderError as error:
+                failed.append(str(error))
+                if isinstance(action, Release):
+                    self._memory = not_done(self._memory, action.instance)
+                if isinstance(error, TryLaterError) and isinstance(action, Request):
+                    now = self._clock()
+                    self._memory = refused(self._memory, action.pool, str(error), now, self._settings)
+        return failed
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Request(pool, desired, _):
+                self._provider.request(pool, desired)
+            case Release(instance, again, _):
+                self._provider.release(instance, again)
+            case Protect(instances):
+                self._provider.protect(instances, True)
+            case Hold(instance):
+                self._provider.hold(instance)
+            case LetGo(instance):
+                self._provider.let_go(instance)
+            case Drain():
+                self._request_drain(action)
+
+    def _request_drain(self, drain: Drain) -> None:
+        """Write the request unless one for the same instance and time is there."""
+        key = self._keys.drain(drain.node)
+        there = self._store.get(key)
+        if there is not None:
+            try:
+                found = records.decode(records.DrainRequest, there.value, key)
+            except records.MalformedRecordError:
+                found = None
+            if found is not None and (found.instance, found.deadline) == (drain.instance, drain.deadline):
+                self._drained.add(drain.node)
+                return
+        request = records.DrainRequest(
+            drain.node, drain.reason, drain.deadline, drain.instance, created=self._clock()
+        )
+        self._store.put(key, records.encode(request))
+        self._drained.add(drain.node)
+
+    def _tidy(self, seen: Observation) -> None:
+        """Delete our drain requests for nodes that are gone, or are to stay after all.
+
+        A newcomer may get the same name.
+        """
+        known = self._memory.known
+        leaving = {
+            use.node
+            for instance, use in seen.nodes.items()
+            if seen.capacity.instance(instance) and instance in known and known[instance].leaving
+        }
+        for node in self._drained - leaving:
+            self._sure()
+            self._store.delete(self._keys.drain(node))
+            self._drained.discard(node)
+
+    def _tell(self, action: Action, would: str) -> None:
+        if not isinstance(action, (Hold, Protect)):
+            name = {Request: "request", Drain: "drain", Release: "release", LetGo: "let_go"}[type(action)]
+            self._event(f"{would}{name}", vars(action) | {"hourly_cost": self._hourly()})
+
+    def _hourly(self) -> float:
+        return round(sum(known.hourly_price for known in self._memory.known.values()), 6)
+
+    def _warn(self, warnings: Sequence[str]) -> None:
+        """Say what was not said at the last look."""
+        fresh = frozenset(warnings)
+        steady = {_shape(text) for text in self._said}
+        for text in warnings:
+            if _shape(text) not in steady:
+                self._event("warning", {"message": text})
+        self._said = fresh
+
+    def _event(self, event: str, fields: Mapping[str, Any]) -> None:
+        self._say(event, fields)
+        if self._options.dry_run or not self._certain():
+            return
+        now = self._clock()
+        line = {"time": now, "event": f"autoscaler_{event}", **fields}
+        key = f"{self._keys.events}{int(now * 1000):013d}-{secrets.token_hex(3)}"
+        try:
+            self._store.put(key, json.dumps(line, default=str))
+        except StoreError as error:
+            logger.warning("could not log the event %s: %s", event, error)
+
+    # -- what is published, and remembered
+
+    def _publish(self, seen: Observation, decision: Step, failed: Sequence[str]) -> None:
+        memory = self._memory
+        jobs = []
+        for name in sorted(set(memory.job_costs) | set(decision.forecasts)):
+            so_far, told = memory.job_costs.get(name, 0.0), decision.forecasts.get(name, Forecast(0.0))
+            end = None if told.cost_left is None else so_far + told.cost_left
+            jobs.append(records.JobCost(name, so_far, told.hourly, end, told.seconds_left))
+        status = records.AutoscalerStatus(
+            provider=self._provider.name,
+            nodes=len(seen.nodes),
+            target=decision.target,
+            hourly_cost=decision.hourly_cost,
+            cost_so_far=memory.cost,
+            reason=decision.reason,
+            jobs=tuple(jobs),
+            bought=tuple((n, p.instances, p.hours, p.cost) for n, p in sorted(memory.pools.items())),
+            warnings=(*decision.warnings, *failed),
+            memory=_MEMORY.dump_json(memory).decode(),
+            updated=seen.now,
+        )
+        key, text = self._keys.autoscaler_status, records.encode(status)
+        self._sure()
+        self._written = self._store.compare_and_swap(key, text, self._revision())
+        if self._written is None:
+            self._ruling = False  # whoever has written it knows more
+            raise StoreError("somebody else has written the autoscaler's status: what it says is read first")
+
+    def _bill(self, seen: Observation, decision: Step) -> None:
+        """Say what a job has cost, and will, when its size changes and when it ends."""
+        running, wanted = running_replicas(seen), {job.name for job in seen.jobs}
+        sizes = {name: running.get(name, 0) for name in wanted}
+        for name in sorted({*sizes, *self._sizes}):
+            size = sizes.get(name)
+            if size == self._sizes.get(name, 0):
+                continue
+            so_far, told = self._memory.job_costs.get(name, 0.0), decision.forecasts.get(name, Forecast(0.0))
+            fields: dict[str, Any] = {"job": name, "cost_so_far": round(so_far, 4)}
+            if size is not None:
+                fields |= {"replicas": size, "job_hourly_cost": round(told.hourly, 4)}
+                fields["forecast"] = None if told.cost_left is None else round(so_far + told.cost_left, 4)
+            self._event("job_ended" if size is None else "job_resized", fields)
+        self._sizes = sizes
+
+    def _revision(self) -> int:
+        """Of the status that our memory goes on from; 0: there is none."""
+        if self._written is None:
+            item = self._store.get(self._keys.autoscaler_status)
+            self._written = 0 if item is None else item.mod_revision
+        return self._written
+
+    def _recall(self) -> Memory:
+        """What the last autoscaler knew; pools that it had closed get another chance."""
+        item = self._store.get(self._keys.autoscaler_status)
+        self._written = 0 if item is None else item.mod_revision
+        if item is None:
+            return Memory()
+        try:
+            status = records.decode(records.AutoscalerStatus, item.value, item.key)
+            memory = _MEMORY.validate_json(status.memory) if status.memory else Memory()
+        except (records.MalformedRecordError, ValidationError) as error:
+            logger.warning("what the last autoscaler knew can not be read, and is forgotten: %s", error)
+            return Memory()
+        self._drained |= self._requested(memory)
+        pools = {name: replace(pool, failures=0, closed="") for name, pool in memory.pools.items()}
+        return replace(memory, pools=pools)
+
+    def _requested(self, memory: Memory) -> set[str]:
+        """Nodes for which the last autoscaler has asked to drain them: those requests are ours now."""
+        found = set()
+        for item in self._store.range(self._keys.drains).items:
+            try:
+                request = records.decode(records.DrainRequest, item.value, item.key)
+            except records.MalformedRecordError:
+                continue
+            if request.instance is not None and request.instance in memory.known:
+                found.add(request.node)
+        return found
+
+    # -- ruling
+
+    def _ensure_rule(self) -> None:
+        """Be the only one, and have taken over, or raise StoreError: whoever ruled meanwhile knows more."""
+        if self._options.dry_run:
+            return
+        if self._lease is None or self._lease.lost.is_set():
+            self._ruling = False
+            self._campaign()
+        if not self._ruling:
+            self._provider.take_over()
+            self._ruling = True
+            self._memory = self._recall()
+        self._sure()
+
+    def _certain(self) -> bool:
+        """Whether nobody else can be ruling."""
+        return self._lease is None or self._lease.remaining() > 0
+
+    def _sure(self) -> None:
+        """StoreError where another one may rule: nothing may be written, or asked of the provider."""
+        if not self._certain():
+            raise StoreError("it is not certain that this autoscaler still rules: what was decided is left")
+
+    def _campaign(self) -> None:
+        """Become the only one; StoreError when that was given up."""
+        key = self._keys.autoscaler_leader
+        self._lease = self._store.lease(_LEASE)
+        me = records.LeaderRecord(f"{socket.gethostname()}-{os.getpid()}", socket.gethostname(), os.getpid())
+        told = ""
+        while self._store.compare_and_swap(key, records.encode(me), 0, self._lease) is None:
+            item = self._store.get(key)
+            who = records.decode(records.LeaderRecord, item.value, key) if item else None
+            name = f"pid {who.pid} on {who.host}" if who else "somebody"
+            if name != told:
+                self._say(
+                    "waiting", {"message": f"another autoscaler rules this cluster: {name}; waiting for it"}
+                )
+            told = name
+            if self._end.wait(_LEASE / 3):
+                raise StoreError("stopped while another autoscaler ruled")
+
+    def _hand_back(self) -> None:
+        """Leave things as they should be without us. What fails is said; there is nobody to try again.
+
+        Not where another one may have taken over: it rules now.
+        """
+        if self._ruling and self._lease is not None and not self._lease.lost.is_set():
+            try:
+                self._provider.hand_back()
+            except ProviderError as error:
+                self._say("warning", {"message": f"not handed back: {error}"})
+        if self._lease is not None:
+            self._lease.revoke()
+
+
+def identity(store: Store, keys: Keys, create: bool = True) -> str:
+    """What tells this cluster from all others, also from those of the same name in other stores.
+
+    Made at the first call with `create`; "" where there is none.
+    """
+    key = keys.autoscaler_owner
+    if create:
+        store.compare_and_swap(key, secrets.token_hex(6), 0)
+    item = store.get(key)
+    return "" if item is None else f"{keys.cluster}/{item.value}"
+
+
+def _shape(text: str) -> str:
+    """A warning without its numbers: one that only counts down is not said again."""
+    return "".join("#" if c.isdigit() else c for c in text)

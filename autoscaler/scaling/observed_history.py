@@ -1,0 +1,317 @@
+"""What the autoscaler learns from looking: costs, failures, interruptions. Pure; nothing is decided here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from adaptdl_elastic.autoscaler.providers.base import Instance, InstanceState, Pool, Signal, SignalKind
+from adaptdl_elastic.autoscaler.scaling.economics import HOUR, ScalingSettings
+from adaptdl_elastic.autoscaler.scaling.scaling_types import Known, Memory, NodeUse, Observation, PoolMemory
+
+_REMOVED = "its group removes it"
+FORGET_HOURS = 24.0  # after which an interruption counts 1/e
+KEEP_BILLS = 86400.0  # seconds after a job's end
+PRIOR_HOURS = 6.0  # of a spot node without an interruption, that a new pool is believed to have behind it
+
+
+def shifted(memory: Memory, seconds: float) -> Memory:
+    """The same by a clock that was set by so much. What the cloud has dated (deadlines, failures) stays."""
+
+    def moved(at: float | None) -> float | None:
+        return None if at is None else at + seconds
+
+    known = {
+        name: replace(
+            entry,
+            first_seen=entry.first_seen + seconds,
+            registered=moved(entry.registered),
+            absent=moved(entry.absent),
+            leaving_since=entry.leaving_since + seconds,
+            released=moved(entry.released),
+            held=entry.held + seconds,
+        )
+        for name, entry in memory.known.items()
+    }
+    return replace(
+        memory,
+        known=known,
+        pools={name: replace(pool, until=pool.until + seconds) for name, pool in memory.pools.items()},
+        job_runs={name: (run, last + seconds) for name, (run, last) in memory.job_runs.items()},
+        updated=moved(memory.updated),
+        changed=memory.changed + seconds,
+        low_since=moved(memory.low_since),
+        low_began=moved(memory.low_began),
+        broke_until=memory.broke_until + seconds,
+    )
+
+
+def not_done(memory: Memory, instance: str) -> Memory:
+    """Its release could not be carried out."""
+    entry = memory.known.get(instance)
+    if entry is None:
+        return memory
+    return replace(memory, known={**memory.known, instance: replace(entry, released=None)})
+
+
+def remember(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memory:
+    """What is known after this look."""
+    if memory.updated is not None and seen.now < memory.updated:  # remembered by a clock ahead of ours
+        memory = shifted(memory, seen.now - memory.updated)
+    memory = account(_forget(memory, seen), seen)
+    memory = _meet(memory, seen, settings)
+    memory = _miss(memory, seen, settings)
+    memory = _hear(memory, seen)
+    memory = _fail(memory, seen, settings)
+    for pool in seen.capacity.pools:
+        memory = _trouble(memory, pool, seen, settings)
+    return replace(memory, updated=seen.now)
+
+
+def account(memory: Memory, seen: Observation) -> Memory:
+    """Add what the time since the last look has cost, by pool and by job."""
+    elapsed = max(0.0, seen.now - memory.updated) / HOUR if memory.updated is not None else 0.0
+    fading = math.exp(-elapsed / FORGET_HOURS)
+    pools = {
+        name: replace(
+            pool,
+            recent_hours=pool.recent_hours * fading,
+            recent_interruptions=pool.recent_interruptions * fading,
+        )
+        for name, pool in memory.pools.items()
+    }
+    jobs, total = dict(memory.job_costs), memory.cost
+    for instance in seen.capacity.instances:
+        # what came since the last look, maybe long ago, is paid from its launch on
+        if memory.updated is not None:
+            elapsed = max(0.0, seen.now - max(memory.updated, instance.launched)) / HOUR
+        cost = instance.hourly_price * elapsed
+        pool = pools.get(instance.pool, PoolMemory())
+        pools[instance.pool] = replace(
+            pool,
+            hours=pool.hours + elapsed,
+            cost=pool.cost + cost,
+            spot_hours=pool.spot_hours + (elapsed if instance.preemptible else 0.0),
+            recent_hours=pool.recent_hours + (elapsed if instance.preemptible else 0.0),
+        )
+        total += cost
+        for job, share in shares(seen.nodes.get(instance.id)).items():
+            jobs[job] = jobs.get(job, 0.0) + cost * share
+    return replace(memory, pools=pools, job_costs=jobs, cost=total)
+
+
+def _forget(memory: Memory, seen: Observation) -> Memory:
+    """Bills of jobs that are no more, and of earlier runs under the same name."""
+    wanted = {job.name for job in seen.jobs}
+    runs: dict[str, tuple[str, float]] = {}
+    for name in {*memory.job_costs, *wanted} if seen.runs else ():
+        run, last = memory.job_runs.get(name, (seen.runs.get(name, ""), seen.now))
+        if seen.runs.get(name) == run and (name in wanted or seen.now - last < KEEP_BILLS):
+            runs[name] = (run, seen.now if name in wanted else last)
+    if not seen.runs:
+        return memory
+    costs = {name: cost for name, cost in memory.job_costs.items() if name in runs}
+    return replace(memory, job_costs=costs, job_runs=runs)
+
+
+def shares(node: NodeUse | None) -> dict[str, float]:
+    """The part of a node's price that each job on it bears: by its replicas, idle slots included."""
+    if node is None or not node.busy:
+        return {}
+    total = sum(node.replicas.values())
+    return {job: count / total for job, count in node.replicas.items() if count}
+
+
+def running_replicas(seen: Observation) -> dict[str, int]:
+    """Of each job, on all nodes of the provider."""
+    found: dict[str, int] = {}
+    for node in seen.nodes.values():
+        for job, count in node.replicas.items():
+            found[job] = found.get(job, 0) + count
+    return found
+
+
+def interruptions_per_hour(pool: PoolMemory) -> float:
+    """Of one spot node: what was seen of late, and some hours without before it.
+
+    So one interruption says little, and a pool that was too wild is tried again in time.
+    """
+    return pool.recent_interruptions / (pool.recent_hours + PRIOR_HOURS)
+
+
+def _meet(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memory:
+    """Instances that are new, and instances that have become nodes."""
+    known, pools = dict(memory.known), dict(memory.pools)
+    for instance in seen.capacity.instances:
+        entry = known.get(instance.id)
+        pool = pools.get(instance.pool, PoolMemory())
+        if entry is None:
+            entry = Known(instance.pool, instance.preemptible, seen.now)
+            pool = replace(pool, instances=pool.instances + 1, troubles=0)
+        node = seen.nodes.get(instance.id)
+        if node is None:
+            if entry.registered is not None and entry.absent is None:
+                entry = replace(entry, absent=seen.now)
+        else:
+            pool = _pool_of_node(pool, node, entry, instance, seen.now, settings)
+            entry = _as_node(entry, node, seen.now)
+        entry = _as_its_group_says(entry, instance, seen.now)
+        known[instance.id] = replace(
+            entry, hourly_price=instance.hourly_price, preemptible=instance.preemptible
+        )
+        pools[instance.pool] = pool
+    return replace(memory, known=known, pools=pools)
+
+
+def _pool_of_node(
+    pool: PoolMemory, node: NodeUse, before: Known, instance: Instance, now: float, settings: ScalingSettings
+) -> PoolMemory:
+    """What a node, of which `before` was known, says of its pool: whether it works, how long a boot takes."""
+    if node.busy:
+        pool = replace(pool, failures=0)
+    since = instance.launched or before.first_seen
+    if before.registered is None and now > since:
+        took = min(now - since, settings.boot_timeout)
+        pool = replace(pool, boot=took if pool.boot is None else (pool.boot + took) / 2)
+    return pool
+
+
+def _as_node(entry: Known, node: NodeUse, now: float) -> Known:
+    """An instance that is a node, and may have announced its end."""
+    entry = replace(
+        entry,
+        registered=now,
+        absent=None,
+        worked=entry.worked or node.busy,
+        at_risk=entry.at_risk or node.at_risk,
+    )
+    if node.draining and node.announced and not entry.leaving:
+        why = "it announced its end"
+        entry = replace(entry, leaving=why, leaving_since=now, deadline=node.deadline, replace=True)
+    return entry
+
+
+def _as_its_group_says(entry: Known, instance: Instance, now: float) -> Known:
+    """An instance that its group removes, or has not removed after all, as from Standby."""
+    if instance.state is InstanceState.LEAVING and not entry.leaving:
+        return replace(entry, leaving=_REMOVED, leaving_since=now, replace=True)
+    if entry.leaving == _REMOVED and instance.state is InstanceState.RUNNING:
+        return replace(entry, leaving="", replace=False)
+    return entry
+
+
+def _miss(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memory:
+    """Instances that are gone: interrupted, or dead before they became nodes."""
+    there = {instance.id for instance in seen.capacity.instances}
+    looked = memory.updated is not None and seen.now - memory.updated <= settings.gap
+    known, pools = dict(memory.known), dict(memory.pools)
+    for identifier in [name for name in known if name not in there]:
+        entry = known.pop(identifier)
+        pool = pools.get(entry.pool, PoolMemory())
+        if not looked:
+            continue  # whoever took it, and for what reason: a person may have emptied the group
+        interrupted = entry.preemptible and entry.registered is not None
+        ours = entry.leaving not in ("", _REMOVED) and entry.deadline is None
+        if interrupted and not ours:
+            pools[entry.pool] = replace(
+                pool,
+                interruptions=pool.interruptions + 1,
+                recent_interruptions=pool.recent_interruptions + 1,
+            )
+        elif not interrupted and not entry.worked and not entry.leaving:
+            pools[entry.pool] = _one_more_failure(pool, settings, "vanish before they do any work")
+    return replace(memory, known=known, pools=pools)
+
+
+def _hear(memory: Memory, seen: Observation) -> Memory:
+    """What the provider announced."""
+    known = dict(memory.known)
+    for signal in seen.signals:
+        entry = known.get(signal.instance)
+        if entry is not None:
+            known[signal.instance] = _told(entry, signal, seen.now)
+    return replace(memory, known=known)
+
+
+def _told(entry: Known, signal: Signal, now: float) -> Known:
+    if signal.kind is SignalKind.REBALANCE:
+        return replace(entry, at_risk=True)
+    if signal.kind is SignalKind.GONE:
+        return entry
+    deadline = (
+        signal.deadline if entry.deadline is None else min(entry.deadline, signal.deadline or entry.deadline)
+    )
+    if entry.leaving:
+        return replace(entry, deadline=deadline)
+    return replace(entry, leaving=signal.reason, leaving_since=now, deadline=deadline, replace=True)
+
+
+def _fail(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memory:
+    """Instances that are up for too long without being a node."""
+    known, pools = dict(memory.known), dict(memory.pools)
+    for instance in seen.capacity.instances:
+        entry = known[instance.id]
+        if (
+            pools[entry.pool].closed
+            and entry.registered is None
+            and not (entry.leaving and not entry.replace)
+        ):
+            known[instance.id] = replace(
+                entry,
+                leaving="instances of its pool do not become nodes",
+                leaving_since=seen.now,
+                replace=False,
+            )
+            continue
+        if entry.leaving or instance.id in seen.nodes or not _overdue(instance, entry, seen.now, settings):
+            continue
+        if entry.registered is not None and not seen.jobs:
+            continue  # agents end with their jobs
+        what = "did not become a node" if entry.registered is None else "has had no agent any more"
+        text = f"{what} for {settings.boot_timeout:.0f} s"
+        pool = pools[entry.pool]
+        if not entry.worked:  # who has worked was well: its job's script may have failed
+            pool = _one_more_failure(pool, settings, f"had no agent for {settings.boot_timeout:.0f} s")
+        pools[entry.pool] = pool
+        known[instance.id] = replace(
+            entry, leaving=f"it {text}", leaving_since=seen.now, replace=not pool.closed
+        )
+    return replace(memory, known=known, pools=pools)
+
+
+def _overdue(instance: Instance, entry: Known, now: float, settings: ScalingSettings) -> bool:
+    since = entry.first_seen if entry.registered is None else entry.registered
+    return instance.state is not InstanceState.LEAVING and now - since > settings.boot_timeout
+
+
+def _one_more_failure(pool: PoolMemory, settings: ScalingSettings, what: str) -> PoolMemory:
+    failures = pool.failures + 1
+    closed = pool.closed
+    if failures > settings.max_replacements and not closed:
+        closed = (
+            f"{failures} instances in a row {what}: look at one's system log (start-up script, etcd address, "
+            "security group), then start the autoscaler again"
+        )
+    return replace(pool, failures=failures, closed=closed)
+
+
+def _trouble(memory: Memory, pool: Pool, seen: Observation, settings: ScalingSettings) -> Memory:
+    """A pool that could not give what was asked for is not asked again for a while, each time longer."""
+    entry = memory.pools.get(pool.name, PoolMemory())
+    there = sum(i.pool == pool.name and i.state is not InstanceState.LEAVING for i in seen.capacity.instances)
+    if not pool.trouble or pool.trouble_since == entry.trouble_seen:
+        return memory
+    if pool.desired <= there:  # of long ago: nothing is missing
+        entry = replace(entry, trouble_seen=pool.trouble_since)
+        return replace(memory, pools={**memory.pools, pool.name: entry})
+    entry = replace(entry, trouble_seen=pool.trouble_since)
+    memory = replace(memory, pools={**memory.pools, pool.name: entry})
+    return refused(memory, pool.name, pool.trouble, seen.now, settings)
+
+
+def refused(memory: Memory, pool: str, why: str, now: float, settings: ScalingSettings) -> Memory:
+    """A pool that said no is not asked again for a while, each time longer."""
+    entry = memory.pools.get(pool, PoolMemory())
+    wait = min(settings.back_off * 2**entry.troubles, settings.max_back_off)
+    entry = replace(entry, troubles=entry.troubles + 1, trouble=why, until=now + wait)
+    return replace(memory, pools={**memory.pools, pool: entry})

@@ -1,0 +1,101 @@
+"""What a simulation came to: completion times, fairness, what it cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from adaptdl_elastic.autoscaler.simulator.engine import Outcome, Sample
+from adaptdl_elastic.autoscaler.simulator.simulated_job import SimJob
+
+
+@dataclass(frozen=True)
+class Report:
+    """Times in seconds. JCT: job completion time, from submission to the end."""
+
+    jobs: int
+    average_jct: float
+    median_jct: float
+    p99_jct: float
+    makespan: float
+    longest_wait: float  # of a job without a replica
+    restarts_per_job: float  # changes of allocation, the first start not counted
+    gpu_hours: float
+    utilisation: float  # of the slots, while any job was there
+    finish_time_fairness: dict[str, float]  # median, p90 and worst ρ, and the share of jobs with ρ > 1
+    policy_seconds: float  # CPU time of all decisions
+    decisions: int
+
+
+def summarize(outcome: Outcome, fairness: bool = True) -> Report:
+    """The figures of a finished simulation; `fairness` replays every job once more, alone."""
+    jobs = outcome.jobs
+    times = np.array([_jct(job) for job in jobs])
+    busy = _integral([sum(s.replicas.values()) for s in outcome.samples], outcome.samples)
+    room = _integral([s.slots for s in outcome.samples], outcome.samples)
+    return Report(
+        jobs=len(jobs),
+        average_jct=math.fsum(times) / len(times),
+        median_jct=float(np.median(times)),
+        p99_jct=float(np.percentile(times, 99)),
+        makespan=max(job.completed or math.inf for job in jobs),
+        longest_wait=max(job.longest_wait for job in jobs),
+        restarts_per_job=sum(max(job.starts - 1, 0) for job in jobs) / len(jobs),
+        gpu_hours=sum(job.gpu_seconds for job in jobs) / 3600,
+        utilisation=busy / room if room else 0.0,
+        finish_time_fairness=_fairness(outcome) if fairness else {},
+        policy_seconds=outcome.policy_seconds,
+        decisions=outcome.decisions,
+    )
+
+
+def _jct(job: SimJob) -> float:
+    return (math.inf if job.completed is None else job.completed) - job.submission.time
+
+
+def _integral(values: Sequence[float], samples: Sequence[Sample]) -> float:
+    times = [sample.time for sample in samples]
+    return math.fsum(v * (b - a) for v, a, b in zip(values, times, times[1:], strict=False))
+
+
+def _fairness(outcome: Outcome) -> dict[str, float]:
+    """Finish-time fairness ρ (Mahajan et al., *Themis*, NSDI 2020).
+
+    A job's completion time over the time it would take alone on its share of the slots: those there
+    are over the mean number of jobs during its life. 1 or less: sharing cost it nothing.
+    """
+    samples = outcome.samples
+    times = np.array([s.time for s in samples])
+    present = np.array([len(s.replicas) + s.waiting for s in samples], dtype=float)
+    slots = np.array([s.slots for s in samples], dtype=float)
+    ratios = []
+    for job in outcome.jobs:
+        during = (times >= job.submission.time) & (times <= (job.completed or math.inf))
+        rivals = max(float(present[during].mean()), 1.0) if during.any() else 1.0
+        there = int(slots[during].mean()) if during.any() else int(slots[0])
+        share = max(1, min(int(there / rivals), job.app.max_replicas))
+        ratios.append(_jct(job) / alone(job, share))
+    found = np.array(ratios)
+    return {
+        "median": float(np.median(found)),
+        "p90": float(np.percentile(found, 90)),
+        "worst": float(found.max()),
+        "above_one": float((found > 1).mean()),
+    }
+
+
+def alone(job: SimJob, replicas: int, slots: int = 4) -> float:
+    """Seconds that the job would take alone on so many replicas, `slots` on a node, all the time."""
+    whole, rest = divmod(replicas, slots)
+    sizes = [slots] * whole + ([rest] if rest else [])
+    copy = SimJob(job.submission, job.app, job.fixed_batch_size)
+    names = {f"node-{i}": size for i, size in enumerate(sizes)}
+    copy.allocate(names, {name: i for i, name in enumerate(names)}, 0.0)
+    while copy.completed is None:
+        copy.step(3600.0)
+        if copy.now > 1e8:
+            return math.inf
+    return copy.completed

@@ -1,0 +1,206 @@
+"""One job of a simulation: what is true about it, and what it has measured so far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from adaptdl_elastic.autoscaler.policy.learning import Corrections, correct
+from adaptdl_elastic.autoscaler.policy.policy_types import NOTHING, Allocation
+from adaptdl_elastic.autoscaler.simulator.application import Application
+from adaptdl_elastic.autoscaler.simulator.workload import Submission
+from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, fit_perf_params
+
+_EPS = 1e-8
+_GOOD_ENOUGH = 0.01  # log error of a prediction below which a measurement does not call for a new fit
+
+
+@dataclass
+class Profile:
+    """Step times by (nodes, replicas, atomic batch size), and θ fitted to them when it is asked for."""
+
+    times: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
+    max_replicas: int = 0
+    _theta: PerfParams | None = None
+    _stale: bool = False
+    _corrections: tuple[int, Corrections] = (-1, Corrections())  # and how many times they are made from
+    _error: float = 0.0  # root mean squared log error of the last fit
+
+    def add(self, nodes: int, replicas: int, atomic_bsz: int, step_time: float, sync_time: float) -> None:
+        """Record a measurement; the same configuration again changes nothing."""
+        key = nodes, replicas, atomic_bsz
+        if key in self.times:
+            return
+        self.times[key] = step_time, sync_time
+        self._stale = self._stale or self._theta is None or replicas > self.max_replicas
+        self.max_replicas = max(self.max_replicas, replicas)
+        if not self._stale and self._theta is not None:
+            predicted = GoodputFunction(self._theta, GradParams(1.0, 1.0), 1).throughput(*key, 0)
+            error = abs(math.log(predicted * step_time / (replicas * atomic_bsz)))
+            self._stale = error > max(_GOOD_ENOUGH, 1.5 * self._error)
+
+    @property
+    def theta(self) -> PerfParams | None:
+        """θ, None while nothing was measured."""
+        if self._stale:
+            nodes, replicas, atomic = zip(*self.times, strict=True)
+            step, sync = zip(*self.times.values(), strict=True)
+            accum = [max(a - b, 1e-6) for a, b in zip(step, sync, strict=True)]
+            self._theta = fit_perf_params(nodes, replicas, atomic, accum, step, guess=self._theta)
+            self._stale = False
+            predicted = GoodputFunction(self._theta, GradParams(1.0, 1.0), 1).throughput(
+                nodes, replicas, atomic, 0
+            )
+            errors = np.log(predicted * np.array(step) / (np.array(replicas) * np.array(atomic)))
+            self._error = float(np.sqrt(np.mean(errors**2)))
+        return self._theta
+
+    @property
+    def corrections(self) -> Corrections:
+        """What measured step times say that θ does not."""
+        theta = self.theta
+        if theta is not None and self._corrections[0] != len(self.times):
+            steps = {key: step for key, (step, _) in self.times.items()}
+            self._corrections = len(self.times), correct(theta, steps)
+        return self._corrections[1]
+
+
+class SimJob:
+    """Replays an application's traces under the allocations it gets.
+
+    `fixed_batch_size` is None for a job that chooses its batch size by goodput.
+    """
+
+    def __init__(self, submission: Submission, app: Application, fixed_batch_size: int | None) -> None:
+        self.submission = submission
+        self.name = submission.name
+        self.app = app
+        self.fixed_batch_size = fixed_batch_size
+        self.profile = Profile()
+        self.pooled = 0  # how many of its measurements are in the pool that jobs of its kind share
+        self.grad_params: GradParams | None = None
+        self.allocation: Allocation = NOTHING
+        self.parts: tuple[int, ...] = ()
+        self.atomic_bsz = 0
+        self.accumulation_steps = 0
+        self.progress = 0.0
+        self.epoch = 0
+        self.now = 0.0
+        self.pause_left = 0.0
+        self.completed: float | None = None
+        self.starts = 0
+        self.waiting_since: float | None = submission.time
+        self.last_change: float | None = None
+        self.gpu_seconds = 0.0
+        self.ran_since = 0.0  # seconds of progress since the allocation changed
+        self.longest_wait = 0.0
+        self._configuration: tuple[tuple[int, ...], int, int, int] | None = None
+        self._rate = 0.0
+
+    @property
+    def replicas(self) -> int:
+        """How many it has."""
+        return sum(self.parts)
+
+    def goodput_function(self) -> GoodputFunction | None:
+        """What the job itself would know: fitted to its own measurements."""
+        if self.grad_params is None or self.profile.theta is None:
+            return None
+        return GoodputFunction(self.profile.theta, self.grad_params, self.app.init_batch_size)
+
+    def allocate(self, allocation: Allocation, order: Mapping[str, int], pause: float) -> None:
+        """Give it other replicas now; `order` sorts nodes, `pause` is what the change costs in seconds."""
+        if self.waiting_since is not None and allocation:
+            self.longest_wait = max(self.longest_wait, self.now - self.waiting_since)
+        self.waiting_since = None if allocation else (self.waiting_since or self.now)
+        self.allocation = dict(allocation)
+        self.parts = tuple(allocation[node] for node in sorted(allocation, key=order.__getitem__))
+        self.last_change = self.now
+        self.ran_since = 0.0
+        if self.parts:
+            self._choose_batch()
+            self.pause_left = pause
+            self.starts += 1
+        else:
+            self.atomic_bsz = 0
+
+    def _choose_batch(self) -> None:
+        app, replicas = self.app, self.replicas
+        function = self.goodput_function() if self.fixed_batch_size is None else None
+        if function is not None:
+            bounds = app.min_local_bsz, app.max_local_bsz
+            _, self.atomic_bsz, self.accumulation_steps = function.optimize(
+                len(self.parts), replicas, app.max_batch_size, bounds, accumulation=True
+            )
+        else:
+            total = self.fixed_batch_size or max(app.init_batch_size, app.min_local_bsz * replicas)
+            local = math.ceil(total / replicas - _EPS)
+            accum = math.ceil(local / app.max_local_bsz - _EPS) - 1
+            if replicas == 1 and total > app.init_batch_size:
+                accum = max(accum, 1)
+            self.accumulation_steps = accum
+            self.atomic_bsz = math.ceil(local / (accum + 1) - _EPS)
+        count = replicas * (self.accumulation_steps + 1)
+        self.atomic_bsz = min(self.atomic_bsz, int(app.max_batch_size / count))
+
+    def rate(self) -> float:
+        """True progress per second; records what the job measures on the way."""
+        app, replicas = self.app, self.replicas
+        configuration = self.parts, self.atomic_bsz, self.accumulation_steps, self.epoch
+        if configuration == self._configuration:
+            return self._rate
+        batch_size = replicas * self.atomic_bsz * (self.accumulation_steps + 1)
+        scale = batch_size / app.init_batch_size
+        step_time, sync_time = app.throughput(self.parts, self.atomic_bsz)
+        sqr, var = app.grad_stats(batch_size, self.epoch)
+        gain = (var + sqr) / (var / scale + sqr)
+        self.profile.add(len(self.parts), replicas, self.atomic_bsz, step_time, sync_time)
+        self.grad_params = GradParams(sqr, var)
+        self._configuration = configuration
+        self._rate = gain / (step_time + (step_time - sync_time) * self.accumulation_steps)
+        return self._rate
+
+    def step(self, seconds: float) -> None:
+        """Let time pass."""
+        if not self.parts or self.completed is not None:
+            self.now += seconds
+            return
+        delay = min(self.pause_left, seconds)
+        self.pause_left -= delay
+        self._pass(delay)
+        seconds -= delay
+        while seconds > 0 and self.completed is None:
+            rate = self.rate()
+            end = float(self.app.ends[self.epoch])
+            if self.progress + rate * seconds < end:
+                self.progress += rate * seconds
+                self.ran_since += seconds
+                self._pass(seconds)
+                return
+            delta = min(round((end - self.progress) / rate), seconds)
+            self.epoch += 1
+            self.progress = end
+            self.ran_since += delta
+            self._pass(delta)
+            seconds -= delta
+            if self.epoch > self.app.epochs - 1:
+                self.completed = self.now
+                break
+            self._choose_batch()
+        self.now += seconds
+
+    def _pass(self, seconds: float) -> None:
+        self.now += seconds
+        self.gpu_seconds += seconds * self.replicas
+
+    def next_stop(self, within: float) -> float:
+        """Seconds until it may complete; infinite when that is surely more than `within` seconds away."""
+        if not self.parts or self.completed is not None:
+            return math.inf
+        rate = self.rate()
+        if self.pause_left + (self.app.total_progress - self.progress) / rate > 4 * within:
+            return math.inf
+        return self.pause_left + float(round((self.app.ends[self.epoch] - self.progress) / rate))

@@ -1,0 +1,7 @@
+"""What is kept in the store, and under which keys.
+
+| question | module |
+|---|---|
+| Which records are there, and which values are valid? | `records` |
+| Under which key is a record kept? | `keys` |
+"""

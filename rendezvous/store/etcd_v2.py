@@ -1,0 +1,561 @@
+"""etcd through its v2 API, with python-etcd: servers up to 3.5 that run with `--enable-v2`.
+
+What v2 does not have is made from what it has:
+
+* **Prefixes.** Keys are files in directories; a prefix is a directory, listed and filtered. Names that
+  begin with `_` are hidden by the server, and a key can not be the directory of another one.
+* **Leases.** A key has a time to live, which its owner refreshes. A refresh is silent, but it changes the
+  key's index, which compare-and-swap goes by. So a leased value carries a head, `\\x01LEASE REVISION\\n`:
+  written with revision 0 (it is the index of that very write), then at once a second time with the
+  revision spelled out. Readers take the revision from the head, watches skip the second write.
+* **Watches.** One request per event, from an index on. The server remembers the last 1,000 events, of
+  all keys together; who comes later gets CompactedError, who waits quietly may too, and reads again.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import quote, urlsplit
+
+import etcd
+import urllib3
+
+from adaptdl_elastic.rendezvous.store.base import (
+    Change,
+    CompactedError,
+    KeyValue,
+    Lease,
+    LeaseLostError,
+    Snapshot,
+    Store,
+    StoreAuthError,
+    StoreRefusedError,
+    StoreUnavailableError,
+    Watch,
+)
+from adaptdl_elastic.rendezvous.store.endpoints import Endpoints, InterruptiblePool, TryAgainError
+from adaptdl_elastic.rendezvous.store.keepalive import KeepAlive, KeptLease
+from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MARK = "\x01"
+_POLL = 30.0  # seconds one watch request waits: a dead connection is found out at the latest then
+_CLOSED = "this store has been closed"
+_LONGEST_PAUSE = 1.0  # seconds between two attempts of a watch to come back
+
+
+@dataclass(frozen=True)
+class Node:
+    """A file of v2, its head taken off: `index` is the server's, `revision` ours."""
+
+    key: str
+    value: str
+    index: int
+    revision: int
+    created: int
+    lease: str  # "" for none
+
+    @classmethod
+    def of(cls, result: Any) -> Node:
+        """From python-etcd's EtcdResult."""
+        value, lease, revision = open_value(result.value or "")
+        index = int(result.modifiedIndex)
+        return cls(result.key, value, index, revision or index, int(result.createdIndex), lease)
+
+    @property
+    def key_value(self) -> KeyValue:
+        """As the store's callers see it."""
+        return KeyValue(self.key, self.value, self.created, self.revision)
+
+
+def close_value(value: str, lease: str = "", revision: int = 0) -> str:
+    """The value with a head, where it needs one."""
+    if not lease and not value.startswith(_MARK):
+        return value
+    return f"{_MARK}{lease or '-'} {revision}\n{value}"
+
+
+def open_value(text: str) -> tuple[str, str, int]:
+    """(value, lease, revision) of what is in a file; anything may be."""
+    head, newline, value = text.partition("\n")
+    words = head[1:].split(" ")
+    if not (text.startswith(_MARK) and newline and len(words) == 2 and words[1].isdecimal()):
+        return text, "", 0
+    return value, "" if words[0] == "-" else words[0], int(words[1])
+
+
+def directory(prefix: str) -> str:
+    """The directory that holds every key that begins with `prefix`."""
+    return prefix.rpartition("/")[0] or "/"
+
+
+def _path(key: str) -> str:
+    return quote(key, safe="/")
+
+
+class EtcdV2Store(Store):
+    """See `store.Store` for what every method promises."""
+
+    def __init__(self, endpoints: tuple[str, ...], options: StoreOptions | None = None) -> None:
+        self.options = options or StoreOptions()
+        self._endpoints = Endpoints(endpoints)
+        secure = any(url.startswith("https") for url in endpoints)
+        self._ssl_context = self.options.ssl_context() if secure else None
+        self._pool = urllib3.PoolManager(
+            num_pools=len(endpoints), maxsize=8, retries=False, ssl_context=self._ssl_context
+        )
+        self._clients = {url: self._client(url, self._pool) for url in endpoints}
+        self._keepalive = KeepAlive("etcd-v2-leases")
+        self._watches: set[EtcdV2Watch] = set()
+        self._closed = False
+
+    def get(self, key: str) -> KeyValue | None:
+        """The key, or None when it does not exist. Linearizable."""
+        node = self._read(key)
+        return node.key_value if node else None
+
+    def range(self, prefix: str) -> Snapshot:
+        """Every key that begins with `prefix`, sorted, as of one revision."""
+        nodes, index = self._list(prefix)
+        return Snapshot(tuple(node.key_value for node in nodes), index)
+
+    def put(self, key: str, value: str, lease: Lease | None = None) -> int:
+        """Write whatever was there before; the new `mod_revision`."""
+        held = self._held(lease)
+        while True:  # to update keeps the index of the key's creation, to set would not
+            for exists in (True, False):
+                try:
+                    return self._write(key, value, held, prevExist=exists)
+                except (etcd.EtcdKeyNotFound, etcd.EtcdAlreadyExist):
+                    continue
+
+    def compare_and_swap(
+        self, key: str, value: str | None, expected_revision: int, lease: Lease | None = None
+    ) -> int | None:
+        """Write (None: delete) if the key's mod_revision is the expected one; the new revision or None."""
+        held = self._held(lease)
+        unheard: list[bool] = []
+
+        def change(**condition: Any) -> int:
+            if value is None:
+                return self._remove(key, lambda: unheard.append(True), **condition)
+            return self._write(key, value, held, lambda: unheard.append(True), **condition)
+
+        if expected_revision == 0 and value is None:
+            node = self._read(key)
+            return None if node else self.revision(key)
+        condition: dict[str, Any] = (
+            {"prevIndex": expected_revision} if expected_revision else {"prevExist": False}
+        )
+        while True:
+            try:
+                return change(**condition)
+            except (etcd.EtcdCompareFailed, etcd.EtcdAlreadyExist, etcd.EtcdKeyNotFound):
+                node = self._read(key)
+            if unheard and self._is_ours(node, value, held):
+                if node is None:
+                    return self.revision(key)
+                if held is not None:
+                    self._settle(node.key, node.value, held, node.revision, node.index)
+                return node.revision
+            if node is None or node.revision != expected_revision:
+                return None
+            condition = {"prevIndex": node.index}  # only refreshed since
+
+    def delete(self, key: str) -> bool:
+        """Delete one key; whether it existed."""
+        try:
+            self._remove(key)
+        except etcd.EtcdKeyNotFound:
+            return False
+        return True
+
+    def delete_prefix(self, prefix: str) -> int:
+        """Delete every key that begins with `prefix`; how many there were."""
+        nodes, _ = self._list(prefix)
+        return sum(self.delete(node.key) for node in nodes)
+
+    def lease(self, ttl: float) -> EtcdV2Lease:
+        """A new lease, kept alive in the background. etcd counts whole seconds: `ttl` is rounded up."""
+        lease = EtcdV2Lease(self, float(math.ceil(ttl)))
+        self._keepalive.add(lease)
+        return lease
+
+    def watch(self, prefix: str, start_revision: int = 0) -> EtcdV2Watch:
+        """Changes under `prefix` from `start_revision` on (0: from now on)."""
+        if self._closed:
+            raise StoreUnavailableError(_CLOSED)
+        watch = EtcdV2Watch(self, prefix, start_revision or self.revision(prefix) + 1)
+        self._watches.add(watch)
+        return watch
+
+    def revision(self, prefix: str) -> int:
+        """The store's newest revision; `prefix` is one that we may read."""
+        try:
+            result = self._run(lambda client: client.read(_path(directory(prefix)), quorum=True))
+        except etcd.EtcdKeyNotFound as error:
+            return int(error.payload["index"])
+        return int(result.etcd_index)
+
+    def close(self) -> None:
+        """Revoke its leases, end its watches, and drop its connections."""
+        for watch in list(self._watches):
+            watch.close()
+        self._keepalive.close(timeout=1.0)
+        self._closed = True
+        self._pool.clear()
+
+    def check(self) -> None:
+        """Ask something harmless, so that wrong credentials are found out at once."""
+        if self.options.user is None:
+            self.revision("/adaptdl/v1/")
+            return
+        # v2 says the same to a wrong password as to a right one whose role is limited to another prefix
+        try:
+            self.revision("/adaptdl/v1/")
+        except StoreAuthError as error:
+            logger.debug("not allowed to read /adaptdl/v1/: %s", error)
+
+    # What follows speaks to the server.
+
+    def _client(self, url: str, pool: urllib3.PoolManager) -> _Client:
+        parts = urlsplit(url)
+        client = _Client(
+            host=f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname,
+            port=parts.port,
+            protocol=parts.scheme,
+            username=self.options.user,
+            password=self.options.password,
+            allow_redirect=False,
+            allow_reconnect=False,  # it would go on with the URLs that members advertise, reachable or not
+            read_timeout=self.options.timeout,
+        )
+        client.http = pool  # ours: one TLS context for all, nothing from the environment
+        return client
+
+    def _run(
+        self,
+        attempt: Callable[[_Client], T],
+        on_ambiguous: Callable[[], None] | None = None,
+        timeout: float | None = None,
+    ) -> T:
+        """`attempt(client)` on one endpoint after the other; python-etcd's errors become ours.
+
+        Those that are answers (not found, compare failed, exists already) are left as they are.
+        """
+        if self._closed:
+            raise StoreUnavailableError(_CLOSED)
+
+        def once(endpoint: str, seconds: float) -> T:
+            client = self._clients[endpoint]
+            return translate(lambda: attempt(client.within(seconds)))
+
+        return self._endpoints.run(once, timeout or self.options.timeout, on_ambiguous)
+
+    def _read(self, key: str) -> Node | None:
+        try:
+            result = self._run(lambda client: client.read(_path(key), quorum=True))
+        except etcd.EtcdKeyNotFound:
+            return None
+        return None if result.dir else Node.of(result)
+
+    def _list(self, prefix: str) -> tuple[list[Node], int]:
+        path = _path(directory(prefix))
+        try:
+            result = self._run(lambda client: client.read(path, recursive=True, quorum=True))
+        except etcd.EtcdKeyNotFound as error:
+            return [], int(error.payload["index"])
+        nodes = [
+            Node.of(leaf)
+            for leaf in result.leaves
+            if not leaf.dir and leaf.key is not None and leaf.key.startswith(prefix)
+        ]
+        return sorted(nodes, key=lambda node: node.key), int(result.etcd_index)
+
+    def _write(
+        self,
+        key: str,
+        value: str,
+        lease: EtcdV2Lease | None,
+        on_ambiguous: Callable[[], None] | None = None,
+        **condition: Any,
+    ) -> int:
+        if lease is None:
+            return self._put_text(key, close_value(value), None, on_ambiguous, **condition)
+        revision = self._put_text(key, close_value(value, lease.id), lease, on_ambiguous, **condition)
+        self._settle(key, value, lease, revision, revision)
+        return revision
+
+    def _settle(self, key: str, value: str, lease: EtcdV2Lease, revision: int, index: int) -> None:
+        """The second write of a leased key: spell its revision out; from then on the lease keeps it.
+
+        index: where it was last seen. Nothing happens when somebody else has changed it since.
+        """
+        while True:
+            try:
+                index = self._put_text(key, close_value(value, lease.id, revision), lease, prevIndex=index)
+                break
+            except (etcd.EtcdCompareFailed, etcd.EtcdKeyNotFound):
+                node = self._read(key)
+            if node is None or node.lease != lease.id or node.value != value:
+                return
+            index = node.index
+            if node.revision == revision:  # we have, and the answer was lost
+                break
+            if node.revision != node.index:  # spelled out by another thread that put the same
+                return
+            # else only refreshed since
+        lease.attach(key, index)
+
+    def _put_text(
+        self,
+        key: str,
+        text: str,
+        lease: EtcdV2Lease | None,
+        on_ambiguous: Callable[[], None] | None = None,
+        **condition: Any,
+    ) -> int:
+        """The index of one write."""
+        ttl = int(lease.ttl) if lease else None
+        result = self._run(lambda client: client.write(_path(key), text, ttl=ttl, **condition), on_ambiguous)
+        return int(result.modifiedIndex)
+
+    def _remove(self, key: str, on_ambiguous: Callable[[], None] | None = None, **condition: Any) -> int:
+        result = self._run(lambda client: client.delete(_path(key), **condition), on_ambiguous)
+        return int(result.modifiedIndex)
+
+    @staticmethod
+    def _is_ours(node: Node | None, value: str | None, lease: EtcdV2Lease | None) -> bool:
+        if node is None or value is None:
+            return node is None and value is None
+        return node.value == value and node.lease == (lease.id if lease else "")
+
+    def _held(self, lease: Lease | None) -> EtcdV2Lease | None:
+        if lease is None:
+            return None
+        if not isinstance(lease, EtcdV2Lease) or lease.lost.is_set():
+            raise LeaseLostError("the lease is lost: take a new one and put the key again")
+        return lease
+
+
+class _Client(etcd.Client):  # type: ignore[misc]
+    """python-etcd's client with a time-out per request: its `write` and `delete` take none."""
+
+    _own = threading.local()
+
+    @property
+    def read_timeout(self) -> float:
+        """Seconds."""
+        return float(getattr(self._own, "seconds", 60.0))
+
+    def within(self, seconds: float) -> _Client:
+        """Itself, with this time-out for the next request of this thread."""
+        self._own.seconds = seconds
+        return self
+
+
+def translate(request: Callable[[], T]) -> T:
+    """Run one request; what python-etcd raises becomes TryAgainError or ours.
+
+    Answers are left as they are: not found, compare failed, exists already, index cleared, watch timed out.
+    """
+    try:
+        return request()
+    except (
+        etcd.EtcdCompareFailed,
+        etcd.EtcdAlreadyExist,
+        etcd.EtcdKeyNotFound,
+        etcd.EtcdEventIndexCleared,
+        etcd.EtcdWatchTimedOut,
+    ):
+        raise
+    except etcd.EtcdInsufficientPermissions:
+        raise StoreAuthError(
+            "etcd refused: the user or password is wrong, or its v2 role does not cover the prefix: check "
+            "ADAPTDL_ETCD_USER and its password (docs/security.md)"
+        ) from None
+    except (etcd.EtcdNotFile, etcd.EtcdNotDir) as error:
+        raise StoreRefusedError(
+            f"with etcd's v2 API a key can not be the directory of another: {error}"
+        ) from None
+    except etcd.EtcdConnectionFailed as error:
+        raise TryAgainError.from_error(error.cause or error) from None
+    except etcd.EtcdLeaderElectionInProgress as error:
+        raise TryAgainError(str(error)) from None
+    except etcd.EtcdException as error:
+        status = (error.payload or {}).get("status")
+        if status is None or status >= 500:  # not JSON, or a server in trouble
+            raise TryAgainError(str(error)) from None
+        raise StoreRefusedError(f"etcd: {error} (HTTP status {status})") from None
+
+
+class EtcdV2Lease(KeptLease):
+    """The keys whose time to live we refresh."""
+
+    def __init__(self, store: EtcdV2Store, ttl: float) -> None:
+        super().__init__(store._keepalive, ttl)
+        self.id = uuid.uuid4().hex
+        self._store = store
+        self._lock = threading.Lock()
+        self._keys: dict[str, int] = {}  # the index at which we last wrote or refreshed it
+
+    def attach(self, key: str, index: int) -> None:
+        """This key is now ours to refresh."""
+        with self._lock:
+            self._keys[key] = index
+
+    def renew(self, timeout: float) -> bool:
+        """Refresh every key; False when one has run out, and takes the others with it."""
+        with self._lock:
+            keys = dict(self._keys)
+        for key, index in keys.items():
+            if self._refresh(key, index, timeout):
+                continue
+            if self._ran_out(key, timeout):
+                self.let_go(timeout)
+                return False
+            with self._lock:  # somebody deleted it, or put it without this lease
+                if self._keys.get(key) == index:
+                    del self._keys[key]
+        return True
+
+    def _ran_out(self, key: str, timeout: float) -> bool:
+        """Why a key is no longer ours: what happened to it after our last refresh."""
+        with self._lock:
+            index = self._keys.get(key, 0) + 1
+        try:
+            event = self._store._run(
+                lambda client: client.read(_path(key), wait=True, waitIndex=index), timeout=min(timeout, 1.0)
+            )
+        except (etcd.EtcdEventIndexCleared, etcd.EtcdWatchTimedOut, etcd.EtcdKeyNotFound):
+            return self.remaining() <= 0  # forgotten: it ran out if it can have
+        return str(event.action) == "expire"
+
+    def _refresh(self, key: str, index: int, timeout: float) -> bool:
+        for _ in range(3):
+            if self._refreshed(key, index, timeout):
+                return True
+            node = self._store._read(key)
+            if node is None or node.lease != self.id:
+                return False
+            index = node.index  # put again, in the same moment, by another thread of ours
+        return True
+
+    def _refreshed(self, key: str, index: int, timeout: float) -> bool:
+        try:
+            result = self._store._run(
+                lambda client: client.refresh(_path(key), int(self.ttl), prevIndex=index), timeout=timeout
+            )
+        except (etcd.EtcdCompareFailed, etcd.EtcdKeyNotFound):
+            return False
+        with self._lock:
+            if self._keys.get(key, 0) <= result.modifiedIndex:
+                self._keys[key] = int(result.modifiedIndex)
+        return True
+
+    def let_go(self, timeout: float) -> None:
+        """Delete what is left of its keys."""
+        with self._lock:
+            keys, self._keys = self._keys, {}
+        for key in keys:
+            node = self._store._read(key)
+            if node is not None and node.lease == self.id:
+                self._store.compare_and_swap(key, None, node.revision)
+
+
+class EtcdV2Watch(Watch):
+    """One long request per event, from the index after the last that was seen."""
+
+    def __init__(self, store: EtcdV2Store, prefix: str, start: int) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._path = _path(directory(prefix))
+        self._next = start
+        self._closed = threading.Event()
+        self._pool = InterruptiblePool(store._ssl_context)
+        self._endpoint = ""
+        store._endpoints.on_switch(self._leave)
+
+    def __iter__(self) -> Iterator[Change]:
+        pause = 0.0
+        clients: dict[str, _Client] = {}
+        try:
+            while not self._closed.wait(pause):
+                self._endpoint = self._store._endpoints.current
+                client = clients.setdefault(self._endpoint, self._store._client(self._endpoint, self._pool))
+                try:
+                    result = translate(functools.partial(self._poll, client))
+                    pause = 0.0
+                except etcd.EtcdWatchTimedOut:
+                    pause = 0.0
+                    continue
+                except etcd.EtcdEventIndexCleared as error:
+                    raise CompactedError(
+                        f"changes of {self._prefix!r} from {self._next} on: {error}"
+                    ) from None
+                except TryAgainError as error:
+                    pause = min(2 * pause, _LONGEST_PAUSE) or 0.02
+                    self._broken(error)
+                    continue
+                yield from self._changes(result)
+        finally:
+            self._pool.interrupt()
+            self._pool.clear()
+            self._forget()
+
+    def _poll(self, client: _Client) -> Any:
+        return client.read(
+            self._path, wait=True, recursive=True, waitIndex=self._next, timeout=urllib3.Timeout(5.0, _POLL)
+        )
+
+    def _changes(self, result: Any) -> Iterator[Change]:
+        if result.dir:
+            if result.action in ("delete", "expire"):  # by a stranger: we never delete directories
+                raise CompactedError(f"the directory {result.key!r} was deleted with all that was in it")
+        elif result.key.startswith(self._prefix):
+            index = int(result.modifiedIndex)
+            if result.action in ("delete", "expire", "compareAndDelete"):
+                yield Change("delete", result.key, None, index)
+            else:
+                node = Node.of(result)
+                if node.revision == index:  # else only the head was written
+                    yield Change("put", node.key, node.value, index)
+        self._next = int(result.modifiedIndex) + 1
+
+    def _broken(self, error: TryAgainError) -> None:
+        if self._closed.is_set():
+            return
+        logger.debug("watch of %s: %s: %s", self._prefix, self._endpoint, error.problem)
+        self._store._endpoints.switch_from(self._endpoint)
+        try:
+            newest = self._store.revision(self._prefix)
+        except StoreUnavailableError:
+            return
+        if newest < self._next - 1:
+            raise CompactedError(
+                f"etcd is at revision {newest} and we have seen {self._next - 1}: its data was replaced"
+            )
+
+    def _leave(self, endpoint: str) -> None:
+        if self._endpoint == endpoint:
+            self._pool.interrupt(for_good=False)
+
+    def _forget(self) -> None:
+        self._store._endpoints.on_switch(self._leave, add=False)
+        self._store._watches.discard(self)
+
+    def close(self) -> None:
+        """End the iteration, also one that waits in another thread."""
+        self._closed.set()
+        self._pool.interrupt()
+        self._forget()

@@ -1,0 +1,177 @@
+"""JSON over HTTP to an etcd's v3 gateway.
+
+Nothing here is taken from the environment: no proxies, no CA bundles, no .netrc.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import urllib3
+
+from adaptdl_elastic.rendezvous.store.endpoints import Endpoints, TryAgainError, detect_dead_peer, interrupt
+from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
+
+Json = dict[str, Any]
+
+
+class HttpStatusError(Exception):
+    """The server answered, with an error."""
+
+    def __init__(self, status: int, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code  # gRPC's, where the server sent one
+
+
+class Http:
+    """Requests to several endpoints of one etcd. Safe to use from several threads, not across a fork."""
+
+    def __init__(
+        self, urls: tuple[str, ...], options: StoreOptions, is_retryable: Callable[[HttpStatusError], bool]
+    ) -> None:
+        self.endpoints = Endpoints(urls)
+        self.options = options
+        self._is_retryable = is_retryable
+        self.ssl_context = options.ssl_context() if any(url.startswith("https") for url in urls) else None
+        self._pool = urllib3.PoolManager(
+            num_pools=len(urls), maxsize=8, retries=False, ssl_context=self.ssl_context
+        )
+
+    def call(
+        self,
+        path: str,
+        body: Json | None,
+        *,
+        headers: dict[str, str] | None = None,
+        timeout: float | None = None,
+        first_line: bool = False,
+        on_ambiguous: Callable[[], None] | None = None,
+    ) -> Json:
+        """POST (GET without a body) and return the answer; HttpStatusError for an answer that is an error.
+
+        first_line: the answer is a stream; return its first line.
+        on_ambiguous: called before a retry when a request may have been carried out unheard.
+        """
+        data = None if body is None else json.dumps(body).encode()
+
+        def attempt(endpoint: str, seconds: float) -> Json:
+            try:
+                return self._once(endpoint + path, data, headers or {}, seconds, first_line)
+            except HttpStatusError as error:
+                if not self._is_retryable(error):
+                    raise
+                raise TryAgainError(error.message) from None
+            except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+                raise TryAgainError.from_error(error) from None
+
+        return self.endpoints.run(attempt, timeout or self.options.timeout, on_ambiguous)
+
+    def look(self, path: str) -> tuple[Json, str | None]:
+        """One GET at the first endpoint: the answer, and what the server takes the date for.
+
+        Raises HttpStatusError, or what urllib3, TLS and JSON raise: for who wants to know what is wrong.
+        """
+        response = self._pool.request(
+            "GET", self.endpoints.current + path, timeout=self.options.timeout, redirect=False
+        )
+        return _answer(response.status, response.data), response.headers.get("Date")
+
+    def _once(
+        self, url: str, data: bytes | None, headers: dict[str, str], timeout: float, first_line: bool
+    ) -> Json:
+        response = self._pool.request(
+            "GET" if data is None else "POST",
+            url,
+            body=data,
+            headers={"Content-Type": "application/json", **headers},
+            timeout=timeout,
+            redirect=False,
+        )
+        return _answer(response.status, response.data.partition(b"\n")[0] if first_line else response.data)
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self._pool.clear()
+
+
+class Stream:
+    """One request whose answer is a stream of JSON lines; `close` from any thread ends the reading."""
+
+    def __init__(self, owner: Http, path: str, body: Json, headers: dict[str, str]) -> None:
+        self.endpoint = owner.endpoints.current
+        self._connection = _connection(self.endpoint, owner)
+        try:
+            self._connection.connect()
+            self._socket: socket.socket = self._connection.sock
+            detect_dead_peer(self._socket)
+            self._connection.request(
+                "POST", path, json.dumps(body).encode(), {"Content-Type": "application/json", **headers}
+            )
+            self._response = self._connection.getresponse()
+            if self._response.status != 200:
+                _answer(self._response.status, self._response.read())
+            self._socket.settimeout(None)  # from here on silence is what is expected
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def __iter__(self) -> Iterator[Json]:
+        """Every whole line until the server, the network or `close` ends it."""
+        while True:
+            try:
+                line = self._response.readline()
+            except (OSError, ValueError, AttributeError, http.client.HTTPException):
+                return
+            if not line.endswith(b"\n"):  # cut off in the middle: what follows is asked for again
+                return
+            try:
+                answer = json.loads(line) if line.strip() else None
+            except ValueError:  # not etcd's: a proxy in between that says something
+                return
+            if isinstance(answer, dict):
+                yield answer
+
+    def close(self) -> None:
+        """End the reading, also one that waits in another thread."""
+        interrupt(self._socket)
+
+    def release(self) -> None:
+        """Free what it holds; for the reader, when it is done."""
+        self._response.close()
+        self._connection.close()
+        self._socket.close()
+
+
+def _connection(endpoint: str, owner: Http) -> http.client.HTTPConnection:
+    url = urlsplit(endpoint)
+    host, port, timeout = str(url.hostname), url.port, owner.options.timeout
+    if url.scheme == "https":
+        return http.client.HTTPSConnection(host, port, timeout=timeout, context=owner.ssl_context)
+    return http.client.HTTPConnection(host, port, timeout=timeout)
+
+
+def _answer(status: int, data: bytes) -> Json:
+    try:
+        answer = json.loads(data) if data.strip() else {}
+    except ValueError:
+        answer = {}
+        if status == 200:
+            raise ValueError(f"not JSON: {data[:100]!r}") from None
+    if not isinstance(answer, dict):
+        raise ValueError(f"not a JSON object: {data[:100]!r}")
+    fault = answer.get("error")
+    if isinstance(fault, dict):  # in a stream
+        raise HttpStatusError(
+            int(fault.get("http_code", status)), str(fault.get("message", fault)), fault.get("grpc_code")
+        )
+    if status != 200 or fault:
+        said = answer.get("message") or fault or data[:200].decode(errors="replace")
+        raise HttpStatusError(status, str(said or f"HTTP status {status}"), answer.get("code"))
+    return answer

@@ -1,0 +1,124 @@
+"""Keeps leases alive in one background thread per store."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from abc import abstractmethod
+
+from adaptdl_elastic.rendezvous.store.base import Lease, StoreError, StoreUnavailableError
+
+logger = logging.getLogger(__name__)
+
+_RETRY = 0.2  # seconds after a failed attempt; never less often than at every third of the time to live
+
+
+class KeptLease(Lease):
+    """A lease that a `KeepAlive` renews. Drivers say how."""
+
+    def __init__(self, keeper: KeepAlive, ttl: float) -> None:
+        self.ttl = ttl
+        self.lost = threading.Event()
+        self.due = time.monotonic() + ttl / 3
+        self._held_until = time.monotonic() + ttl
+        self._keeper = keeper
+
+    @abstractmethod
+    def renew(self, timeout: float) -> bool:
+        """Ask the server to keep it; False when it is gone there; StoreError when nobody answers."""
+
+    @abstractmethod
+    def let_go(self, timeout: float) -> None:
+        """Revoke it on the server."""
+
+    def attempt(self) -> None:
+        """Renew it once and say when next; sets `lost` when the server no longer has it."""
+        sent = time.monotonic()
+        try:
+            # a server that hangs must not keep us from asking again before the lease is over
+            alive = self.renew(timeout=max(self.ttl / 3, 1.0))
+        except Exception as error:  # whatever it is, the other leases go on, and this one is tried again
+            level = logging.DEBUG if isinstance(error, StoreUnavailableError) else logging.WARNING
+            logger.log(level, "lease not renewed: %s", error)
+            self.due = time.monotonic() + min(_RETRY, self.ttl / 3)
+            return
+        self.due = sent + self.ttl / 3
+        if alive:
+            self._held_until = sent + self.ttl
+        else:
+            logger.warning("a lease of %g s was lost: the store did not hear of us in time", self.ttl)
+            self.lost.set()
+
+    def remaining(self) -> float:
+        """Seconds for which it is certain to be held: from the last answer of the server, 0 when lost."""
+        return 0.0 if self.lost.is_set() else max(0.0, self._held_until - time.monotonic())
+
+    def revoke(self) -> None:
+        """Let go: its keys vanish now. Harmless when already lost, or when nobody answers (they run out)."""
+        if self._keeper.remove(self) and not self.lost.is_set():
+            self._revoke(timeout=2.0)
+
+    def _revoke(self, timeout: float) -> None:
+        with contextlib.suppress(StoreError):
+            self.let_go(timeout)
+        self.lost.set()
+
+    def abandon(self) -> None:
+        """Keep it alive no longer, without a word to the server, as if this process had died."""
+        self._keeper.remove(self)
+
+
+class KeepAlive:
+    """Renews every lease at a third of its time to live."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._leases: list[KeptLease] = []
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def add(self, lease: KeptLease) -> None:
+        """Keep it alive from now on."""
+        with self._changed:
+            self._leases.append(lease)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def remove(self, lease: KeptLease) -> bool:
+        """No longer; whether it was kept until now."""
+        with self._changed:
+            if lease not in self._leases:
+                return False
+            self._leases.remove(lease)
+            return True
+
+    def close(self, timeout: float) -> None:
+        """Revoke them all, waiting for the server `timeout` seconds at most, and end the thread."""
+        with self._changed:
+            self._closed = True
+            leases, self._leases = self._leases, []
+            self._changed.notify_all()
+        deadline = time.monotonic() + timeout
+        for lease in leases:
+            left = deadline - time.monotonic()
+            if left > 0 and not lease.lost.is_set():
+                lease._revoke(left)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._closed:
+                    return
+                lease = min(self._leases, key=lambda one: one.due, default=None)
+                wait = None if lease is None else lease.due - time.monotonic()
+                if lease is None or (wait is not None and wait > 0):
+                    self._changed.wait(wait)
+                    continue
+            lease.attempt()
+            if lease.lost.is_set():
+                self.remove(lease)

@@ -1,0 +1,145 @@
+"""Where the store is and how to be let in: endpoints and `StoreOptions`."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from adaptdl_elastic.rendezvous.store.base import StoreError
+
+DEFAULT_PORT = 2379
+
+
+class StoreOptionError(StoreError, ValueError):
+    """An endpoint or option can not be used; the message says what to write instead."""
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """Time-out and credentials.
+
+    timeout: seconds that one operation may take, all endpoints and retries included.
+    ca: PEM file that the server's certificate must be signed by (default: the system's).
+    cert, key: PEM files of a client certificate.
+    user, password: of an etcd user. The password is in no repr and in no log.
+    """
+
+    timeout: float = 5.0
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout < math.inf:
+            raise StoreOptionError(
+                f"the store's time-out must be a finite, positive number of seconds, not {self.timeout:g}: "
+                f"--etcd-timeout, ADAPTDL_ETCD_TIMEOUT"
+            )
+        if (self.cert is None) != (self.key is None):
+            raise StoreOptionError("a client certificate needs its key and the other way round: give both")
+        if (self.user is None) != (self.password is None):
+            raise StoreOptionError(
+                "an etcd user needs a password and the other way round: ADAPTDL_ETCD_USER with "
+                "ADAPTDL_ETCD_PASSWORD_FILE or ADAPTDL_ETCD_PASSWORD"
+            )
+        for name, path in (("CA", self.ca), ("client certificate", self.cert), ("client key", self.key)):
+            if path is not None and not os.access(path, os.R_OK):
+                raise StoreOptionError(f"the {name} file {str(path)!r} can not be read")
+
+    @property
+    def secure(self) -> bool:
+        """Whether these options only make sense with TLS."""
+        return self.ca is not None or self.cert is not None
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ, **given: object) -> StoreOptions:
+        """From `ADAPTDL_ETCD_{TIMEOUT,CA,CERT,KEY,USER,PASSWORD,PASSWORD_FILE}`; what is `given` (and not
+        None) goes first. Passwords have no option on a command line: the process list is everybody's.
+        """
+        values: dict[str, object] = {}
+        for name in ("ca", "cert", "key"):
+            if text := environ.get(f"ADAPTDL_ETCD_{name.upper()}"):
+                values[name] = Path(text)
+        if text := environ.get("ADAPTDL_ETCD_TIMEOUT"):
+            values["timeout"] = _seconds(text)
+        if text := environ.get("ADAPTDL_ETCD_USER"):
+            values["user"] = text
+        if text := environ.get("ADAPTDL_ETCD_PASSWORD"):
+            values["password"] = text
+        if text := environ.get("ADAPTDL_ETCD_PASSWORD_FILE"):
+            values["password"] = read_password(Path(text))
+        values.update({name: value for name, value in given.items() if value is not None})
+        for name in ("ca", "cert", "key"):
+            if isinstance(values.get(name), str):
+                values[name] = Path(str(values[name]))
+        return cls(**values)  # type: ignore[arg-type]
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """For https endpoints. Only what is said here counts: REQUESTS_CA_BUNDLE does not."""
+        try:
+            context = ssl.create_default_context(cafile=str(self.ca) if self.ca else None)
+            if self.cert is not None and self.key is not None:
+                context.load_cert_chain(str(self.cert), str(self.key))
+        except (OSError, ssl.SSLError) as error:
+            raise StoreOptionError(f"the CA, client certificate or key is not usable: {error}") from None
+        return context
+
+
+def read_password(path: Path) -> str:
+    """The first line of a password file."""
+    try:
+        text = path.read_text().partition("\n")[0].rstrip("\r")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreOptionError(f"the password file {str(path)!r} can not be read: {error}") from None
+    if not text:
+        raise StoreOptionError(f"the password file {str(path)!r} is empty")
+    return text
+
+
+def parse_endpoints(text: str, secure: bool = False) -> tuple[str, ...]:
+    """`host:port[,host:port…]`, each with an optional `http://` or `https://`, as URLs without a path.
+
+    Without a scheme it is https when `secure`, else http; without a port it is 2379.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise StoreOptionError("no etcd endpoint was given: write HOST:PORT[,HOST:PORT...]")
+    return tuple(_parse_endpoint(part, secure) for part in parts)
+
+
+def _parse_endpoint(text: str, secure: bool) -> str:
+    default = "https" if secure else "http"
+    try:
+        url = urlsplit(text if "://" in text else f"{default}://{text}")
+        host, port = url.hostname, url.port
+    except ValueError as error:
+        raise StoreOptionError(f"etcd endpoint {text!r}: {error}; write HOST:PORT") from None
+    if url.scheme not in ("http", "https") or not host or url.path not in ("", "/") or url.query:
+        raise StoreOptionError(f"etcd endpoint {text!r} is not of the form HOST:PORT or https://HOST:PORT")
+    if url.username or url.password:
+        raise StoreOptionError("an etcd endpoint takes no user and password: see ADAPTDL_ETCD_USER")
+    if not re.fullmatch(r"[\w.\-:%]+", host):
+        raise StoreOptionError(f"etcd endpoint {text!r}: {host!r} is not a host name or address")
+    if secure and url.scheme == "http":
+        raise StoreOptionError(
+            f"etcd endpoint {text!r} is not https, but a CA or client certificate was given"
+        )
+    if port == 0:
+        raise StoreOptionError(f"etcd endpoint {text!r}: nobody listens on port 0")
+    name = f"[{host}]" if ":" in host else host
+    return f"{url.scheme}://{name}:{port or DEFAULT_PORT}"
+
+
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise StoreOptionError(f"ADAPTDL_ETCD_TIMEOUT is {text!r}, not a number of seconds") from None

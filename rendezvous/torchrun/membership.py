@@ -1,0 +1,199 @@
+"""Who is in a round, decided by its members alone: the pure core of the torchrun plug-in.
+
+With plain torchrun there is no coordinator. Every agent keeps a *member* entry in the store (leased),
+sees the same *view*, and the first of those who wait writes the next *round* by compare-and-swap. A
+round is immutable: number and members, whose order is their rank.
+
+* A member *waits* when it has said so after the current round, or is in no round yet.
+* A member of the round that still runs although others wait is *lagging*: it is stopping its workers.
+* A member of the round whose entry has vanished is *missing*, and *gone* after `grace` seconds, in which
+  one whose lease only lapsed (etcd was away) comes back; one that said it leaves is gone at once.
+* The next round holds whoever waits when nobody lags, those of the round before first and in their
+  order, so that rank 0 stays where it was if it can.
+
+Times are seconds of the caller's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass as plain_dataclass
+from dataclasses import field
+
+from pydantic.dataclasses import dataclass as record_dataclass
+
+
+@record_dataclass(frozen=True)
+class Member:
+    """One agent, as it describes itself."""
+
+    id: str
+    host: str
+    after: int = 0  # number of the round after which it waits for another
+    leaving: bool = False
+
+
+@record_dataclass(frozen=True)
+class MembershipRound:
+    """One fixed membership; the order of the members is their rank."""
+
+    number: int
+    members: tuple[str, ...]
+
+
+@record_dataclass(frozen=True)
+class Closed:
+    """The run is over."""
+
+    by: str
+    ok: bool
+
+
+@plain_dataclass(frozen=True)
+class MembershipSettings:
+    """`--nnodes=MIN:MAX` and the plug-in's options, in seconds."""
+
+    min_nodes: int
+    max_nodes: int
+    last_call: float = 1.0  # the first round waits so long for more than min_nodes
+    grace: float = 2.0  # a vanished entry may come back
+    leave_timeout: float = 60.0  # a member that stops its workers may take so long
+
+
+@plain_dataclass(frozen=True)
+class View:
+    """What the store holds, and since when it does."""
+
+    members: Mapping[str, Member] = field(default_factory=dict)
+    order: Mapping[str, int] = field(default_factory=dict)  # who came first
+    round: MembershipRound | None = None
+    closed: Closed | None = None
+    missing_since: Mapping[str, float] = field(default_factory=dict)  # entries that were seen to vanish
+    last_arrival: float = -math.inf
+    due_since: float = math.inf  # since when there is reason for another round
+
+    @property
+    def number(self) -> int:
+        """Of the current round; 0 for none."""
+        return self.round.number if self.round else 0
+
+
+@plain_dataclass(frozen=True)
+class Enter:
+    """Be in this round."""
+
+    round: MembershipRound
+
+
+@plain_dataclass(frozen=True)
+class Propose:
+    """Write this round, if the one in the view is still the newest."""
+
+    round: MembershipRound
+
+
+@plain_dataclass(frozen=True)
+class Wait:
+    """For a change of the view, or until then."""
+
+    until: float = math.inf
+
+
+@plain_dataclass(frozen=True)
+class Over:
+    """The run was closed."""
+
+    closed: Closed
+
+
+def is_waiting(view: View, member: Member) -> bool:
+    """Whether it wants to be in the next round."""
+    if member.leaving:
+        return False
+    in_round = view.round is not None and member.id in view.round.members
+    return not in_round or member.after >= view.number
+
+
+def gone(view: View, settings: MembershipSettings, now: float) -> set[str]:
+    """Members of the round that will not come back."""
+    found = set()
+    for one in view.round.members if view.round else ():
+        member = view.members.get(one)
+        vanished = member is None and now - view.missing_since.get(one, -math.inf) >= settings.grace
+        if vanished or (member is not None and member.leaving):
+            found.add(one)
+    return found
+
+
+def lagging(view: View, settings: MembershipSettings, now: float) -> set[str]:
+    """Members of the round that should wait but do not yet."""
+    absent = gone(view, settings, now)
+    return {
+        one
+        for one in (view.round.members if view.round else ())
+        if one not in absent and (one not in view.members or not is_waiting(view, view.members[one]))
+    }
+
+
+def candidates(view: View) -> list[str]:
+    """Who waits, in the order of the next round's ranks."""
+    ranks = {one: rank for rank, one in enumerate(view.round.members if view.round else ())}
+    waiting = [member.id for member in view.members.values() if is_waiting(view, member)]
+    return sorted(waiting, key=lambda one: (ranks.get(one, math.inf), view.order.get(one, 0), one))
+
+
+def is_due(view: View, settings: MembershipSettings) -> bool:
+    """Whether somebody waits whom the next round would have, and this one has not."""
+    members = view.round.members if view.round else ()
+    room = len(members) < settings.max_nodes
+    return any(room or one in members for one in candidates(view))
+
+
+def decide(view: View, me: str, settings: MembershipSettings, now: float) -> Enter | Propose | Wait | Over:
+    """What a member that waits does next."""
+    if view.closed is not None:
+        return Over(view.closed)
+    mine = view.members.get(me)
+    if (
+        mine is not None
+        and view.round is not None
+        and me in view.round.members
+        and not is_waiting(view, mine)
+    ):
+        return Enter(view.round)
+    waiting = candidates(view)
+    if not waiting or waiting[0] != me or len(waiting) < settings.min_nodes:
+        return Wait(_next_gone(view, settings, now))
+    patience = view.due_since + settings.leave_timeout
+    if lagging(view, settings, now) and now < patience:
+        return Wait(min(patience, _next_gone(view, settings, now)))
+    first = view.round is None or not any(one in view.members for one in view.round.members)
+    last_call = view.last_arrival + settings.last_call
+    if first and len(waiting) < settings.max_nodes and now < last_call:
+        return Wait(last_call)
+    return Propose(MembershipRound(view.number + 1, tuple(waiting[: settings.max_nodes])))
+
+
+def nodes_waiting(view: View, me: str, number: int, settings: MembershipSettings, now: float) -> int:
+    """What a member that runs round `number` tells torch's agent; above 0 makes it stop and wait.
+
+    For a departed member, too: that this counts only newcomers is why stock handlers never shrink.
+    """
+    if view.closed is not None:
+        return 0 if view.closed.ok else 1
+    if view.round is None:
+        return 0
+    if view.number != number:
+        return 1
+    waiting = [one for one in candidates(view) if one != me]
+    absent = gone(view, settings, now)
+    back = [one for one in waiting if one in view.round.members]
+    room = settings.max_nodes - (len(view.round.members) - len(absent))
+    newcomers = min(len(waiting) - len(back), max(0, room))
+    return len(back) + len(absent) + newcomers
+
+
+def _next_gone(view: View, settings: MembershipSettings, now: float) -> float:
+    ends = [since + settings.grace for since in view.missing_since.values()]
+    return min((end for end in ends if end > now), default=math.inf)

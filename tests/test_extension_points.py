@@ -1,0 +1,105 @@
+"""Extension points: a part of another distribution is found, used, and told about where it cannot be used."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from click.testing import CliRunner
+
+from adaptdl_elastic.autoscaler.cli import adaptdl
+from adaptdl_elastic.autoscaler.providers.base import Capacity, ProviderError, ProviderOptionError
+from adaptdl_elastic.autoscaler.providers.registry import ProviderRequest, make_provider
+
+MODULE = """
+import click
+from adaptdl_elastic.autoscaler.providers.base import Capacity, Provider
+
+class ToyProvider(Provider):
+    name = "toy"
+    def __init__(self, options):
+        self.options = options
+    def capacity(self):
+        return Capacity(warnings=(self.options["zone"],))
+    def request(self, pool, desired): ...
+    def release(self, instance, replace=False): ...
+
+def make(request):
+    return ToyProvider(request.known("zone"))
+
+def no_provider(request):
+    return "a word"
+
+@click.command()
+def hello():
+    click.echo("hello from outside")
+
+nothing = 3
+"""
+ENTRIES = """
+[adaptdl_elastic.providers]
+toy = toy_extension:make
+useless = toy_extension:no_provider
+broken = toy_extension_that_is_not_there:make
+ec2 = toy_extension:make
+
+[adaptdl_elastic.commands]
+hello = toy_extension:hello
+nothing = toy_extension:nothing
+ls = toy_extension:hello
+"""
+
+
+@pytest.fixture(autouse=True)
+def toy_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a distribution of somebody else's: a module and its entry points."""
+    (tmp_path / "toy_extension.py").write_text(dedent(MODULE))
+    info = tmp_path / "toy_extension-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-extension\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRIES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "toy_extension", raising=False)
+
+
+def test_a_provider_of_another_package_gets_its_options() -> None:
+    provider = make_provider("toy", ProviderRequest({"zone": "here"}))
+    assert provider.capacity() == Capacity(warnings=("here",))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "line"),
+    [
+        ("toy", {"zonne": "x"}, ProviderOptionError, "no option 'zonne' (-o); there are: zone"),
+        ("tpu", {}, ProviderOptionError, "no provider 'tpu'; there are: ec2, local, broken, toy, useless"),
+        ("useless", {}, ProviderError, "'useless' gives 'a word', which is no Provider"),
+        ("broken", {}, ProviderOptionError, "'broken' of toy-extension cannot be imported"),
+        ("ec2", {"zone": "x"}, ProviderOptionError, "there are: groups, region, profile, queue_url"),
+    ],
+)
+def test_a_provider_that_cannot_be_used_is_one_clear_line(
+    name: str, options: dict[str, str], error: type[Exception], line: str
+) -> None:
+    with pytest.raises(error) as caught:
+        make_provider(name, ProviderRequest(options))
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_command_of_another_package_runs_and_is_listed() -> None:
+    done = CliRunner().invoke(adaptdl, ["hello"])
+    assert (done.exit_code, done.output) == (0, "hello from outside\n")
+    listed = CliRunner().invoke(adaptdl, ["--help"]).output
+    assert "hello        From the package toy-extension." in listed
+
+
+def test_a_command_of_ours_cannot_be_replaced() -> None:
+    assert "hello from outside" not in CliRunner().invoke(adaptdl, ["ls", "--help"]).output
+
+
+def test_an_entry_point_that_is_no_command_is_one_clear_line() -> None:
+    done = CliRunner().invoke(adaptdl, ["nothing"])
+    assert done.exit_code == 1
+    assert "the command 'nothing' of toy-extension is no click.Command" in done.output
