@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo cluster-demo ec2-demo soak chaos api test lint clean
+.PHONY: help install demo cluster-demo ec2-demo soak chaos simulate-faults api test lint clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -37,6 +37,9 @@ soak: $(STAMP) ## MINUTES=15: replicas that come, go and are killed at random, a
 chaos: $(STAMP) ## SECONDS=600 SEED=1: schedules of changes and deaths drawn at random, beyond those of the tests
 	@ADAPTDL_CHAOS_SECONDS=$(or $(SECONDS),600) ADAPTDL_CHAOS_SEED=$(or $(SEED),1) \
 		$(BIN)/python -m pytest -q -s --timeout 100000 tests/library/test_chaos.py -k more
+
+simulate-faults: $(STAMP) ## SECONDS=60 SEED=1: the real agents and coordinators in simulated clusters that fail in every way
+	@PYTHONPATH=tests/simulation:tests/support $(BIN)/python -m faultsim --seconds $(or $(SECONDS),60) --seed $(or $(SEED),1)
 
 api: $(STAMP) ## docs/api.md from the docstrings
 	@$(BIN)/python docs/generate_api.py

@@ -20,9 +20,11 @@ Nothing here imports torch at run time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
+
+from adaptdl_elastic.protocol.messages import ChangePlan, RecoveryPlan
 
 if TYPE_CHECKING:
     import torch
@@ -37,9 +39,6 @@ Place = tuple[int, int]
 
 Command = dict[str, Any]
 """What to do at a boundary: `kind` and what that kind needs. Plain data: it travels between replicas."""
-
-Message = dict[str, Any]
-"""A message between an agent and a replica, as `adaptdl_elastic.channel` describes it."""
 
 
 class RetryDataLoop(Exception):
@@ -501,7 +500,7 @@ class Survivor(Protocol):
     def on_lost(self) -> None:
         """A peer is gone. From any thread."""
 
-    def on_plan(self, message: Message) -> None:
+    def on_plan(self, message: RecoveryPlan) -> None:
         """The agent's plan of a generation without the dead. In the channel's thread."""
 
 
@@ -511,8 +510,11 @@ class Rescaling(Protocol):
     def handlers(self) -> dict[str, Callable[[Command], None]]:
         """Return what is done at agreed boundaries, by the kind of the command."""
 
-    def on_plan(self, message: Message) -> None:
-        """The agent's `plan` message. In the channel's thread."""
+    def on_plan(self, message: ChangePlan) -> None:
+        """The agent's plan of a change in place. In the channel's thread."""
+
+    def on_withdrawn(self, generation: int) -> None:
+        """The agent has withdrawn the plan of that generation. In the channel's thread."""
 
     def epoch_ends(self, epoch: int) -> None:
         """States of `epoch` are about to be dropped."""
@@ -552,10 +554,3 @@ class TorchGroup(Protocol):
     @property
     def hung_up(self) -> bool:
         """Whether it has been aborted."""
-
-
-class Agent(Protocol):
-    """The line to this replica's agent."""
-
-    def send(self, message: Mapping[str, Any]) -> bool:
-        """Send one message; False when nobody is there any more."""

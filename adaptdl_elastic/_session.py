@@ -40,10 +40,10 @@ from adaptdl_elastic._interfaces import (
     Survivor,
     TorchGroup,
 )
+from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.protocol.channel import Channel
+from adaptdl_elastic.protocol.messages import Event, Hello, ReplicaMessage
 from adaptdl_elastic.reducer import Reducer
-
-EVENT_LOG_VARIABLE = "ADAPTDL_EVENT_LOG"
 
 log = logging.getLogger(__name__)
 
@@ -211,12 +211,12 @@ class Session:
         else:  # a script of collectives only, so far
             self._lost = rank
 
-    def hello(self) -> dict[str, Any]:
-        """What an agent is told first."""
-        return {"type": "hello", "version": adaptdl_elastic.__version__, "pid": self.pid}
+    def hello(self) -> Hello:
+        """Return what an agent is told first."""
+        return Hello(adaptdl_elastic.__version__, self.pid)
 
-    def send(self, message: Mapping[str, Any]) -> bool:
-        """Send a message of `adaptdl_elastic.channel` to the agent; False where none listens."""
+    def send(self, message: ReplicaMessage) -> bool:
+        """Send a message to the agent; False where none listens."""
         return self.channel is not None and self.channel.send(message)
 
     def emit(self, event: str, **fields: Any) -> None:
@@ -226,12 +226,12 @@ class Session:
         """
         if self.rank != 0 and event != "failure":
             return
-        record = {"event": event, "time": time.time(), **fields}
-        if self.send({"type": "event", **record}):
+        now = time.time()
+        if self.send(Event(event, now, fields)):
             return
-        path = os.environ.get(EVENT_LOG_VARIABLE)
+        path = os.environ.get(environment.EVENT_LOG)
         if path and self.channel is None:
-            self._append(Path(path), record)
+            self._append(Path(path), {"event": event, "time": now, **fields})
 
     def _append(self, path: Path, record: Mapping[str, Any]) -> None:
         try:

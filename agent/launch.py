@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import adaptdl_elastic
-from adaptdl_elastic.agent.cluster import checkpoint_archive, job_joining
+from adaptdl_elastic.agent.cluster import ended_run, job_joining
 from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
 from adaptdl_elastic.agent.cluster.store_link import Registration
 from adaptdl_elastic.agent.core.states import AgentIdentity
@@ -37,7 +37,7 @@ from adaptdl_elastic.rendezvous.local import runtime_file
 from adaptdl_elastic.rendezvous.local.addresses import address_towards, listen
 from adaptdl_elastic.rendezvous.local.store_server import LocalServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import JobSpec, NodeRecord, Rescale
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus, NodeRecord, Rescale
 from adaptdl_elastic.rendezvous.store.base import Store, StoreError
 from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.rendezvous.store.plan_store import PlanStore
@@ -96,7 +96,15 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
         # busy machine for longer than a lease.
         importlib.import_module("adaptdl_elastic.agent.runtime.agent")
         outfit = Outfit(access, Keys(options.cluster), fork_server, output, events, display, share)
-        return _run(options, _join(options, outfit), outfit)
+        try:
+            found = _join(options, outfit)
+        except ended_run.JobEndedError as ended:
+            events.write(
+                {"time": time.time(), "event": "exit", "exit_code": ended.exit_code, "reason": str(ended)}
+            )
+            display.say(str(ended))
+            return ended.exit_code
+        return _run(options, found, outfit)
 
 
 @dataclass(frozen=True)
@@ -221,8 +229,8 @@ def _join(options: RunOptions, outfit: Outfit) -> _Found:
         return _take_part(options, host, outfit.access.store, outfit.keys, outfit.display.say)
     except StorageError as error:
         raise LaunchError(
-            f"the checkpoints of the finished job in {options.checkpoint_path} can not be looked at and put "
-            f"aside: {error}; give another --checkpoint-path"
+            f"the checkpoints in {options.checkpoint_path} cannot be looked at or put aside: {error}; "
+            f"give another --checkpoint-path"
         ) from None
     except (job_joining.JoinError, StoreError) as error:
         raise LaunchError(str(error)) from None
@@ -232,26 +240,23 @@ def _take_part(
     options: RunOptions, host: str, store: Store, keys: Keys, say: Callable[[str], None]
 ) -> _Found:
     identity = interruption.discover()
-    if not (options.once and job_joining.has_ended(store, keys, options.job)):
-        checkpoint_archive.archive_finished(
-            store,
-            keys,
-            options.job,
-            options.checkpoint_path,
-            lambda: bool(job_joining.live_agents(store, keys, options.job)),
-            say,
-        )
     fresh = job_spec(options)
-    record = _node_record(options, host, identity, fresh.run)
-    registration = job_joining.register(store, keys, record, exact=options.node_name is not None)
-    try:
-        spec = job_joining.join_job(store, keys, fresh, record.version, say, options.once)
-        if spec.run != fresh.run:
-            registration.update(run=spec.run)
-    except BaseException:
-        registration.close()
-        raise
-    return _Found(spec, registration, identity, host)
+    start = ended_run.StartOptions(options.once, options.anew)
+
+    def busy() -> bool:
+        return bool(job_joining.live_agents(store, keys, options.job))
+
+    with ended_run.turn_to_start(store, keys, fresh, start, busy, say):
+        record = _node_record(options, host, identity, fresh.run)
+        registration = job_joining.register(store, keys, record, exact=options.node_name is not None)
+        try:
+            spec = job_joining.join_job(store, keys, fresh, record.version, say, start)
+            if spec.run != fresh.run:
+                registration.update(run=spec.run)
+        except BaseException:
+            registration.close()
+            raise
+        return _Found(spec, registration, identity, host)
 
 
 def _node_record(
@@ -349,8 +354,8 @@ def _run(options: RunOptions, found: _Found, outfit: Outfit) -> int:
         if watcher is not None:
             watcher.stop()
         try:
-            if agent.job_done:  # while we are registered nobody puts aside, and no note comes too late for it
-                checkpoint_archive.note_finished(options.checkpoint_path, found.spec.run, outfit.display.say)
+            # before the registration goes: another agent must not put aside what this one is about to note
+            _note_end(options, found.spec, agent.job_ended, outfit.display.say)
         finally:
             found.registration.close()
             outfit.share.close(agent.job_done)
@@ -360,6 +365,18 @@ def _run(options: RunOptions, found: _Found, outfit: Outfit) -> int:
     journal.emit("exit", exit_code=agent.exit_code, reason=agent.exit_reason)
     outfit.display.finish(agent.exit_code, agent.exit_reason, output.directory if output.keep else None)
     return agent.exit_code
+
+
+def _note_end(
+    options: RunOptions, spec: JobSpec, status: JobStatus | None, say: Callable[[str], None]
+) -> None:
+    """Leave a note beside the checkpoints that the job has ended.
+
+    Of a job that is not done only `--once` wants to know. In a cluster the store tells; a standalone job's
+    store ends with it.
+    """
+    if status is not None and (status.state is JobState.DONE or options.standalone):
+        ended_run.write_note(spec, status, options.checkpoint_path, say, even_if_empty=options.once)
 
 
 def _setting(options: RunOptions, found: _Found, outfit: Outfit) -> AgentConfig:

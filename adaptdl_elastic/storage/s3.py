@@ -2,8 +2,8 @@
 
     <prefix>/data/<id>/<file>       the states, each an object
     <prefix>/manifests/<id>.json    written last: what is not here is no checkpoint
-    <prefix>/finished.json          the job that wrote these is done: a rerun puts all of it aside, into
-    <prefix>/finished-<time>/…      the same as above
+    <prefix>/finished.json          how the run that wrote these ended; `--anew` moves all of it aside, into
+    <prefix>/archive-<time>/…       the same as above
 
 S3 is strongly consistent since December 2020: an object that was put is listed. The manifest is put on
 condition that it does not exist (`If-None-Match: *`), so of two writers one commits. When the answer to
@@ -110,10 +110,10 @@ class S3Storage(Storage):
                     Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"]
                 )
 
-    # --------------------------------------------------------------------------- a job that is done
+    # -------------------------------------------------------------------------- a run that has ended
 
-    def note(self) -> bytes | None:
-        """What `note_finished` has left, None when there is nothing."""
+    def read_note(self) -> bytes | None:
+        """Return what `write_note` has left, None where there is nothing."""
         if self._note not in self._keys(_NOTE):
             return None
         try:
@@ -122,23 +122,30 @@ class S3Storage(Storage):
         except DamagedError:  # gone since
             return None
 
-    def note_finished(self, note: bytes) -> None:
-        """Leave a note that the job which wrote these checkpoints is done, where there are any."""
-        if self.ids():
+    def write_note(self, note: bytes, *, even_if_empty: bool) -> None:
+        """Leave a note about the run that wrote these checkpoints, where there are any or `even_if_empty`."""
+        if even_if_empty or self.ids():
             with self._errors("can not write to"):
                 self._client.put_object(Bucket=self._bucket, Key=self._note, Body=note)
 
-    def move_aside(self, name: str) -> str:
-        """Copy all checkpoints below another prefix, then delete them here, the note last; where they are.
+    def withdraw_note(self) -> None:
+        """Delete the note if there is one."""
+        self._delete(self._keys(_NOTE))
 
-        S3 copies by itself, and knows no renaming.
+    def move_aside(self, name: str) -> str | None:
+        """Copy all checkpoints below another prefix, then delete them here, oldest first and the note last.
+
+        S3 copies by itself, and knows no renaming. Returns where they are, None where there is nothing.
         """
-        manifests, data = self._keys("manifests/"), self._keys("data/")
-        for key in (*data, *manifests, self._note):
+        manifests, data = sorted(self._keys("manifests/")), self._keys("data/")
+        note = [key for key in self._keys(_NOTE) if key == self._note]
+        if not (manifests or data or note):
+            return None
+        for key in (*data, *manifests, *note):
             new = f"{self._prefix}{name}/{key[len(self._prefix) :]}"
             with self._errors("can not copy within"):
                 self._client.copy({"Bucket": self._bucket, "Key": key}, self._bucket, new)
-        for gone in (manifests, data, [self._note]):
+        for gone in (manifests, data, note):
             self._delete(gone)
         return f"s3://{self._bucket}/{self._prefix}{name}"
 

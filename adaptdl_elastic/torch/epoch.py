@@ -26,6 +26,7 @@ import sys
 from collections.abc import Iterator
 
 from adaptdl_elastic import _frames, checkpoint, env
+from adaptdl_elastic.protocol.messages import EpochsFinished
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.checks import integer
 from adaptdl_elastic.torch._runtime.position import loops
@@ -61,7 +62,7 @@ def _run(until: int) -> Iterator[int]:
     session.start()
     if session.control.loops_over:
         session.control.loops_over = False
-        session.send({"type": "over", "over": False})
+        session.send(EpochsFinished(False))
     state.until, state.body = until, _frames.script_frame().f_code
     state.epoch_loops += 1
     ran = False
@@ -83,7 +84,7 @@ def _run(until: int) -> Iterator[int]:
                 file=sys.stderr,
             )
         session.control.loops_over = True
-        session.send({"type": "over", "over": True})
+        session.send(EpochsFinished(True))
     finally:
         session.epoch = None
 

@@ -1,8 +1,10 @@
-"""A rerun of a finished job trains anew: the note that a job is done, and where its checkpoints go then."""
+"""The note beside a job's checkpoints that a run of it has ended, and where its checkpoints go then.
+
+What the note says, and what follows from it, is in `ended_run`.
+"""
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 import time
@@ -11,58 +13,81 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import JobSpec, MalformedRecordError, decode
 from adaptdl_elastic.rendezvous.store.base import Store, StoreError
 from adaptdl_elastic.storage import StorageError, reason
 
-FINISHED = "finished.json"  # the note, beside the checkpoints
+NOTE = "finished.json"  # beside the checkpoints
+_NOT_OF_A_RUN = ("archive-", "finished-", ".probe-")  # archives, also of earlier versions; `launch` probes
 _LOCK_TTL = 5.0  # seconds: an agent that dies while it puts checkpoints aside holds up others for so long
 
 
 class CheckpointArchive(Protocol):
-    """What can be done with the checkpoints of a job that is done. All raise StorageError."""
+    """What can be done with the checkpoints of a run that has ended. All methods raise StorageError."""
 
-    def note(self) -> bytes | None:
-        """The note, None when there is none."""
+    def read_note(self) -> bytes | None:
+        """Return the note, or None where there is none."""
 
-    def note_finished(self, note: bytes) -> None:
-        """Leave the note, where there is anything to be noted."""
+    def write_note(self, note: bytes, *, even_if_empty: bool) -> None:
+        """Leave the note if there are checkpoints, and `even_if_empty` if there are none."""
 
-    def move_aside(self, name: str) -> str:
-        """Move all of it, the note last; where to. Whoever is interrupted leaves the note."""
+    def withdraw_note(self) -> None:
+        """Delete the note if there is one."""
+
+    def move_aside(self, name: str) -> str | None:
+        """Move all checkpoints and then the note; return where to, or None where there is nothing to move.
+
+        Where a move is interrupted the newest checkpoints and the note are still in their place.
+        """
 
 
 class _Directory:
     def __init__(self, path: str) -> None:
         self._path = Path(path)
 
-    def note(self) -> bytes | None:
-        path = self._path / FINISHED
+    def read_note(self) -> bytes | None:
+        path = self._path / NOTE
         try:
             return path.read_bytes() if path.is_file() else None
-        except FileNotFoundError:  # another agent has just put it aside
+        except FileNotFoundError:  # another agent has just moved it
             return None
         except OSError as error:
             raise StorageError(reason(error)) from None
 
-    def note_finished(self, note: bytes) -> None:
+    def write_note(self, note: bytes, *, even_if_empty: bool) -> None:
         try:
-            if self._path.is_dir() and any(self._path.iterdir()):
-                (self._path / FINISHED).write_bytes(note)
+            if even_if_empty:
+                self._path.mkdir(parents=True, exist_ok=True)
+            if even_if_empty or self._entries():
+                (self._path / NOTE).write_bytes(note)
         except OSError as error:
             raise StorageError(reason(error)) from None
 
-    def move_aside(self, name: str) -> str:
+    def withdraw_note(self) -> None:
+        try:
+            (self._path / NOTE).unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(reason(error)) from None
+
+    def move_aside(self, name: str) -> str | None:
         archive = self._path / name
         try:
+            entries = sorted(self._entries())  # the names of checkpoints sort by age
+            if (note := self._path / NOTE).is_file():
+                entries.append(note)
+            if not entries:
+                return None
             archive.mkdir()
-            entries = [e for e in self._path.iterdir() if not e.name.startswith("finished")]
-            for entry in [*entries, self._path / FINISHED]:
+            for entry in entries:
                 entry.rename(archive / entry.name)
         except OSError as error:
             raise StorageError(reason(error)) from None
         return str(archive)
+
+    def _entries(self) -> list[Path]:
+        """Return all that runs have left there, but for the note."""
+        if not self._path.is_dir():
+            return []
+        return [e for e in self._path.iterdir() if e.name != NOTE and not e.name.startswith(_NOT_OF_A_RUN)]
 
 
 def kept(path: str) -> CheckpointArchive:
@@ -77,55 +102,32 @@ def kept(path: str) -> CheckpointArchive:
     return _Directory(path.removeprefix("file://"))
 
 
-def note_finished(path: str, run: str, say: Callable[[str], None]) -> None:
-    """Leave a note with the checkpoints that the job which wrote them is done."""
+def read_note(path: str) -> bytes | None:
+    """Return the note beside the checkpoints in `path`. Raises StorageError."""
+    return kept(path).read_note()
+
+
+def write_note(path: str, note: bytes, say: Callable[[str], None], *, even_if_empty: bool) -> None:
+    """Leave a note beside the checkpoints in `path`; where that cannot be done, say so."""
     try:
-        kept(path).note_finished(json.dumps({"run": run, "time": time.time()}).encode())
+        kept(path).write_note(note, even_if_empty=even_if_empty)
     except StorageError as error:
-        say(f"that the job is done can not be noted in {path}: {error}; the same command will train no more")
+        say(f"that the job has ended cannot be noted in {path}: {error}; only the store knows it now")
 
 
-def archive_finished(
-    store: Store, keys: Keys, job: str, path: str, busy: Callable[[], bool], say: Callable[[str], None]
-) -> None:
-    """Put the checkpoints of a finished job aside, so that the same command trains anew.
-
-    Not while the job is `busy`: has agents. Of agents that start at the same moment one does it, and the
-    others wait until it is done. StorageError when it can not be done.
-    """
-    found = kept(path)
-
-    def is_finished() -> bool:
-        note = found.note()
-        return note is not None and not _is_late(note, store, keys, job, path)
-
-    if not is_finished():
-        return
-    with _alone(store, f"{keys.root}archiving/{job}"):
-        if busy() or not is_finished():
-            return
-        archive = found.move_aside(f"finished-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
-    say(f"job {job!r} has finished before: starting anew; its checkpoints are kept in {archive}")
+def withdraw_note(path: str) -> None:
+    """Delete the note beside the checkpoints in `path`. Raises StorageError."""
+    kept(path).withdraw_note()
 
 
-def _is_late(note: bytes, store: Store, keys: Keys, job: str, path: str) -> bool:
-    """Whether a later run than the noted one has begun with these checkpoints: they are of that run.
-
-    An agent that was cut off for longer than its lease may note that its run is done after another run has
-    put that one's checkpoints aside. Names of runs begin with when they began.
-    """
-    item = store.get(keys.job(job, "spec"))
-    try:
-        run = json.loads(note)["run"]
-        last = decode(JobSpec, item.value, item.key) if item is not None else None
-    except (ValueError, TypeError, KeyError, MalformedRecordError):
-        return False
-    return last is not None and last.checkpoint_path == path and isinstance(run, str) and run < last.run
+def move_aside(path: str) -> str | None:
+    """Move the checkpoints in `path` to a place beside them; return which. Raises StorageError."""
+    return kept(path).move_aside(f"archive-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
 
 
 @contextmanager
-def _alone(store: Store, key: str) -> Iterator[None]:
-    """Among all who use this key one at a time; a lease frees it when its holder is gone."""
+def exclusive(store: Store, key: str) -> Iterator[None]:
+    """Let in one agent at a time of all that use this key; a lease frees it when its holder is gone."""
     lease = store.lease(_LOCK_TTL)
     try:
         while store.compare_and_swap(key, "", 0, lease) is None:

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from adaptdl_elastic.agent.cluster.ended_run import NO_OPTIONS, StartOptions, of_status, refuse
+from adaptdl_elastic.agent.cluster.ended_run import JoinError as JoinError
 from adaptdl_elastic.agent.cluster.store_link import LEASE_SECONDS, NameTakenError, Registration
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
     JobSpec,
-    JobState,
     JobStatus,
     MalformedRecordError,
     NodeRecord,
@@ -25,18 +26,22 @@ from adaptdl_elastic.rendezvous.store.base import Store
 _ATTEMPTS = 20
 
 
-class JoinError(RuntimeError):
-    """This agent can not take part; the message says why and what to do."""
-
-
 def join_job(
-    store: Store, keys: Keys, fresh: JobSpec, version: str, say: Callable[[str], None], once: bool = False
+    store: Store,
+    keys: Keys,
+    fresh: JobSpec,
+    version: str,
+    say: Callable[[str], None],
+    options: StartOptions = NO_OPTIONS,
 ) -> JobSpec:
-    """The job's specification: `fresh` where there is none to join, else the one of the run that goes on.
+    """Return the job's specification: `fresh` where there is none to join, else that of the run that goes on.
 
     A run goes on while an agent of it is registered. So register before, with the run of `fresh`: agents
-    that are started at the same moment must not take each other's run for one that nobody belongs to.
-    With `once` a run that has ended is joined, too: its agents have nothing to do but to exit as it did.
+    that are started at the same moment must not take each other's run for one without agents.
+
+    Raises:
+        JobEndedError: The job has ended, and is not to be started again (`ended_run.refuse`).
+        JoinError: This agent cannot take part.
     """
     key = keys.job(fresh.job, "spec")
     for _ in range(_ATTEMPTS):
@@ -54,40 +59,22 @@ def join_job(
                 f"{error}; another program writes under our prefix: choose another --cluster"
             ) from None
         status = _status(store, keys, fresh.job)
-        ended = status is not None and status.run == spec.run and status.state.ended
-        if once if ended else any(agent.run == spec.run for agent in agents):
-            if not ended:
-                _check_command(spec, fresh)
-                _compare(spec, fresh, say)
+        if (ended := of_status(spec, status)) is not None:
+            refuse(ended, fresh, options)
+        elif any(agent.run == spec.run for agent in agents):
+            _check_command(spec, fresh)
+            _compare(spec, fresh, say)
+            if options.anew:
+                say(f"--anew has no effect: this node joins run {spec.run} of {spec.job!r}, now under way")
             return spec
         if store.compare_and_swap(key, encode(fresh), found.mod_revision) is not None:
-            _start_anew(store, keys, spec, status if ended else None, say)
+            what = "has no agent any more" if ended is None else f"has {ended.state.value}"
+            then = "another run begins, with --anew" if options.anew else "going on from its last checkpoint"
+            if options.anew:
+                store.delete(keys.job(spec.job, "checkpoint"))
+            say(f"job {spec.job!r} (run {spec.run}) {what}: {then}")
             return fresh
     raise JoinError(f"job {fresh.job!r}: other agents keep changing its specification; try again")
-
-
-def has_ended(store: Store, keys: Keys, job: str) -> bool:
-    """Whether the last run of a job, as the store has it, is over."""
-    found, status = store.get(keys.job(job, "spec")), _status(store, keys, job)
-    if found is None or status is None:
-        return False
-    try:
-        return status.state.ended and decode(JobSpec, found.value, found.key).run == status.run
-    except MalformedRecordError:
-        return False
-
-
-def _start_anew(
-    store: Store, keys: Keys, old: JobSpec, status: JobStatus | None, say: Callable[[str], None]
-) -> None:
-    state = status.state if status is not None else None
-    if state is JobState.DONE:
-        store.delete(keys.job(old.job, "checkpoint"))
-        say(f"job {old.job!r} (run {old.run}) is done: starting it anew as another run")
-    elif state is None:
-        say(f"job {old.job!r} (run {old.run}) has no agent any more: going on from its last checkpoint")
-    else:
-        say(f"job {old.job!r} (run {old.run}) has {state.value}: going on from its last checkpoint")
 
 
 def live_agents(store: Store, keys: Keys, job: str) -> list[NodeRecord]:

@@ -69,7 +69,6 @@ from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
     Failure,
-    JobState,
     JobStatus,
     Outcome,
     PeerLossRecord,
@@ -105,11 +104,11 @@ def deadline(state: State) -> float | None:
     if held is not None and held.until is not None:
         times.append(held.until)
     if held is not None and held.phase is Phase.RUNNING:
-        if held.change is not None and not held.change.announced:
+        if held.change is not None and not held.change.announced and not held.change.switched:
             times.append(held.change.until)
         if held.join_by is not None:
             times.append(held.join_by)
-        if state.departure is not None:
+        if state.departure is not None and not _goes_along(state, held):
             times.append(max(state.departure.since, held.since) + OWN_STOP_AFTER)
         times += hang_detection.due(state, held)
     return min(times, default=None)
@@ -284,7 +283,7 @@ def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
         return _reconcile_held(state, state.held, now)
     plan, status = state.plan, state.status
     if status is not None and status.state.ended:
-        return _exit(state, _code_of(status), _reason_of(status))
+        return _exit(state, status.process_exit_code, _reason_of(status))
     if state.away is not None and state.outcome is not None and now >= _lonely_until(state, state.away):
         code = {Outcome.DONE: 0, Outcome.STOPPED: STOPPED}.get(state.outcome, 1)
         why = f"the store has been away for {PATIENCE:g} s: nobody says what became of the job"
@@ -355,13 +354,11 @@ def _reconcile_held(state: State, held: LocalGeneration, now: float) -> tuple[St
         if step is not None:
             return step
         plan = state.plan
-        if plan is not None and plan.generation > max(held.generation, held.withdrawn):
+        if plan is not None and _goes_along(state, held):
             if held.change is not None and held.change.plan is plan:
                 return state, []
-            if plan.transition is Transition.RECOVER and peer_loss.possible(held, plan):
-                return _recover(state, held, plan, now)
-            if held.change is None and inplace_change.possible(held, plan):
-                return _go_over(state, held, plan, now)
+            recovers = plan.transition is Transition.RECOVER
+            return (_recover if recovers else _go_over)(state, held, plan, now)
         why = _why_stop(state, held, now)
         if why is not None:
             held = replace(held, phase=Phase.STOPPING, until=now + state.me.checkpoint_timeout)
@@ -371,6 +368,21 @@ def _reconcile_held(state: State, held: LocalGeneration, now: float) -> tuple[St
             asked = tuple(local_rank for local_rank in alive if local_rank not in plain)
             return replace(state, held=held), [AskToStop(asked, plain, why)]
     return state, []
+
+
+def _goes_along(state: State, held: LocalGeneration) -> bool:
+    """Return True while the held replicas follow a newer plan in their processes.
+
+    Nothing else stops them meanwhile, so the time at which a departing node would stop them does not count.
+    """
+    plan = state.plan
+    if plan is None or plan.generation <= max(held.generation, held.withdrawn):
+        return False
+    if held.change is not None and held.change.plan is plan:
+        return True
+    if plan.transition is Transition.RECOVER:
+        return peer_loss.possible(held, plan)
+    return held.change is None and inplace_change.possible(held, plan)
 
 
 def _go_over(state: State, held: LocalGeneration, plan: Plan, now: float) -> tuple[State, list[Action]]:
@@ -521,12 +533,6 @@ def _exit_now(state: State, code: int, reason: str) -> tuple[State, list[Action]
     if state.held is not None and state.held.alive:
         actions.append(Kill(tuple(r.local_rank for r in state.held.alive), reason))
     return replace(state, exiting=True), [*actions, Exit(code, reason)]
-
-
-def _code_of(status: JobStatus) -> int:
-    if status.exit_code is not None:
-        return status.exit_code if status.exit_code >= 0 else 128 - status.exit_code
-    return {JobState.DONE: 0, JobState.STOPPED: STOPPED}.get(status.state, 1)
 
 
 def _reason_of(status: JobStatus) -> str:

@@ -34,10 +34,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from adaptdl_elastic.protocol.channel import FD_VARIABLE, say_finished
+from adaptdl_elastic.protocol import environment
+from adaptdl_elastic.protocol.channel import say_finished
 
 _PR_SET_PDEATHSIG = 1
-ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+ERROR_FILE_VARIABLE = environment.ERROR_FILE
 CANNOT_EXEC = 127  # as a shell says it
 _NOT_FLUSHED = 120  # Python's own, where the last output can not be written
 _STUCK = 10.0  # seconds after which a file that can be neither flushed nor closed is given up
@@ -75,7 +76,7 @@ def become(
     os.environ.update(command.env)
     if channel is not None:
         os.set_inheritable(channel, True)  # for a program that starts Python itself
-        os.environ[FD_VARIABLE] = str(channel)
+        os.environ[environment.AGENT_FD] = str(channel)
 
 
 def die_with(parent: int) -> None:

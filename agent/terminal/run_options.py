@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptdl_elastic.agent.terminal.torchrun_options import torchrun_parser
+from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.rendezvous.schema.keys import check_name
 from adaptdl_elastic.rendezvous.schema.records import HEAVIEST
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, parse_endpoints
@@ -90,6 +91,7 @@ class RunOptions:
     rescale: str
     rescale_timeout: float
     once: bool
+    anew: bool
     max_restarts: int
     hang_timeout: float | None
     autoscale: bool
@@ -228,7 +230,14 @@ def _add_ours(group: Any) -> None:
     add(
         "--once",
         action="store_true",
-        help="if the job has ended already, exit as it did instead of starting it again",
+        help="if the job has ended already, however it did, exit as it did (without it only a job that is "
+        "done stays so; one that was stopped or has failed goes on from its checkpoint)",
+    )
+    add(
+        "--anew",
+        action="store_true",
+        help="start another run of a job that has ended, from the beginning; the checkpoints of the last one "
+        "are put aside",
     )
     add("--no-autoscale", action="store_true", help="only `adaptdl scale` changes the number of replicas")
     add(
@@ -290,7 +299,9 @@ def check(
             parse_endpoints(endpoint or "")
         except StoreOptionError as error:
             raise OptionError(str(error)) from None
-    path = args.checkpoint_path or environ.get("ADAPTDL_CHECKPOINT_PATH") or str(Path(".adaptdl") / job)
+    if args.once and args.anew:
+        raise OptionError("--once and --anew exclude each other: give --anew to train again, else --once")
+    path = args.checkpoint_path or environ.get(environment.CHECKPOINT_PATH) or str(Path(".adaptdl") / job)
     if "://" not in path:
         path = str(Path(path).absolute())
     _check_numbers(args)
@@ -323,6 +334,7 @@ def check(
         rescale=args.rescale,
         rescale_timeout=args.rescale_timeout,
         once=args.once,
+        anew=args.anew,
         max_restarts=args.max_restarts,
         hang_timeout=args.hang_timeout,
         autoscale=not args.no_autoscale,

@@ -21,6 +21,7 @@ pauses in the status), so that a successor goes on where we were.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -34,12 +35,13 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     CoordinatorSettings,
     Decided,
     Memory,
+    PolicyAnswer,
+    PolicyRound,
     Say,
 )
 from adaptdl_elastic.autoscaler.coordinator.fence import fence_off
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, JobChange, Phase
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy, ask, described
-from adaptdl_elastic.autoscaler.coordinator.rounds import PolicyAnswer, PolicyRound
 from adaptdl_elastic.autoscaler.coordinator.slots import in_plan, rooms
 from adaptdl_elastic.autoscaler.coordinator.status import (
     ITS_TURN,
@@ -67,9 +69,20 @@ def decide(
     """What the leader with this `fence` does about what it sees. Pure.
 
     The policy is not called from here: where `Decided.ask` is a round, somebody computes it
-    (`rounds.compute`) and passes the `answer` to a later call.
+    (`rounds.compute`) and passes the `answer` to a later call. A leader that is `deposed` decides nothing.
     """
+    if deposed(view, fence):
+        return Decided((), memory, math.inf)
     return _Deciding(view, memory, keys, fence, settings, answer).run()
+
+
+def deposed(view: View, fence: int) -> bool:
+    """Return True if another coordinator was elected after the one with this `fence`.
+
+    The older one has lost its lease then, though nobody has told it so yet. What it would write of plans that
+    it has seen from its successor would fit, compare-and-swap or not.
+    """
+    return view.leader is not None and view.leader.revision > fence
 
 
 def decide_at_once(

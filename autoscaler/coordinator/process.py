@@ -25,7 +25,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from adaptdl_elastic.autoscaler.cluster_view import View
-from adaptdl_elastic.autoscaler.coordinator.decide import decide
+from adaptdl_elastic.autoscaler.coordinator.decide import decide, deposed
 from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     Action,
     CompareAndSwap,
@@ -33,11 +33,13 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     Decided,
     DeletePrefix,
     Memory,
+    PolicyAnswer,
+    PolicyRound,
     Say,
 )
 from adaptdl_elastic.autoscaler.coordinator.following import Follower
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy
-from adaptdl_elastic.autoscaler.coordinator.rounds import PolicyAnswer, PolicyRound, compute
+from adaptdl_elastic.autoscaler.coordinator.rounds import compute
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import LeaderRecord
@@ -183,7 +185,7 @@ class Coordinator:
         try:
             if not self._follower.loaded:
                 self._follower.load()
-            while not self._stopped.is_set() and not lease.lost.is_set():
+            while not self._stopped.is_set() and not lease.lost.is_set() and not term.deposed:
                 term.step()
         finally:
             term.close()
@@ -203,6 +205,7 @@ class _Term:
         self._memory = Memory()
         self._wake_at = owner._clock()
         self._answers: queue.SimpleQueue[PolicyAnswer] = queue.SimpleQueue()
+        self.deposed = False  # another coordinator was elected after this one
         self._asked: tuple[int, float] | None = None  # number of the round under way, and since when
 
     def close(self) -> None:
@@ -263,6 +266,10 @@ class _Term:
                 self._asked = None
             started = owner._clock()
             view = self._keeper.view(started, owner._wall(), self._follower.steady_since)
+            if deposed(view, self._fence):
+                logger.warning("another coordinator leads: it was elected after fence %d", self._fence)
+                self.deposed = True
+                return
             decided = decide(
                 view,
                 self._memory,

@@ -1,4 +1,4 @@
-"""What can be had and what there is, as one decision of the autoscaler sees it. Pure."""
+"""Compute the current supply of nodes and what can be bought, for one decision. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ from adaptdl_elastic.autoscaler.scaling.economics import (
 from adaptdl_elastic.autoscaler.scaling.observed_history import interruptions_per_hour, running_replicas
 from adaptdl_elastic.autoscaler.scaling.scaling_types import Known, Memory, Observation, PoolMemory
 
-_PATIENCE = 5  # times --shrink-after, for which jobs that change one after the other can hold everything
-_VANISH = 60.0  # seconds for which a released instance is believed to be gone, though it is shown
+# Jobs whose sizes change one after the other postpone shrinking for at most this many --shrink-after.
+_POSTPONED_SHRINKS = 5
+# A released instance counts as gone for so long, though the provider may still list it.
+_STALE_LISTING_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class NodeMarket:
-    """What can be had, and what there is, in one decision."""
+    """The instances and the offers of all pools, as one decision sees them."""
 
     seen: Observation
     memory: Memory
     settings: ScalingSettings
 
     def pool(self, name: str) -> PoolMemory:
-        """What is remembered of a pool."""
+        """Return what is remembered of the pool called `name`."""
         return self.memory.pools.get(name, PoolMemory())
 
     def staying(self, pool: Pool) -> list[Instance]:
-        """Its instances that are not on their way out."""
+        """Return the pool's instances that are neither leaving nor just released."""
         return [
             i
             for i in self.seen.capacity.instances
@@ -47,86 +49,89 @@ class NodeMarket:
         ]
 
     def giving_back(self, pool: Pool) -> int:
-        """How many of them we let go without a replacement, and the pool does not know yet."""
+        """Return how many staying instances we drain without a replacement; the pool still counts them."""
         entries = (self.memory.known[i.id] for i in self.staying(pool))
         return sum(bool(entry.leaving) and not entry.replace for entry in entries)
 
     def shut(self, pool: Pool) -> bool:
-        """Whether nothing more is to come of it: none to give, none that become nodes, or taken back."""
+        """True if the pool is asked for nothing: closed, backed off, or interrupted too often."""
         entry = self.pool(pool.name)
         return bool(entry.closed) or entry.until > self.seen.now or self.too_wild(pool)
 
-    def asked(self, pool: Pool) -> int:
-        """How many the pool is to have; no more than there are where it is shut."""
+    def desired(self, pool: Pool) -> int:
+        """Return the desired size of the pool; for a shut pool at most the instances that stay."""
         if not self.shut(pool):
             return pool.desired
         return max(pool.minimum, min(pool.desired, len(self.staying(pool))))
 
-    def coming(self, pool: Pool) -> int:
-        """How many were asked for and are not there."""
-        return max(0, self.asked(pool) - len(self.staying(pool)))
+    def pending(self, pool: Pool) -> int:
+        """Return how many instances are desired and not there yet."""
+        return max(0, self.desired(pool) - len(self.staying(pool)))
 
-    def extra(self, pool: Pool) -> int:
-        """How many are there beyond what was asked for, those aside that stand in for one at risk.
+    def surplus(self, pool: Pool) -> int:
+        """Return how many instances there are above the desired size, early replacements not counted.
 
-        Somebody has lowered the group's capacity, and what is protected has stayed. What we have given
-        back is never one of them, however long it is shown: bought back it would be given back again.
+        There is a surplus after a person lowered the group's capacity while its instances were protected.
+        Instances that the autoscaler released never count: asking for them again would only release them
+        again.
         """
         there = sum(self.memory.known[i.id].released is None for i in self.staying(pool))
-        return max(0, there - self.asked(pool) - self._early(pool))
+        return max(0, there - self.desired(pool) - self._early(pool))
 
     def _early(self, pool: Pool) -> int:
-        """Replacements that CapacityRebalance has brought before the one at risk goes."""
+        """Return how many replacements CapacityRebalance has started before the instance at risk is gone."""
         if not pool.replaces_at_risk:
             return 0
         risky = sum(self.memory.known[i.id].at_risk for i in self.staying(pool))
-        return max(0, min(risky, len(self.staying(pool)) - self.asked(pool)))
+        return max(0, min(risky, len(self.staying(pool)) - self.desired(pool)))
 
     def supply(self, pool: Pool) -> int:
-        """Nodes that there are, or that were asked for, less those that go."""
+        """Return the nodes of the pool: those that stay and those that are pending."""
         there = len(self.staying(pool)) - self._early(pool)
-        return there + self.coming(pool) - self.giving_back(pool)
+        return there + self.pending(pool) - self.giving_back(pool)
 
     def candidates(self, settled: bool = False) -> list[tuple[Pool, Instance | None]]:
-        """What could go, in the order in which it would: what has not come (None), then the least missed.
+        """Return what could be given up, cheapest loss first: pending instances (None), then nodes.
 
-        Of each pool at most so many as are above its minimum. `settled`: of the nodes only those that no
-        job has, or is to have, of which a change is under way.
+        At most as many per pool as are above its minimum.
+
+        Args:
+            settled: Leave out nodes of jobs whose size is changing.
         """
         pools = {pool.name: pool for pool in self.seen.capacity.pools}
         spare = {name: max(0, self.supply(pool) - pool.minimum) for name, pool in pools.items()}
         found: list[tuple[Pool, Instance | None]] = []
         for pool in sorted(pools.values(), key=lambda p: -p.hourly_price / p.slots):
-            found += [(pool, None)] * min(self.coming(pool), spare[pool.name])
-            spare[pool.name] -= min(self.coming(pool), spare[pool.name])
-        there = [i for p in pools.values() for i in self.staying(p) if not self.goes(i)]
+            found += [(pool, None)] * min(self.pending(pool), spare[pool.name])
+            spare[pool.name] -= min(self.pending(pool), spare[pool.name])
+        there = [i for p in pools.values() for i in self.staying(p) if not self.is_leaving(i)]
         there = [i for i in there if not (settled and self._changes(i))]
-        for instance in sorted(there, key=lambda i: missed(i, self.memory.known[i.id], self.seen)):
+        for instance in sorted(there, key=lambda i: cost_of_loss(i, self.memory.known[i.id], self.seen)):
             if spare[instance.pool] > 0:
                 spare[instance.pool] -= 1
                 found.append((pools[instance.pool], instance))
         return found
 
     def _changes(self, instance: Instance) -> bool:
-        """Whether a job of which a change is under way has it, or is to have it."""
+        """True if a job whose size is changing runs, or will run, on this instance."""
         node = self.seen.nodes.get(instance.id)
         return node is not None and any(
             job in node.planned or node.replicas.get(job) for job in self.seen.unsettled
         )
 
     def sizes(self, settled: bool = False) -> tuple[list[int], tuple[int, int]]:
-        """Slots of the candidates, and (nodes, slots) of those that can not go."""
+        """Return the slots of each candidate, and (nodes, slots) of what cannot be given up."""
         sizes = [pool.slots if i is None else i.slots for pool, i in self.candidates(settled)]
         nodes, slots = 0, 0
         for pool in self.seen.capacity.pools:
-            kept = sorted(i.slots for i in self.staying(pool) if not self.goes(i))
+            kept = sorted(i.slots for i in self.staying(pool) if not self.is_leaving(i))
             kept = kept[self._early(pool) :]
-            nodes += len(kept) + self.coming(pool)
-            slots += sum(kept) + self.coming(pool) * pool.slots
+            nodes += len(kept) + self.pending(pool)
+            slots += sum(kept) + self.pending(pool) * pool.slots
         return sizes, (max(0, nodes - len(sizes)), max(0, slots - sum(sizes)))
 
     def offers(self) -> list[Offer]:
-        """What can be bought now."""
+        """Return what can be bought now."""
         found = []
         for pool in self.seen.capacity.pools:
             if self.shut(pool):
@@ -137,7 +142,7 @@ class NodeMarket:
         return found
 
     def too_wild(self, pool: Pool) -> bool:
-        """Whether its nodes are interrupted too often."""
+        """True if nodes of this spot pool are interrupted more often than `max_interruptions` per hour."""
         rate = interruptions_per_hour(self.pool(pool.name))
         return pool.preemptible and rate > self.settings.max_interruptions
 
@@ -146,12 +151,15 @@ class NodeMarket:
         return Offer(pool.name, available, pool.slots, pool.hourly_price, pool.preemptible, overhead)
 
     def _overhead(self, pool: Pool) -> float:
-        """Fraction of its nodes' time that interruptions cost."""
+        """Return the fraction of a node's time that interruptions are expected to cost."""
         rate = interruptions_per_hour(self.pool(pool.name)) if pool.preemptible else 0.0
         return rate * self.settings.interruption_cost / 3600
 
     def usual(self) -> tuple[int, float, float]:
-        """(slots, price of a slot hour, seconds to boot) of the next node, else of the dearest there is."""
+        """Return (slots, price of a slot hour, seconds to boot) of the next node to buy.
+
+        Where nothing is offered the dearest present instance stands for it.
+        """
         offers = self.offers()
         if offers:
             best = min(offers, key=lambda o: (o.slot_price, o.preemptible, o.pool))
@@ -166,12 +174,12 @@ class NodeMarket:
         return slots, price, self.settings.boot
 
     def levels(self) -> list[Level]:
-        """What there is, each at its own price, and what could be had."""
+        """Return slots by price: the present supply, then what can be bought."""
         offers = [Level(offer.slot_price, offer.available * offer.slots) for offer in self.offers()]
-        return [*self.there(), *offers] or [Level(self.usual()[1], 0)]
+        return [*self.current_supply(), *offers] or [Level(self.usual()[1], 0)]
 
-    def there(self) -> list[Level]:
-        """What there is and stays, and what was asked for."""
+    def current_supply(self) -> list[Level]:
+        """Return slots by price of the instances that stay and of those that are pending."""
         slots: dict[float, int] = {}
 
         def add(price: float, count: int) -> None:
@@ -179,22 +187,22 @@ class NodeMarket:
 
         for pool in self.seen.capacity.pools:
             dearer = 1 + self._overhead(pool)
-            kept = sorted((i for i in self.staying(pool) if not self.goes(i)), key=lambda i: i.slots)
+            kept = sorted((i for i in self.staying(pool) if not self.is_leaving(i)), key=lambda i: i.slots)
             for instance in kept[self._early(pool) :]:
                 add(instance.hourly_price * dearer / instance.slots, instance.slots)
-            if self.coming(pool):
-                add(pool.hourly_price * dearer / pool.slots, self.coming(pool) * pool.slots)
+            if self.pending(pool):
+                add(pool.hourly_price * dearer / pool.slots, self.pending(pool) * pool.slots)
         return [Level(price, count) for price, count in slots.items()]
 
     def wants(self) -> tuple[tuple[Want, ...], int]:
-        """What each job is to have, and the slots that are worth their price."""
+        """Return what each job should have, and the number of slots that are worth their price."""
         most = sum(pool.maximum * pool.slots for pool in self.seen.capacity.pools)
         largest = max((pool.slots for pool in self.seen.capacity.pools), default=1)
         most = min(most, self.settings.max_nodes * largest) + self.seen.other_slots
         seen = self.seen
         slots, _, boot = self.usual()
         running = running_replicas(seen)
-        there = sum(level.slots for level in self.there()) + seen.other_slots
+        there = sum(level.slots for level in self.current_supply()) + seen.other_slots
         demand = Demand(
             seen.jobs,
             slots,
@@ -210,11 +218,15 @@ class NodeMarket:
         return clear(demand, self.levels(), self.seen.other_slots)
 
     def have(self) -> int:
-        """Nodes that there are, or that were asked for, less those that go."""
+        """Return the nodes of all pools: those that stay and those that are pending."""
         return sum(self.supply(pool) for pool in self.seen.capacity.pools)
 
     def target(self, wanted: int) -> Target:
-        """How many nodes there should be for so many slots, those of others included."""
+        """Return how many nodes there should be.
+
+        Args:
+            wanted: Slots that are worth their price, those of nodes outside the provider included.
+        """
         slots, _, _ = self.usual()
         total = max(0, wanted - self.seen.other_slots)
         low_for, low_ever = (
@@ -236,16 +248,19 @@ class NodeMarket:
             )
 
         usual = goal(low_for, False)
-        if usual.nodes != self.have() or not low_for < self.settings.shrink_after <= low_ever / _PATIENCE:
+        if (
+            usual.nodes != self.have()
+            or not low_for < self.settings.shrink_after <= low_ever / _POSTPONED_SHRINKS
+        ):
             return usual
         forced = goal(low_ever, True)
         if forced.nodes >= usual.nodes:
             return usual
-        why = f"low for {low_ever:.0f} s, in which some job was changing nearly all the time"
+        why = f"low for {low_ever:.0f} s, during which some job was changing nearly all the time"
         return replace(forced, reason=f"{forced.reason} ({why})", settled=True)
 
     def afford(self, goal: Target) -> Target:
-        """No more nodes than the budget bears: prices may have risen since they were bought."""
+        """Return `goal` with at most the nodes that the budget allows: prices may have risen."""
         budget, there = self.settings.max_hourly_cost, self.hourly()
         if there <= budget + 1e-9:
             return goal
@@ -253,7 +268,7 @@ class NodeMarket:
             i.hourly_price
             for pool in self.seen.capacity.pools
             for i in self.staying(pool)
-            if not self.goes(i)
+            if not self.is_leaving(i)
         )
         total, nodes = 0.0, 0
         for price in prices:
@@ -267,33 +282,34 @@ class NodeMarket:
         return replace(goal, nodes=nodes, reason=text, keep=math.inf, most=nodes, settled=False)
 
     def hourly(self) -> float:
-        """Of everything that is there or asked for and stays."""
+        """Return the price per hour of all instances that stay or are pending."""
         total = 0.0
         for pool in self.seen.capacity.pools:
-            staying = [i for i in self.staying(pool) if not self.goes(i)]
-            total += sum(i.hourly_price for i in staying) + self.coming(pool) * pool.hourly_price
+            staying = [i for i in self.staying(pool) if not self.is_leaving(i)]
+            total += sum(i.hourly_price for i in staying) + self.pending(pool) * pool.hourly_price
         return total
 
     def present(self) -> tuple[int, float]:
-        """(nodes, price per hour) of all there is, on its way out or not, and of what was asked for."""
-        coming = [(self.coming(pool), pool.hourly_price) for pool in self.seen.capacity.pools]
+        """Return (nodes, price per hour) of every instance, leaving ones too, and of the pending ones."""
+        coming = [(self.pending(pool), pool.hourly_price) for pool in self.seen.capacity.pools]
         there = self.seen.capacity.instances
         return (
             len(there) + sum(count for count, _ in coming),
             sum(i.hourly_price for i in there) + sum(count * price for count, price in coming),
         )
 
-    def goes(self, instance: Instance) -> bool:
-        """Whether it leaves for good: nothing is to come in its place."""
+    def is_leaving(self, instance: Instance) -> bool:
+        """True if the instance leaves and is not replaced."""
         entry = self.memory.known[instance.id]
         return bool(entry.leaving) and not entry.replace
 
 
-def missed(instance: Instance, entry: Known, seen: Observation) -> tuple[object, ...]:
-    """Sorts those first that are missed least.
+def cost_of_loss(instance: Instance, entry: Known, seen: Observation) -> tuple[object, ...]:
+    """Return a sort key: the instance whose loss costs least comes first.
 
-    They are leaving, at risk, not up, idle, dear, little used, without rank 0 (a job whose first node goes
-    is started again, where any other can go in place), and new.
+    In this order: instances that leave anyway, at risk, not registered, idle, expensive, with few replicas,
+    without the first node of a job (a job that loses the node of rank 0 restarts, where it can lose any
+    other in place), and recently started.
     """
     node = seen.nodes.get(instance.id)
     replicas = sum(node.replicas.values()) if node else 0
@@ -311,5 +327,5 @@ def missed(instance: Instance, entry: Known, seen: Observation) -> tuple[object,
 
 
 def released(entry: Known, now: float) -> bool:
-    """Whether it was given back a moment ago, so that what is shown of it may be old."""
-    return entry.released is not None and now - entry.released < _VANISH
+    """True if the instance was released so recently that the provider's listing may be stale."""
+    return entry.released is not None and now - entry.released < _STALE_LISTING_SECONDS

@@ -1,4 +1,4 @@
-"""From the store's view of the cluster to what the autoscaler decides by. Pure."""
+"""Derive the input of a decision from the cluster view and the provider's answers. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS
 def observe(
     view: View, capacity: Capacity, signals: Sequence[Signal], expected: Sequence[str] = ()
 ) -> Observation:
-    """What one decision is made of. `expected`: jobs to have a node for before they are in the store."""
+    """Return the input of one decision.
+
+    Args:
+        view: The cluster as the store has it.
+        capacity: What the provider has and offers.
+        signals: What the provider announced since the last call.
+        expected: Jobs that get a first node before they are in the store.
+    """
     jobs, changing, warnings = _jobs(view)
     coming = [JobInfo(name) for name in expected if name not in view.jobs or view.jobs[name].spec is None]
     nodes = node_uses(view)
@@ -50,10 +57,10 @@ def observe(
 
 
 def _jobs(view: View) -> tuple[list[JobInfo], frozenset[str], tuple[str, ...]]:
-    """(what is to be decided about, jobs of which a change is under way, warnings).
+    """Return (jobs to decide about, names of jobs whose size is changing, warnings).
 
-    Changing is a job whose plan is not yet, or no longer, what runs, and whose size nobody has said. One
-    that can not be dealt with keeps what it has, as with the coordinator, and stops nobody else.
+    A job is changing while its plan differs from what runs and no person has set its size. A job whose
+    records cannot be used keeps what it has, as in the coordinator, and does not affect other jobs.
     """
     settings, conditions, broken = CoordinatorSettings(), dict[str, Condition](), dict[str, str]()
     for name, job in view.jobs.items():
@@ -80,14 +87,14 @@ def _jobs(view: View) -> tuple[list[JobInfo], frozenset[str], tuple[str, ...]]:
         changing |= {name} if unsettled else set()
     found += [info for name in sorted(broken) if (info := _as_planned(view.jobs[name])) is not None]
     warnings = (
-        f"{name}: keeps what it has, for nothing can be decided about it: {broken[name]}"
+        f"{name}: keeps what it has, because its records cannot be used: {broken[name]}"
         for name in sorted(broken)
     )
     return found, frozenset(changing), tuple(warnings)
 
 
 def _as_planned(job: JobView) -> JobInfo | None:
-    """A job of which only its plan is believed; None when it has nothing, or wants nothing."""
+    """Return a job of fixed size, as its plan says; None if it has no replicas or wants none."""
     size = 0 if job.plan is None else sum(p.replicas for p in job.plan.record.placements)
     if not size or _wants_nothing(job):
         return None
@@ -95,7 +102,7 @@ def _as_planned(job: JobView) -> JobInfo | None:
 
 
 def node_uses(view: View) -> dict[str, NodeUse]:
-    """Every node that runs on an instance, by instance."""
+    """Return every node that runs on an instance, by instance id."""
     holds = {name: used(view, job) for name, job in view.jobs.items()}
     plans = {name: job.plan.record for name, job in view.jobs.items() if job.plan is not None}
     first = {plan.placements[0].node for plan in plans.values() if plan.placements}
@@ -128,10 +135,9 @@ def node_uses(view: View) -> dict[str, NodeUse]:
 
 
 def _as_asked(info: JobInfo, job: JobView, changing: bool) -> JobInfo:
-    """With the size that a person asked for, of which the policy is told what the present nodes can hold.
+    """Return `info` with the whole size that a person asked for, beyond what present nodes can hold.
 
-    A change under way fixes the size for the policy, which may have to be what it was a moment ago: here
-    the job may have any size still.
+    The policy sees a fixed size while a change is under way; a purchase may be for any size.
     """
     if changing and info.model is not None and job.spec and job.spec.record.autoscale:
         return replace(info, requested_replicas=None)
@@ -140,7 +146,7 @@ def _as_asked(info: JobInfo, job: JobView, changing: bool) -> JobInfo:
 
 
 def without_nodes(job: JobView) -> JobInfo | None:
-    """A job that waits and has no node to be asked about on; None when it wants none."""
+    """Return a waiting job for which no present node is suitable; None if it wants no node."""
     if job.spec is None or _wants_nothing(job):
         return None
     spec = job.spec.record
@@ -162,11 +168,11 @@ def without_nodes(job: JobView) -> JobInfo | None:
 
 
 def _wants_nothing(job: JobView) -> bool:
-    """Whether it has ended, is to stop, or is no job."""
+    """True if the job has ended, is to stop, or has no specification."""
     return job.spec is None or job.over or (job.request is not None and job.request.record.stop)
 
 
 def all_ended(view: View, expected: Sequence[str]) -> bool:
-    """Whether every job that is known or expected has ended; not while there is none at all."""
+    """True if every known or expected job has ended, and there is at least one."""
     names = set(view.jobs) | set(expected)
     return bool(names) and all(name in view.jobs and view.jobs[name].over for name in names)

@@ -1,4 +1,4 @@
-"""What the autoscaler learns from looking: costs, failures, interruptions. Pure; nothing is decided here."""
+"""Keep account of costs, failures and interruptions from one observation to the next. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from adaptdl_elastic.autoscaler.scaling.economics import HOUR, ScalingSettings
 from adaptdl_elastic.autoscaler.scaling.scaling_types import Known, Memory, NodeUse, Observation, PoolMemory
 
 _REMOVED = "its group removes it"
-FORGET_HOURS = 24.0  # after which an interruption counts 1/e
-KEEP_BILLS = 86400.0  # seconds after a job's end
-PRIOR_HOURS = 6.0  # of a spot node without an interruption, that a new pool is believed to have behind it
+# Weights of past interruptions fall to 1/e within so many hours.
+FORGET_HOURS = 24.0
+# Bills are kept for so many seconds after a job's end.
+KEEP_BILLS = 86400.0
+# A new spot pool is credited with so many node hours without an interruption.
+PRIOR_HOURS = 6.0
 
 
 def shifted(memory: Memory, seconds: float) -> Memory:
-    """The same by a clock that was set by so much. What the cloud has dated (deadlines, failures) stays."""
+    """Return the memory for a clock that was set forward by `seconds`.
+
+    Times given by the cloud (deadlines, failures) stay as they are.
+    """
 
     def moved(at: float | None) -> float | None:
         return None if at is None else at + seconds
@@ -47,7 +53,7 @@ def shifted(memory: Memory, seconds: float) -> Memory:
 
 
 def not_done(memory: Memory, instance: str) -> Memory:
-    """Its release could not be carried out."""
+    """Return the memory after the release of `instance` failed, so that it is tried again."""
     entry = memory.known.get(instance)
     if entry is None:
         return memory
@@ -55,8 +61,8 @@ def not_done(memory: Memory, instance: str) -> Memory:
 
 
 def remember(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memory:
-    """What is known after this look."""
-    if memory.updated is not None and seen.now < memory.updated:  # remembered by a clock ahead of ours
+    """Return the memory after this observation."""
+    if memory.updated is not None and seen.now < memory.updated:  # written by a clock ahead of ours
         memory = shifted(memory, seen.now - memory.updated)
     memory = account(_forget(memory, seen), seen)
     memory = _meet(memory, seen, settings)
@@ -69,7 +75,7 @@ def remember(memory: Memory, seen: Observation, settings: ScalingSettings) -> Me
 
 
 def account(memory: Memory, seen: Observation) -> Memory:
-    """Add what the time since the last look has cost, by pool and by job."""
+    """Add the costs since the last observation, by pool and by job."""
     elapsed = max(0.0, seen.now - memory.updated) / HOUR if memory.updated is not None else 0.0
     fading = math.exp(-elapsed / FORGET_HOURS)
     pools = {
@@ -82,7 +88,7 @@ def account(memory: Memory, seen: Observation) -> Memory:
     }
     jobs, total = dict(memory.job_costs), memory.cost
     for instance in seen.capacity.instances:
-        # what came since the last look, maybe long ago, is paid from its launch on
+        # an instance that is new since then is charged from its launch
         if memory.updated is not None:
             elapsed = max(0.0, seen.now - max(memory.updated, instance.launched)) / HOUR
         cost = instance.hourly_price * elapsed
@@ -101,7 +107,7 @@ def account(memory: Memory, seen: Observation) -> Memory:
 
 
 def _forget(memory: Memory, seen: Observation) -> Memory:
-    """Bills of jobs that are no more, and of earlier runs under the same name."""
+    """Drop bills of jobs that ended long ago, and of earlier runs under the same name."""
     wanted = {job.name for job in seen.jobs}
     runs: dict[str, tuple[str, float]] = {}
     for name in {*memory.job_costs, *wanted} if seen.runs else ():
@@ -115,7 +121,7 @@ def _forget(memory: Memory, seen: Observation) -> Memory:
 
 
 def shares(node: NodeUse | None) -> dict[str, float]:
-    """The part of a node's price that each job on it bears: by its replicas, idle slots included."""
+    """Return each job's share of a node's price, idle slots included, in proportion to its replicas."""
     if node is None or not node.busy:
         return {}
     total = sum(node.replicas.values())
@@ -123,7 +129,7 @@ def shares(node: NodeUse | None) -> dict[str, float]:
 
 
 def running_replicas(seen: Observation) -> dict[str, int]:
-    """Of each job, on all nodes of the provider."""
+    """Return the replicas of each job on all nodes of the provider."""
     found: dict[str, int] = {}
     for node in seen.nodes.values():
         for job, count in node.replicas.items():
@@ -132,15 +138,15 @@ def running_replicas(seen: Observation) -> dict[str, int]:
 
 
 def interruptions_per_hour(pool: PoolMemory) -> float:
-    """Of one spot node: what was seen of late, and some hours without before it.
+    """Return the interruption rate of one spot node: recent ones over recent hours plus `PRIOR_HOURS`.
 
-    So one interruption says little, and a pool that was too wild is tried again in time.
+    So a single interruption counts little, and a pool that was interrupted often is tried again later.
     """
     return pool.recent_interruptions / (pool.recent_hours + PRIOR_HOURS)
 
 
 def _meet(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memory:
-    """Instances that are new, and instances that have become nodes."""
+    """Record new instances, and instances that have become nodes."""
     known, pools = dict(memory.known), dict(memory.pools)
     for instance in seen.capacity.instances:
         entry = known.get(instance.id)
@@ -166,7 +172,7 @@ def _meet(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memor
 def _pool_of_node(
     pool: PoolMemory, node: NodeUse, before: Known, instance: Instance, now: float, settings: ScalingSettings
 ) -> PoolMemory:
-    """What a node, of which `before` was known, says of its pool: whether it works, how long a boot takes."""
+    """Record in the pool that a node works, and how long its boot took. `before`: its entry until now."""
     if node.busy:
         pool = replace(pool, failures=0)
     since = instance.launched or before.first_seen
@@ -177,7 +183,7 @@ def _pool_of_node(
 
 
 def _as_node(entry: Known, node: NodeUse, now: float) -> Known:
-    """An instance that is a node, and may have announced its end."""
+    """Record that an instance is registered as a node, and whether it announced its end."""
     entry = replace(
         entry,
         registered=now,
@@ -192,7 +198,7 @@ def _as_node(entry: Known, node: NodeUse, now: float) -> Known:
 
 
 def _as_its_group_says(entry: Known, instance: Instance, now: float) -> Known:
-    """An instance that its group removes, or has not removed after all, as from Standby."""
+    """Record that the group removes the instance, or no longer does (as from Standby)."""
     if instance.state is InstanceState.LEAVING and not entry.leaving:
         return replace(entry, leaving=_REMOVED, leaving_since=now, replace=True)
     if entry.leaving == _REMOVED and instance.state is InstanceState.RUNNING:
@@ -201,7 +207,7 @@ def _as_its_group_says(entry: Known, instance: Instance, now: float) -> Known:
 
 
 def _miss(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memory:
-    """Instances that are gone: interrupted, or dead before they became nodes."""
+    """Record instances that are gone: interrupted, or lost before they became nodes."""
     there = {instance.id for instance in seen.capacity.instances}
     looked = memory.updated is not None and seen.now - memory.updated <= settings.gap
     known, pools = dict(memory.known), dict(memory.pools)
@@ -209,7 +215,7 @@ def _miss(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memor
         entry = known.pop(identifier)
         pool = pools.get(entry.pool, PoolMemory())
         if not looked:
-            continue  # whoever took it, and for what reason: a person may have emptied the group
+            continue  # after a long gap the reason is unknown: a person may have emptied the group
         interrupted = entry.preemptible and entry.registered is not None
         ours = entry.leaving not in ("", _REMOVED) and entry.deadline is None
         if interrupted and not ours:
@@ -224,7 +230,7 @@ def _miss(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memor
 
 
 def _hear(memory: Memory, seen: Observation) -> Memory:
-    """What the provider announced."""
+    """Record what the provider announced."""
     known = dict(memory.known)
     for signal in seen.signals:
         entry = known.get(signal.instance)
@@ -247,7 +253,7 @@ def _told(entry: Known, signal: Signal, now: float) -> Known:
 
 
 def _fail(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memory:
-    """Instances that are up for too long without being a node."""
+    """Mark instances as leaving that are up for too long without being a node."""
     known, pools = dict(memory.known), dict(memory.pools)
     for instance in seen.capacity.instances:
         entry = known[instance.id]
@@ -270,7 +276,7 @@ def _fail(memory: Memory, seen: Observation, settings: ScalingSettings) -> Memor
         what = "did not become a node" if entry.registered is None else "has had no agent any more"
         text = f"{what} for {settings.boot_timeout:.0f} s"
         pool = pools[entry.pool]
-        if not entry.worked:  # who has worked was well: its job's script may have failed
+        if not entry.worked:  # an instance that has worked is sound; the job's script may have failed
             pool = _one_more_failure(pool, settings, f"had no agent for {settings.boot_timeout:.0f} s")
         pools[entry.pool] = pool
         known[instance.id] = replace(
@@ -296,12 +302,12 @@ def _one_more_failure(pool: PoolMemory, settings: ScalingSettings, what: str) ->
 
 
 def _trouble(memory: Memory, pool: Pool, seen: Observation, settings: ScalingSettings) -> Memory:
-    """A pool that could not give what was asked for is not asked again for a while, each time longer."""
+    """Back off from a pool that reports that it could not meet the last request."""
     entry = memory.pools.get(pool.name, PoolMemory())
     there = sum(i.pool == pool.name and i.state is not InstanceState.LEAVING for i in seen.capacity.instances)
     if not pool.trouble or pool.trouble_since == entry.trouble_seen:
         return memory
-    if pool.desired <= there:  # of long ago: nothing is missing
+    if pool.desired <= there:  # an old report: nothing is missing
         entry = replace(entry, trouble_seen=pool.trouble_since)
         return replace(memory, pools={**memory.pools, pool.name: entry})
     entry = replace(entry, trouble_seen=pool.trouble_since)
@@ -310,7 +316,7 @@ def _trouble(memory: Memory, pool: Pool, seen: Observation, settings: ScalingSet
 
 
 def refused(memory: Memory, pool: str, why: str, now: float, settings: ScalingSettings) -> Memory:
-    """A pool that said no is not asked again for a while, each time longer."""
+    """Back off from a pool that refused a request: twice as long after each refusal in a row."""
     entry = memory.pools.get(pool, PoolMemory())
     wait = min(settings.back_off * 2**entry.troubles, settings.max_back_off)
     entry = replace(entry, troubles=entry.troubles + 1, trouble=why, until=now + wait)

@@ -1,4 +1,4 @@
-"""What the autoscaler sees, remembers and does: frozen values."""
+"""Define what the autoscaler observes, remembers and does: frozen values."""
 
 from __future__ import annotations
 
@@ -11,100 +11,104 @@ from adaptdl_elastic.autoscaler.providers.base import Capacity, Signal
 
 @dataclass(frozen=True)
 class NodeUse:
-    """An instance that has become a node, as the store has it."""
+    """An instance that is registered as a node, by the store's records."""
 
     node: str
-    replicas: Mapping[str, int] = field(default_factory=dict)  # by job; what is not yet ended counts
+    replicas: Mapping[str, int] = field(
+        default_factory=dict
+    )  # by job; replicas that have not ended yet count
     draining: bool = False
     deadline: float | None = None
     at_risk: bool = False
-    slots: int = 0  # by its agent's word; 0: not known
-    first: bool = False  # has rank 0 of a job, which can not leave without a restart
-    planned: frozenset[str] = frozenset()  # jobs whose plan has it, though they may have nothing on it yet
-    announced: bool = True  # by itself or about its instance, not by a person who wants its work elsewhere
+    slots: int = 0  # as its agent reports; 0: not known
+    first: bool = False  # has rank 0 of a job: the job restarts when this node leaves
+    planned: frozenset[str] = frozenset()  # jobs whose plan names it, with or without replicas on it yet
+    announced: bool = True  # the node or its provider announced the drain; False: a person asked for it
 
     @property
     def busy(self) -> bool:
-        """Whether anything runs on it."""
+        """True if a replica runs on it."""
         return any(self.replicas.values())
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Everything that one decision is made of. `now` in seconds since the epoch."""
+    """The input of one decision. `now` in seconds since the epoch."""
 
     now: float
     capacity: Capacity
-    nodes: Mapping[str, NodeUse]  # by instance
+    nodes: Mapping[str, NodeUse]  # by instance id
     jobs: tuple[JobInfo, ...]
     signals: tuple[Signal, ...] = ()
-    other_slots: int = 0  # of nodes that are none of the provider's
+    other_slots: int = 0  # of nodes that do not belong to the provider
     other_nodes: int = 0
-    runs: Mapping[str, str] = field(default_factory=dict)  # of every job in the store; empty: not known
-    unsettled: frozenset[str] = frozenset()  # jobs of which a change is under way: their size says nothing
-    warnings: tuple[str, ...] = ()  # about jobs that nothing can be decided about
+    runs: Mapping[str, str] = field(default_factory=dict)  # run id by job in the store; empty: not known
+    unsettled: frozenset[str] = frozenset()  # jobs whose size is changing, so that it is no evidence
+    warnings: tuple[str, ...] = ()  # about jobs whose records cannot be used
 
 
 @dataclass(frozen=True)
 class Known:
-    """What is remembered of an instance."""
+    """What is remembered about one instance."""
 
     pool: str
     preemptible: bool
     first_seen: float
     hourly_price: float = 0.0
     registered: float | None = None  # last seen as a node
-    absent: float | None = None  # since when it is no node, having been one
-    leaving: str = ""  # why we drain or have released it
+    absent: float | None = None  # since when its registration is missing
+    leaving: str = ""  # why it is drained or released; empty: it stays
     leaving_since: float = 0.0
     deadline: float | None = None
     replace: bool = False
     at_risk: bool = False
     held: float = 0.0  # last heartbeat
     worked: bool = False  # has had replicas
-    released: float | None = None  # when it was last given back: it may be shown as before for a while
+    released: float | None = None  # when it was last released; the provider may list it for a while
 
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """What is remembered of a pool. Hours and costs are of all its instances so far."""
+    """What is remembered about a pool. Hours and costs are sums over all its instances so far."""
 
     failures: int = 0  # instances in a row that never became a node
-    closed: str = ""  # why nothing is asked of it any more
-    troubles: int = 0  # times in a row that it had nothing to give
+    closed: str = ""  # why no instance is requested from it; empty: it is open
+    troubles: int = 0  # requests in a row that it could not meet
     trouble: str = ""
     trouble_seen: float = 0.0
-    until: float = 0.0  # not asked before
+    until: float = 0.0  # no request before this time
     interruptions: int = 0
     spot_hours: float = 0.0
-    recent_interruptions: float = 0.0  # these two are forgotten in time
+    recent_interruptions: float = 0.0  # decays with time, as the next field does
     recent_hours: float = 0.0
     instances: int = 0
     hours: float = 0.0
     cost: float = 0.0
-    boot: float | None = None  # seconds that its instances have taken of late to become nodes
+    boot: float | None = None  # seconds that recent instances took to become nodes
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What the autoscaler has to know from one decision to the next."""
+    """What is carried from one decision to the next."""
 
     known: Mapping[str, Known] = field(default_factory=dict)
     pools: Mapping[str, PoolMemory] = field(default_factory=dict)
     job_costs: Mapping[str, float] = field(default_factory=dict)
-    job_runs: Mapping[str, tuple[str, float]] = field(default_factory=dict)  # whose they are, last wanted
+    job_runs: Mapping[str, tuple[str, float]] = field(
+        default_factory=dict
+    )  # (run, when it last wanted nodes)
     cost: float = 0.0
     updated: float | None = None
     changed: float = 0.0
-    low_since: float | None = None  # since when use is low; time in which a job changes does not count
-    low_began: float | None = None  # the same, where it does
-    broke_until: float = 0.0  # the budget was exceeded: nothing is bought before
-    wanted: Mapping[str, int] = field(default_factory=dict)  # by job, at the last look
+    low_since: float | None = None  # since when utilisation is low, without the time in which sizes change
+    low_began: float | None = None  # since when utilisation is low, that time included
+    broke_until: float = 0.0  # the budget was exceeded: no purchase before this time
+    wanted: Mapping[str, int] = field(default_factory=dict)  # replicas by job, at the last decision
 
 
 @dataclass(frozen=True)
 class Request:
-    """Let a pool have so many."""
+    """Set the desired size of a pool."""
 
     pool: str
     desired: int
@@ -123,7 +127,7 @@ class Drain:
 
 @dataclass(frozen=True)
 class Release:
-    """Give an instance back."""
+    """Give an instance back to the provider."""
 
     instance: str
     replace: bool
@@ -132,21 +136,21 @@ class Release:
 
 @dataclass(frozen=True)
 class Protect:
-    """Keep the provider from choosing these when it shrinks by itself."""
+    """Protect instances from the provider's own scale-in."""
 
     instances: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Hold:
-    """A leaving instance still drains."""
+    """Tell the provider that a leaving instance still drains."""
 
     instance: str
 
 
 @dataclass(frozen=True)
 class LetGo:
-    """A leaving instance has drained."""
+    """Tell the provider that a leaving instance has drained."""
 
     instance: str
 
@@ -156,16 +160,16 @@ Action = Request | Drain | Release | Protect | Hold | LetGo
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a job costs an hour now, and from now to its declared end."""
+    """What a job costs per hour now, and from now to its declared end."""
 
     hourly: float
-    seconds_left: float | None = None  # at the size that it is to have; None: no end is known
+    seconds_left: float | None = None  # at the size that it will have; None: no end is known
     cost_left: float | None = None
 
 
 @dataclass(frozen=True)
 class Step:
-    """One decision."""
+    """One decision: the new memory, the actions, and why."""
 
     memory: Memory
     actions: tuple[Action, ...]

@@ -1,9 +1,9 @@
-"""One decision of the autoscaler: (what it sees, what it remembers) -> (what it does, what it remembers).
+"""Make one decision of the autoscaler: (observation, memory) -> (actions, memory). Pure.
 
-Everything here is said again at every step until it is seen to be done, so an action that fails, or an
-autoscaler that dies between two of them, costs a step and nothing else. What could make it turn in
-circles is bounded: instances that never become nodes close their pool after a few (`max_replacements`),
-a pool with nothing to give is asked less and less often, growing and shrinking wait for each other.
+Every action is repeated at each step until the observation shows that it is done. So an action that fails,
+or an autoscaler that dies between two actions, costs one step. Loops are bounded: a pool whose instances
+do not become nodes is closed after `max_replacements`, a pool without capacity is asked with growing
+pauses, and growing and shrinking wait for each other.
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ from adaptdl_elastic.autoscaler.scaling.scaling_types import (
     Step,
 )
 
-_ABSENT = 15.0  # seconds without a registration after which a draining node is believed to have left
-_SETTLE = 2.0  # seconds between a drain request and the release of an idle node: plans may be under way
+# A draining node counts as gone after so long without a registration.
+_ABSENT_SECONDS = 15.0
+# An idle node is released so long after its drain request: a plan may still be under way.
+_SETTLE_SECONDS = 2.0
 
 
 def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
-    """Decide."""
+    """Return the actions that follow from `seen`, and the memory for the next step."""
     elapsed = 0.0 if memory.updated is None else max(0.0, seen.now - memory.updated)
     memory = remember(memory, seen, settings)
     memory = _forsake(NodeMarket(seen, memory, settings))
@@ -87,23 +89,23 @@ def step(seen: Observation, memory: Memory, settings: ScalingSettings) -> Step:
 def _low_since(
     seen: Observation, memory: Memory, elapsed: float, goal: Target, settings: ScalingSettings
 ) -> float | None:
-    """Since when utilisation is below the band; time in which a job changes does not count."""
+    """Return since when utilisation is below the band; the time in which a job's size changes is left out."""
     since = _began(memory.low_since, seen, goal, settings)
     changing = seen.unsettled and since is not None and memory.low_since is not None
     return since + elapsed if changing and since is not None else since
 
 
 def _began(since: float | None, seen: Observation, goal: Target, settings: ScalingSettings) -> float | None:
-    """Since when utilisation is below the band, having been so `since`."""
+    """Return when utilisation first fell below the band, or None. `since` is the previous answer."""
     if goal.utilisation >= settings.low:
         return None
     return seen.now if since is None else since
 
 
 def _forsake(market: NodeMarket) -> Memory:
-    """Where a pool is shut, its group replaces nobody: what goes is made good elsewhere.
+    """Mark leaving instances of shut pools as not replaced; other pools replace them.
 
-    What a group has ordered by itself to replace an interrupted node is let go, if the pool is too wild.
+    Pending instances that a group ordered by itself leave too where its nodes are interrupted too often.
     """
     known = dict(market.memory.known)
     for pool in market.seen.capacity.pools:
@@ -111,7 +113,7 @@ def _forsake(market: NodeMarket) -> Memory:
         for instance in market.staying(pool) if market.shut(pool) else ():
             entry = known[instance.id]
             fresh = instance.state is InstanceState.PENDING and market.too_wild(pool)
-            if spare > 0 and not market.goes(instance) and (entry.leaving or fresh):
+            if spare > 0 and not market.is_leaving(instance) and (entry.leaving or fresh):
                 spare -= 1
                 why = entry.leaving or "nodes of its pool are interrupted too often"
                 since = entry.leaving_since if entry.leaving else market.seen.now
@@ -120,17 +122,17 @@ def _forsake(market: NodeMarket) -> Memory:
 
 
 def _relieve(market: NodeMarket) -> Memory:
-    """Where a group has brought a replacement early, the one at risk goes once that is a node.
+    """Mark instances at risk as leaving once their early replacement has become a node.
 
-    It is given back without one less desired: the group has one too many as it is.
+    They are released without lowering the desired size: the group has one instance too many.
     """
     known, seen = dict(market.memory.known), market.seen
     for pool in seen.capacity.pools:
         staying = [i for i in market.staying(pool) if not known[i.id].leaving]
         risky = [i for i in staying if known[i.id].at_risk and i.state is InstanceState.RUNNING]
         sound = sum(not known[i.id].at_risk and i.id in seen.nodes for i in staying)
-        spare = len(staying) - market.asked(pool) if pool.replaces_at_risk else 0
-        for instance in risky[: max(0, min(spare, sound + len(risky) - market.asked(pool)))]:
+        spare = len(staying) - market.desired(pool) if pool.replaces_at_risk else 0
+        for instance in risky[: max(0, min(spare, sound + len(risky) - market.desired(pool)))]:
             known[instance.id] = replace(
                 known[instance.id], leaving="its replacement has come", leaving_since=seen.now, replace=True
             )
@@ -138,7 +140,7 @@ def _relieve(market: NodeMarket) -> Memory:
 
 
 def _resize(market: NodeMarket, goal: Target) -> tuple[Memory, list[Action], list[str]]:
-    """Requests to pools, and the choice of who is to leave."""
+    """Return the requests to pools, the instances chosen to leave (in the memory), and warnings."""
     memory, seen = market.memory, market.seen
     requests: dict[str, Request] = {}
     warnings: list[str] = []
@@ -154,11 +156,12 @@ def _resize(market: NodeMarket, goal: Target) -> tuple[Memory, list[Action], lis
             warnings.append(
                 f"{pool.name}: {rate:.1f} interruptions per node and hour, left alone for a while"
             )
-        if market.asked(pool) < pool.desired:
-            requests[pool.name] = Request(pool.name, market.asked(pool), "takes back what it can not give")
-        elif market.extra(pool):
-            there = min(pool.maximum, pool.desired + market.extra(pool))
-            requests[pool.name] = Request(pool.name, there, "somebody has asked for fewer than are at work")
+        if market.desired(pool) < pool.desired:
+            requests[pool.name] = Request(pool.name, market.desired(pool), "takes back what it cannot give")
+        elif market.surplus(pool):
+            there = min(pool.maximum, pool.desired + market.surplus(pool))
+            reason = "the group was set to fewer instances than are at work"
+            requests[pool.name] = Request(pool.name, there, reason)
     missing = goal.nodes - market.have()
     if missing > 0:
         memory, grown, said = _grow(market, missing * market.usual()[0], goal)
@@ -178,7 +181,7 @@ def _grow(market: NodeMarket, slots: int, goal: Target) -> tuple[Memory, dict[st
     offers = market.offers()
     bought = {} if broke else buy(offers, slots, nodes, budget)
     requests = {
-        name: Request(name, pools[name].desired + market.extra(pools[name]) + count, goal.reason)
+        name: Request(name, pools[name].desired + market.surplus(pools[name]) + count, goal.reason)
         for name, count in bought.items()
     }
     got = sum(pools[name].slots * count for name, count in bought.items())
@@ -187,7 +190,7 @@ def _grow(market: NodeMarket, slots: int, goal: Target) -> tuple[Memory, dict[st
         why = _why_not(settings, offers, slots, nodes, bought, broke)
         leaving = there - market.have()
         why += f", {leaving} that still leave included" if leaving > 0 and not broke else ""
-        warnings.append(f"{slots - got} slots are wanted that can not be had: {why}")
+        warnings.append(f"{slots - got} slots are wanted that cannot be had: {why}")
     memory = market.memory if not bought else replace(market.memory, changed=market.seen.now)
     return memory, requests, warnings
 
@@ -200,10 +203,10 @@ def _why_not(
     bought: dict[str, int],
     broke: bool,
 ) -> str:
-    """Why no more could be bought."""
+    """Return why no more could be bought."""
     limit = f"--max-hourly-cost {settings.max_hourly_cost:g}"
     if broke:
-        return f"{limit} was exceeded a moment ago"
+        return f"{limit} was exceeded just now"
     if sum(buy(offers, slots, nodes, math.inf).values()) > sum(bought.values()):
         cheapest = min(offer.hourly_price for offer in offers)
         if cheapest > settings.max_hourly_cost:
@@ -215,7 +218,7 @@ def _why_not(
 
 
 def _shrink(market: NodeMarket, goal: Target) -> tuple[Memory, dict[str, Request]]:
-    """First what has not come, then the instances that are missed least."""
+    """Give up pending instances first, then the nodes whose loss costs least."""
     seen, known = market.seen, dict(market.memory.known)
     candidates = market.candidates(goal.settled)
     sizes, fixed = market.sizes(goal.settled)
@@ -233,7 +236,7 @@ def _shrink(market: NodeMarket, goal: Target) -> tuple[Memory, dict[str, Request
             replace=False,
         )
     requests = {
-        pool.name: Request(pool.name, market.asked(pool) - fewer[pool.name], goal.reason)
+        pool.name: Request(pool.name, market.desired(pool) - fewer[pool.name], goal.reason)
         for pool in seen.capacity.pools
         if pool.name in fewer
     }
@@ -242,7 +245,7 @@ def _shrink(market: NodeMarket, goal: Target) -> tuple[Memory, dict[str, Request
 
 
 def _leave(market: NodeMarket) -> tuple[Memory, list[Action], list[str]]:
-    """Drain, release, keep hooks waiting."""
+    """Return what is to be done with leaving instances: drain, release, extend or complete their hooks."""
     seen, settings, known = market.seen, market.settings, dict(market.memory.known)
     actions: list[Action] = []
     warnings: list[str] = []
@@ -271,28 +274,29 @@ def _leave(market: NodeMarket) -> tuple[Memory, list[Action], list[str]]:
 
 
 def _empty(node: NodeUse, entry: Known, now: float) -> bool:
-    """Whether a draining node has nothing on it, and plans that were under way are published."""
-    return not node.busy and node.draining and now - entry.leaving_since >= _SETTLE
+    """True if a draining node has no replica, and every plan that was under way is published."""
+    return not node.busy and node.draining and now - entry.leaving_since >= _SETTLE_SECONDS
 
 
 def _left(entry: Known, now: float) -> bool:
-    """Whether an instance without a registration has none for good.
+    """True if an instance without a registration will not get one again.
 
-    Registrations hang on leases: after the store was away they may be missing for a moment, replicas at work.
+    Registrations depend on leases: after an outage of the store they can be missing for a moment while
+    replicas are at work.
     """
     if entry.registered is None or entry.absent is None:
         return True
-    return now - entry.absent >= _ABSENT or (entry.deadline is not None and now >= entry.deadline)
+    return now - entry.absent >= _ABSENT_SECONDS or (entry.deadline is not None and now >= entry.deadline)
 
 
 def _hold_every(seen: Observation, pool: str, settings: ScalingSettings) -> float:
-    """Seconds between heartbeats: two may be lost before a hook gives up waiting."""
+    """Return the seconds between heartbeats to a lifecycle hook: it tolerates two lost ones."""
     timeout = next((p.hook_timeout for p in seen.capacity.pools if p.name == pool), math.inf)
     return min(settings.hold_every, timeout / 3)
 
 
 def _protect(seen: Observation, memory: Memory) -> list[Action]:
-    """Every node that is to stay."""
+    """Protect every registered node that stays from the provider's own scale-in."""
     bare = tuple(
         i.id
         for i in seen.capacity.instances
@@ -305,7 +309,7 @@ def _protect(seen: Observation, memory: Memory) -> list[Action]:
 
 
 def _late(wanted: Sequence[Want], seen: Observation, settings: ScalingSettings) -> list[str]:
-    """Deadlines that are not kept, and those by which nothing can be decided."""
+    """Return warnings about deadlines that will be missed, or that have no effect."""
     found = []
     there = {job.name for job in seen.jobs}
     for name in sorted(set(settings.deadlines) - {"*", *seen.runs, *there}):
@@ -329,14 +333,14 @@ def _late(wanted: Sequence[Want], seen: Observation, settings: ScalingSettings) 
     for want in wanted:
         if want.late and want.seconds_left is not None:
             end = deadline_of(settings, want.job) or 0.0
-            over = f"was {seen.now - end:.0f} s ago" if end < seen.now else "can not be met"
+            over = f"was {seen.now - end:.0f} s ago" if end < seen.now else "cannot be met"
             need = f"{want.replicas} replicas, the fastest, need {want.seconds_left:.0f} s more"
             found.append(f"{want.job}: its deadline {over}: {need}")
     return found
 
 
 def _short(market: NodeMarket, worth: int) -> list[str]:
-    """What --max-nodes and --min-nodes keep from being as it should."""
+    """Return warnings about --max-nodes and --min-nodes where they prevent the right size."""
     settings, pools = market.settings, market.seen.capacity.pools
     found, most = [], sum(pool.maximum for pool in pools)
     if pools and settings.min_nodes > most:
@@ -354,7 +358,7 @@ def _short(market: NodeMarket, worth: int) -> list[str]:
 
 
 def _misjudged(seen: Observation) -> list[str]:
-    """Nodes with other room than their instance is believed to have: too many or too few would be bought."""
+    """Return warnings about nodes whose slots differ from those assumed for their instance type."""
     found = []
     for instance in seen.capacity.instances:
         node = seen.nodes.get(instance.id)
@@ -368,7 +372,7 @@ def _misjudged(seen: Observation) -> list[str]:
 
 
 def _forecasts(seen: Observation, wanted: Sequence[Want], slot_price: float) -> dict[str, Forecast]:
-    """For every job what it costs now, and to its end at the size that it is to have."""
+    """Return for every job its cost per hour now, and its cost until its end at its future size."""
     hourly: dict[str, float] = {job.name: 0.0 for job in seen.jobs}
     for instance in seen.capacity.instances:
         for job, share in shares(seen.nodes.get(instance.id)).items():
@@ -380,7 +384,7 @@ def _forecasts(seen: Observation, wanted: Sequence[Want], slot_price: float) -> 
 
 
 def _forecast(hourly: float, running: int, want: Want | None, slot_price: float) -> Forecast:
-    """What more it is to have costs as much as what would be bought next, from its order on."""
+    """Price additional replicas as the next node to buy, from the moment it is ordered."""
     if want is None or want.seconds_left is None:
         return Forecast(hourly)
     if want.replicas >= running:

@@ -372,6 +372,9 @@ class CheckpointRecord:
     time: float = 0.0
 
 
+_STOPPED_EXIT_CODE = 143  # 128 + SIGTERM
+
+
 @dataclass(frozen=True, config=_CONFIG)
 class JobStatus:
     """What the coordinator says about a job."""
@@ -392,6 +395,13 @@ class JobStatus:
     started: float | None = None  # when its first generation began
     ended: float | None = None
     waited: float = 0.0  # seconds without replicas so far, as the leaders have counted them
+
+    @property
+    def process_exit_code(self) -> int:
+        """Exit code of a process that ends as the job has ended; a signal is 128 more than its number."""
+        if self.exit_code is not None:
+            return self.exit_code if self.exit_code >= 0 else 128 - self.exit_code
+        return {JobState.DONE: 0, JobState.STOPPED: _STOPPED_EXIT_CODE}.get(self.state, 1)
 
 
 @dataclass(frozen=True, config=_CONFIG)

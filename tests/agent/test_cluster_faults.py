@@ -196,7 +196,7 @@ def test_clusters_that_share_an_etcd_do_not_meet(cluster: Cluster) -> None:
     assert [run.wait() for run in runs] == [0, 0]
     for run in runs:
         assert run.text().count("rank 0 of 1") == 1
-        assert "starting it anew" not in run.text()
+        assert "is done" not in run.text()
 
 
 def test_a_node_that_does_not_get_ready_in_time_is_planned_without(cluster: Cluster) -> None:

@@ -253,6 +253,18 @@ def test_a_leaving_node_stops_by_itself_when_no_plan_comes() -> None:
     assert kinds(agent.later(OWN_STOP_AFTER)) == ["AskToStop"]
 
 
+def test_a_leaving_node_waits_for_a_change_in_place_and_asks_to_be_woken_for_nothing_else() -> None:
+    agent = Agent().running()
+    agent(d.Leave("SIGTERM"))
+    change = plan(1, ("there", 1), ("here", 1), transition=Transition.INPLACE)
+    agent(d.PlanSeen(change))
+    assert agent.later(2 * OWN_STOP_AFTER) == [], "it is not known yet where the change meets"
+    assert deadline(agent.state) is None
+    assert kinds(agent(master(1))) == ["TellPlan"]
+    assert agent.later(2 * OWN_STOP_AFTER) == []
+    assert deadline(agent.state) is None
+
+
 @pytest.mark.parametrize(("others", "code"), [(True, 0), (False, 143)])
 def test_drained_is_0_where_the_job_goes_on_and_143_where_it_can_not(others: bool, code: int) -> None:
     agent = Agent()

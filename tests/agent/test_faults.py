@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -187,10 +188,30 @@ def test_interrupted_it_saves_and_the_next_run_goes_on(tmp_path: Path) -> None:
         assert run.wait() == 0
         assert 0 not in samples(run)
         assert samples(run)[59] == 200
-    with ElasticRun([*ELASTIC, TRAIN, "1", "0"], tmp_path) as run:
+    with ElasticRun(command, tmp_path) as run:
         assert run.wait() == 0
-        assert "starting anew" in run.text()
+        assert "job 'train' is done: every replica ended well" in run.text()
+        assert [event["event"] for event in run.events] == ["exit"]
+    with ElasticRun([*ELASTIC, TRAIN, "1", "0"], tmp_path) as run:
+        assert run.wait() == 1
+        assert f"it ran `{TRAIN} 60 0.1`, and this is `{TRAIN} 1 0`: --anew starts another run" in run.text()
+    with ElasticRun([*ELASTIC, "--anew", TRAIN, "1", "0"], tmp_path) as run:
+        assert run.wait() == 0
+        assert f"--anew: what was in {tmp_path / 'saved'} is kept in" in run.text()
         assert samples(run) == {0: 200}
+
+
+def test_a_standalone_job_that_has_ended_stays_so_with_once(tmp_path: Path) -> None:
+    once = ["--standalone", "--once", "--max-restarts=0", "--rdzv-id=job", PLAIN]
+    for what, code in (("hello", 0), ("raise", 1)):
+        with ElasticRun([*once, what], tmp_path) as run:
+            assert run.wait() == code
+            assert "rank 0 of 1" in run.text()
+        with ElasticRun([*once, what], tmp_path) as run:
+            assert run.wait() == code
+            assert "rank 0 of 1" not in run.text()
+            assert ("ValueError: boom" in run.text()) == bool(code), "it says how the job ended"
+        shutil.rmtree(tmp_path / ".adaptdl")
 
 
 def test_a_stopped_replica_is_found_out(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""What a rerun does with the checkpoints of a job that is done: in a directory, and in a bucket (moto)."""
+"""What the same command does when a run of the job has ended: with a directory, and with a bucket (moto)."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,10 +13,11 @@ from moto_process import REGION, Moto, running_moto
 
 from adaptdl_elastic import storage as storage_module
 from adaptdl_elastic.agent import launch
-from adaptdl_elastic.agent.cluster import checkpoint_archive
+from adaptdl_elastic.agent.cluster import checkpoint_archive, ended_run
+from adaptdl_elastic.agent.cluster.ended_run import JobEndedError, JoinError, StartOptions
 from adaptdl_elastic.agent.runtime import agent
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import JobSpec, encode
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus, encode
 from adaptdl_elastic.rendezvous.store.base import StoreError
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 from adaptdl_elastic.storage import Manifest, StorageError, locations
@@ -44,18 +45,27 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
     return f"s3://{BUCKET}" if request.param == "bucket" else f"s3://{BUCKET}/jobs/one"
 
 
+COMMAND = ("train.py", "--lr", "1")
+
+
 @dataclass
 class Job:
-    """A job's checkpoints, and what its agents say."""
+    """A job's checkpoints, its store, and what its agents say."""
 
     path: str
-    store: MemoryStore
-    said: list[str]
+    store: MemoryStore = field(default_factory=MemoryStore)
+    said: list[str] = field(default_factory=list)
     busy: bool = False
+    runs: int = 1
 
     @property
     def ids(self) -> list[str]:
         return locations.open_storage(self.path).ids()
+
+    @property
+    def spec(self) -> JobSpec:
+        """What an agent that starts now says of the job."""
+        return JobSpec("job", f"run-{self.runs}", COMMAND, profile_key="a", checkpoint_path=self.path)
 
     def save(self, content: bytes) -> str:
         storage = locations.open_storage(self.path)
@@ -65,29 +75,45 @@ class Job:
         writing.commit(Manifest(id=writing.id, states=writing.entries))
         return writing.id
 
-    def start(self) -> None:
-        checkpoint_archive.archive_finished(
-            self.store, KEYS, "job", self.path, lambda: self.busy, lambda text: self.said.append(text)
-        )
+    def start(self, *, once: bool = False, anew: bool = False, **said: object) -> None:
+        options = StartOptions(once, anew)
+        spec = replace(self.spec, **said)  # type: ignore[arg-type]
+        with ended_run.turn_to_start(
+            self.store, KEYS, spec, options, lambda: self.busy, lambda text: self.said.append(text)
+        ):
+            pass
 
-    def end(self) -> None:
-        checkpoint_archive.note_finished(self.path, "run-1", self.said.append)
+    def end(
+        self, state: JobState = JobState.DONE, *, even_if_empty: bool = False, in_store: bool = False
+    ) -> None:
+        status = JobStatus("job", self.spec.run, state, reason="why", ended=1.0)
+        ended_run.write_note(self.spec, status, self.path, self.said.append, even_if_empty=even_if_empty)
+        if in_store:
+            self.store.put(KEYS.job("job", "spec"), encode(self.spec))
+            self.store.put(KEYS.job("job", "status"), encode(status))
+        self.runs += 1
 
 
 @pytest.fixture
 def job(path: str) -> Job:
-    return Job(path, MemoryStore(), [])
+    return Job(path)
 
 
-def test_the_checkpoints_of_a_finished_job_are_put_aside_once(job: Job) -> None:
+def test_a_job_that_is_done_stays_done_until_another_run_is_asked_for(job: Job) -> None:
     saved = [job.save(b"one"), job.save(b"two")]
     job.start()
-    assert job.ids == saved, "an unfinished one stays"
+    assert job.ids == saved, "a run that has not ended goes on"
     job.end()
-    job.start()
+    for _ in range(2):
+        with pytest.raises(
+            JobEndedError, match=r"^job 'job' is done: why \(run run-1 at 1970-.*--anew"
+        ) as told:
+            job.start()
+        assert told.value.exit_code == 0
+        assert (job.ids, job.said) == (saved, [])
+    job.start(anew=True)
     assert job.ids == []
     (line,) = job.said
-    assert "starting anew" in line
     archive = locations.open_storage(line.rpartition(" ")[2])
     assert archive.ids() == saved
     with archive.open(saved[1], archive.manifest(saved[1]).states["a"]) as file:
@@ -97,59 +123,136 @@ def test_the_checkpoints_of_a_finished_job_are_put_aside_once(job: Job) -> None:
     assert job.store.range(KEYS.root).items == ()
 
 
-def test_each_rerun_leaves_its_own(job: Job) -> None:
+def test_each_further_run_leaves_its_own_checkpoints(job: Job) -> None:
     for content in (b"first", b"second"):
         saved = job.save(content)
         locations.open_storage(job.path).sweep()
         job.end()
-        job.start()
+        job.start(anew=True)
         archive = locations.open_storage(job.said[-1].rpartition(" ")[2])
         with archive.open(saved, archive.manifest(saved).states["a"]) as file:
             assert file.read() == content
     assert len(set(job.said)) == 2
 
 
-def test_they_stay_while_somebody_runs_the_job(job: Job) -> None:
+@pytest.mark.parametrize("state", [JobState.STOPPED, JobState.FAILED])
+@pytest.mark.parametrize("in_store", [False, True])
+def test_what_was_stopped_or_has_failed_goes_on_except_with_once(
+    job: Job, state: JobState, in_store: bool
+) -> None:
+    saved = job.save(b"one")
+    job.end(state, in_store=in_store)
+    with pytest.raises(JobEndedError, match=f"has {state.value}: why .*--once") as told:
+        job.start(once=True)
+    assert told.value.exit_code == (143 if state is JobState.STOPPED else 1)
+    job.start()
+    assert (job.ids, job.said) == ([saved], [])
+    if not in_store:  # what goes on now has not ended
+        job.start(once=True)
+    job.start(anew=True)
+    assert job.ids == []
+
+
+def test_a_store_that_has_forgotten_the_job_is_helped_out_by_the_note(job: Job) -> None:
+    job.save(b"one")
+    job.end(in_store=True)
+    job.store = MemoryStore()
+    with pytest.raises(JobEndedError, match="is done"):
+        job.start()
+
+
+def test_checkpoints_that_are_gone_are_no_reason_to_train_again(job: Job) -> None:
+    job.end(in_store=True)
+    with pytest.raises(JobEndedError, match=f"is done.*checkpoints: {job.path}"):
+        job.start(once=True)
+    job.start(anew=True)
+    assert job.said == [], "there was nothing to put aside"
+
+
+def test_they_stay_while_the_job_has_agents(job: Job) -> None:
     saved = job.save(b"one")
     job.end()
     job.busy = True
     job.start()
+    job.start(anew=True)
     assert (job.ids, job.said) == ([saved], [])
 
 
-def test_where_nothing_was_saved_nothing_is_noted(job: Job) -> None:
+def test_agents_of_a_job_that_is_done_are_on_their_way_out(job: Job) -> None:
+    job.save(b"one")
+    job.end(in_store=True)
+    job.busy = True
+    with pytest.raises(JobEndedError, match="is done"):
+        job.start()
+    job.start(anew=True)
+    assert job.ids == []
+
+
+def test_where_nothing_was_saved_a_note_is_left_for_once_only(job: Job) -> None:
     job.end()
     job.start()
-    assert job.said == []
+    job.end(even_if_empty=True)
+    with pytest.raises(JobEndedError, match="is done"):
+        job.start(once=True)
+    job.start(anew=True)
+    job.start(once=True)
 
 
-def spec(run: str, path: str) -> str:
-    return encode(JobSpec("job", run, (), 1, 1, 1, 1, checkpoint_path=path))
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"command": ("train.py", "--lr", "2")}, ["`train.py --lr 1`", "`train.py --lr 2`", "--anew"]),
+        ({}, ["another version of `train.py --lr 1`", "--rdzv-id"]),
+        ({"job": "other"}, ["job 'job' is done", "'other'", "--checkpoint-path"]),
+    ],
+    ids=["other arguments", "another version", "another job"],
+)
+def test_another_command_is_refused_where_the_job_is_done(
+    job: Job, said: dict[str, object], words: list[str]
+) -> None:
+    saved = job.save(b"one")
+    job.end()
+    with pytest.raises(JoinError) as told:
+        job.start(profile_key="b", **said)
+    for word in words:
+        assert word in str(told.value)
+    assert (job.ids, job.said) == ([saved], [])
+    job.start(anew=True, profile_key="b", **said)
+    assert job.ids == []
 
 
-def test_a_late_note_of_an_earlier_run_makes_no_other_run_finished(job: Job) -> None:
+def test_a_late_note_of_an_earlier_run_ends_no_other(job: Job) -> None:
     job.save(b"first")
     job.end()
-    job.start()
-    job.store.put(KEYS.job("job", "spec"), spec("run-2", job.path))
+    job.start(anew=True)
+    job.store.put(KEYS.job("job", "spec"), encode(job.spec))
     saved = job.save(b"second")
+    job.runs = 1
     job.end()  # an agent of run-1, which was cut off
     job.start()
     assert (job.ids, len(job.said)) == ([saved], 1)
-    checkpoint_archive.note_finished(job.path, "run-2", job.said.append)
-    job.start()
-    assert (job.ids, len(job.said)) == ([], 2)
+    job.end()
+    with pytest.raises(JobEndedError, match="run-2"):
+        job.start()
 
 
 @pytest.mark.parametrize("other", [False, True])
 def test_a_run_before_the_noted_one_or_elsewhere_says_nothing(job: Job, other: bool) -> None:
     job.save(b"one")
     job.end()
-    job.store.put(
-        KEYS.job("job", "spec"), spec("run-2" if other else "run-0", "elsewhere" if other else job.path)
-    )
-    job.start()
-    assert job.ids == []
+    run, path = ("run-2", "elsewhere") if other else ("run-0", job.path)
+    job.store.put(KEYS.job("job", "spec"), encode(replace(job.spec, run=run, checkpoint_path=path)))
+    with pytest.raises(JobEndedError, match="run-1"):
+        job.start()
+
+
+@pytest.mark.parametrize(
+    "note", [b"", b"[]", b'{"run": 7, "state": "odd", "time": "never"}', b'{"run": "run-1"}']
+)
+def test_a_note_that_cannot_be_read_says_that_the_job_is_done(tmp_path: Path, note: bytes) -> None:
+    (tmp_path / "finished.json").write_bytes(note)
+    with pytest.raises(JobEndedError, match="is done"):
+        Job(str(tmp_path)).start()
 
 
 def test_who_comes_while_another_puts_them_aside_waits_for_it(
@@ -158,25 +261,17 @@ def test_who_comes_while_another_puts_them_aside_waits_for_it(
     job.save(b"one")
     job.end()
     begun, waits, go_on = threading.Event(), threading.Event(), threading.Event()
-    kept, watch = checkpoint_archive.kept, job.store.watch
+    move_aside, watch = checkpoint_archive.move_aside, job.store.watch
     monkeypatch.setattr(job.store, "watch", lambda *what: (waits.set(), watch(*what))[1])
 
-    class Slow:
+    def slowly(path: str) -> str | None:
         """The first agent is in the middle of it until it is let go on."""
+        begun.set()
+        assert go_on.wait(200)
+        return move_aside(path)
 
-        def __init__(self, path: str) -> None:
-            self._kept = kept(path)
-
-        def note(self) -> bytes | None:
-            return self._kept.note()
-
-        def move_aside(self, name: str) -> str:
-            begun.set()
-            assert go_on.wait(200)
-            return self._kept.move_aside(name)
-
-    monkeypatch.setattr(checkpoint_archive, "kept", Slow)
-    first = threading.Thread(target=job.start)
+    monkeypatch.setattr(checkpoint_archive, "move_aside", slowly)
+    first = threading.Thread(target=lambda: job.start(anew=True))
     first.start()
     assert begun.wait(200)
     second = threading.Thread(target=job.start)
@@ -197,10 +292,10 @@ def test_who_gives_up_while_it_waits_lets_nobody_else_in(job: Job, monkeypatch: 
         raise StoreError("away for a moment")
 
     monkeypatch.setattr(impatient, "watch", away)
-    with checkpoint_archive._alone(job.store, key):
+    with checkpoint_archive.exclusive(job.store, key):
         held = job.store.get(key)
         assert held is not None
-        with pytest.raises(StoreError, match="away"), checkpoint_archive._alone(impatient, key):
+        with pytest.raises(StoreError, match="away"), checkpoint_archive.exclusive(impatient, key):
             pass
         assert job.store.get(key) == held
     assert job.store.get(key) is None
@@ -212,7 +307,7 @@ def test_where_nobody_can_look_it_is_one_clear_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("AWS_DEFAULT_REGION", REGION)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    job, said = Job(f"s3://{BUCKET}/x", MemoryStore(), []), "can not list checkpoints in s3://checkpoints/x"
+    job, said = Job(f"s3://{BUCKET}/x"), "can not list checkpoints in s3://checkpoints/x"
     with pytest.raises(StorageError, match=said):
         job.start()
     job.end()
@@ -226,8 +321,9 @@ def test_that_a_job_is_done_is_noted_before_its_agent_goes(
 ) -> None:
     order = Mock()
     monkeypatch.setattr(launch, "ignore_signals", order.ignore_signals)
-    monkeypatch.setattr(agent, "ElasticAgent", lambda *what: Mock(job_done=True, exit_code=0))
-    monkeypatch.setattr(checkpoint_archive, "note_finished", order.note)
+    status = JobStatus("job", "run-1", JobState.DONE)
+    monkeypatch.setattr(agent, "ElasticAgent", lambda *what: Mock(job_ended=status, exit_code=0))
+    monkeypatch.setattr(ended_run, "write_note", order.note)
     options = Mock(slots=1, role="worker", max_restarts=0, job="job", standalone=True)
     found = Mock(identity=None, registration=order.registration)
     assert launch._run(options, found, Mock(share=order.share)) == 0

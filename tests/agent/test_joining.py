@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from adaptdl_elastic.agent.cluster import job_joining
+from adaptdl_elastic.agent.cluster.ended_run import NO_OPTIONS, JobEndedError, StartOptions
 from adaptdl_elastic.agent.cluster.store_link import Registration
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
@@ -33,9 +34,11 @@ def spec(run: str) -> JobSpec:
     return JobSpec("job", run)
 
 
-def join(store: MemoryStore, run: str, version: str = "1.0") -> tuple[str, list[str]]:
+def join(
+    store: MemoryStore, run: str, version: str = "1.0", options: StartOptions = NO_OPTIONS
+) -> tuple[str, list[str]]:
     said: list[str] = []
-    return job_joining.join_job(store, KEYS, spec(run), version, said.append).run, said
+    return job_joining.join_job(store, KEYS, spec(run), version, said.append, options).run, said
 
 
 def ended(store: MemoryStore, run: str, state: JobState) -> None:
@@ -55,32 +58,56 @@ def test_agents_that_start_at_the_same_moment_are_of_one_run(store: MemoryStore)
     assert join(store, "run-2") == ("run-1", []), "it has an agent, who is about to begin"
 
 
-@pytest.mark.parametrize("state", [JobState.DONE, JobState.STOPPED, JobState.FAILED])
-def test_a_rerun_of_what_has_ended_is_another_run_and_says_so(store: MemoryStore, state: JobState) -> None:
+@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("state", [JobState.STOPPED, JobState.FAILED])
+def test_what_was_stopped_or_has_failed_goes_on_as_another_run(
+    store: MemoryStore, state: JobState, anew: bool
+) -> None:
     join(store, "run-1")
     job_joining.register(store, KEYS, NODE, exact=True)  # an agent that is on its way out
     store.put(KEYS.job("job", "checkpoint"), encode(CheckpointRecord("id", "path")))
     ended(store, "run-1", state)
-    run, said = join(store, "run-2")
+    run, (line,) = join(store, "run-2", options=StartOptions(anew=anew))
     assert run == "run-2"
-    assert len(said) == 1
-    assert "run-1" in said[0]
+    assert "run-1" in line
+    assert state.value in line
+    assert ("another run begins" in line) == anew
     kept = store.get(KEYS.job("job", "checkpoint")) is not None
-    assert kept == (state is not JobState.DONE), "only what is done begins with fresh weights"
+    assert kept != anew, "only another run begins with fresh weights"
 
 
-@pytest.mark.parametrize("state", [JobState.DONE, JobState.STOPPED, JobState.FAILED])
-def test_once_is_once(store: MemoryStore, state: JobState) -> None:
-    assert not job_joining.has_ended(store, KEYS, "job")
-    job_joining.join_job(store, KEYS, spec("run-1"), "1.0", print, once=True)
-    assert not job_joining.has_ended(store, KEYS, "job")
+@pytest.mark.parametrize("once", [False, True])
+def test_what_is_done_stays_done_without_anew(store: MemoryStore, once: bool) -> None:
+    join(store, "run-1")
+    ended(store, "run-1", JobState.DONE)
+    with pytest.raises(JobEndedError, match=r"'job' is done.*run-1.*--anew") as caught:
+        join(store, "run-2", options=StartOptions(once))
+    assert caught.value.exit_code == 0
+    run, (line,) = join(store, "run-2", options=StartOptions(anew=True))
+    assert run == "run-2"
+    assert "run-1" in line
+
+
+def test_anew_joins_a_run_that_is_under_way(store: MemoryStore) -> None:
+    join(store, "run-1")
+    job_joining.register(store, KEYS, NODE, exact=True)
+    run, (line,) = join(store, "run-2", options=StartOptions(anew=True))
+    assert run == "run-1"
+    assert line.startswith("--anew has no effect")
+
+
+@pytest.mark.parametrize(
+    ("state", "code"), [(JobState.DONE, 0), (JobState.STOPPED, 143), (JobState.FAILED, 1)]
+)
+def test_once_is_once(store: MemoryStore, state: JobState, code: int) -> None:
+    once = StartOptions(once=True)
+    assert join(store, "run-1", options=once)[0] == "run-1"
     ended(store, "run-0", state)
-    assert not job_joining.has_ended(store, KEYS, "job"), "an earlier run's end is not this one's"
-    assert job_joining.join_job(store, KEYS, spec("run-2"), "1.0", print, once=True).run == "run-2", "it died"
+    assert join(store, "run-2", options=once)[0] == "run-2", "an earlier run's end is not this one's: it died"
     ended(store, "run-2", state)
-    assert job_joining.has_ended(store, KEYS, "job")
-    assert job_joining.join_job(store, KEYS, spec("run-3"), "1.0", print, once=True).run == "run-2"
-    assert join(store, "run-3")[0] == "run-3"
+    with pytest.raises(JobEndedError, match=f"has {state.value}|is {state.value}") as caught:
+        join(store, "run-3", options=once)
+    assert caught.value.exit_code == code
 
 
 def test_a_run_whose_agents_are_all_gone_is_taken_up(store: MemoryStore) -> None:

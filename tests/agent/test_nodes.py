@@ -64,10 +64,16 @@ def test_an_agent_is_killed_and_the_other_goes_on(cluster: Cluster) -> None:
     cluster.check(epochs=60, replicas=1)
 
 
-def test_the_second_run_of_a_finished_job_is_another_one(cluster: Cluster) -> None:
+def test_a_node_that_comes_when_the_job_is_done_does_not_train_it_again(cluster: Cluster) -> None:
     assert cluster.start("first", PLAIN, nodes="1").wait() == 0
-    again = cluster.start("first", PLAIN, nodes="1")
+    late = cluster.start("late", PLAIN, nodes="1")
+    assert late.wait() == 0
+    (line,) = late.text().splitlines()
+    assert "job 'job' is done: every replica ended well" in line
+    assert "--anew" in line
+    assert [event["event"] for event in late.events] == ["exit"]
+    again = cluster.start("first", "--anew", PLAIN, nodes="1")
     assert again.wait() == 0
-    assert "starting it anew" in again.text()
+    assert "another run begins" in again.text()
     assert "rank 0 of 1" in again.text()
     assert cluster.violations() == []

@@ -209,7 +209,7 @@ def test_the_autoscaler_leaves_alone_what_it_can_not_deal_with_and_says_so(
     }
     said = step(seen, Remembered(), ScalingSettings()).warnings
     error = "ZeroDivisionError: nobody has thought of this"
-    assert f"a: keeps what it has, for nothing can be decided about it: {error}" in said
+    assert f"a: keeps what it has, because its records cannot be used: {error}" in said
 
 
 def _view(pump: Pump) -> View:

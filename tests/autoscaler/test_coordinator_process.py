@@ -318,6 +318,18 @@ def successor_fence(cluster: Cluster) -> int:
 
 
 @pytest.mark.slow
+def test_a_leader_that_another_one_follows_stands_by_though_its_lease_still_runs(cluster: Cluster) -> None:
+    served = cluster.coordinator()
+    assert served.leads.wait(PATIENCE)
+    key = cluster.keys.coordinator_leader
+    cluster.store.delete(key)
+    cluster.store.compare_and_swap(key, records.encode(LeaderRecord("another", "host", 1)), 0)
+    assert served.stands_by.wait(PATIENCE)
+    assert not served.leads.is_set()
+    cluster.store.delete(key)
+    assert served.leads.wait(PATIENCE)
+
+
 def test_the_store_is_restarted_and_paused_and_nobody_is_evicted(keys: Keys) -> None:
     with ExitStack() as stack:
         server = stack.enter_context(EtcdServer())

@@ -15,6 +15,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     Failure,
     JobRequest,
     JobState,
+    LeaderRecord,
     Outcome,
     Plan,
     Transition,
@@ -33,6 +34,18 @@ def test_a_takeover_fences_every_plan_and_changes_nothing_else(pump: Pump) -> No
     assert pump.plan("a") == replace(before, fence=pump.fence)
     assert pump.plan("waiting").claim
     assert pump.plan("waiting").fence == pump.fence
+
+
+def test_a_leader_that_sees_another_one_elected_after_it_decides_nothing(pump: Pump) -> None:
+    elastic(pump)
+    fence = pump.store.put(pump.keys.coordinator_leader, encode(LeaderRecord("newer", "host", 1)))
+    pump.fence = fence - 1  # fences are revisions: this leader was elected before
+    pump.ask("a", replicas=1)
+    pump.later(120)
+    assert pump.placed("a") == {"n0": 1, "n1": 1, "n2": 1}
+    assert pump.plan("a").fence < pump.fence, "not even its own fence is written"
+    pump.fence = fence
+    assert pump.later(120).placed("a") == {"n0": 1}
 
 
 def test_an_old_leader_can_write_nothing_after_a_takeover(pump: Pump) -> None:

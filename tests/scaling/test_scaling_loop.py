@@ -241,7 +241,7 @@ def test_a_notice_that_comes_twice_or_late_changes_nothing(store: MemoryStore) -
 def test_a_deadline_that_can_not_be_met_is_said(store: MemoryStore) -> None:
     seen = Observation(0.0, Capacity((POOL,)), {}, (scaling_world.job("train"),))
     done = step(seen, Memory(), ScalingSettings(deadlines={"train": 1.0}))
-    assert any("train: its deadline can not be met" in text for text in done.warnings)
+    assert any("train: its deadline cannot be met" in text for text in done.warnings)
     easy = step(seen, Memory(), ScalingSettings(deadlines={"train": 1e9}))
     assert not any("deadline" in text for text in easy.warnings)
     assert easy.target < done.target

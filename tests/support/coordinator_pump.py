@@ -18,11 +18,14 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     Decided,
     DeletePrefix,
     Memory,
+    PolicyAnswer,
+    PolicyQuestion,
+    PolicyRound,
     Say,
 )
 from adaptdl_elastic.autoscaler.coordinator.job_phase import condition_of
-from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy, PolicyQuestion, ask
-from adaptdl_elastic.autoscaler.coordinator.rounds import PolicyAnswer, PolicyRound, compute
+from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy, ask
+from adaptdl_elastic.autoscaler.coordinator.rounds import compute
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo, NodeInfo, Reason
 from adaptdl_elastic.rendezvous.schema import records

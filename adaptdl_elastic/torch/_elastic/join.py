@@ -16,12 +16,12 @@ import torch
 
 from adaptdl_elastic import checkpoint, collective
 from adaptdl_elastic._session import Session
+from adaptdl_elastic.protocol import environment
+from adaptdl_elastic.protocol.messages import Ready
 from adaptdl_elastic.torch._elastic import eligibility, regroup, state_transfer
 from adaptdl_elastic.torch._process_group import backends, capability, placeholder
 from adaptdl_elastic.torch._process_group.store import FOREVER, meeting
 from adaptdl_elastic.torch._runtime.position import loops
-
-JOIN_VARIABLE = "ADAPTDL_JOIN"
 
 
 class Newcomer:
@@ -59,7 +59,7 @@ class Newcomer:
         eligibility.look(session)  # now, while nobody waits for it
         while place >= self._at:
             self._store.set(f"arrived/{self._attempt}/{session.rank}", loader)
-            session.send({"type": "ready", "generation": session.generation})
+            session.send(Ready(session.generation))
             self._attempt += 1
             step = self._next()
             if "elsewhere" in step:
@@ -83,7 +83,7 @@ class Newcomer:
         known = capability.ability(session)
         if known is not None:
             known.agree()  # as the others have, or they would not have changed in place
-        os.environ.pop(JOIN_VARIABLE, None)
+        os.environ.pop(environment.JOIN, None)
         state = loops()
         regroup.finish(session, (state.finished, state.entered, state.index), began)
         session.newcomer = None
@@ -91,7 +91,8 @@ class Newcomer:
 
 def begin_joining(session: Session, backend: str) -> None:
     """A newcomer's `init_process_group`: a group of the planned size, and the others' states."""
-    store = meeting(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), session.generation)
+    host, port = os.environ[environment.MASTER_ADDR], int(os.environ[environment.MASTER_PORT])
+    store = meeting(host, port, session.generation)
     found = session.newcomer = Newcomer(session, backend, store)
     session.start()
     checkpoint.agree(lambda _: (None, None))  # nothing is loaded from disk

@@ -13,7 +13,7 @@ What is done:
    always. The next `__next__` of the data loop finds the failure.
 2. *Everybody hears of it.* Whoever finds it hangs up on all others (the library's collectives and torch's
    sockets alike), so that nobody goes on waiting for somebody who waits as well, tells its agent, and
-   waits for a plan without the dead one (`{"type": "plan", "recover": true}`).
+   waits for a plan without the dead one (`RecoveryPlan`).
 3. *Meet.* The survivors form the new generation. A death meanwhile leads to another plan: from 2 again.
 4. *Agree.* What counts is the highest step that any survivor has committed. It can be one more than that
    of others: its last bucket arrived here and not there. Those others get model, optimizer and all that
@@ -42,8 +42,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from adaptdl_elastic import env
-from adaptdl_elastic._interfaces import ElasticLoader, Message, Place, RetryDataLoop
+from adaptdl_elastic._interfaces import ElasticLoader, Place, RetryDataLoop
 from adaptdl_elastic._session import Session
+from adaptdl_elastic.protocol.messages import PeerLost, RecoveryPlan, Resilient
 from adaptdl_elastic.reducer import LOOPS, Future, PeerLostError
 from adaptdl_elastic.torch._data.accumulator_state import (
     OwnSums,
@@ -113,7 +114,7 @@ class Recovery:
         self._passed = False  # the others have the data loop behind them whose end this replica waits at
         self._uneven = False  # a training loop was left by `break`: the replicas' buffers differ
         self.waiting = False  # for a plan without the dead
-        self._plans: list[Message] = []
+        self._plans: list[RecoveryPlan] = []
         self._told = threading.Condition()
 
     # -- armed -------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ class Recovery:
         for model in self._session.models:
             model.absorb_failures()
         self.mark()
-        session.send({"type": "resilient", "generation": session.generation})
+        session.send(Resilient(session.generation))
 
     def why_not(self) -> str | None:
         """Why a death can not be survived in this generation; None: it can."""
@@ -272,12 +273,12 @@ class Recovery:
         if self._session.generation == generation and not self.waiting:
             for model in self._session.models:
                 model.give_up("a replica is gone")
-            self._session.send({"type": "broken", "generation": generation, "reason": "a replica is gone"})
+            self._session.send(PeerLost(generation, "a replica is gone"))
 
-    def on_plan(self, message: Message) -> None:
+    def on_plan(self, message: RecoveryPlan) -> None:
         """The agent's plan of a generation without the dead. In the channel's thread."""
         # First: once the training thread has the plan, what is lost is a generation of the past.
-        session, generation = self._session, int(message["generation"])
+        session, generation = self._session, message.generation
         if not self.waiting and generation > session.generation:
             session.control.lose("the agents say that a replica is gone")
         with self._told:
@@ -290,15 +291,15 @@ class Recovery:
     def newer(self) -> bool:
         """Whether there is a plan of a generation after the present one, without somebody who has died."""
         with self._told:
-            return any(int(plan["generation"]) > self._session.generation for plan in self._plans)
+            return any(plan.generation > self._session.generation for plan in self._plans)
 
-    def _next_plan(self) -> Message:
+    def _next_plan(self) -> RecoveryPlan:
         with self._told:
             while True:
-                self._plans = [p for p in self._plans if int(p["generation"]) > self._session.generation]
+                self._plans = [p for p in self._plans if p.generation > self._session.generation]
                 self.waiting = not self._plans
                 if self._plans:
-                    return max(self._plans, key=lambda plan: int(plan["generation"]))
+                    return max(self._plans, key=lambda plan: plan.generation)
                 self._told.wait()
 
     def recover(self, reason: str, helper: ElasticLoader | None = None, at_end: bool = False) -> None:
@@ -335,7 +336,7 @@ class Recovery:
                 if isinstance(error, Irreparable):
                     raise
                 reason = str(error)
-                log.warning("generation %s did not come about: %s", plan["generation"], reason)
+                log.warning("generation %s did not come about: %s", plan.generation, reason)
             else:
                 return
         raise PeerLostError(f"{reason}; the survivors have tried {_ATTEMPTS} times to go on together")
@@ -360,15 +361,15 @@ class Recovery:
         if session.reducer is not None:
             session.reducer.abort()
         session.control.abandon()
-        session.send({"type": "broken", "generation": session.generation, "reason": reason[:200]})
+        session.send(PeerLost(session.generation, reason[:200]))
 
-    def _meet(self, plan: Message) -> None:
-        session, generation = self._session, int(plan["generation"])
-        if plan["rank"] is None:
+    def _meet(self, plan: RecoveryPlan) -> None:
+        session, generation = self._session, plan.generation
+        if plan.rank is None:
             regroup.tell_switched(session, generation)
             raise SystemExit(0)
-        regroup.become(session, plan, generation, plan["rank"])
-        store = meeting(plan["master_addr"], int(plan["master_port"]), generation)
+        regroup.become(session, plan, generation, plan.rank)
+        store = meeting(plan.master_addr, plan.master_port, generation)
         # A survivor may be busy outside of all loops, for longer than anybody could guess. Who has died
         # or hangs is found by the agents, whose next plan ends this, as does the coordinator's patience.
         regroup.form(session, store, 0, self.newer, FOREVER)

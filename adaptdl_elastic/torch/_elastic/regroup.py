@@ -19,8 +19,9 @@ from datetime import timedelta
 from typing import Any
 
 from adaptdl_elastic import env
-from adaptdl_elastic._interfaces import Message, Position
+from adaptdl_elastic._interfaces import Position
 from adaptdl_elastic._session import Identity, Session
+from adaptdl_elastic.protocol.messages import Plan, Switched
 from adaptdl_elastic.reducer import Reducer
 from adaptdl_elastic.torch._process_group.setup import (
     connect_torch,
@@ -36,12 +37,12 @@ TRANSFER = 60.0
 """Seconds that one tensor may take from one replica to another."""
 
 
-def become(session: Session, message: Message, generation: int, rank: int) -> None:
+def become(session: Session, message: Plan, generation: int, rank: int) -> None:
     """Leave torch's present group, and be `rank` of the generation that `message` describes."""
     session.control.abandon()
     leave_torch(session)
-    os.environ.update({name: str(value) for name, value in message["environ"].items()})
-    session.identity = Identity(rank, message["replicas"], message["nodes"], generation, session.job)
+    os.environ.update(message.environ)
+    session.identity = Identity(rank, message.replicas, message.nodes, generation, session.job)
 
 
 def form(
@@ -122,7 +123,7 @@ def finish(session: Session, position: Position, began: float, recovered: bool =
 
 def tell_switched(session: Session, generation: int) -> None:
     """Tell the agent that generation g is behind this replica, and when its last step ended."""
-    session.send({"type": "switched", "generation": generation, "last_step": session.last_step_time})
+    session.send(Switched(generation, session.last_step_time))
 
 
 def seal(step: dict[str, Any]) -> bytes:

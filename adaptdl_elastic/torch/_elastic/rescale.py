@@ -47,8 +47,9 @@ from datetime import timedelta
 from typing import Any
 
 from adaptdl_elastic import checkpoint
-from adaptdl_elastic._interfaces import Command, Message
+from adaptdl_elastic._interfaces import Command
 from adaptdl_elastic._session import Session
+from adaptdl_elastic.protocol.messages import ChangePlan
 from adaptdl_elastic.torch._data.registry import current_dataloader
 from adaptdl_elastic.torch._elastic import eligibility, regroup, state_transfer
 from adaptdl_elastic.torch._process_group import backends, capability
@@ -63,10 +64,10 @@ _WAITS, _CATCH_UP = (1, 3), timedelta(seconds=2)
 class Plan:
     """A generation that may come."""
 
-    def __init__(self, message: Message) -> None:
+    def __init__(self, message: ChangePlan) -> None:
         self.message = message
-        self.generation = int(message["generation"])
-        self.newcomers: list[int] = list(message["newcomers"])
+        self.generation = message.generation
+        self.newcomers: list[int] = list(message.newcomers)
         self.attempt = 0  # previews that the newcomers were shown
         self.missed = 0  # how often they were elsewhere when the change had been agreed on
         self.called_off = False
@@ -74,7 +75,7 @@ class Plan:
 
     def meeting(self) -> Any:
         """The store where this generation meets."""
-        return meeting(self.message["master_addr"], int(self.message["master_port"]), self.generation)
+        return meeting(self.message.master_addr, self.message.master_port, self.generation)
 
     def loaders(self, store: Any, timeout: timedelta) -> list[str]:
         """Wait in `store` until all newcomers have come to a data loop; the keys of their loaders."""
@@ -96,17 +97,17 @@ class Rescaler:
         """What is done at agreed boundaries."""
         return {"preview": self._preview, "switch": self._switch, capability.COMMAND: self._able}
 
-    def on_plan(self, message: Message) -> None:
-        """The agent's `plan` message. In the channel's thread."""
-        generation = int(message["generation"])
-        if message.get("withdraw"):
-            plan = self._plans.get(generation)
-            if plan is not None:
-                plan.called_off = True
-                plan.tried.set()
-                self._release(plan)
-            return
-        plan = Plan(message)
+    def on_withdrawn(self, generation: int) -> None:
+        """The agent has withdrawn the plan of that generation. In the channel's thread."""
+        plan = self._plans.get(generation)
+        if plan is not None:
+            plan.called_off = True
+            plan.tried.set()
+            self._release(plan)
+
+    def on_plan(self, message: ChangePlan) -> None:
+        """The agent's plan of a change in place. In the channel's thread."""
+        generation, plan = message.generation, Plan(message)
         with self._lock:
             self._plans[generation] = plan
             self._lock.notify_all()
@@ -136,7 +137,7 @@ class Rescaler:
     def _lead(self, plan: Plan) -> None:
         """Rank 0, beside the training: bring the newcomers to where it is, then have the change agreed."""
         try:
-            if 0 not in plan.message["ranks"]:
+            if 0 not in plan.message.ranks:
                 raise ValueError("one of those who stay must be rank 0")
             store = plan.meeting()
             # A script may have made more since its first data loop.
@@ -213,7 +214,7 @@ class Rescaler:
         if group is not None:
             group.quiesce()
         session.reducer.barrier(tag="switch")
-        new_rank = message["ranks"][session.rank]
+        new_rank = message.ranks[session.rank]
         if new_rank is None:
             regroup.tell_switched(session, generation)
             if group is not None and group.early:  # what others abort, its exit should not wait for

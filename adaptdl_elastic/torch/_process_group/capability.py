@@ -18,6 +18,7 @@ from typing import Any
 
 from adaptdl_elastic import env
 from adaptdl_elastic._session import Session
+from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.torch._process_group import backends
 from adaptdl_elastic.torch._process_group.backends import Nccl
 from adaptdl_elastic.torch._process_group.selftest import remembered, verdict
@@ -92,7 +93,7 @@ class Ability:
         """What each replica's node has found, "" where it works; on others than rank 0 its own."""
         session, found = self._session, [self.why if self.failed else ""]
         if session.replicas > 1:
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            host, port = os.environ[environment.MASTER_ADDR], int(os.environ[environment.MASTER_PORT])
             store = meeting(host, port, session.generation)
             store.set(f"able/{session.rank}", found[0])
             if session.rank == 0:

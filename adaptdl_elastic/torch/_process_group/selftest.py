@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from adaptdl_elastic.protocol.environment import describes_replica
 from adaptdl_elastic.torch._process_group import backends
 from adaptdl_elastic.torch._process_group.backends import Nccl, base, gloo, nccl
 
@@ -115,7 +116,7 @@ def ask_processes(backend: str, limit: float) -> str | None:
     """Run the self-test in processes of its own; why it failed. Leaves none of them behind."""
     module = _nccl(backend).__module__
     command = [sys.executable, "-m", _NAME, backend, "--import", module, "--asked"]
-    environment = {name: value for name, value in os.environ.items() if not _ours(name)}
+    environment = {name: value for name, value in os.environ.items() if not describes_replica(name)}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=out, stderr=err, env=environment, start_new_session=True
@@ -148,12 +149,6 @@ def _end(code: int) -> str:
     return (
         f"a process of it died of signal {-code}" if code < 0 else f"a process of it ended with code {code}"
     )
-
-
-def _ours(name: str) -> bool:
-    """Whether a variable is about the job, not about the machine."""
-    of_torchrun = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    return name in of_torchrun or name.startswith(("ADAPTDL_", "TORCHELASTIC_", "GROUP_", "ROLE_"))
 
 
 # -- in processes of its own -------------------------------------------------------------------------

@@ -25,7 +25,9 @@ import numpy as np
 
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, fit_perf_params
+from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.protocol.hints import MOST, JobHints, ProfileEntry, encode
+from adaptdl_elastic.protocol.messages import Hints
 from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Chooser, Limits
 from adaptdl_elastic.torch._tuning.step_times import ENOUGH, WINDOW, Key, StepTimes, robust_mean
 
@@ -347,7 +349,7 @@ class Metrics:
             return
         hints = self.hints()
         self._announce(hints)
-        session.send({"type": "hints", "hints": json.loads(encode(hints))})
+        session.send(Hints(json.loads(encode(hints))))
 
     def _refit(self) -> None:
         entries = self.entries()
@@ -425,7 +427,7 @@ class Metrics:
 
 
 def _report_interval() -> float:
-    text = os.environ.get("ADAPTDL_REPORT_INTERVAL")
+    text = os.environ.get(environment.REPORT_INTERVAL)
     if not text:
         return 2.0
     try:

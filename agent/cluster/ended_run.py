@@ -1,0 +1,264 @@
+"""What starts, if anything, when a job's command is given again after a run of it has ended.
+
+The problem. The same command comes again by itself: a unit starts at a reboot, a node comes up late. A job
+that is done must not be trained again by that. The store knows how a run ended, but it may have been
+emptied since, and the private one of `--standalone` ends with its job.
+
+What is done. The agents of a run leave a note beside its checkpoints (`checkpoint_archive`), with what the
+store says. `decide_start` reads both and raises `JobEndedError` where nothing is to be started:
+
+========================  =====================  ===================  =====================================
+the last run              the same command       with ``--once``      with ``--anew``
+========================  =====================  ===================  =====================================
+is done                   says so, exit code 0   the same             another run, checkpoints put aside
+was stopped, has failed   goes on from its       says so, with its    another run, checkpoints put aside
+                          checkpoint             exit code
+has agents, or none left  joins it, or goes on   the same             joins it; without agents another run
+========================  =====================  ===================  =====================================
+
+A script or arguments other than those of a run that is done are refused: neither is it clear that they are
+to be trained, nor that they are not.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from adaptdl_elastic.agent.cluster import checkpoint_archive
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import (
+    JobSpec,
+    JobState,
+    JobStatus,
+    MalformedRecordError,
+    decode,
+)
+from adaptdl_elastic.rendezvous.store.base import Store
+
+
+class JoinError(RuntimeError):
+    """This agent cannot take part; the message says why and what to do."""
+
+
+class JobEndedError(Exception):
+    """Nothing is to be started, because the job has ended; the message says how and when."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class EndedRun:
+    """The last run of a job, which has ended."""
+
+    job: str
+    run: str
+    state: JobState
+    checkpoint_path: str
+    reason: str = ""
+    exit_code: int = 0
+    time: float | None = None  # wall clock
+    command: tuple[str, ...] = ()
+    profile_key: str = ""  # JobSpec.profile_key of the run; "": not known
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """What the command line says about a job that has ended."""
+
+    once: bool = False
+    anew: bool = False
+
+
+NO_OPTIONS = StartOptions()
+
+
+def write_note(
+    spec: JobSpec, status: JobStatus, path: str, say: Callable[[str], None], *, even_if_empty: bool
+) -> None:
+    """Leave a note beside the checkpoints in `path` that a run has ended, where there are any."""
+    note = {
+        "job": spec.job,
+        "run": spec.run,
+        "time": status.ended or time.time(),
+        "state": status.state.value,
+        "reason": status.reason,
+        "exit_code": status.process_exit_code,
+        "command": list(spec.command),
+        "profile_key": spec.profile_key,
+    }
+    checkpoint_archive.write_note(path, json.dumps(note).encode(), say, even_if_empty=even_if_empty)
+
+
+def of_status(spec: JobSpec, status: JobStatus | None) -> EndedRun | None:
+    """Return how a run ended if its status says that it has, else None."""
+    if status is None or status.run != spec.run or not status.state.ended:
+        return None
+    return EndedRun(
+        spec.job,
+        spec.run,
+        status.state,
+        spec.checkpoint_path,
+        status.reason,
+        status.process_exit_code,
+        status.ended,
+        spec.command,
+        spec.profile_key,
+    )
+
+
+def find(store: Store, keys: Keys, job: str, path: str, busy: Callable[[], bool]) -> EndedRun | None:
+    """Return the last run of a job if it has ended.
+
+    Args:
+        store: Where the cluster keeps its jobs.
+        keys: The keys of the cluster.
+        job: The job's name.
+        path: Where its checkpoints would be.
+        busy: Whether the job has agents. Then a note says nothing: another run is under way.
+
+    Raises:
+        StorageError: The place of the checkpoints cannot be looked at.
+    """
+    spec = _last_spec(store, keys, job)
+    if spec is not None and (ended := of_status(spec, _status(store, keys, job))) is not None:
+        return ended
+    note = _parse(checkpoint_archive.read_note(path), job, path)
+    # an agent that was cut off for longer than its lease may write its note after another run has begun
+    late = (
+        note is not None
+        and spec is not None
+        and spec.checkpoint_path == path
+        and bool(note.run)
+        and note.run < spec.run  # names of runs begin with when they began
+    )
+    return None if note is None or late or busy() else note
+
+
+def refuse(ended: EndedRun, fresh: JobSpec, options: StartOptions) -> None:
+    """Raise where a job that has ended is not to be started; return where it is.
+
+    Raises:
+        JobEndedError: It is done, or it has ended in another way and `--once` is given.
+        JoinError: It is done and what would be started now is something else.
+    """
+    if options.anew or (ended.state is not JobState.DONE and not options.once):
+        return
+    when = "" if ended.time is None else time.strftime(" at %Y-%m-%d %H:%M:%S", time.localtime(ended.time))
+    where = f"run {ended.run}{when}; checkpoints: {ended.checkpoint_path or 'none'}"
+    if ended.state is JobState.DONE:
+        what = f"job {ended.job!r} is done: {ended.reason or 'every replica ended well'} ({where})"
+        if not options.once:
+            _refuse_another_command(ended, fresh, what)
+        text = f"{what}. Nothing is started; --anew trains again and puts these checkpoints aside"
+        raise JobEndedError(text, 0)
+    reason = ended.reason.removeprefix(f"{ended.state.value}: ") or "no reason is known"
+    raise JobEndedError(
+        f"job {ended.job!r} has {ended.state.value}: {reason} ({where}). Nothing is started because of "
+        f"--once; without it the job goes on from its last checkpoint",
+        ended.exit_code,
+    )
+
+
+def _refuse_another_command(ended: EndedRun, fresh: JobSpec, what: str) -> None:
+    remedy = "--anew starts another run and puts these checkpoints aside, another --rdzv-id another job"
+    if ended.job != fresh.job:
+        raise JoinError(
+            f"{what}, and these are its checkpoints: give job {fresh.job!r} a --checkpoint-path of its own, "
+            f"or --anew to put them aside"
+        )
+    if not ended.profile_key or not fresh.profile_key or ended.profile_key == fresh.profile_key:
+        return
+    theirs, ours = shlex.join(ended.command), shlex.join(fresh.command)
+    if theirs == ours:
+        raise JoinError(f"{what}; it ran another version of `{ours}`: {remedy}")
+    raise JoinError(f"{what}; it ran `{theirs}`, and this is `{ours}`: {remedy}")
+
+
+@contextmanager
+def turn_to_start(
+    store: Store,
+    keys: Keys,
+    fresh: JobSpec,
+    options: StartOptions,
+    busy: Callable[[], bool],
+    say: Callable[[str], None],
+) -> Iterator[None]:
+    """Let this agent register for the job and join it, or begin it, unless it has ended.
+
+    Where a run of the job has ended, agents do so one after another: one puts the checkpoints aside and
+    begins another run, and the next finds it under way.
+
+    Raises:
+        JobEndedError: Nothing is to be started.
+        JoinError: The job is done, and this is another command.
+        StorageError: The checkpoints cannot be looked at or put aside.
+    """
+
+    def ended() -> EndedRun | None:
+        return find(store, keys, fresh.job, fresh.checkpoint_path, busy)
+
+    with ExitStack() as stack:
+        if options.anew or ended() is not None:
+            stack.enter_context(checkpoint_archive.exclusive(store, f"{keys.root}archiving/{fresh.job}"))
+            if (found := ended()) is not None:
+                refuse(found, fresh, options)
+            # agents that are still there when the job has ended are on their way out
+            if options.anew and (found is not None or not busy()):
+                archive = checkpoint_archive.move_aside(fresh.checkpoint_path)
+                if archive is not None:
+                    say(f"--anew: what was in {fresh.checkpoint_path} is kept in {archive}")
+            elif found is not None:
+                checkpoint_archive.withdraw_note(fresh.checkpoint_path)
+        yield
+
+
+def _last_spec(store: Store, keys: Keys, job: str) -> JobSpec | None:
+    item = store.get(keys.job(job, "spec"))
+    try:
+        return None if item is None else decode(JobSpec, item.value, item.key)
+    except MalformedRecordError:  # `join_job` says so
+        return None
+
+
+def _status(store: Store, keys: Keys, job: str) -> JobStatus | None:
+    item = store.get(keys.job(job, "status"))
+    try:
+        return None if item is None else decode(JobStatus, item.value, item.key)
+    except MalformedRecordError:
+        return None
+
+
+def _parse(note: bytes | None, job: str, path: str) -> EndedRun | None:
+    """Return what a note says; one that cannot be read says that the job is done."""
+    if note is None:
+        return None
+    try:
+        found: Any = json.loads(note)
+    except ValueError:
+        found = {}
+    if not isinstance(found, dict):
+        found = {}
+    try:
+        state = JobState(found.get("state", "done"))
+    except ValueError:
+        state = JobState.DONE
+    command, when, code = found.get("command"), found.get("time"), found.get("exit_code")
+    return EndedRun(
+        job=str(found.get("job") or job),
+        run=str(found.get("run") or ""),
+        state=state,
+        checkpoint_path=path,
+        reason=str(found.get("reason") or ""),
+        exit_code=code if isinstance(code, int) else 0,
+        time=float(when) if isinstance(when, (int, float)) else None,
+        command=tuple(map(str, command)) if isinstance(command, list) else (),
+        profile_key=str(found.get("profile_key") or ""),
+    )

@@ -1,0 +1,23 @@
+"""A deterministic simulator of whole clusters: the product's own agents and coordinators, and faults.
+
+What runs for real, unchanged: the agent with all of its shell (`agent.runtime.agent.ElasticAgent`, its pure
+core, its watches, writer, registration, view of the store, reports, event log, and how it keeps a
+coordinator), the way in which agents join a job, the coordinator with all of its shell (election, standby,
+fencing, watch, decisions, rounds of the policy), plans in the store, and the thread that keeps leases alive.
+
+What is simulated: time and threads (`kernel`, `threads`, put in place by `patching`), the store's server and
+the network to it (`etcd`, `client`), processes, signals, channels and fork servers (`node`), and replicas, as
+a small model of the training library's protocol (`replica`, `control`, `rescale`, `mesh`). The policy draws
+allocations at random among those that are allowed.
+
+What goes wrong (`faults`): processes and machines die, at any moment and just before a write; processes and
+machines stop and go on; machines are cut off from the store; requests and answers get lost, or come late;
+the store goes away, forgets its history, lets leases run out; people drain nodes and ask for other sizes.
+
+What must hold (`truth`, and the history checker in tests/support): one process to a slot, one generation at a
+time, no step lost without a fault or done twice, restarts counted as promised, no job called done that is
+not, nothing logged as an error, and after healing every job trains within a bound and comes to its end.
+
+Not modelled: the drivers of the store (they have tests of their own, against a real etcd), torch, and what
+each module says of itself. A seed repeats a run exactly: `python -m faultsim --seed 7 --runs 1 --trace`.
+"""

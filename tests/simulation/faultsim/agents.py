@@ -1,0 +1,224 @@
+"""Agents and coordinators as simulated processes: the product's own classes, started as `launch` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+from adaptdl_elastic.agent.cluster import job_joining
+from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
+from adaptdl_elastic.agent.cluster.ended_run import JobEndedError, StartOptions
+from adaptdl_elastic.agent.cluster.store_link import NameTakenError
+from adaptdl_elastic.agent.core.states import AgentIdentity
+from adaptdl_elastic.agent.runtime import agent as agent_module
+from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
+from adaptdl_elastic.agent.runtime.event_loop import Signalled
+from adaptdl_elastic.agent.runtime.forked_child import Command
+from adaptdl_elastic.agent.runtime.plan_handler import PlanHandler
+from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment
+from adaptdl_elastic.agent.terminal.event_recorder import Journal
+from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
+from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy
+from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, NodeRecord
+from adaptdl_elastic.rendezvous.store.base import StoreError
+from adaptdl_elastic.rendezvous.store.plan_store import PlanStore
+from faultsim import threads
+from faultsim.kernel import Process
+from faultsim.node import Forks, Machine, Output, Wire
+from faultsim.replica import Replica, Script
+
+if TYPE_CHECKING:
+    from faultsim.world import World
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as its owner starts it, on every node."""
+
+    spec: JobSpec  # but for its run
+    script: Script
+    checkpoint_interval: float = 10.0
+    checkpoint_timeout: float = 15.0
+    hang_timeout: float = 8.0
+    min_slots: int = 1
+
+
+class AgentProcess(Process):
+    """One agent of one job on one machine."""
+
+    def __init__(self, machine: Machine, job: Job, serial: int) -> None:
+        kernel = machine.world.kernel
+        name = f"{machine.name}:agent.{job.spec.job}#{serial}"
+        super().__init__(kernel, name, machine.clock_offset, machine.wall_offset)
+        self.machine, self.job, self.serial = machine, job, serial
+        self.wires: dict[int, Wire] = {}
+        self.events: list[dict[str, Any]] = []  # its event log
+        self.agent: agent_module.ElasticAgent | None = None
+        self.loop: Any = None
+        self.said: list[str] = []
+        machine.processes.append(self)
+        self.spawn(self._run, "main")
+
+    @property
+    def identity(self) -> str:
+        """As in the store."""
+        return f"{self.machine.name}-{self.job.spec.job}-{self.serial}"
+
+    def notice(self, number: int) -> None:
+        """Send it a signal."""
+        if self.alive and self.loop is not None:
+            self.loop.post(Signalled(number))
+
+    def say(self, text: str) -> None:
+        """A line for the person at the terminal."""
+        self.said.append(text)
+        self.kernel.note(f"{self.name} tells: {text}")
+
+    def _run(self) -> None:
+        world, machine, job = self.machine.world, self.machine, self.job
+        store = PlanStore(machine.client(self))
+        run = f"run-{next(self.kernel.numbers)}"
+        fresh = replace(job.spec, run=run, created=threads.Time.time())
+        record = NodeRecord(
+            node=machine.name,
+            job=job.spec.job,
+            run=run,
+            agent=self.identity,
+            host=machine.host,
+            slots=machine.slots,
+            min_slots=job.min_slots,
+            version="1",
+        )
+        try:
+            registration = job_joining.register(store, world.keys, record, exact=True)
+            try:
+                start = StartOptions(once=True)
+                spec = job_joining.join_job(store, world.keys, fresh, record.version, self.say, start)
+                if spec.run != fresh.run:
+                    registration.update(run=spec.run)
+            except BaseException:
+                registration.close()
+                raise
+        except JobEndedError as ended:
+            self.kernel.exit(ended.exit_code, f"({ended})")
+        except (job_joining.JoinError, StoreError, NameTakenError) as error:
+            self.kernel.exit(2, f"(can not join: {error})")
+        journal = Journal(self.events.append, threads.Time.time)
+        agent = self.agent = agent_module.ElasticAgent(
+            self._worker_spec(),
+            self._setting(spec),
+            store.of_node(machine.name),
+            world.keys,
+            registration,
+            self._forks(),  # type: ignore[arg-type]
+            Output(),  # type: ignore[arg-type]
+            journal,
+            self.say,
+            self._forks,  # type: ignore[arg-type]
+        )
+        try:
+            agent._invoke_run()
+        finally:
+            agent._shutdown()
+            registration.close()
+        store.close()
+        self.kernel.exit(agent.exit_code, f"({agent.exit_reason})")
+
+    def _forks(self) -> Forks:
+        script = self.job.script
+
+        def launch(machine: Machine, agent: Process, environ: dict[str, str], wire: Wire) -> Process:
+            return Replica(machine, agent, environ, wire, script)
+
+        return Forks(self.machine, self, launch)
+
+    def _worker_spec(self) -> WorkerSpec:
+        name = self.job.spec.job
+        return WorkerSpec(
+            role="default",
+            local_world_size=self.machine.slots,
+            rdzv_handler=PlanHandler(name),
+            entrypoint="train.py",
+            max_restarts=self.job.spec.max_restarts,
+            event_log_handler="null",
+        )
+
+    def _setting(self, spec: JobSpec) -> AgentConfig:
+        job, machine = self.job, self.machine
+        return AgentConfig(
+            me=AgentIdentity(
+                machine.name,
+                self.identity,
+                spec.job,
+                spec.run,
+                job.checkpoint_timeout,
+                job.hang_timeout,
+                spec.rescale_timeout,
+            ),
+            host=machine.host,
+            ports=None,
+            command=Command("script", ("train.py",), "/", {}, None),
+            environment=JobEnvironment(
+                node=machine.name,
+                role="default",
+                checkpoint_path="/checkpoints",
+                checkpoint_timeout=job.checkpoint_timeout,
+                checkpoint_interval=job.checkpoint_interval,
+                share_path="/share",
+                max_restarts=spec.max_restarts,
+                threads=None,
+                rescale=spec.rescale.value,
+            ),
+            coordinator=CoordinatorCommand((), {}),
+            max_restarts=spec.max_restarts,
+        )
+
+
+class CoordinatorProcess(Process):
+    """A coordinator, which ends when `parent_gone` is set."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        world: World,
+        policy: Policy,
+        settings: CoordinatorSettings,
+        parent_gone: threads.Event,
+    ) -> None:
+        serial = next(world.kernel.numbers)
+        name = f"{machine.name}:coordinator#{serial}"
+        super().__init__(world.kernel, name, machine.clock_offset, machine.wall_offset)
+        self.machine, self.serial = machine, serial
+        self._world, self._policy, self._settings, self._parent_gone = world, policy, settings, parent_gone
+        self.coordinator: Coordinator | None = None
+        machine.processes.append(self)
+        self.spawn(self._run, "main")
+
+    def _run(self) -> None:
+        world = self._world
+        store = PlanStore(self.machine.client(self))
+        with store:
+            served = self.coordinator = Coordinator(
+                store,
+                world.keys,
+                self._settings,
+                self._policy,
+                clock=threads.Time.monotonic,
+                wall=threads.Time.time,
+                identity=f"{self.machine.name}-{self.serial}",
+                version="1",
+            )
+            self.spawn(lambda: self._stop_with_parent(served.stop), "parent")
+            served.run()
+        self.kernel.exit(0)
+
+    def _stop_with_parent(self, stop: Callable[[], None]) -> None:
+        self._parent_gone.wait()
+        stop()
+
+
+__all__ = ["AgentProcess", "CoordinatorProcess", "Job"]

@@ -1,0 +1,355 @@
+"""What goes wrong in a run: every fault picks its victim and its length by the run's chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from adaptdl_elastic.rendezvous.schema.records import DrainRequest, JobRequest, encode
+from faultsim.agents import AgentProcess, CoordinatorProcess
+from faultsim.client import Line
+from faultsim.kernel import Process
+from faultsim.node import Machine
+from faultsim.replica import Replica
+
+if TYPE_CHECKING:
+    from faultsim.world import World
+
+SIGTERM, SIGKILL = 15, 9
+
+
+class Faults:
+    """Does harm to a world until `heal`."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._kernel, self._chance = world, world.kernel, world.kernel.random
+        self.healed = False
+        self.count = 0
+
+    def begin(self, kinds: list[str], mean_seconds: float, until: float) -> None:
+        """Have faults of these kinds come at random, so many seconds apart on average."""
+        when = self._kernel.now + self._chance.expovariate(1.0 / mean_seconds)
+        if when < until:
+            self._kernel.at(when, self._strike, kinds, mean_seconds, until)
+
+    def _strike(self, kinds: list[str], mean_seconds: float, until: float) -> None:
+        self._do(self._chance.choice(kinds))
+        if self._chance.random() < 0.25:  # one seldom comes alone
+            self._kernel.after(2.0 * self._chance.random() ** 2, self._again, kinds, until)
+        self.begin(kinds, mean_seconds, until)
+
+    def _again(self, kinds: list[str], until: float) -> None:
+        if self._kernel.now < until:
+            self._do(self._chance.choice(kinds))
+
+    def _do(self, kind: str) -> None:
+        if KINDS[kind](self):
+            self.count += 1
+            if kind not in _HARMLESS:
+                self._world.truth.excuse()
+
+    def _later(self, seconds: float, call: Callable[[], object]) -> None:
+        self._kernel.after(seconds, lambda: None if self.healed else call())
+
+    def _note(self, text: str) -> bool:
+        self._kernel.note(f"FAULT {text}")
+        return True
+
+    # -- victims
+
+    def _agents(self) -> list[AgentProcess]:
+        return [agent for agent in self._world.agents if agent.alive]
+
+    def _replicas(self) -> list[Replica]:
+        found = self._world.truth.live
+        return [one for at in sorted(found) for one in found[at] if one.alive]
+
+    def _coordinators(self) -> list[CoordinatorProcess]:
+        return [one for one in self._world.coordinators if one.alive]
+
+    def _machines(self) -> list[Machine]:
+        return [machine for machine in self._world.machines.values() if machine.up]
+
+    # -- deaths
+
+    def kill_replica(self) -> bool:
+        """SIGKILL, as from the kernel when memory is short."""
+        found = self._replicas()
+        if not found:
+            return False
+        victim = self._chance.choice(found)
+        self._note(f"kills {victim.name}")
+        self._world.truth.job(victim.job).deaths += 1
+        self._kernel.kill(victim, -SIGKILL, "(a fault)")
+        return True
+
+    def fail_replica(self) -> bool:
+        """An error of the script."""
+        found = self._replicas()
+        if not found:
+            return False
+        victim = self._chance.choice(found)
+        self._note(f"{victim.name} raises an error")
+        self._world.truth.job(victim.job).deaths += 1
+        self._kernel.kill(victim, 1, "(an error of the script)")
+        return True
+
+    def kill_agent(self) -> bool:
+        """An agent dies; another one is started in its place, soon or later."""
+        found = self._agents()
+        if not found:
+            return False
+        victim = self._chance.choice(found)
+        self._note(f"kills {victim.name}")
+        self._kernel.kill(victim, -SIGKILL, "(a fault)")
+        delay = self._chance.choice([0.1, 1.0, 4.0, 8.0, 20.0]) * self._chance.random()
+        self._later(delay, lambda: self.start_agent(victim.machine, victim.job.spec.job))
+        return True
+
+    def kill_coordinator(self) -> bool:
+        """A coordinator dies; its agent starts it again."""
+        found = self._coordinators()
+        if not found:
+            return False
+        victim = self._chance.choice(found)
+        self._note(f"kills {victim.name}")
+        self._kernel.kill(victim, -SIGKILL, "(a fault)")
+        return True
+
+    def crash_machine(self) -> bool:
+        """A machine loses its power, and boots later."""
+        found = self._machines()
+        if len(found) < 2:
+            return False
+        victim = self._chance.choice(found)
+        self._note(f"crashes {victim.name}")
+        for replica in self._replicas():
+            if replica.machine is victim:
+                self._world.truth.job(replica.job).deaths += 1
+        victim.crash()
+        self._later(self._chance.choice([2.0, 10.0, 30.0]) * self._chance.random(), lambda: self.boot(victim))
+        return True
+
+    def boot(self, machine: Machine) -> None:
+        """Start a machine, and its agents with it."""
+        machine.up = True
+        for job in sorted(self._world.jobs):
+            self.start_agent(machine, job)
+
+    def start_agent(self, machine: Machine, job: str) -> None:
+        """Start an agent where there is none, and a job to do."""
+        status = self._world.truth.job(job).status
+        there = any(one.machine is machine and one.job.spec.job == job for one in self._agents())
+        if machine.up and not there and (status is None or not status.state.ended):
+            self._world.start_agent(machine, job)
+
+    def die_at_write(self) -> bool:
+        """A process dies just before one of its next writes into the store."""
+        found: list[Process] = [*self._agents(), *self._coordinators()]
+        if not found:
+            return False
+        victim = self._chance.choice(found)
+        count = self._world.writes.get(victim.name, 0) + self._chance.randint(1, 6)
+        self._world.kill_before[victim.name] = count
+        self._note(f"{victim.name} will die before its write {count}")
+        if isinstance(victim, AgentProcess):
+            agent = victim
+            delay = 8.0 * self._chance.random()
+            victim.at_end.append(
+                lambda: self._later(delay, lambda: self.start_agent(agent.machine, agent.job.spec.job))
+            )
+        return True
+
+    # -- stopped clocks
+
+    def stop_process(self) -> bool:
+        """SIGSTOP to one process, and SIGCONT later."""
+        found: list[Process] = [*self._agents(), *self._coordinators(), *self._replicas()]
+        found = [one for one in found if not one.stopped]
+        if not found:
+            return False
+        victim = self._chance.choice(found)
+        seconds = self._chance.choice([1.0, 4.0, 8.0, 20.0]) * self._chance.random()
+        self._note(f"stops {victim.name} for {seconds:.2f} s")
+        if isinstance(victim, Replica):
+            self._world.truth.job(victim.job).deaths += 1  # it may be taken to hang
+        victim.stop()
+        self._later(seconds, victim.go_on)
+        return True
+
+    def stop_machine(self) -> bool:
+        """All processes of a machine stand still for a while."""
+        found = self._machines()
+        if not found:
+            return False
+        machine = self._chance.choice(found)
+        seconds = self._chance.choice([1.0, 4.0, 8.0, 20.0]) * self._chance.random()
+        self._note(f"stops {machine.name} for {seconds:.2f} s")
+        victims = [one for one in machine.processes if one.alive and not one.stopped]
+        for victim in victims:
+            if isinstance(victim, Replica):
+                self._world.truth.job(victim.job).deaths += 1
+            victim.stop()
+        for victim in victims:
+            self._later(seconds, victim.go_on)
+        return True
+
+    # -- the network and the store
+
+    def cut_line(self) -> bool:
+        """A machine, or several, cannot reach the store for a while."""
+        found = self._machines()
+        if not found:
+            return False
+        victims = self._chance.sample(found, self._chance.randint(1, len(found)))
+        seconds = self._chance.choice([1.0, 4.0, 8.0, 20.0]) * self._chance.random()
+        refused = self._chance.random() < 0.3
+        self._note(f"cuts {[one.name for one in victims]} off for {seconds:.2f} s")
+        for machine in victims:
+            machine.line.cut, machine.line.refused = True, refused
+            self._later(seconds, lambda machine=machine: setattr(machine.line, "cut", False))  # type: ignore[misc]
+        return True
+
+    def bad_line(self) -> bool:
+        """A machine's requests and answers get lost, or come late, for a while."""
+        found = self._machines()
+        if not found:
+            return False
+        machine = self._chance.choice(found)
+        seconds = 15.0 * self._chance.random()
+        self._note(f"{machine.name} has a bad line for {seconds:.2f} s")
+        line, chance = machine.line, self._chance
+        line.lost_requests, line.lost_answers = 0.3 * chance.random(), 0.4 * chance.random()
+        line.late_requests = 0.1 * chance.random()
+        line.seconds = chance.choice([0.001, 0.05, 0.4])
+        self._later(seconds, lambda: mend(line))
+        return True
+
+    def store_down(self) -> bool:
+        """The store answers nobody for a while."""
+        etcd = self._world.etcd
+        if not etcd.up:
+            return False
+        seconds = self._chance.choice([1.0, 4.0, 8.0, 16.0]) * self._chance.random()
+        renew = self._chance.random() < 0.5
+        self._note(f"takes the store away for {seconds:.2f} s")
+        etcd.go_down()
+        self._later(seconds, lambda: None if etcd.up else etcd.come_back(renew))
+        return True
+
+    def compact(self) -> bool:
+        """The store forgets its history."""
+        self._note("compacts the store")
+        self._world.etcd.compact()
+        return True
+
+    def expire_lease(self) -> bool:
+        """A lease runs out, as if its holder had not been heard."""
+        leases = self._world.etcd.leases
+        if not leases:
+            return False
+        number = self._chance.choice(sorted(leases))
+        self._note(f"lets lease {number} run out")
+        self._world.etcd.revoke(number)
+        return True
+
+    # -- what people ask for
+
+    def drain(self) -> bool:
+        """SIGTERM to an agent: it leaves, and another one comes later."""
+        found = self._agents()
+        if len(found) < 2:
+            return False
+        victim = self._chance.choice(found)
+        self._note(f"drains {victim.name}")
+        victim.notice(SIGTERM)
+        delay = 20.0 * self._chance.random()
+        victim.at_end.append(
+            lambda: self._later(delay, lambda: self.start_agent(victim.machine, victim.job.spec.job))
+        )
+        return True
+
+    def ask_to_drain(self) -> bool:
+        """The autoscaler asks for a node to be left, and takes the request back later."""
+        found = self._machines()
+        if len(found) < 2:
+            return False
+        name = self._chance.choice(found).name
+        self._note(f"asks for {name} to be drained")
+        key = self._world.keys.drain(name)
+        self._world.etcd.put(key, encode(DrainRequest(name, "the cloud wants it back")), None)
+        self._later(15.0 * self._chance.random(), lambda: self._world.etcd.delete([key]))
+        return True
+
+    def scale(self) -> bool:
+        """A person asks for another size, or for a checkpoint."""
+        name = self._chance.choice(sorted(self._world.jobs))
+        key = self._world.keys.job(name, "request")
+        spec, chance = self._world.specs[name], self._chance
+        old = self._world.requests.get(name, JobRequest())
+        if chance.random() < 0.3:
+            asked = replace(old, checkpoint=old.checkpoint + 1)
+        elif old.replicas is not None and chance.random() < 0.5:
+            asked = replace(old, replicas=None)
+        else:
+            asked = replace(old, replicas=chance.randint(spec.min_replicas, spec.max_replicas))
+        self._world.requests[name] = asked
+        self._note(f"asks job {name} for {asked}")
+        self._world.etcd.put(key, encode(asked), None)
+        return True
+
+    # -- the end of it
+
+    def heal(self) -> None:
+        """No faults any more: everything that was broken works again, and everybody is there."""
+        self.healed = self._world.calm = True
+        self._note("heals")
+        if not self._world.etcd.up:
+            self._world.etcd.come_back(True)
+        self._world.kill_before.clear()
+        for key in [key for key in self._world.etcd.items if key.startswith(self._world.keys.drains)]:
+            self._world.etcd.delete([key])
+        for machine in self._world.machines.values():
+            mend(machine.line)
+            machine.line.cut = False
+            machine.up = True
+            for process in machine.processes:
+                if process.alive and process.stopped:
+                    process.go_on()
+        for _ in range(3):
+            self._kernel.after(20.0 * self._chance.random(), self._everybody)
+        self._kernel.after(21.0, self._everybody)
+        self._kernel.after(60.0, self._everybody)
+
+    def _everybody(self) -> None:
+        for machine in self._world.machines.values():
+            for job in sorted(self._world.jobs):
+                self.start_agent(machine, job)
+
+
+def mend(line: Line) -> None:
+    """Nothing is lost any more."""
+    line.lost_requests = line.lost_answers = line.late_requests = 0.0
+    line.seconds = 0.001
+
+
+KINDS: dict[str, Callable[[Faults], bool]] = {
+    "kill_replica": Faults.kill_replica,
+    "fail_replica": Faults.fail_replica,
+    "kill_agent": Faults.kill_agent,
+    "kill_coordinator": Faults.kill_coordinator,
+    "crash_machine": Faults.crash_machine,
+    "die_at_write": Faults.die_at_write,
+    "stop_process": Faults.stop_process,
+    "stop_machine": Faults.stop_machine,
+    "cut_line": Faults.cut_line,
+    "bad_line": Faults.bad_line,
+    "store_down": Faults.store_down,
+    "compact": Faults.compact,
+    "expire_lease": Faults.expire_lease,
+    "drain": Faults.drain,
+    "ask_to_drain": Faults.ask_to_drain,
+    "scale": Faults.scale,
+}
+_HARMLESS = ("kill_coordinator", "compact", "drain", "ask_to_drain", "scale")  # nothing may be lost by them

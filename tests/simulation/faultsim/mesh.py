@@ -1,0 +1,119 @@
+"""The connections between the replicas of one generation: collectives, and how deaths are noticed.
+
+A replica that dies is noticed by the others within moments, because its connections break. One whose
+machine has crashed, or that is stopped, is not noticed at all: the others wait for it in a collective. A
+collective ends on each replica at a moment of its own, so that a death may come when some have its result
+and others have not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+from faultsim.kernel import Kernel
+
+if TYPE_CHECKING:
+    from faultsim.replica import Replica
+
+NOTICE_SECONDS = 0.05  # until the others notice that a connection has broken, at most
+SPREAD_SECONDS = 0.004  # between the first and the last replica that has a collective's result, at most
+CONTROL_SECONDS = 0.001  # that a control message takes, on average
+
+
+class PeerLost(Exception):
+    """Another replica of the generation is gone."""
+
+
+class NotFormed(Exception):
+    """A generation did not come about."""
+
+
+class _Collective:
+    def __init__(self) -> None:
+        self.values: dict[int, Any] = {}
+        self.delivered: set[int] = set()
+
+
+class Mesh:
+    """One generation's replicas, as they are connected with each other."""
+
+    def __init__(self, kernel: Kernel, size: int, label: str) -> None:
+        self.kernel, self.size, self.label = kernel, size, label
+        self.members: dict[int, Replica] = {}
+        self.left: set[int] = set()  # ranks that have said goodbye
+        self._collectives: dict[Hashable, _Collective] = {}
+
+    def enter(
+        self, replica: Replica, rank: int, patience: float | None, cancelled: Callable[[], bool]
+    ) -> None:
+        """Connect; return when all are connected and live.
+
+        Raises:
+            NotFormed: not all have come within `patience` seconds, or `cancelled()` meanwhile, or one of
+                those that had come has died.
+        """
+        other = self.members.get(rank)
+        if other is not None and other.alive and other is not replica:
+            self.kernel.defect(f"{replica.name} and {other.name} both are rank {rank} of {self.label}")
+        self.members[rank] = replica
+        replica.mesh, replica.mesh_rank, replica.lost = self, rank, ""
+        for one in self.members.values():
+            one.ring()
+        fine = replica.wait_for(
+            lambda: len(self.members) == self.size or bool(replica.lost) or cancelled(), patience
+        )
+        if not fine or replica.lost or cancelled():
+            raise NotFormed(replica.lost or ("there is another plan" if cancelled() else "not all have come"))
+        try:
+            self.gather("formed", None)
+        except PeerLost as error:
+            raise NotFormed(str(error)) from None
+
+    def gather(self, tag: Hashable, value: Any) -> dict[int, Any]:
+        """What every replica has put in, by rank, as soon as all have; PeerLost when one is gone first."""
+        replica = self.kernel.running().process
+        rank = replica.mesh_rank  # type: ignore[attr-defined]
+        found = self._collectives.setdefault(tag, _Collective())
+        if replica.lost:  # type: ignore[attr-defined]
+            raise PeerLost(replica.lost)  # type: ignore[attr-defined]
+        found.values[rank] = value
+        if len(found.values) == self.size:
+            for member in self.members.values():
+                delay = SPREAD_SECONDS * self.kernel.random.random()
+                self.kernel.after(delay, self._deliver, found, member)
+        replica.wait_for(lambda: rank in found.delivered or bool(replica.lost), None)  # type: ignore[attr-defined]
+        if rank in found.delivered:
+            return found.values
+        raise PeerLost(replica.lost)  # type: ignore[attr-defined]
+
+    def _deliver(self, found: _Collective, member: Replica) -> None:
+        if member.mesh is self and not member.lost:
+            found.delivered.add(member.mesh_rank)
+            member.ring()
+
+    def tell(self, sender: Replica, rank: int, call: Callable[[Replica], None]) -> None:
+        """Have `call` done by a member's control thread, if it still is one by then."""
+        delay = CONTROL_SECONDS * self.kernel.random.expovariate(1.0)
+        member = self.members.get(rank)
+        if member is not None:
+            self.kernel.after(delay, self._told, member, call)
+
+    def _told(self, member: Replica, call: Callable[[Replica], None]) -> None:
+        if member.alive and member.mesh is self:
+            member.spawn(lambda: call(member) if member.mesh is self else None, "control")
+
+    def leave(self, replica: Replica) -> None:
+        """Say goodbye: its end is no loss."""
+        self.left.add(replica.mesh_rank)
+
+    def broken_off(self, replica: Replica) -> None:
+        """The connections of a member have broken, by its death or because it hangs up."""
+        rank = replica.mesh_rank
+        if self.members.get(rank) is not replica or rank in self.left:
+            return
+        self.left.add(rank)
+        for other in self.members.values():
+            if other is not replica:
+                delay = NOTICE_SECONDS * self.kernel.random.random()
+                self.kernel.after(delay, other.on_lost, self, f"rank {rank} is gone")

@@ -1,0 +1,473 @@
+"""What an agent works with on its machine: its loop, its fork server, channels, and stores to meet at.
+
+These take the places of `agent.loop.Loop`, `forkserver.ForkServer`, `replica.ReplicaHandle`,
+`meeting.Meeting`, `output.Output`, and of `subprocess` and `os` in `coordinator_host`. They are the edge of
+the simulation: what lies inside, the whole of the agent included, is the product's own code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adaptdl_elastic.agent.core.states import StartReplicas
+from adaptdl_elastic.agent.runtime.fork_server import Exited, Spawned
+from adaptdl_elastic.agent.runtime.generation_store import Joined
+from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
+from adaptdl_elastic.protocol.messages import (
+    VERSION,
+    AgentMessage,
+    ReplicaMessage,
+    encode,
+    report_from_dict,
+)
+from adaptdl_elastic.rendezvous.schema.records import MasterRecord
+from faultsim import threads
+from faultsim.client import Line, SimClient
+from faultsim.etcd import Etcd
+from faultsim.kernel import Kernel, Process
+
+if TYPE_CHECKING:
+    from faultsim.world import World
+
+CHANNEL_SECONDS = 0.0005  # from one end of a channel to the other, on average
+FORK_SECONDS = 0.05  # until a replica is there, at most
+DEATH_SECONDS = 0.05  # until the kernel has killed the replicas of an agent that died, at most
+MOST_ROUNDS = 500  # of a loop at one moment
+SIGKILL = 9
+JOIN_SECONDS = 30.0  # that an agent waits for rank 0's node
+
+
+@dataclass(eq=False)
+class Machine:
+    """One node: it has a name, slots, a clock and a line to the store, and it can crash."""
+
+    world: World
+    name: str
+    slots: int
+    clock_offset: float = 0.0
+    wall_offset: float = 0.0
+    up: bool = True
+    line: Line = field(default_factory=Line)
+    processes: list[Process] = field(default_factory=list)
+
+    @property
+    def host(self) -> str:
+        return f"{self.name}.host"
+
+    def process(self, name: str) -> Process:
+        """Start a process here."""
+        process = Process(self.world.kernel, f"{self.name}:{name}", self.clock_offset, self.wall_offset)
+        self.processes = [one for one in self.processes if one.alive]
+        self.processes.append(process)
+        return process
+
+    def client(self, process: Process) -> SimClient:
+        """A connection to the store for one of its processes."""
+        return SimClient(self.world.etcd, self.line, process, self.world.before_write)
+
+    def crash(self) -> None:
+        """The machine loses its power: nobody is told, connections stay open on the other side."""
+        self.up = False
+        for process in list(self.processes):
+            self.world.kernel.kill(process, -9, "(its machine)")
+        self.processes.clear()
+
+
+class Loop:
+    """As `agent.loop.Loop`: what was posted, what can be read, and one timer."""
+
+    def __init__(self) -> None:
+        self._posted: deque[object] = deque()
+        self._sources: dict[Any, Callable[[], object]] = {}
+        self._changed = threads.Event()
+        self._spins = Spins(threads.kernel())
+        threads.kernel().running().process.loop = self  # type: ignore[attr-defined]
+
+    def post(self, event: object) -> None:
+        self._posted.append(event)
+        self._changed.set()
+
+    def add(self, source: Any, readable: Callable[[], object]) -> None:
+        self._sources[source] = readable
+        source.on_readable = self._changed.set
+        if source.readable:
+            self._changed.set()
+
+    def remove(self, source: Any) -> None:
+        self._sources.pop(source, None)
+        source.on_readable = lambda: None
+
+    def on_signals(self, numbers: Iterable[int]) -> None:
+        """Signals are posted by whoever sends them (`agents.Agent.signal`)."""
+
+    def wait(self, until: float | None) -> list[object]:
+        clock = threads.Time.monotonic
+        self._spins.look()
+        while not self._posted and not any(source.readable for source in self._sources):
+            left = None if until is None else until - clock()
+            if left is not None and left <= 0:
+                break
+            self._changed.clear()
+            self._changed.wait(left)
+        threads.kernel().running()
+        for source, readable in list(self._sources.items()):
+            if source.readable and source in self._sources:
+                readable()
+        events = list(self._posted)
+        self._posted.clear()
+        return events
+
+    def close(self) -> None:
+        self._sources.clear()
+
+
+class Spins:
+    """Finds a loop that goes round and round while no time passes."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel, self._since, self._count = kernel, -1.0, 0
+
+    def look(self) -> None:
+        """The loop has come round once more."""
+        self._count = self._count + 1 if self._kernel.now == self._since else 0
+        self._since = self._kernel.now
+        if self._count > MOST_ROUNDS:
+            process = self._kernel.running().process
+            self._kernel.defect(f"{process.name} spins: it waits for a time that has passed")
+            self._kernel.exit(-SIGKILL)
+
+
+class OneWay:
+    """Messages in one direction, in order, each after a moment."""
+
+    def __init__(self, kernel: Kernel, receive: Callable[[Any], None]) -> None:
+        self._kernel, self._receive, self._arrival = kernel, receive, 0.0
+
+    def send(self, message: object, seconds: float = CHANNEL_SECONDS) -> None:
+        delay = seconds * self._kernel.random.expovariate(1.0)
+        self._arrival = max(self._arrival, self._kernel.now + delay)
+        self._kernel.at(self._arrival, self._receive, message)
+
+
+class Wire:
+    """The channel between an agent and a replica: the agent's end, and what the replica sees of it."""
+
+    def __init__(self, kernel: Kernel, number: int) -> None:
+        self.kernel, self.number = kernel, number
+        self.to_agent: deque[dict[str, Any]] = deque()
+        self.hung_up = False  # the replica has
+        self.on_readable: Callable[[], None] = lambda: None
+        self.replica_hears: Callable[[dict[str, Any]], None] = lambda message: None
+        self.replica_alive = True
+        self._down = OneWay(kernel, lambda message: self.replica_hears(message))
+        self._up = OneWay(kernel, self._arrive)
+
+    def _arrive(self, message: dict[str, Any] | None) -> None:
+        if message is None:
+            self.hung_up = True
+        else:
+            self.to_agent.append(message)
+        self.on_readable()
+
+    def down(self, message: AgentMessage) -> bool:
+        """From the agent; False where nobody is there any more."""
+        if not self.replica_alive:
+            return False
+        self._down.send(json.loads(encode(message)))
+        return True
+
+    def up(self, message: dict[str, Any] | None) -> None:
+        """From the replica; None: it has gone."""
+        self._up.send(message, 0.0 if message is None else CHANNEL_SECONDS)
+
+
+class Handle(ReplicaHandle):
+    """The product's handle with a simulated channel."""
+
+    def __init__(self, number: int, generation: int, local_rank: int, rank: int, error_file: str) -> None:
+        super().__init__(number, generation, local_rank, rank, error_file)
+        self.channel.close()
+        self.theirs.close()
+        kernel = threads.kernel()
+        self.wire = Wire(kernel, next(kernel.numbers))
+        kernel.running().process.wires[self.wire.number] = self.wire  # type: ignore[attr-defined]
+        self.theirs = _Theirs(self.wire.number)  # type: ignore[assignment]
+        self._closed = False
+
+    @property
+    def readable(self) -> bool:
+        return bool(self.wire.to_agent) or self.wire.hung_up
+
+    @property
+    def on_readable(self) -> Callable[[], None]:
+        return self.wire.on_readable
+
+    @on_readable.setter
+    def on_readable(self, call: Callable[[], None]) -> None:
+        self.wire.on_readable = call
+
+    def receive(self) -> list[ReplicaMessage] | None:
+        messages = [report_from_dict({"v": VERSION, **message}) for message in self.wire.to_agent]
+        self.wire.to_agent.clear()
+        if not messages and self.wire.hung_up:
+            return None
+        return messages
+
+    def send(self, message: AgentMessage) -> bool:
+        return self.wire.down(message)
+
+    def close(self) -> None:
+        self.wire.on_readable = lambda: None
+
+
+class _Theirs:
+    """In place of the socket that a replica inherits."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def fileno(self) -> int:
+        return self._number
+
+    def close(self) -> None:
+        pass
+
+
+class Select:
+    """In place of the module `select` in the agent."""
+
+    @staticmethod
+    def select(
+        read: list[Handle], write: list[Any], error: list[Any], timeout: float
+    ) -> tuple[list[Any], ...]:
+        return [one for one in read if one.readable], [], []
+
+
+class Forks:
+    """As `forkserver.ForkServer`: starts replicas, kills them, and tells of their ends."""
+
+    def __init__(self, machine: Machine, agent: Process, launch: Callable[..., Process]) -> None:
+        self._machine, self._agent, self._launch = machine, agent, launch
+        self._kernel = machine.world.kernel
+        self._news: deque[Spawned | Exited] = deque()
+        self._replicas: dict[int, Process] = {}
+        self._signalled: set[int] = set()  # numbers of replicas that a signal of the agent's has reached
+        self.on_readable: Callable[[], None] = lambda: None
+        self._pipe = OneWay(self._kernel, self._arrive)
+        self._closed = False
+        agent.at_end.append(self._agent_died)
+
+    @property
+    def readable(self) -> bool:
+        return bool(self._news)
+
+    def _arrive(self, news: Spawned | Exited) -> None:
+        self._news.append(news)
+        self.on_readable()
+
+    def spawn(self, number: int, command: Any, stdout: object, stderr: object, channel: int) -> None:
+        delay = FORK_SECONDS * self._kernel.random.random()
+        wire = self._agent.wires[channel]  # type: ignore[attr-defined]
+        self._kernel.after(delay, self._fork, number, dict(command.env), wire)
+
+    def _fork(self, number: int, environ: dict[str, str], wire: Wire) -> None:
+        if self._closed or not self._machine.up or not self._agent.alive:
+            return
+        process = self._launch(self._machine, self._agent, environ, wire)
+        self._replicas[number] = process
+        process.at_end.append(lambda: self._ended(number, process))
+        self._pipe.send(Spawned(number, next(self._kernel.numbers)))
+
+    def _ended(self, number: int, process: Process) -> None:
+        assert process.exit_code is not None
+        self._replicas.pop(number, None)
+        self._pipe.send(Exited(number, process.exit_code, number in self._signalled))
+
+    def signal(self, number: int, what: int) -> None:
+        process = self._replicas.get(number)
+        if process is not None:
+            delay = CHANNEL_SECONDS * self._kernel.random.random()
+            self._kernel.after(delay, self._deliver, number, process, int(what))
+
+    def _deliver(self, number: int, process: Process, what: int) -> None:
+        if process.alive:
+            self._signalled.add(number)
+            process.signal(what)  # type: ignore[attr-defined]
+
+    def receive(self) -> list[Spawned | Exited] | None:
+        news = list(self._news)
+        self._news.clear()
+        return news
+
+    def close(self, timeout: float = 0.0) -> None:
+        """Kill what still runs."""
+        self._closed = True
+        for process in list(self._replicas.values()):
+            self._kernel.kill(process, -9, "(its agent ends)")
+
+    def _agent_died(self) -> None:
+        delay = DEATH_SECONDS * self._kernel.random.random()
+        for process in list(self._replicas.values()):
+            self._kernel.after(delay, self._kernel.kill, process, -9, "(its agent died)")
+
+
+@dataclass
+class Destination:
+    """Where a replica writes."""
+
+    stdout: None = None
+    stderr: None = None
+    error_file: str = "/nonexistent/error.json"
+
+    def close(self) -> None:
+        pass
+
+
+class Output:
+    """As `output.Output`: nothing is kept."""
+
+    directory = Path("/nonexistent")
+
+    def open(self, generation: int, local_rank: int, rank: int) -> Destination:
+        return Destination()
+
+
+class MeetingPoint:
+    """A TCPStore that an agent keeps for one generation."""
+
+    def __init__(
+        self, kernel: Kernel, owner: Process, machine: Machine, generation: int, secret: str
+    ) -> None:
+        self.kernel, self.owner, self.machine = kernel, owner, machine
+        self.generation, self.secret = generation, secret
+        self.closed = False
+        self.values: dict[str, Any] = {}
+        self.meshes: dict[Any, Any] = {}  # groups that have been formed here
+
+    @property
+    def answers(self) -> bool:
+        return not self.closed and self.owner.alive and not self.owner.stopped and self.machine.up
+
+
+class Meeting:
+    """As `meeting.Meeting`."""
+
+    def __init__(self, host: str, ports: tuple[int, int] | None, post: Callable[[object], None]) -> None:
+        self._host, self._post = host, post
+        self._kernel = threads.kernel()
+        self._process = self._kernel.running().process
+        self._machine: Machine = self._process.machine  # type: ignore[attr-defined]
+        self._points: dict[int, MeetingPoint] = {}
+        self.secret: str | None = None
+
+    def open(self, generation: int) -> MasterRecord:
+        self.secret = self.secret or threads.Secrets.token_hex(4)
+        port = next(self._kernel.numbers)
+        point = MeetingPoint(self._kernel, self._process, self._machine, generation, self.secret)
+        self._points[generation] = point
+        self._machine.world.points[self._host, port] = point
+        return MasterRecord(generation, self._host, port, 0)
+
+    def join(self, start: StartReplicas) -> None:
+        if self.secret is not None:
+            self._post(Joined(start, self.secret))
+        else:
+            self._process.spawn(lambda: self._ask(start), "join")
+
+    def _ask(self, start: StartReplicas) -> None:
+        master, until = start.master, self._kernel.now + JOIN_SECONDS
+        while self._kernel.now < until:
+            self._kernel.sleep(0.002 + 0.01 * self._kernel.random.random())
+            point = self._machine.world.points.get((master.host, master.port))
+            if point is not None and point.answers:
+                self.secret = point.secret
+                self._post(Joined(start, self.secret))
+                return
+            refused = point is not None and point.machine.up
+            self._kernel.sleep(0.5 if refused else 1.0)
+        self._post(Joined(start, None, f"can not reach rank 0's node at {master.host}:{master.port}"))
+
+    def forget(self, before: int) -> None:
+        for generation in [g for g in self._points if g < before]:
+            self._points.pop(generation).closed = True
+
+    def close(self) -> None:
+        self.forget(max(self._points, default=0) + 1)
+
+
+# -- the coordinator's process, as an agent starts it --------------------------------------------------------
+
+
+class Pipes:
+    """In place of `os` in `coordinator_host`: pipes whose other end sees that they are closed."""
+
+    devnull = "/dev/null"
+
+    def __init__(self) -> None:
+        self.open: dict[int, _Pipe] = {}
+
+    def pipe(self) -> tuple[int, int]:
+        kernel = threads.kernel()
+        pipe = _Pipe()
+        read, write = next(kernel.numbers), next(kernel.numbers)
+        self.open[read] = self.open[write] = pipe
+        pipe.write = write
+        kernel.running().process.at_end.append(pipe.close)
+        return read, write
+
+    def close(self, descriptor: int) -> None:
+        pipe = self.open.pop(descriptor)
+        if descriptor == pipe.write:
+            pipe.close()
+
+
+class _Pipe:
+    def __init__(self) -> None:
+        self.write = -1
+        self.closed = threads.Event()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class Popen:
+    """In place of `subprocess.Popen` in `coordinator_host`."""
+
+    def __init__(self, command: list[str], *, pass_fds: tuple[int, ...], **rest: Any) -> None:
+        kernel = threads.kernel()
+        machine: Machine = kernel.running().process.machine  # type: ignore[attr-defined]
+        pipe = machine.world.pipes.open[pass_fds[0]]
+        self._ended = threads.Event()
+        self.pid = next(kernel.numbers)
+        self._process = machine.world.start_coordinator(machine, pipe.closed)
+        self._process.at_end.append(self._ended.set)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._ended.wait(timeout):
+            raise Subprocess.TimeoutExpired
+        assert self._process.exit_code is not None
+        return self._process.exit_code
+
+    def kill(self) -> None:
+        threads.kernel().kill(self._process, -9, "(its agent closes it)")
+
+
+class Subprocess:
+    """In place of the module `subprocess`."""
+
+    class SubprocessError(Exception):
+        """As the real one."""
+
+    class TimeoutExpired(SubprocessError):
+        """As the real one."""
+
+    Popen, DEVNULL = Popen, -3
+
+
+__all__ = ["Etcd", "Forks", "Handle", "Loop", "Machine", "Meeting", "MeetingPoint", "Output", "suppress"]

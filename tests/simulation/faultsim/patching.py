@@ -1,0 +1,132 @@
+"""Where the product's modules get simulated stand-ins for threads, clocks, processes and descriptors.
+
+`installed(world)` puts them in place for as long as one run lasts, and takes them out again. A name that a
+module does not have any more is an error, and so is a module of the agent, the store or the coordinator that
+imports one of `WATCHED` and stands in neither `STAND_INS` nor `NOT_RUN` (a test asks `unknown()`): whatever
+moves, the simulator finds out loudly.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from adaptdl_elastic.agent.cluster import store_link
+from faultsim import node, threads
+from faultsim.kernel import Kernel
+
+WATCHED = (
+    "threading", "queue", "time", "secrets", "select", "selectors", "socket", "subprocess", "random", "uuid",
+)  # fmt: skip
+
+_T, _Q, _C, _S = threads.Threading, threads.Queue, threads.Time, threads.Secrets
+
+
+class Watcher(threads.OnTasks, store_link.Watcher):
+    """The product's, on tasks."""
+
+
+class Writer(threads.OnTasks, store_link.Writer):
+    """The product's, on tasks."""
+
+
+STAND_INS: dict[str, dict[str, Any]] = {
+    "adaptdl_elastic.agent.cluster.store_link": {"threading": _T, "queue": _Q},
+    "adaptdl_elastic.agent.runtime.agent": {
+        "time": _C,
+        "select": node.Select,
+        "Loop": node.Loop,
+        "GenerationStore": node.Meeting,
+        "ReplicaHandle": node.Handle,
+        "Watcher": Watcher,
+        "Writer": Writer,
+    },
+    "adaptdl_elastic.agent.cluster.node_reporter": {"time": _C},
+    "adaptdl_elastic.agent.terminal.event_recorder": {"time": _C},
+    "adaptdl_elastic.agent.cluster.ended_run": {"time": _C},
+    "adaptdl_elastic.agent.cluster.job_joining": {"time": _C, "threading": _T},
+    "adaptdl_elastic.agent.cluster.coordinator_host": {
+        "time": _C,
+        "threading": _T,
+        "subprocess": node.Subprocess,
+        "os": None,  # the world's pipes
+    },
+    "adaptdl_elastic.rendezvous.store.keepalive": {"time": _C, "threading": _T},
+    "adaptdl_elastic.rendezvous.store.plan_store": {"threading": _T, "secrets": _S},
+    "adaptdl_elastic.autoscaler.coordinator.following": {"queue": _Q, "threading": _T},
+    "adaptdl_elastic.autoscaler.coordinator.process": {
+        "time": _C,
+        "queue": _Q,
+        "threading": _T,
+        "secrets": _S,
+        "os": threads.Os,
+        "socket": threads.Socket,
+    },
+}
+
+NOT_RUN: dict[str, str] = {
+    # module: why nothing of it runs here, or why what it imports does not matter
+    "adaptdl_elastic.agent.cli": "the command line",
+    "adaptdl_elastic.agent.launch": "agents.AgentProcess takes its place",
+    "adaptdl_elastic.agent.cluster.checkpoint_archive": "checkpoints of finished runs, on a disk",
+    "adaptdl_elastic.agent.machine.interruption": "a cloud's notices; faults ask agents to leave instead",
+    "adaptdl_elastic.agent.runtime.event_loop": "node.Loop takes its place",
+    "adaptdl_elastic.agent.runtime.fork_server": "node.Forks takes its place",
+    "adaptdl_elastic.agent.runtime.forked_child": "inside a replica's process",
+    "adaptdl_elastic.agent.runtime.generation_store": "node.Meeting takes its place",
+    "adaptdl_elastic.agent.terminal.display": "the terminal",
+    "adaptdl_elastic.agent.terminal.event_log": "a file; the simulator's journals write into a list",
+    "adaptdl_elastic.agent.terminal.replica_output": "node.Output takes its place",
+    "adaptdl_elastic.agent.terminal.run_options": "the command line",
+    "adaptdl_elastic.rendezvous.local.addresses": "real sockets",
+    "adaptdl_elastic.rendezvous.local.scratch_directory": "directories",
+    "adaptdl_elastic.rendezvous.local.store_server": "real sockets",
+    "adaptdl_elastic.rendezvous.store.base": "only names the type of Lease.lost",
+    "adaptdl_elastic.rendezvous.store.endpoints": "a driver; client.SimClient takes its place",
+    "adaptdl_elastic.rendezvous.store.etcd_v2": "a driver",
+    "adaptdl_elastic.rendezvous.store.etcd_v3": "a driver",
+    "adaptdl_elastic.rendezvous.store.http": "a driver",
+    "adaptdl_elastic.rendezvous.store.local_socket": "a driver",
+    "adaptdl_elastic.rendezvous.store.memory": "a store; etcd.Etcd takes its place",
+    "adaptdl_elastic.rendezvous.torchrun.handler": "plain torchrun, which has no agent of ours",
+    "adaptdl_elastic.rendezvous.torchrun.roster": "plain torchrun",
+    "adaptdl_elastic.autoscaler.coordinator.rounds": "the clock is passed in",
+}
+
+_PACKAGES = ("adaptdl_elastic.agent", "adaptdl_elastic.rendezvous", "adaptdl_elastic.autoscaler.coordinator")
+
+
+@contextmanager
+def installed(kernel: Kernel, pipes: node.Pipes) -> Iterator[None]:
+    """Run the product on this kernel."""
+    threads.use(kernel)
+    before: list[tuple[types.ModuleType, str, Any]] = []
+    try:
+        for name, stand_ins in STAND_INS.items():
+            module = importlib.import_module(name)
+            for attribute, value in stand_ins.items():
+                before.append((module, attribute, getattr(module, attribute)))
+                setattr(module, attribute, pipes if value is None else value)
+        yield
+    finally:
+        for module, attribute, value in reversed(before):
+            setattr(module, attribute, value)
+
+
+def unknown() -> list[str]:
+    """Modules of the product that reach for a clock, a thread or chance, and that nobody has looked at."""
+    found = []
+    for package in _PACKAGES:
+        for info in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+            if info.name in NOT_RUN or info.name.endswith("__main__"):
+                continue
+            module = importlib.import_module(info.name)
+            for attribute, value in vars(module).items():
+                reaches = isinstance(value, types.ModuleType) and value.__name__ in WATCHED
+                if reaches and attribute not in STAND_INS.get(info.name, {}):
+                    found.append(f"{info.name} imports {attribute}")
+    return found

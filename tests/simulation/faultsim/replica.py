@@ -1,0 +1,366 @@
+"""A replica: a small model of what the training library does under an agent.
+
+It keeps the protocol of `adaptdl_elastic/protocol/messages.py`, and does at each point what the library does
+(`torch/_runtime/consensus.py`, `torch/_elastic/rescale.py` and `recovery.py`): it says hello, trains in steps
+that all replicas of a generation take together, agrees on boundaries for stops, checkpoints and changes in
+place, joins, leaves, and goes on after deaths. Its state is a step number and the name of that state
+(`chain`), so that checks can tell two histories of one job apart.
+
+Not modelled: several data loops and epochs, evaluation, accumulation windows, scripts whose replicas come
+apart, torch itself, NCCL's self-test, and what a process does between two of its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN, STOPPED
+from faultsim import threads
+from faultsim.control import Control
+from faultsim.kernel import Process
+from faultsim.mesh import Mesh, NotFormed, PeerLost
+from faultsim.node import Machine, MeetingPoint, Wire
+
+if TYPE_CHECKING:
+    from faultsim.rescale import Rescaler
+    from faultsim.world import World
+
+PATIENCE_SECONDS = 20.0  # that those who have begun to switch wait for each other
+CONNECT_SECONDS = 20.0  # that a replica tries to reach the store of a generation
+RECOVERIES = 10  # in a row that do not come about
+STEP_REPORT_SECONDS = 1.0
+HINTS_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a job runs."""
+
+    steps: int = 60
+    step_seconds: float = 0.5
+    start_seconds: float = 1.0  # imports, models, data
+    tail_seconds: float = 0.5  # behind the last epoch
+    save_seconds: float = 0.3
+    library: bool = True
+    inplace: bool = True
+    resilient: bool = True
+
+
+class Exit(Exception):
+    """As SystemExit."""
+
+    def __init__(self, code: int, why: str = "") -> None:
+        super().__init__(why)
+        self.code = code
+
+
+class Replica(Process):
+    """One process of a generation."""
+
+    def __init__(
+        self, machine: Machine, agent: Process, environ: Mapping[str, str], wire: Wire, script: Script
+    ) -> None:
+        self.job, self.slot = environ["ADAPTDL_JOB_ID"], int(environ["LOCAL_RANK"])
+        self.rank, self.size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+        self.generation = int(environ["ADAPTDL_NUM_RESTARTS"])
+        name = f"{machine.name}:{self.job}.{self.slot}#{next(machine.world.kernel.numbers)}"
+        super().__init__(machine.world.kernel, name, machine.clock_offset, machine.wall_offset)
+        self.world: World = machine.world
+        self.machine, self.agent, self.wire, self.script = machine, agent, wire, script
+        self.environ = dict(environ)
+        self.joining = environ.get("ADAPTDL_JOIN") == "1"
+        self.mesh: Mesh | None = None
+        self.mesh_rank = self.rank
+        self.lost = ""  # why nothing can be done together in the present generation any more
+        self.step, self.chain = 0, ""  # what is committed here
+        self.over = self.hello_said = False
+        self.armed = False
+        self.last_step_time: float | None = None
+        self._reported = float("-inf")
+        self._first_step = True
+        self._unread: list[dict[str, Any]] = []  # messages that came before its hello
+        self._plans: list[dict[str, Any]] = []  # to go on without the dead
+        self.bell = threads.Condition()
+        self.control = Control(self)
+        self.rescaler: Rescaler = self.world.rescaler(self)
+        wire.replica_hears = self._hears
+        self.at_end += [self._gone]
+        machine.processes.append(self)
+        self.spawn(self._main, "main")
+
+    @property
+    def formed(self) -> Mesh:
+        """The connections of the present generation; PeerLost when they have been given up."""
+        if self.mesh is None:
+            raise PeerLost("its connections were given up")
+        return self.mesh
+
+    # -- waiting
+
+    def ring(self) -> None:
+        """Something has changed that a thread of this replica may wait for."""
+        self.bell.notify_all()
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait until `predicate()`, which is asked whenever the bell rings; False: `timeout` has passed."""
+        with self.bell:
+            return self.bell.wait_for(predicate, timeout)
+
+    def draw(self, seconds: float) -> float:
+        """A time around `seconds`."""
+        return seconds * (0.5 + self.kernel.random.random())
+
+    # -- the channel
+
+    def send(self, **message: Any) -> None:
+        """To the agent."""
+        self.kernel.running()
+        self.kernel.note(f"{self.name} says {message}")
+        self.wire.up(message)
+
+    def _hears(self, message: dict[str, Any]) -> None:
+        if self.alive and (self.hello_said or not self.script.library):
+            self.spawn(lambda: self._on_message(message), "channel")
+        elif self.alive:  # it reads its channel from its hello on
+            self._unread.append(message)
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        kind = message["type"]
+        if not self.script.library:
+            return
+        if kind in ("stop", "checkpoint"):
+            self.control.request({**message, "kind": kind})
+        elif kind == "ping":
+            self.send(type="pong", id=message["id"], waiting=False)
+        elif kind == "recover":
+            self._on_recovery_plan(message)
+        elif kind in ("change", "withdraw"):
+            self.rescaler.on_plan(message)
+
+    def _hello(self) -> None:
+        self.hello_said = True
+        self.send(type="hello", version="", pid=0)
+        for message in self._unread:
+            self.spawn(lambda message=message: self._on_message(message), "channel")  # type: ignore[misc]
+
+    def signal(self, number: int) -> None:
+        """What a signal does to it."""
+        if not self.alive:
+            return
+        if number == 15 and (self.hello_said or self.stopped):
+            if not self.over:
+                self.spawn(lambda: self.control.request({"kind": "stop", "reason": "SIGTERM"}), "signal")
+        elif number == 15 and not self.script.library:
+            self.kernel.kill(self, self.world.plain_exit_code, "(SIGTERM)")
+        else:
+            self.kernel.kill(self, -number, "(a signal)")
+
+    def _gone(self) -> None:
+        self.wire.replica_alive = False
+        self.wire.up(None)
+        if self.mesh is not None and self.machine.up:
+            self.mesh.broken_off(self)
+        self.world.truth.replica_ended(self)
+
+    # -- the script
+
+    def _main(self) -> None:
+        self.world.truth.replica_started(self)
+        try:
+            self._script()
+        except Exit as error:
+            self.kernel.exit(error.code, str(error))
+        except (PeerLost, NotFormed) as error:
+            self.kernel.exit(1, f"({error})")
+        self.kernel.exit(0)
+
+    def _script(self) -> None:
+        self.kernel.sleep(self.draw(self.script.start_seconds))
+        if not self.script.library:
+            self._plain()
+            return
+        if self.joining:
+            self._hello()
+            self.rescaler.join()
+        else:
+            self._hello()
+            self._meet_first()
+        while True:
+            try:
+                self._train()
+                break
+            except PeerLost as error:
+                self.recover(str(error))
+        self._end()
+
+    def _plain(self) -> None:
+        """A script without the library: it begins at its own checkpoint, and is told by signals."""
+        for _ in range(self.script.steps):
+            self.kernel.sleep(self.draw(self.script.step_seconds))
+
+    def _meet_first(self) -> None:
+        """The start of a generation of new processes."""
+        point = self.connect(self.environ["MASTER_ADDR"], int(self.environ["MASTER_PORT"]))
+        mesh = point.meshes.setdefault(
+            "start", Mesh(self.kernel, self.size, f"generation {point.generation}")
+        )
+        mesh.enter(self, self.rank, None, lambda: False)
+        found: tuple[int, str] | None = None
+        if self.rank == 0:
+            found = self.world.truth.load(self, self.environ["ADAPTDL_CHECKPOINT_ID"])
+        loaded = mesh.gather("load", found)[0]
+        if loaded is None:
+            raise Exit(1, "(the recorded checkpoint is not there)")
+        self.kernel.sleep(self.draw(0.1))
+        self.step, self.chain = loaded
+        self.enter_generation()
+
+    def connect(self, host: str, port: int) -> MeetingPoint:
+        """The store where a generation meets; Exit when it can not be reached."""
+        until = self.kernel.now + CONNECT_SECONDS
+        while True:
+            self.kernel.sleep(self.draw(0.002))
+            point = self.world.points.get((host, port))
+            if point is not None and point.answers:
+                return point
+            if self.kernel.now >= until:
+                raise NotFormed(f"no store at {host}:{port}")
+            self.kernel.sleep(0.5)
+
+    def enter_generation(self) -> None:
+        """What is done whenever a generation has begun: from here on deaths are survived, if they can be."""
+        self._first_step = True
+        self.armed = self.script.resilient and self.environ.get("ADAPTDL_RESCALE") != "restart"
+        if self.armed:
+            self.send(type="resilient", generation=self.generation)
+        self.spawn(lambda: self._report_hints(self.generation), "hints")
+        self.control.renew()
+
+    def _train(self) -> None:
+        script = self.script
+        while self.step < script.steps:
+            self.control.boundary(self.step)
+            self.kernel.sleep(self.draw(script.step_seconds))
+            values = self.formed.gather(("step", self.step + 1), (self.step, self.chain))
+            self.world.truth.commit(self, self.formed, values)
+            self.last_step_time = threads.Time.time()
+            self.report_step()
+        self.formed.gather("end", None)
+
+    def report_step(self, force: bool = False) -> None:
+        """Tell the agent of a step: the first of a generation, then one a second, and the last."""
+        due = self._first_step or self.kernel.now - self._reported >= STEP_REPORT_SECONDS
+        if self.last_step_time is not None and (force or due):
+            self._first_step, self._reported = False, self.kernel.now
+            self.send(type="step", step=self.step, time=self.last_step_time)
+
+    def _end(self) -> None:
+        """Behind the last epoch: nobody waits for anybody."""
+        self.over = True
+        if self.mesh is not None:
+            self.mesh.leave(self)
+        self.report_step(force=True)
+        self.send(type="epochs_finished", finished=True)
+        self.kernel.sleep(self.draw(self.script.tail_seconds))
+        self.world.truth.finished(self)
+
+    def _report_hints(self, generation: int) -> None:
+        while self.alive and self.rank == 0 and self.generation == generation and not self.over:
+            hints = {
+                "job": self.job, "generation": generation, "nodes": 1, "replicas": self.size,
+                "init_batch_size": 32, "batch_size": 32, "atomic_bsz": 32, "max_profiled_replicas": self.size,
+                "inplace": self.script.inplace, "inplace_reason": "" if self.script.inplace else "its habits",
+                "step": self.step,
+            }  # fmt: skip
+            self.send(type="hints", hints=hints)
+            self.kernel.sleep(HINTS_SECONDS)
+
+    def save(self, kind: str) -> None:
+        """Write a checkpoint: rank 0 does, and tells its agent."""
+        step, chain = self.step, self.chain
+        self.kernel.sleep(self.draw(self.script.save_seconds))
+        number = self.world.truth.save(self, step, chain)
+        self.send(type="saved", id=number, path="/checkpoints", step=step, request=None)
+
+    # -- deaths
+
+    def on_lost(self, mesh: Mesh, why: str) -> None:
+        """A connection of this replica has broken."""
+        if self.alive and mesh is self.mesh and not self.over:
+            self.lose(why)
+
+    def lose(self, why: str) -> None:
+        """Nothing can be done together in this generation any more."""
+        self.lost = self.lost or why
+        self.ring()
+
+    def _on_recovery_plan(self, message: dict[str, Any]) -> None:
+        self._plans.append(message)
+        if int(message["generation"]) > self.generation and self.mesh is not None and not self.over:
+            self.lose("the agents say that a replica is gone")
+        self.ring()
+
+    def newer(self) -> bool:
+        """Whether there is a plan of a later generation without somebody who has died."""
+        return any(int(plan["generation"]) > self.generation for plan in self._plans)
+
+    def recover(self, reason: str, again: bool = False) -> None:
+        """Become a generation without the dead; Exit or PeerLost when that can not be."""
+        if not (self.armed or again):
+            raise PeerLost(reason)
+        for _ in range(RECOVERIES):
+            self._hang_up(reason)
+            self.wait_for(self.newer, None)
+            plan = max(self._plans, key=lambda one: int(one["generation"]))
+            self._plans = [one for one in self._plans if int(one["generation"]) > int(plan["generation"])]
+            try:
+                self._meet_again(plan)
+            except (NotFormed, PeerLost) as error:
+                reason = str(error)
+            else:
+                return
+        raise PeerLost(f"{reason}; the survivors have tried {RECOVERIES} times")
+
+    def _hang_up(self, reason: str) -> None:
+        if self.mesh is not None:
+            mesh, self.mesh = self.mesh, None
+            mesh.broken_off(self)
+        self.control.abandon()
+        self.send(type="peer_lost", generation=self.generation, reason=reason)
+
+    def _meet_again(self, plan: dict[str, Any]) -> None:
+        generation = int(plan["generation"])
+        if plan["rank"] is None:
+            self.send(type="switched", generation=generation, last_step=self.last_step_time)
+            raise Exit(0, "(leaves)")
+        self.become(plan, generation, int(plan["rank"]))
+        point = self.connect(plan["master_addr"], int(plan["master_port"]))
+        self.form(point, None, self.newer)
+        standing = self.formed.gather("standing", (self.step, self.chain))
+        self.step, self.chain = self.world.truth.agree(self, standing)
+        self.formed.gather("recovered", None)
+        self.finish_switch()
+
+    def become(self, plan: dict[str, Any], generation: int, rank: int) -> None:
+        """Be `rank` of another generation."""
+        self.control.abandon()
+        self.environ.update({name: str(value) for name, value in plan["environ"].items()})
+        self.rank, self.size, self.generation = rank, int(plan["replicas"]), generation
+        self.armed = False
+
+    def form(self, point: MeetingPoint, patience: float | None, cancelled: Callable[[], bool]) -> None:
+        """Connect with all of this generation."""
+        key = ("go", self.generation)
+        mesh = point.meshes.setdefault(key, Mesh(self.kernel, self.size, f"generation {self.generation}"))
+        mesh.enter(self, self.rank, patience, cancelled)
+
+    def finish_switch(self) -> None:
+        """What everybody in a new generation does last."""
+        self.formed.gather("switched", None)
+        self.send(type="switched", generation=self.generation, last_step=self.last_step_time)
+        self.enter_generation()
+
+
+__all__ = ["CAN_NOT_JOIN", "STOPPED", "Exit", "Replica", "Script"]

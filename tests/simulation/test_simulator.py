@@ -1,0 +1,63 @@
+"""The simulator itself: seeds repeat, nothing of the product runs on real time, quiet clusters are quiet."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from faultsim import patching
+from faultsim.agents import Job
+from faultsim.replica import Script
+from faultsim.run import run
+from faultsim.world import World
+
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, Rescale
+
+HERE = Path(__file__).parent
+
+
+def test_a_seed_repeats_a_run_byte_for_byte_in_another_process() -> None:
+    code = "from faultsim.run import run\nfor seed in (3, 5): print(run(seed).digest)"
+    digests = []
+    for hash_seed in ("1", "2"):
+        path = os.pathsep.join([str(HERE), str(HERE.parent / "support")])
+        environ = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+        )
+        digests.append(done.stdout.split())
+    assert digests[0] == digests[1]
+    assert len(set(digests[0])) == 2
+
+
+def test_no_module_that_runs_here_reaches_for_a_real_clock_or_thread() -> None:
+    assert patching.unknown() == []
+
+
+@pytest.mark.parametrize("rescale", list(Rescale))
+def test_without_faults_nothing_is_lost_and_the_job_is_done(rescale: Rescale) -> None:
+    world = World(int.from_bytes(rescale.value.encode(), "big") % 1000)
+    with world.running():
+        spec = JobSpec("a", "", max_nodes=3, max_replicas=5, rescale=rescale, rescale_timeout=20.0)
+        world.jobs["a"] = Job(spec, Script(steps=120))
+        for index in range(3):
+            world.kernel.after(float(index), world.start_agent, world.machine(f"n{index}", 2), "a")
+        world.kernel.run(400.0)
+    assert world.kernel.defects == []
+    assert world.history_violations() == []
+    job = world.truth.job("a")
+    assert job.status is not None
+    assert job.status.state is JobState.DONE
+    assert (job.newest, job.lost_steps) == (120, 0)
+    assert [agent.exit_code for agent in world.agents] == [0, 0, 0]
+    assert job.plan is not None
+    assert job.plan.generation >= (1 if rescale is not Rescale.INPLACE else 0), "its size has changed"
+
+
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_no_defect_is_found(seed: int) -> None:
+    found = run(seed)
+    assert found.defects == [], "\n".join([*found.lines[-60:], *found.defects])
