@@ -168,10 +168,10 @@ class LocalServer:
         match request:
             case {"do": "get", "key": str(key)}:
                 found = client.get(key)
-                return None if found is None else _fields(found)
+                return None if found is None else _item_fields(found)
             case {"do": "range", "prefix": str(prefix)}:
                 snapshot = client.range(prefix)
-                return [[_fields(item) for item in snapshot.items], snapshot.revision]
+                return [[_item_fields(item) for item in snapshot.items], snapshot.revision]
             case {"do": "put", "key": str(key), "value": str(value), "lease": lease}:
                 return client.put(key, value, self._held(lease))
             case {
@@ -221,7 +221,7 @@ class LocalServer:
         return lease
 
 
-def _fields(item: KeyValue) -> list[str | int]:
+def _item_fields(item: KeyValue) -> list[str | int]:
     return [item.key, item.value, item.create_revision, item.mod_revision]
 
 

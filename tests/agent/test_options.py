@@ -135,7 +135,7 @@ def test_the_help_says_what_holds_here() -> None:
         assert wrong not in text
     for part in (
         "MIN:MAX",
-        "private etcd",
+        "one node, without an etcd",
         "(default 3)",
         "(default 120)",
         "usage: adaptdl-run [options] SCRIPT",
