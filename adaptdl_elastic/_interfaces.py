@@ -427,8 +427,12 @@ class Reporter(Protocol):
         epochs: int | None = None,
         samples_done: float | None = None,
         samples_total: float | None = None,
+        data_size: int = 0,
     ) -> None:
         """Take where the job is."""
+
+    def report_problem(self, about: str, problem: str | None) -> None:
+        """Take what is wrong with a part of the training and what to do, or None: nothing is any more."""
 
     def inplace(self, possible: bool, reason: str = "") -> None:
         """Take whether this script can be rescaled without a restart, and why not."""

@@ -137,6 +137,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
             if not self._stream:
                 helper.end_index = len(self.dataset)  # type: ignore[arg-type]
                 loops().tell_samples(helper.end_index, self._elastic_batches.sampler.shuffle)
+                self._check_drop_last(helper.end_index)
             while True:
                 try:
                     yield from self._pass()
@@ -144,6 +145,17 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                     continue
                 if helper.ended():
                     return
+
+    def _check_drop_last(self, samples: int) -> None:
+        """Warn where drop_last leaves out all there is."""
+        helper, problem = self._elastic, None
+        if self.drop_last and samples < helper.batch_size:
+            problem = (
+                f"batch_size={helper.batch_size} is more than the {samples} samples of the data set, and "
+                f"drop_last leaves all of them out: nothing is done in this loop. Give a batch_size of "
+                f"{samples} at most, or leave drop_last out"
+            )
+        current_session().metrics.report_problem(f"the samples of loader {helper.key}", problem)
 
     def _pass(self) -> Iterator[Any]:
         """Hand out all that is left."""

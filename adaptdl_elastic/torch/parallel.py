@@ -558,6 +558,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if len(models) > 1:  # a discriminator may step more often: the job is as far as the one that has most
             progress = max(model.progress for model in models)
         metrics.update_progress(progress)
+        self.gns.health.stepped()
+        metrics.report_problem(f"gradients of {self.name}", self.gns.health.problem)
         if self._sampler.news:
             self._sampler.news = False
             metrics.update_grad_params(self.name, self.gns.sqr_avg(), self.gns.var_avg())
@@ -582,6 +584,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._window.reset()
         self.gns.reset_accumulation()
         self.gns.skipped += 1
+        self.gns.health.skipped(self.gns.steps, lambda: float(grad_scaler.loss_scale(self._mp_scaler)))
+        current_session().metrics.report_problem(f"gradients of {self.name}", self.gns.health.problem)
         logger.info("step %d skipped: its gradients are inf or nan", self.gns.steps)
 
     def step_left_out(self) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import enum
 import io
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -399,6 +400,12 @@ def test_additions_by_one_function_are_told_apart_by_its_callers(script: Script)
         assert sums["n"] == 3
 
 
+def wait_until_it_is_agreed_on() -> None:
+    """The next boundary waits for the decision, and stops."""
+    while not _session.current().control.round_open:
+        time.sleep(0.001)
+
+
 def before_a_loop(life: int, shares: int) -> dict[Any, Any]:
     """One epoch, stopped soon after the data loop begins in lives 0 and 1."""
     for _ in remaining_epochs_until(1):
@@ -412,6 +419,7 @@ def before_a_loop(life: int, shares: int) -> dict[Any, Any]:
             sums["batches"] += 1
             if life < 2:
                 stop()
+                wait_until_it_is_agreed_on()
         with sums.synchronized():
             return dict(sums)
     raise AssertionError("the epoch was over before")

@@ -486,6 +486,7 @@ class AdaptiveDataLoaderHelper:
             epochs=state.until,
             samples_done=done,
             samples_total=total,
+            data_size=self.end_index,
         )
 
     def epoch_done(self) -> bool:
