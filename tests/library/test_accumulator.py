@@ -117,7 +117,7 @@ def loader() -> AdaptiveDataLoader[Any]:
 
 
 def stop() -> None:
-    _session.current().control.request({"kind": "stop", "reason": "test"})
+    _session.current().consensus.request({"kind": "stop", "reason": "test"})
 
 
 def test_sums_can_be_added_to_and_not_read_before_they_are_synchronized(script: Script) -> None:
@@ -402,7 +402,7 @@ def test_additions_by_one_function_are_told_apart_by_its_callers(script: Script)
 
 def wait_until_it_is_agreed_on() -> None:
     """The next boundary waits for the decision, and stops."""
-    while not _session.current().control.round_open:
+    while not _session.current().consensus.round_open:
         time.sleep(0.001)
 
 

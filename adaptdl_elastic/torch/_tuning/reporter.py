@@ -66,7 +66,7 @@ class _State(checkpoint.State):
         fileobj.write(json.dumps(self._metrics.dump()).encode())
 
     def load(self, fileobj: BinaryIO) -> None:
-        self._metrics.undump(json.load(fileobj))
+        self._metrics.restore(json.load(fileobj))
 
 
 class Metrics:
@@ -194,7 +194,7 @@ class Metrics:
         bounds = None if local_bsz_bounds is None else (int(local_bsz_bounds[0]), int(local_bsz_bounds[1]))
         self._limits = Limits(init_batch_size, max_batch_size, bounds, bool(gradient_accumulation))
 
-    def current(self, atomic_bsz: int, accumulation_steps: int) -> None:
+    def set_current_batch_size(self, atomic_bsz: int, accumulation_steps: int) -> None:
         """The batch size that is in use from now on."""
         now = BatchSize(atomic_bsz, accumulation_steps)
         if now != self._current:
@@ -230,7 +230,7 @@ class Metrics:
         if self._warnings.report(about, problem):
             self._wake.set()
 
-    def inplace(self, possible: bool, reason: str = "") -> None:
+    def set_inplace(self, possible: bool, reason: str = "") -> None:
         """Whether this script can be rescaled without a restart, and why not."""
         self._inplace = (possible, reason)
 
@@ -432,7 +432,7 @@ class Metrics:
             "batch_size": batch_size or self._reached,
         }
 
-    def undump(self, saved: dict[str, Any]) -> None:
+    def restore(self, saved: dict[str, Any]) -> None:
         """The inverse of `dump`. ValueError for a newer format."""
         if saved.get("v") != FORMAT:
             raise ValueError(f"metrics of format {saved.get('v')}, this version reads {FORMAT}")
