@@ -6,6 +6,7 @@
 | Where is the store, and with which credentials is it reached? | `store_options` |
 | Which driver fits the server that answers? | `connect` |
 | How do etcd's v3 API, its v2 API and a dictionary keep the promise? | `etcd_v3`, `etcd_v2`, `memory` |
+| How do other processes reach the dictionary of a standalone job's agent? | `local_socket` |
 | How are several endpoints, HTTP streams and leases handled? | `endpoints`, `http`, `keepalive` |
 | How are large plans kept in parts? | `plan_store` |
 """
