@@ -20,9 +20,11 @@ Nothing here imports torch at run time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
+
+from adaptdl_elastic.protocol.messages import ChangePlan, RecoveryPlan
 
 if TYPE_CHECKING:
     import torch
@@ -37,9 +39,6 @@ Place = tuple[int, int]
 
 Command = dict[str, Any]
 """What to do at a boundary: `kind` and what that kind needs. Plain data: it travels between replicas."""
-
-Message = dict[str, Any]
-"""A message between an agent and a replica, as `adaptdl_elastic.channel` describes it."""
 
 
 class RetryDataLoop(Exception):
@@ -253,7 +252,7 @@ class ElasticLoader(Protocol):
         """Whether models are trained with this loader."""
 
     @property
-    def training_unknown(self) -> bool:
+    def training_loader_undecided(self) -> bool:
         """Whether no loader has been used for training yet."""
 
     @property
@@ -311,7 +310,7 @@ class Loaders(Protocol):
     """How many loaders cannot hand out the samples of a step again."""
 
 
-class ScriptPosition(Protocol):
+class StepCounter(Protocol):
     """Where the script is; see `adaptdl_elastic.torch._runtime.position`."""
 
     step: int
@@ -417,7 +416,7 @@ class Reporter(Protocol):
     ) -> None:
         """Take what the training loader was given."""
 
-    def current(self, atomic_bsz: int, accumulation_steps: int) -> None:
+    def set_current_batch_size(self, atomic_bsz: int, accumulation_steps: int) -> None:
         """Take the batch size that is in use from now on."""
 
     def update_position(
@@ -428,10 +427,14 @@ class Reporter(Protocol):
         epochs: int | None = None,
         samples_done: float | None = None,
         samples_total: float | None = None,
+        data_size: int = 0,
     ) -> None:
         """Take where the job is."""
 
-    def inplace(self, possible: bool, reason: str = "") -> None:
+    def report_problem(self, about: str, problem: str | None) -> None:
+        """Take what is wrong with a part of the training and what to do, or None: nothing is any more."""
+
+    def set_inplace(self, possible: bool, reason: str = "") -> None:
         """Take whether this script can be rescaled without a restart, and why not."""
 
     def best_batch_size(self) -> ChosenBatchSize | None:
@@ -474,10 +477,10 @@ class Survivor(Protocol):
     def mark(self) -> None:
         """All replicas have just synchronised their accumulators, or stand at the beginning of a loop."""
 
-    def guarded(self, call: Callable[[], T], loader: ElasticLoader | None = None) -> T:
+    def retry_on_peer_loss(self, call: Callable[[], T], loader: ElasticLoader | None = None) -> T:
         """Return `call()`, called again after each death that it meets with."""
 
-    def once(self, call: Callable[[], T], loader: ElasticLoader) -> T:
+    def restart_loop_on_peer_loss(self, call: Callable[[], T], loader: ElasticLoader) -> T:
         """Return `call()`; RetryDataLoop if a death was survived instead."""
 
     def loop_ended(self, loader: ElasticLoader) -> bool:
@@ -489,7 +492,7 @@ class Survivor(Protocol):
     def between_loops(self) -> None:
         """All replicas are about to enter a data loop or an epoch."""
 
-    def look_round(self) -> None:
+    def recover_if_peer_lost(self) -> None:
         """Between data loops: go on without those who are gone."""
 
     def recover(self, reason: str, loader: ElasticLoader | None = None, at_end: bool = False) -> None:
@@ -501,7 +504,7 @@ class Survivor(Protocol):
     def on_lost(self) -> None:
         """A peer is gone. From any thread."""
 
-    def on_plan(self, message: Message) -> None:
+    def on_plan(self, message: RecoveryPlan) -> None:
         """The agent's plan of a generation without the dead. In the channel's thread."""
 
 
@@ -511,8 +514,11 @@ class Rescaling(Protocol):
     def handlers(self) -> dict[str, Callable[[Command], None]]:
         """Return what is done at agreed boundaries, by the kind of the command."""
 
-    def on_plan(self, message: Message) -> None:
-        """The agent's `plan` message. In the channel's thread."""
+    def on_plan(self, message: ChangePlan) -> None:
+        """The agent's plan of a change in place. In the channel's thread."""
+
+    def on_withdrawn(self, generation: int) -> None:
+        """The agent has withdrawn the plan of that generation. In the channel's thread."""
 
     def epoch_ends(self, epoch: int) -> None:
         """States of `epoch` are about to be dropped."""
@@ -547,15 +553,8 @@ class Summed(Protocol):
 class TorchGroup(Protocol):
     """Torch's default group of one generation; see `adaptdl_elastic.torch._process_group.backends.Group`."""
 
-    early: bool
+    completion_is_unreliable: bool
 
     @property
-    def hung_up(self) -> bool:
+    def is_aborted(self) -> bool:
         """Whether it has been aborted."""
-
-
-class Agent(Protocol):
-    """The line to this replica's agent."""
-
-    def send(self, message: Mapping[str, Any]) -> bool:
-        """Send one message; False when nobody is there any more."""

@@ -35,15 +35,15 @@ from adaptdl_elastic._interfaces import (
     Reporter,
     Rescaling,
     SavedState,
-    ScriptPosition,
+    StepCounter,
     Summed,
     Survivor,
     TorchGroup,
 )
+from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.protocol.channel import Channel
+from adaptdl_elastic.protocol.messages import Event, Hello, ReplicaMessage
 from adaptdl_elastic.reducer import Reducer
-
-EVENT_LOG_VARIABLE = "ADAPTDL_EVENT_LOG"
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Session:
         self.pid = os.getpid()
         self.lock = threading.RLock()  # for making what there is to be one of
         # what modules below the bootstrap make when it is first asked for
-        self.position: ScriptPosition | None = None
+        self.position: StepCounter | None = None
         self.loaders: Loaders | None = None
         self.checkpoints: Closable | None = None
         self.accumulators: Counter[int | None] = Counter()  # made so far, by epoch
@@ -158,7 +158,7 @@ class Session:
         return self._reporter
 
     @property
-    def control(self) -> Consensus:
+    def consensus(self) -> Consensus:
         """Stops, checkpoints and changes, agreed among all replicas."""
         if self._consensus is None:
             with self.lock:
@@ -188,7 +188,7 @@ class Session:
 
     def report_eligibility(self) -> None:
         """Report whether the number of replicas can change in place, as it is now."""
-        self.metrics.inplace(*_installed().may_change(self))
+        self.metrics.set_inplace(*_installed().may_change(self))
 
     @property
     def started(self) -> bool:
@@ -197,26 +197,26 @@ class Session:
 
     def start(self) -> None:
         """Say hello to the agent and take its orders, and the terminal's. Again does nothing."""
-        self.control.start()
+        self.consensus.start()
 
     def on_control(self, sender: int, message: Any) -> None:
         """Take another replica's control message (in the reducer's thread)."""
         if self._consensus is not None or _parts is not None:
-            self.control.on_message(sender, message)
+            self.consensus.on_message(sender, message)
 
     def on_lost(self, rank: int) -> None:
         """Another replica is gone (in the reducer's thread)."""
         if self._consensus is not None or _parts is not None:
-            self.control.on_lost(rank)
+            self.consensus.on_lost(rank)
         else:  # a script of collectives only, so far
             self._lost = rank
 
-    def hello(self) -> dict[str, Any]:
-        """What an agent is told first."""
-        return {"type": "hello", "version": adaptdl_elastic.__version__, "pid": self.pid}
+    def hello(self) -> Hello:
+        """Return what an agent is told first."""
+        return Hello(adaptdl_elastic.__version__, self.pid)
 
-    def send(self, message: Mapping[str, Any]) -> bool:
-        """Send a message of `adaptdl_elastic.channel` to the agent; False where none listens."""
+    def send(self, message: ReplicaMessage) -> bool:
+        """Send a message to the agent; False where none listens."""
         return self.channel is not None and self.channel.send(message)
 
     def emit(self, event: str, **fields: Any) -> None:
@@ -226,12 +226,12 @@ class Session:
         """
         if self.rank != 0 and event != "failure":
             return
-        record = {"event": event, "time": time.time(), **fields}
-        if self.send({"type": "event", **record}):
+        now = time.time()
+        if self.send(Event(event, now, fields)):
             return
-        path = os.environ.get(EVENT_LOG_VARIABLE)
+        path = os.environ.get(environment.EVENT_LOG)
         if path and self.channel is None:
-            self._append(Path(path), record)
+            self._append(Path(path), {"event": event, "time": now, **fields})
 
     def _append(self, path: Path, record: Mapping[str, Any]) -> None:
         try:

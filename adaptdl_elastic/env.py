@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable
 from typing import TypeVar
 
+from adaptdl_elastic.protocol import environment
+
 T = TypeVar("T")
 
 
@@ -45,27 +47,27 @@ def _count(minimum: int) -> Callable[[str], int]:
 
 def checkpoint_path() -> str | None:
     """Directory, or `s3://bucket/prefix`, of this job's checkpoints; None: nothing is saved."""
-    return _read(str, "ADAPTDL_CHECKPOINT_PATH")
+    return _read(str, environment.CHECKPOINT_PATH)
 
 
 def share_path() -> str | None:
     """Directory that the replicas of a node share, e.g. for data sets; None where nobody set one."""
-    return _read(str, "ADAPTDL_SHARE_PATH")
+    return _read(str, environment.SHARE_PATH)
 
 
 def job_id() -> str | None:
     """The job's name; None for a script that is alone."""
-    return _read(str, "ADAPTDL_JOB_ID", "TORCHELASTIC_RUN_ID")
+    return _read(str, environment.JOB_ID, environment.RUN_ID)
 
 
 def master_addr() -> str:
     """Host that rank 0 listens on; loopback for a script that is alone."""
-    return _read(str, "ADAPTDL_MASTER_ADDR", "MASTER_ADDR") or "127.0.0.1"
+    return _read(str, environment.ADAPTDL_MASTER_ADDR, environment.MASTER_ADDR) or "127.0.0.1"
 
 
 def master_port() -> int:
     """Port that rank 0 listens on; 0 (any free one) where none is set."""
-    return _read(_port, "ADAPTDL_MASTER_PORT", "MASTER_PORT") or 0
+    return _read(_port, environment.ADAPTDL_MASTER_PORT, environment.MASTER_PORT) or 0
 
 
 def _port(text: str) -> int:
@@ -77,7 +79,7 @@ def _port(text: str) -> int:
 
 def replica_rank() -> int:
     """This replica's rank, from 0 to `num_replicas() - 1`."""
-    rank = _read(_count(0), "ADAPTDL_REPLICA_RANK", "RANK") or 0
+    rank = _read(_count(0), environment.REPLICA_RANK, environment.RANK) or 0
     if rank >= num_replicas():
         raise EnvironmentVariableError(
             f"rank {rank} of {num_replicas()} replicas: ADAPTDL_REPLICA_RANK counts from 0 and must be "
@@ -88,32 +90,32 @@ def replica_rank() -> int:
 
 def num_replicas() -> int:
     """How many replicas train together in this generation."""
-    return _read(_count(1), "ADAPTDL_NUM_REPLICAS", "WORLD_SIZE") or 1
+    return _read(_count(1), environment.NUM_REPLICAS, environment.WORLD_SIZE) or 1
 
 
 def num_nodes() -> int:
     """How many nodes these replicas are spread over."""
-    return _read(_count(1), "ADAPTDL_NUM_NODES", "GROUP_WORLD_SIZE") or 1
+    return _read(_count(1), environment.NUM_NODES, environment.GROUP_WORLD_SIZE) or 1
 
 
 def local_rank() -> int:
     """The slot of this replica on its node, e.g. the number of its GPU."""
-    return _read(_count(0), "ADAPTDL_LOCAL_RANK", "LOCAL_RANK") or 0
+    return _read(_count(0), environment.ADAPTDL_LOCAL_RANK, environment.LOCAL_RANK) or 0
 
 
 def num_restarts() -> int:
     """The generation, counted from 0: how often the membership has changed."""
-    return _read(_count(0), "ADAPTDL_NUM_RESTARTS", "TORCHELASTIC_RESTART_COUNT") or 0
+    return _read(_count(0), environment.NUM_RESTARTS, environment.RESTART_COUNT) or 0
 
 
 def adaptdl_sched_version() -> str | None:
     """Version of the scheduler that started this job; None where none did."""
-    return _read(str, "ADAPTDL_SCHED_VERSION")
+    return _read(str, environment.SCHED_VERSION)
 
 
 def supervisor_url() -> str | None:
     """AdaptDL's supervisor. There is none here: replicas learn of each other from their agents."""
-    return _read(str, "ADAPTDL_SUPERVISOR_URL")
+    return _read(str, environment.SUPERVISOR_URL)
 
 
 def from_ray() -> bool:
@@ -123,7 +125,7 @@ def from_ray() -> bool:
 
 def rescale() -> str:
     """How the number of replicas may change, from `ADAPTDL_RESCALE`: "auto", "inplace" or "restart"."""
-    return _read(_way, "ADAPTDL_RESCALE") or "auto"
+    return _read(_way, environment.RESCALE) or "auto"
 
 
 def _way(text: str) -> str:
@@ -134,7 +136,7 @@ def _way(text: str) -> str:
 
 def secret() -> bytes | None:
     """Key that the library's collectives authenticate with; None where none was given."""
-    text = _read(str, "ADAPTDL_SECRET")
+    text = _read(str, environment.SECRET)
     return text.encode() if text else None
 
 
@@ -143,7 +145,7 @@ def checkpoint_interval() -> float:
 
     0 turns them off.
     """
-    value = _read(_seconds, "ADAPTDL_CHECKPOINT_INTERVAL")
+    value = _read(_seconds, environment.CHECKPOINT_INTERVAL)
     return 30.0 if value is None else value
 
 

@@ -25,6 +25,7 @@ from adaptdl_elastic.protocol.hints import (
     encode,
     from_adaptdl,
 )
+from adaptdl_elastic.protocol.messages import Hints
 
 __all__ = [
     "MOST",
@@ -66,4 +67,4 @@ def post_sched_hints(sched_hints: Mapping[str, Any], job_key: str | None = None)
     if session.rank != 0:
         return False
     text = encode(decode(json.dumps(hints, default=_plain)))
-    return session.send({"type": "hints", "hints": json.loads(text)})
+    return session.send(Hints(json.loads(text)))

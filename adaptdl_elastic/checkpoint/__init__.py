@@ -37,6 +37,7 @@ from adaptdl_elastic import _session, env, storage
 from adaptdl_elastic._interfaces import SavedState
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.checkpoint.manager import CheckpointError, CheckpointManager, Saved
+from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.storage.locations import open_storage
 
 if TYPE_CHECKING:
@@ -462,9 +463,9 @@ def _manager(session: Session) -> CheckpointManager:
         path = env.checkpoint_path()
         manager = session.checkpoints = CheckpointManager(
             open_storage(path) if path else None,
-            recorded=os.environ.get("ADAPTDL_CHECKPOINT_ID"),
+            recorded=os.environ.get(environment.CHECKPOINT_ID),
             job=session.job,
-            keep=int(_number("ADAPTDL_CHECKPOINT_KEEP", 3, 1)),
+            keep=int(_number(environment.CHECKPOINT_KEEP, 3, 1)),
             writes=session.rank == 0,
         )
     assert isinstance(manager, CheckpointManager)
@@ -472,7 +473,7 @@ def _manager(session: Session) -> CheckpointManager:
 
 
 def _timeout() -> float:
-    return _number("ADAPTDL_CHECKPOINT_TIMEOUT", 120.0, 0)
+    return _number(environment.CHECKPOINT_TIMEOUT, 120.0, 0)
 
 
 def _number(variable: str, default: float, minimum: float) -> float:

@@ -15,9 +15,10 @@ import torch.distributed
 from adaptdl_elastic import checkpoint, collective, env
 from adaptdl_elastic._checks import whole
 from adaptdl_elastic._session import Identity, Session
+from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.reducer import Reducer
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._elastic.join import JOIN_VARIABLE, begin_joining
+from adaptdl_elastic.torch._elastic.join import begin_joining
 from adaptdl_elastic.torch._process_group import backends, capability
 from adaptdl_elastic.torch._process_group.setup import connect_torch, listening_host, make_group
 
@@ -103,12 +104,12 @@ def _meet(session: Session, backend: str, init_method: str | None) -> None:
     session.backend = backend
     backends.kind(backend).place()
     capability.begin(session, backend)
-    if os.environ.get(JOIN_VARIABLE):
+    if os.environ.get(environment.JOIN):
         begin_joining(session, backend)
         return
     if session.replicas == 1:
         _alone(session, backend, init_method)
-    elif os.environ.get("MASTER_PORT") and "RANK" in os.environ:
+    elif os.environ.get(environment.MASTER_PORT) and environment.RANK in os.environ:
         _launched(session, backend, init_method)
     else:
         _by_hand(session, backend, init_method)
@@ -129,7 +130,7 @@ def _launched(session: Session, backend: str, init_method: str | None) -> None:
     """By an agent, ours or torchrun's, which keeps a store at MASTER_ADDR:MASTER_PORT."""
     store, _, _ = next(dist.rendezvous(init_method or "env://", session.rank, session.replicas))
     store = dist.PrefixStore(f"adaptdl/{session.generation}", store)
-    if os.environ.get("ADAPTDL_MASTER_PORT"):
+    if os.environ.get(environment.ADAPTDL_MASTER_PORT):
         _connect(session, env.master_addr(), env.master_port(), env.secret())
     else:
         _connect_through(session, store)

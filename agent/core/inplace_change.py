@@ -35,7 +35,9 @@ from adaptdl_elastic.agent.core.states import (
     WriteEnded,
     WriteReady,
     WriteRunning,
+    failure_of,
 )
+from adaptdl_elastic.protocol.messages import ChangePlan, RecoveryPlan
 from adaptdl_elastic.rendezvous.schema.records import (
     EndedRecord,
     Failure,
@@ -69,36 +71,20 @@ def renumber(old: Plan, new: Plan) -> Renumbering:
     return Renumbering(tuple(ranks), tuple(r for r in range(new.replicas) if r not in survivors))
 
 
-def plan_message(plan: Plan, master: MasterRecord, numbers: Renumbering, local: int) -> dict[str, object]:
-    """What a replica of the generation before is told (adaptdl_elastic/channel.py), but for its `environ`."""
-    return {
-        "type": "plan",
-        "generation": plan.generation,
-        "replicas": plan.replicas,
-        "nodes": plan.nodes,
-        "ranks": list(numbers.ranks),
-        "newcomers": list(numbers.newcomers),
-        "master_addr": master.host,
-        "master_port": master.port,
-        "local_world_size": local,
-    }
+def plan_message(plan: Plan, master: MasterRecord, numbers: Renumbering) -> ChangePlan:
+    """Return what a replica of the generation before is told, but for its `environ`."""
+    return ChangePlan(
+        plan.generation, plan.replicas, plan.nodes, numbers.ranks, numbers.newcomers, master.host, master.port
+    )
 
 
-def recovery_message(plan: Plan, master: MasterRecord, rank: int | None, local: int) -> dict[str, object]:
-    """What a survivor of deaths is told, but for its `environ`; `rank`: its own from now on, None: leave."""
-    return {
-        "type": "plan",
-        "recover": True,
-        "generation": plan.generation,
-        "rank": rank,
-        "replicas": plan.replicas,
-        "nodes": plan.nodes,
-        "ranks": [],
-        "newcomers": [],
-        "master_addr": master.host,
-        "master_port": master.port,
-        "local_world_size": local,
-    }
+def recovery_message(plan: Plan, master: MasterRecord, rank: int | None) -> RecoveryPlan:
+    """Return what a survivor of deaths is told, but for its `environ`.
+
+    Args:
+        rank: Its own from now on; None: it leaves.
+    """
+    return RecoveryPlan(plan.generation, rank, plan.replicas, plan.nodes, master.host, master.port)
 
 
 def possible(held: LocalGeneration, plan: Plan) -> bool:
@@ -183,7 +169,7 @@ def _learn_end(held: LocalGeneration, event: ReplicaExited) -> LocalGeneration:
     held = replace(held, change=replace(change, newcomers=ended(change.newcomers)))
     if change.switched and event.exit_code != 0 and held.failure is None and held.phase is Phase.RUNNING:
         rank = next((r.rank for r in change.newcomers if r.local_rank == event.local_rank), -1)
-        return replace(held, failure=Failure(rank, event.exit_code, event.message, event.time))
+        return replace(held, failure=failure_of(rank, event))
     return held
 
 

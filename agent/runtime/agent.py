@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -58,10 +59,14 @@ from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
 from adaptdl_elastic.agent.runtime.run_result import run_result
 from adaptdl_elastic.agent.terminal.event_recorder import Journal
 from adaptdl_elastic.agent.terminal.replica_output import NoOutputError, Output
+from adaptdl_elastic.protocol import messages
 from adaptdl_elastic.protocol.channel import STOPPED
+from adaptdl_elastic.protocol.environment import JOIN
+from adaptdl_elastic.protocol.messages import Ping, ReplicaMessage, SaveCheckpoint, Stop, WithdrawPlan
 from adaptdl_elastic.rendezvous.local.addresses import NoPortError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
+    Cause,
     CheckpointRecord,
     EndedRecord,
     Failure,
@@ -290,7 +295,7 @@ class ElasticAgent(SimpleElasticAgent):
             self._checkpoint_asked = asked.checkpoint
             for handle in self._replicas.values():
                 if handle.rank == 0 and handle.library:
-                    handle.send({"type": "checkpoint", "request": asked.checkpoint})
+                    handle.send(SaveCheckpoint(asked.checkpoint))
         if (why := self._waiting.hear(self.state.status, time.monotonic())) is not None:
             self._say(why)
         self._coordinator.mind(mirror.host, mirror.second, mirror.leader)
@@ -315,7 +320,7 @@ class ElasticAgent(SimpleElasticAgent):
                 self._ask_to_stop(local_ranks, plain, reason)
             case states.Ping(local_ranks):
                 for handle in self._held(local_ranks):
-                    handle.send({"type": "ping", "id": handle.number})
+                    handle.send(Ping(handle.number))
             case states.Kill(local_ranks, reason):
                 self._kill(local_ranks, reason)
             case states.WriteRunning(generation, library, resilient):
@@ -342,8 +347,20 @@ class ElasticAgent(SimpleElasticAgent):
     def _start(self, start: states.StartReplicas) -> None:
         if not start.join:
             self._meeting.forget(start.plan.generation)
+            self._say_restart(start.plan)
         self._joining = start
         self._meeting.join(start)
+
+    def _say_restart(self, plan: Plan) -> None:
+        """Tell the person at the terminal that a generation starts because the one before was lost."""
+        if plan.transition is not Transition.ABORT or plan.generation <= plan.first:
+            return
+        saved = self._mirror.checkpoint
+        origin = "the beginning" if saved is None else f"the checkpoint of step {saved.step}"
+        if plan.cause is Cause.FAILURE:
+            self._say(f"restart {plan.restarts} of {self._setting.max_restarts}, from {origin}")
+        else:
+            self._say(f"starting again, from {origin} ({plan.reason}; not counted as a restart)")
 
     def _joined(self, joined: Joined) -> None:
         start = joined.start
@@ -376,8 +393,9 @@ class ElasticAgent(SimpleElasticAgent):
         handle = ReplicaHandle(self._numbers, plan.generation, local_rank, rank, destination.error_file)
         environment = self._environment(plan, start.master, local_rank, secret, destination.error_file)
         if start.join:
-            environment["ADAPTDL_JOIN"] = "1"
-        command = replace(self._setting.command, env=environment)
+            environment[JOIN] = "1"
+        reports = str(Path(destination.error_file).parent)
+        command = replace(self._setting.command, env=environment, reports=reports)
         theirs = handle.theirs.fileno()
         sys.stdout.flush()
         try:
@@ -416,12 +434,13 @@ class ElasticAgent(SimpleElasticAgent):
             if rank is not None:
                 secret = self._meeting.secret or ""
                 environment = self._environment(plan, master, handle.local_rank, secret, handle.error_file)
+            message: messages.Plan
             if numbers is None:
-                message = inplace_change.recovery_message(plan, master, rank, len(mine))
+                message = inplace_change.recovery_message(plan, master, rank)
                 handle.switched, handle.early_step = False, None
             else:
-                message = inplace_change.plan_message(plan, master, numbers, len(mine))
-            handle.send({**message, "environ": environment})
+                message = inplace_change.plan_message(plan, master, numbers)
+            handle.send(replace(message, environ=environment))
 
     def _withdraw(self, plan: Plan, reason: str) -> None:
         start, self._joining = self._joining, None
@@ -430,9 +449,7 @@ class ElasticAgent(SimpleElasticAgent):
         self._say(f"generation {plan.generation} is withdrawn, training goes on: {reason}")
         for handle in self._replicas.values():
             if handle.generation != plan.generation:
-                handle.send(
-                    {"type": "plan", "generation": plan.generation, "withdraw": True, "reason": reason}
-                )
+                handle.send(WithdrawPlan(plan.generation, reason))
 
     def _adopt(self, plan: Plan) -> None:
         """The replicas have gone over: their handles follow."""
@@ -472,7 +489,7 @@ class ElasticAgent(SimpleElasticAgent):
         if self._give_up_joining(STOPPED):
             return
         for handle in self._held((*local_ranks, *plain)):
-            handle.send({"type": "stop", "reason": reason})  # one that cannot hear it is about to end
+            handle.send(Stop(reason))  # one that cannot hear it is about to end
         for handle in self._held(plain):  # after the message, which `channel.say_finished` looks for
             self._forks.signal(handle.number, signal.SIGTERM)
 
@@ -526,7 +543,7 @@ class ElasticAgent(SimpleElasticAgent):
             if isinstance(item, Spawned):
                 self._spawned(handle, item.pid)
             elif isinstance(item, Exited):
-                self._exited(handle, item.exit_code, item.signalled)
+                self._exited(handle, item.exit_code, item.signalled, item.time)
 
     def _fork_server_died(self) -> None:
         """The kernel has killed its replicas with it."""
@@ -547,7 +564,9 @@ class ElasticAgent(SimpleElasticAgent):
             pids = {h.rank: h.pid for h in mine if h.pid is not None}
             self._journal.started(plan, pids, self._mirror.last_step_before(plan))
 
-    def _exited(self, handle: ReplicaHandle, code: int, signalled: bool = True) -> None:
+    def _exited(
+        self, handle: ReplicaHandle, code: int, signalled: bool = True, when: float | None = None
+    ) -> None:
         while select.select([handle], [], [], 0)[0]:  # its last words come before its end
             if not self._channel_news(handle):
                 break
@@ -555,61 +574,58 @@ class ElasticAgent(SimpleElasticAgent):
         self._replicas.pop(handle.number, None)
         handle.close()
         self._last_exits.append((handle, code))
-        message = ""
+        message, evidence = "", states.Evidence()
         if code not in (0, STOPPED):
-            message = failure_reports.describe(code, handle.error_file, self._setting.command.argv[0])
-        generation, local_rank = handle.generation, handle.local_rank
-        self._decide(states.ReplicaExited(generation, local_rank, code, time.time(), message, signalled))
+            message, evidence = failure_reports.examine(
+                code, handle.error_file, self._setting.command.argv[0]
+            )
+        generation, local_rank, when = handle.generation, handle.local_rank, when or time.time()
+        self._decide(states.ReplicaExited(generation, local_rank, code, when, message, signalled, evidence))
 
     def _channel_news(self, handle: ReplicaHandle) -> bool:
-        messages = handle.receive()
-        if messages is None:
+        received = handle.receive()
+        if received is None:
             self._loop.remove(handle)
             return False
-        for message in messages:
-            try:
-                self._hear(handle, message)
-            except (KeyError, TypeError, ValueError) as error:
-                logger.warning("replica %d: message %.80r: %s", handle.rank, message, error)
+        for message in received:
+            self._hear(handle, message)
         return True
 
-    def _hear(self, handle: ReplicaHandle, message: dict[str, Any]) -> None:
-        match message["type"]:
-            case "hello":
+    def _hear(self, handle: ReplicaHandle, message: ReplicaMessage) -> None:
+        match message:
+            case messages.Hello():
                 handle.library = True
                 self._journal.hello()
                 self._decide(states.ReplicaHello(handle.generation, handle.local_rank))
-            case "step":
-                self._heard_step(handle, int(message["step"]), float(message["time"]))
-            case "event":
-                fields = {k: v for k, v in message.items() if k not in ("type", "event", "time")}
-                self._journal.emit(str(message["event"]), message.get("time"), **fields)
-            case "ready":
-                self._decide(states.ReplicaReady(int(message["generation"]), handle.local_rank))
-            case "switched":
-                generation = int(message["generation"])
+            case messages.StepFinished(step, when):
+                self._heard_step(handle, step, when)
+            case messages.Event(event, when, fields):
+                self._journal.emit(event, when, **fields)
+            case messages.Ready(generation):
+                self._decide(states.ReplicaReady(generation, handle.local_rank))
+            case messages.Switched(generation, last_step):
                 # newcomers are of their generation from the start
                 handle.switched = self._plan is None or self._plan.generation != generation
-                self._journal.last_step_was(message.get("last_step"))
+                self._journal.last_step_was(last_step)
                 self._decide(states.ReplicaSwitched(generation, handle.local_rank))
-            case "pong":
+            case messages.Pong():
                 self._decide(states.ReplicaPong(handle.generation, handle.local_rank))
-            case "resilient":
-                self._decide(states.ReplicaResilient(int(message["generation"]), handle.local_rank))
-            case "over":
-                self._decide(states.ReplicaOver(handle.local_rank, bool(message["over"])))
-            case "finished":
+            case messages.Resilient(generation):
+                self._decide(states.ReplicaResilient(generation, handle.local_rank))
+            case messages.EpochsFinished(finished):
+                self._decide(states.ReplicaOver(handle.local_rank, finished))
+            case messages.Finished():
                 self._decide(states.ReplicaFinished(handle.local_rank))
-            case "stopping":
+            case messages.Stopping():
                 self._decide(states.ReplicaStopping(handle.local_rank))
-            case "broken":
-                logger.info("replica %d: others are gone: %s", handle.rank, message.get("reason"))
-                self._decide(states.ReplicaBroken(int(message["generation"]), handle.local_rank))
-            case "hints":
-                if self._books.hints(message["hints"]):
-                    self._journal.goodput(message["hints"])
-            case "saved":
-                self._heard_saved(handle, message["checkpoint"])
+            case messages.PeerLost(generation, reason):
+                logger.info("replica %d: others are gone: %s", handle.rank, reason)
+                self._decide(states.ReplicaBroken(generation, handle.local_rank))
+            case messages.Hints(hints):
+                if self._books.hints(hints):
+                    self._journal.goodput(hints)
+            case messages.Saved():
+                self._heard_saved(handle, message)
 
     def _heard_step(self, handle: ReplicaHandle, step: int, when: float) -> None:
         if handle.switched and handle.first_step is not None:  # of a generation that is not all there yet
@@ -624,9 +640,7 @@ class ElasticAgent(SimpleElasticAgent):
                 self._write_running(handle.generation, library=True, resilient=resilient)
         self._decide(states.ReplicaStep(handle.generation, handle.local_rank, step))
 
-    def _heard_saved(self, handle: ReplicaHandle, saved: dict[str, Any]) -> None:
-        record = CheckpointRecord(
-            str(saved["id"]), str(saved["path"]), handle.generation, int(saved.get("step") or 0), time.time()
-        )
+    def _heard_saved(self, handle: ReplicaHandle, saved: messages.Saved) -> None:
+        record = CheckpointRecord(saved.id, saved.path, handle.generation, saved.step, time.time())
         self._mirror.checkpoint = record  # what comes next on this node must not wait for the store's echo
         self._books.checkpoint(record)

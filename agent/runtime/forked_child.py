@@ -30,14 +30,16 @@ import time
 import traceback
 import types
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from adaptdl_elastic.protocol.channel import FD_VARIABLE, say_finished
+from adaptdl_elastic.agent.runtime import uncaught_error
+from adaptdl_elastic.protocol import environment
+from adaptdl_elastic.protocol.channel import say_finished
 
 _PR_SET_PDEATHSIG = 1
-ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+ERROR_FILE_VARIABLE = environment.ERROR_FILE
 CANNOT_EXEC = 127  # as a shell says it
 _NOT_FLUSHED = 120  # Python's own, where the last output can not be written
 _STUCK = 10.0  # seconds after which a file that can be neither flushed nor closed is given up
@@ -52,6 +54,10 @@ class Command:
     cwd: str
     env: dict[str, str] = field(default_factory=dict)  # on top of the server's own
     threads: int | None = None  # of torch; None: torch's choice
+    reports: str = ""  # directory for what `uncaught_error` writes; "": nobody reads it
+    quiet: bool = (
+        False  # the traceback goes there too, and not to stderr: the agent shows one of all replicas'
+    )
 
 
 def become(
@@ -75,7 +81,7 @@ def become(
     os.environ.update(command.env)
     if channel is not None:
         os.set_inheritable(channel, True)  # for a program that starts Python itself
-        os.environ[FD_VARIABLE] = str(channel)
+        os.environ[environment.AGENT_FD] = str(channel)
 
 
 def die_with(parent: int) -> None:
@@ -92,7 +98,7 @@ def run(command: Command) -> NoReturn:
     _fresh_interpreter(command)
     warm, code, interrupted, pid = frozenset(sys.modules), 0, False, os.getpid()
     try:
-        _run(command)
+        _run(command, pid)
     except SystemExit as error:
         code = _exit_code(error)
     except KeyboardInterrupt:  # which has been said
@@ -109,7 +115,7 @@ def run(command: Command) -> NoReturn:
     os._exit(code or (0 if flushed else _NOT_FLUSHED))
 
 
-def _run(command: Command) -> None:
+def _run(command: Command, pid: int) -> None:
     try:
         if command.mode == "module":
             runpy._run_module_as_main(command.argv[0], alter_argv=True)  # type: ignore[attr-defined]
@@ -121,7 +127,8 @@ def _run(command: Command) -> None:
         raise
     except BaseException as error:
         _record(error)
-        _die_of(error)
+        # a process that the script has forked comes here, too, and is not the replica
+        _die_of(error, command if os.getpid() == pid else replace(command, reports=""))
 
 
 def _exec(command: Command) -> NoReturn:
@@ -168,15 +175,34 @@ def _run_script(script: str) -> None:
     exec(code, main.__dict__)
 
 
-def _die_of(error: BaseException) -> NoReturn:
-    """What the interpreter does with an error that nobody caught, without our frames in it."""
+def _die_of(error: BaseException, command: Command) -> NoReturn:
+    """Do what the interpreter does with an error that nobody caught, without our frames in it."""
     trace = _users(error.__traceback__)
     error = error.with_traceback(trace)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
-    sys.excepthook(type(error), error, trace)
+    if command.reports:
+        uncaught_error.write(uncaught_error.describe(error, trace), Path(command.reports))
+    if command.reports and command.quiet and sys.stderr is not None:
+        _show_to_agent(error, trace, Path(command.reports))
+    else:
+        sys.excepthook(type(error), error, trace)
     if isinstance(error, KeyboardInterrupt):
         raise KeyboardInterrupt
     sys.exit(1)
+
+
+def _show_to_agent(error: BaseException, trace: types.TracebackType | None, directory: Path) -> None:
+    """Write what the script's excepthook says of an error to a file; to stderr, where that cannot be done."""
+    stderr, said = sys.stderr, io.StringIO()
+    sys.stderr = said
+    try:
+        sys.excepthook(type(error), error, trace)
+    finally:
+        sys.stderr = stderr
+    try:
+        (directory / uncaught_error.TRACEBACK).write_text(said.getvalue(), errors="backslashreplace")
+    except OSError:
+        stderr.write(said.getvalue())
 
 
 def _exit_code(error: SystemExit) -> int:

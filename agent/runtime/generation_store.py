@@ -19,6 +19,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from adaptdl_elastic.agent.core.states import StartReplicas
+from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.rendezvous.local.addresses import listen, reserve
 from adaptdl_elastic.rendezvous.schema.records import MasterRecord
 
@@ -41,7 +42,7 @@ class GenerationStore:
     def __init__(self, host: str, ports: tuple[int, int] | None, post: Callable[[object], None]) -> None:
         self._host, self._ports, self._post = host, ports, post
         self._stores: dict[int, tuple[TCPStore, socket.socket]] = {}
-        self.secret = os.environ.get("ADAPTDL_SECRET") or None
+        self.secret = os.environ.get(environment.SECRET) or None
         self._given = self.secret is not None
 
     def open(self, generation: int) -> MasterRecord:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.rendezvous.local.runtime_file import RuntimeFileError, private_directory
 from adaptdl_elastic.rendezvous.local.scratch_directory import Shared, sweep
 from adaptdl_elastic.rendezvous.schema.records import MasterRecord, Plan
@@ -45,43 +46,43 @@ def replica_environment(
     rank = ranks[plan.slots(job.node).index(local_rank)]
     world, restarts = plan.replicas, plan.generation - plan.first
     values: dict[str, object] = {
-        "RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": len(ranks),
-        "GROUP_RANK": group,
-        "GROUP_WORLD_SIZE": plan.nodes,
-        "ROLE_NAME": job.role,
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world,
-        "MASTER_ADDR": master.host,
-        "MASTER_PORT": master.port,
-        "TORCHELASTIC_RESTART_COUNT": restarts,
-        "TORCHELASTIC_MAX_RESTARTS": job.max_restarts,
-        "TORCHELASTIC_RUN_ID": plan.job,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_ERROR_FILE": error_file,
-        "ADAPTDL_MASTER_ADDR": master.host,
-        "ADAPTDL_MASTER_PORT": master.collective_port,
-        "ADAPTDL_NUM_REPLICAS": world,
-        "ADAPTDL_REPLICA_RANK": rank,
-        "ADAPTDL_NUM_NODES": plan.nodes,
-        "ADAPTDL_NUM_RESTARTS": restarts,
-        "ADAPTDL_JOB_ID": plan.job,
-        "ADAPTDL_CHECKPOINT_PATH": job.checkpoint_path,
-        "ADAPTDL_CHECKPOINT_TIMEOUT": f"{job.checkpoint_timeout:g}",
-        "ADAPTDL_CHECKPOINT_INTERVAL": f"{job.checkpoint_interval:g}",
-        "ADAPTDL_CHECKPOINT_ID": checkpoint or "",
-        "ADAPTDL_SHARE_PATH": job.share_path,
-        "ADAPTDL_RESCALE": job.rescale,
-        "ADAPTDL_SECRET": secret,
+        environment.RANK: rank,
+        environment.WORLD_SIZE: world,
+        environment.LOCAL_RANK: local_rank,
+        environment.LOCAL_WORLD_SIZE: len(ranks),
+        environment.GROUP_RANK: group,
+        environment.GROUP_WORLD_SIZE: plan.nodes,
+        environment.ROLE_NAME: job.role,
+        environment.ROLE_RANK: rank,
+        environment.ROLE_WORLD_SIZE: world,
+        environment.MASTER_ADDR: master.host,
+        environment.MASTER_PORT: master.port,
+        environment.RESTART_COUNT: restarts,
+        environment.MAX_RESTARTS: job.max_restarts,
+        environment.RUN_ID: plan.job,
+        environment.USE_AGENT_STORE: "True",
+        environment.ERROR_FILE: error_file,
+        environment.ADAPTDL_MASTER_ADDR: master.host,
+        environment.ADAPTDL_MASTER_PORT: master.collective_port,
+        environment.NUM_REPLICAS: world,
+        environment.REPLICA_RANK: rank,
+        environment.NUM_NODES: plan.nodes,
+        environment.NUM_RESTARTS: restarts,
+        environment.JOB_ID: plan.job,
+        environment.CHECKPOINT_PATH: job.checkpoint_path,
+        environment.CHECKPOINT_TIMEOUT: f"{job.checkpoint_timeout:g}",
+        environment.CHECKPOINT_INTERVAL: f"{job.checkpoint_interval:g}",
+        environment.CHECKPOINT_ID: checkpoint or "",
+        environment.SHARE_PATH: job.share_path,
+        environment.RESCALE: job.rescale,
+        environment.SECRET: secret,
     }
     if job.rescale == "restart":  # else the library decides, which may want to survive an error
         values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if job.threads is not None:
         values["OMP_NUM_THREADS"] = job.threads
     if job.virtual_local_rank:
-        values["LOCAL_RANK"] = 0
+        values[environment.LOCAL_RANK] = 0
         values["CUDA_VISIBLE_DEVICES"] = _nth_device(inherited.get("CUDA_VISIBLE_DEVICES"), local_rank)
     return {name: str(value) for name, value in values.items()}
 
@@ -99,7 +100,7 @@ class SharePath:
     """
 
     def __init__(self, environ: Mapping[str, str], job: str, runtime: Path | None = None) -> None:
-        given = environ.get("ADAPTDL_SHARE_PATH")
+        given = environ.get(environment.SHARE_PATH)
         self._ours: Shared | None = None
         if given:
             self.path = Path(given)

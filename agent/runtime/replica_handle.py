@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from collections.abc import Mapping
-from typing import Any
 
-from adaptdl_elastic.protocol.channel import Channel, Message
+from adaptdl_elastic.protocol.channel import Channel
+from adaptdl_elastic.protocol.messages import (
+    AgentMessage,
+    MalformedMessageError,
+    ReplicaMessage,
+    decode_report,
+)
 
 logger = logging.getLogger(__name__)
 _CHUNK = 1 << 16
@@ -36,7 +39,7 @@ class ReplicaHandle:
         """For selectors: readable when `receive` has something."""
         return self.channel.fileno()
 
-    def receive(self) -> list[Message] | None:
+    def receive(self) -> list[ReplicaMessage] | None:
         """Messages that have come; None when the other end is closed."""
         try:
             data = os.read(self.channel.fileno(), _CHUNK)
@@ -50,7 +53,7 @@ class ReplicaHandle:
             return None
         return [message for line in lines if (message := _message(line, self.rank)) is not None]
 
-    def send(self, message: Mapping[str, Any]) -> bool:
+    def send(self, message: AgentMessage) -> bool:
         """False when the replica is gone."""
         return self.channel.send(message)
 
@@ -60,12 +63,9 @@ class ReplicaHandle:
         self.theirs.close()
 
 
-def _message(line: bytes, rank: int) -> Message | None:
+def _message(line: bytes, rank: int) -> ReplicaMessage | None:
     try:
-        message = json.loads(line)
-    except ValueError:
-        message = None
-    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-        logger.warning("replica %d sent what is no message: %.80r", rank, line)
+        return decode_report(line)
+    except MalformedMessageError as error:
+        logger.warning("replica %d sent what is no message: %s", rank, error)
         return None
-    return message

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptdl_elastic.agent.terminal.torchrun_options import torchrun_parser
+from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.rendezvous.schema.keys import check_name
 from adaptdl_elastic.rendezvous.schema.records import HEAVIEST
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, parse_endpoints
@@ -45,9 +46,10 @@ _HELP = {
     "and cpu stand for as many as there are (default 1)",
     "rdzv_endpoint": "etcd of the cluster, HOST:PORT[,HOST:PORT...] (default: ADAPTDL_ETCD)",
     "rdzv_id": "name of the job (default: that of the script)",
-    "standalone": "one node, with a private etcd (the default where no other node and no etcd is named)",
-    "max_restarts": "failures after which the job goes on from its checkpoint (default 3); the loss of a "
-    "node, and a death that other replicas survive, do not count",
+    "standalone": "one node, without an etcd (the default where no other node and no etcd is named)",
+    "max_restarts": "failures after which the job goes on from its checkpoint (default 3; one that comes "
+    "again before the first step ends it); the loss of a node, and a death that other replicas survive, do "
+    "not count",
     "role": "set as ROLE_NAME for every replica",
     "run_path": "run the script with runpy.run_path, as is done anyway; goes before --no-python",
     "log_dir": "directory for the logs of replicas",
@@ -300,7 +302,7 @@ def check(
             raise OptionError(str(error)) from None
     if args.once and args.anew:
         raise OptionError("--once and --anew exclude each other: give --anew to train again, else --once")
-    path = args.checkpoint_path or environ.get("ADAPTDL_CHECKPOINT_PATH") or str(Path(".adaptdl") / job)
+    path = args.checkpoint_path or environ.get(environment.CHECKPOINT_PATH) or str(Path(".adaptdl") / job)
     if "://" not in path:
         path = str(Path(path).absolute())
     _check_numbers(args)
@@ -471,7 +473,7 @@ def _ranks(text: str) -> frozenset[int] | None:
         raise OptionError(f"--local-ranks-filter={text} is not a list of numbers, as in 0,1") from None
 
 
-_OF_AN_ETCD = ("rdzv_endpoint", "etcd", "etcd_user", "etcd_ca", "etcd_cert", "etcd_key")
+_OF_AN_ETCD = ("rdzv_endpoint", "etcd", "etcd_api", "etcd_user", "etcd_ca", "etcd_cert", "etcd_key")
 
 
 def _notes(

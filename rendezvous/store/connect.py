@@ -1,4 +1,4 @@
-"""Find out which API an etcd speaks, and connect to it."""
+"""Connect to a store: find out which API an etcd speaks, or find a standalone job's own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import urllib3
 
 from adaptdl_elastic.rendezvous.store.base import Store, StoreError
 from adaptdl_elastic.rendezvous.store.http import Http, HttpStatusError
+from adaptdl_elastic.rendezvous.store.local_socket import LocalStore, is_local, socket_path
 from adaptdl_elastic.rendezvous.store.plan_store import PlanStore
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, StoreOptions, parse_endpoints
 
@@ -21,6 +22,7 @@ API_NAMES = ("auto", "v2", "v3")  # for --etcd-api
 def connect(endpoint: str, *, api: Api = "auto", options: StoreOptions | None = None) -> PlanStore:
     """The store at `host:port[,host:port…]` (`https://…` for TLS); v3 is preferred where both answer.
 
+    `unix:/path` is the socket of a standalone job: of the options only the time-out means anything to it.
     Options default to what the environment says (`StoreOptions.from_environment`). Raises
     StoreUnavailableError when nobody answers in time, StoreAuthError when we are refused, and
     StoreOptionError for an endpoint that is none.
@@ -28,6 +30,10 @@ def connect(endpoint: str, *, api: Api = "auto", options: StoreOptions | None = 
     if api not in API_NAMES:
         raise StoreOptionError(f"--etcd-api is {api!r}; it can be {', '.join(API_NAMES)}")
     options = options or StoreOptions.from_environment()
+    if is_local(endpoint):
+        local = LocalStore(socket_path(endpoint), options.timeout)
+        _or_close(local, local.check)
+        return PlanStore(local)
     endpoints = parse_endpoints(endpoint, options.secure)
     found = _find_api(endpoints, options, api)
     if found == "v3":

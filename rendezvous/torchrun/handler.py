@@ -11,11 +11,11 @@ import sys
 import threading
 import time
 import uuid
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, NoReturn, cast
+import weakref
+from collections.abc import Callable, Iterable
+from typing import NoReturn, cast
 
-from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -26,275 +26,391 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from adaptdl_elastic.rendezvous.local.addresses import NoPortError, address_towards, listen
+from adaptdl_elastic.rendezvous.local.addresses import NoPortError, address_towards
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import MasterRecord
-from adaptdl_elastic.rendezvous.store.base import Store, StoreError
+from adaptdl_elastic.rendezvous.store.base import LeaseLostError, Store, StoreError, StoreUnavailableError
 from adaptdl_elastic.rendezvous.store.connect import Api, StoreOptions, connect
 from adaptdl_elastic.rendezvous.store.store_options import parse_endpoints
 from adaptdl_elastic.rendezvous.torchrun import membership as m
+from adaptdl_elastic.rendezvous.torchrun.gathering import REACH_SECONDS, Gathering, serve
+from adaptdl_elastic.rendezvous.torchrun.handler_options import HandlerOptions
 from adaptdl_elastic.rendezvous.torchrun.roster import Roster
 
 logger = logging.getLogger(__name__)
 
-_MAY_BE_ZERO = ("last_call", "grace")
-_CHECK_IN = 0.5  # seconds between two looks at the view while the others connect
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0  # between rounds that do not come together
+_MOST_NAMES = 4  # of nodes in one line
 
 
-@dataclass(frozen=True)
-class HandlerOptions:
-    """`--rdzv-conf key=value,...`; see docs/bare-metal.md."""
+class RunEndedError(RendezvousClosedError, SystemExit):
+    """The run has ended well, and this node is not needed any more.
 
-    cluster: str = ""
-    api: str = "auto"
-    timeout: float = 900.0  # until min_nodes have come
-    lease: float = 5.0
-    last_call: float = 1.0
-    grace: float = 2.0
-    leave_timeout: float = 60.0
-    read_timeout: float = 60.0  # of the TCPStore that agents and workers of a round share
-    port_range: str = ""  # FIRST-LAST, for that store
-    ca: str | None = None
-    cert: str | None = None
-    key: str | None = None
+    torchrun ends with exit code 0 and without a traceback: it knows no better exception for this.
+    (`RendezvousGracefulExitError` makes its launcher fail with an AttributeError.)
+    """
 
-    @classmethod
-    def parse(cls, config: dict[str, Any]) -> HandlerOptions:
-        """From torch's parameters, whose values are strings."""
-        values: dict[str, Any] = {}
-        for name, given in config.items():
-            if name in ("rank", "read_timeout_seconds"):  # torch puts these in by itself
-                continue
-            if name not in cls.__dataclass_fields__:
-                known = ", ".join(cls.__dataclass_fields__)
-                raise ValueError(f"--rdzv-conf has no option {name!r} with this backend; there are {known}")
-            default = cls.__dataclass_fields__[name].default
-            values[name] = _seconds(name, given) if isinstance(default, float) else str(given)
-        return cls(**values)
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.code = 0
 
-    def ports(self) -> tuple[int, int] | None:
-        """The first and the last port that may be listened on; None: any."""
-        if not self.port_range:
-            return None
-        first, dash, last = self.port_range.partition("-")
-        known = first.isdecimal() and (not dash or last.isdecimal())
-        if not known or not 1024 <= int(first) <= int(last or first) <= 65535:
-            raise ValueError(
-                f"--rdzv-conf port_range={self.port_range} is not FIRST-LAST between 1024 and 65535"
+
+class _Deadline:
+    """When `next_rendezvous` gives up (monotonic)."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.at = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """Give the full time from now on."""
+        self.at = time.monotonic() + self._seconds
+
+    @property
+    def passed(self) -> bool:
+        return time.monotonic() >= self.at
+
+
+class _Attempts:
+    """Rounds that did not come together: how long to pause before the next, and what to say."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._pause = _FIRST_PAUSE_SECONDS
+        self._unreachable_since: float | None = None
+        self._failed = 0
+        self.problem = ""
+
+    def failed(self, number: int, problem: str, *, unreachable: bool) -> None:
+        """Take note of a round's failure.
+
+        Raises:
+            RendezvousConnectionError: Rank 0 could not be reached for longer than the patience. The others
+                may be able to go on without this node, and have no way to find out that it is the one.
+        """
+        self.problem = problem
+        self._failed += 1
+        seldom = self._failed & (self._failed - 1) == 0  # the 1st, 2nd, 4th, 8th …
+        level = logging.WARNING if seldom else logging.DEBUG
+        logger.log(level, "round %d did not come together, trying another: %s", number, problem)
+        if not unreachable:
+            self._unreachable_since = None
+            return
+        now = time.monotonic()
+        self._unreachable_since = self._unreachable_since or now
+        if now - self._unreachable_since >= self._patience:
+            raise RendezvousConnectionError(
+                f"{problem} (for {self._patience:g} s, --rdzv-conf read_timeout=SECONDS)"
             )
-        return int(first), int(last or first)
+
+    def pause(self) -> float:
+        """Return the seconds until the next attempt, more from time to time."""
+        pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
+        return pause
 
 
-def _seconds(name: str, given: object) -> float:
-    try:
-        value = float(str(given))
-    except ValueError:
-        value = math.nan
-    if 0 < value < math.inf or (value == 0 and name in _MAY_BE_ZERO):
-        return value
-    raise ValueError(f"--rdzv-conf {name}={given} is not a finite, positive number of seconds")
+class _Connection:
+    """A handler's line to the store; closed when the handler is garbage, or the process ends."""
+
+    def __init__(self, store: Store, roster: Roster) -> None:
+        self.store, self.roster = store, roster
+        self._lock = threading.Lock()
+        self._open = True
+        atexit.register(self.close)  # when a signal ends the agent, torch does not call shutdown()
+
+    def close(self) -> None:
+        """Leave the run, and the store."""
+        with self._lock:
+            if not self._open:
+                return
+            self._open = False
+        atexit.unregister(self.close)
+        self.roster.leave()
+        self.store.close()
+
+    def collected(self) -> None:
+        """Close it when the handler is garbage, which any thread may find out while it holds any lock."""
+        threading.Thread(target=self.close, name="leave", daemon=True).start()
 
 
 class AdaptdlEtcdHandler(RendezvousHandler):
-    """What torch's agent talks to. Its methods are called from the agent's one thread."""
+    """What torch's agent talks to. Its methods may be called from several threads."""
 
     def __init__(self, params: RendezvousParameters) -> None:
-        self._options = HandlerOptions.parse(dict(params.config))
+        self._options = HandlerOptions.parse(params.config)
+        if (warning := self._options.warning()) is not None:
+            logger.warning(warning)
         self._options.ports()
         self._settings = m.MembershipSettings(
             params.min_nodes,
             params.max_nodes,
-            self._options.last_call,
+            min(self._options.last_call, self._options.timeout / 2),
             self._options.grace,
             self._options.leave_timeout,
         )
-        self._endpoint = params.endpoint
         self._store_options = StoreOptions.from_environment(
-            ca=self._options.ca, cert=self._options.cert, key=self._options.key
+            ca=self._options.ca,
+            cert=self._options.cert,
+            key=self._options.key,
+            timeout=self._options.store_timeout,
         )
-        parse_endpoints(self._endpoint, self._store_options.secure)
+        secure = self._store_options.secure or self._options.https
+        self._urls = parse_endpoints(params.endpoint, secure)
         self._run_id = params.run_id
         self._keys = Keys(self._options.cluster or os.environ.get("ADAPTDL_CLUSTER") or "default")
         self._keys.torchrun(self._run_id)
         self._host = params.local_addr
         self._id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._store: Store | None = None
-        self._roster: Roster | None = None
+        self._connection: _Connection | None = None
         self._round: m.MembershipRound | None = None
+        self._takes_part = False  # in that round
+        self._ended: m.Closed | None = None  # how the run has ended, which stays so for this handler
         self._lock = threading.Lock()
 
     def get_backend(self) -> str:
-        """The registered name."""
+        """Return the registered name."""
         return "adaptdl-etcd"
 
     @property
     def use_agent_store(self) -> bool:
-        """Workers meet at the store of their round's rank-0 agent."""
-        return True
+        """Return whether workers use the store of the rank-0 agent; torch's variable can say no."""
+        return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
     def get_run_id(self) -> str:
-        """`--rdzv-id`."""
+        """Return what `--rdzv-id` says."""
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until this node is in a round whose members have all come."""
+        """Wait until this node is in a round whose members have all come.
+
+        Raises:
+            RendezvousClosedError: The run is over.
+            RendezvousTimeoutError: It did not happen in time.
+            RendezvousConnectionError: The store, or the node of rank 0, cannot be reached.
+        """
+        deadline = _Deadline(self._options.timeout)
+        self._takes_part = False
+        if self._ended is not None:
+            self._over(self._ended)
+        roster = self._connected()
         try:
-            roster = self._connected()
-            roster.wait_for_round(after=self._round.number if self._round else 0)
-            while True:
-                round_ = self._wait_to_enter(roster)
-                info = self._meet(roster, round_)
-                if info is not None:
-                    self._round = round_
-                    return info
-                logger.info("round %d did not come together, waiting for another", round_.number)
-                roster.wait_for_round(after=round_.number)
+            last = roster.await_end_of_last_run(min(deadline.at, self._close_by()))
+            if last is not None:
+                self._ended = last
+                self._leave()
+                raise RendezvousClosedError(
+                    f"run {self._run_id} has ended, and not all of its nodes have left"
+                )
+            return self._next_rendezvous(roster, deadline)
         except StoreError as error:
+            roster.withdraw()
             raise RendezvousConnectionError(str(error)) from error
+        except BaseException:
+            roster.withdraw()
+            raise
 
     def num_nodes_waiting(self) -> int:
-        """Above 0 when there is a better round to be had: somebody came, left, or failed."""
-        if self._roster is None or self._round is None:
+        """Return a number above 0 when there is a better round: a node came, left, or failed."""
+        connection = self._connection
+        if connection is None or self._round is None:
             return 0
-        view = self._roster.view()
+        view = connection.roster.view()
         return m.nodes_waiting(view, self._id, self._round.number, self._settings, time.monotonic())
 
     def is_closed(self) -> bool:
-        """Whether the run is over."""
-        return self._roster is not None and self._roster.view().closed is not None
+        """Return whether the run is over."""
+        return self._ended is not None or self._connected().view().closed is not None
 
     def set_closed(self) -> None:
-        """End the run for every node."""
-        self._close_run(ok=True)
+        """End the run for every node. RendezvousConnectionError when that cannot be written."""
+        if self._ended is not None:
+            return
+        roster = self._connected()
+        try:
+            roster.close_run(True, self._close_by(), leaving=False)
+        except StoreError as error:
+            raise RendezvousConnectionError(f"the run could not be closed: {error}") from error
+        self._ended = roster.view().closed
 
     def shutdown(self) -> bool:
-        """This agent is done: so is the run, well or not."""
+        """End the run, well or not, since this agent is done; whether the others can learn of it.
+
+        A node that could not join a round only leaves: the others may have one without it.
+        """
         # torch calls this from a `finally`: an exception under way is how the run failed
         error = sys.exc_info()[1]
-        closed = self._close_run(ok=error is None)
+        told = self._ended is not None or self._close(ok=error is None)
+        self._ended = self._ended or m.Closed(self._id, error is None)
         self._leave()
-        return closed
+        return told
 
-    def _connected(self) -> Roster:
-        if self._roster is not None:
-            return self._roster
-        api = cast(Api, self._options.api)
-        self._store = connect(self._endpoint, api=api, options=self._store_options)
-        urls = parse_endpoints(self._endpoint, self._store_options.secure)
-        self._host = self._host or address_towards(urls)
-        member = m.Member(self._id, self._host)
-        self._roster = Roster(
-            self._store, self._keys, self._run_id, member, self._settings, self._options.lease
-        )
-        self._roster.start()
-        atexit.register(self._leave)  # when a signal ends the agent, torch does not call shutdown()
-        return self._roster
-
-    def _wait_to_enter(self, roster: Roster) -> m.MembershipRound:
-        deadline = time.monotonic() + self._options.timeout
-        while True:
-            view = roster.view()
-            now = time.monotonic()
-            action = m.decide(view, self._id, self._settings, now)
-            if isinstance(action, m.Enter):
-                return action.round
-            if isinstance(action, m.Over):
-                self._over(action.closed)
-            if isinstance(action, m.Propose):
-                roster.propose(action.round)
-                continue
-            until = min(action.until, deadline)
-            if not roster.wait_for_change(view, until) and now >= deadline:
-                deadline = self._extend(view)
-
-    def _extend(self, view: m.View) -> float:
-        """A node that is not needed waits for ever; one that waits for others does not."""
-        if view.round is not None and any(one in view.members for one in view.round.members):
-            return math.inf
-        raise RendezvousTimeoutError(
-            f"{len(m.candidates(view))} of at least {self._settings.min_nodes} nodes came within "
-            f"{self._options.timeout:g} s (--rdzv-conf timeout=SECONDS)"
-        )
-
-    def _over(self, closed: m.Closed) -> NoReturn:
-        self._leave()
-        if closed.ok:
-            # RendezvousGracefulExitError would be meant for this; with it torch's launcher fails on
-            # `result.is_failed()` of a result that is None
-            logger.info("run %s is done, and this node was not needed", self._run_id)
-            raise SystemExit(0)
-        raise RendezvousClosedError(f"run {self._run_id} was ended by {closed.by}, which failed")
-
-    def _meet(self, roster: Roster, round_: m.MembershipRound) -> RendezvousInfo | None:
-        """Connect to the round's own store and see everybody there; None when that will not happen."""
-        rank, size = round_.members.index(self._id), len(round_.members)
-        try:
-            if rank == 0:
-                master, tcp = self._serve(round_.number)
-                roster.publish_master(master)
-            else:
-                found = roster.wait_for_master(round_)
-                if found is None:
-                    return None
-                master = found
-                tcp = TCPStore(master.host, master.port, is_master=False, timeout=timedelta(seconds=10))
-                tcp.set_timeout(timedelta(seconds=self._options.read_timeout))
-            store = PrefixStore(f"/adaptdl/{self._run_id}/{round_.number}", tcp)
-            store.set(f"here/{rank}", "1")
-            if not self._everybody_is_here(roster, round_, store, size):
-                return None
-        except (DistError, OSError) as error:
-            logger.warning("round %d: %s", round_.number, error)
-            return None
-        return RendezvousInfo(store, rank, size, RendezvousStoreInfo(master.host, master.port))
-
-    def _everybody_is_here(
-        self, roster: Roster, round_: m.MembershipRound, store: PrefixStore, size: int
-    ) -> bool:
-        keys = [f"here/{rank}" for rank in range(size)]
-        while True:
-            try:
-                store.wait(keys, timedelta(seconds=_CHECK_IN))
-                return True
-            except DistError:
-                if not roster.is_whole(round_):
-                    return False
-
-    def _serve(self, number: int) -> tuple[MasterRecord, TCPStore]:
-        host = str(self._host)
-        # torch's own listens on every interface
-        try:
-            sock = listen(host, self._options.ports())
-        except NoPortError as error:
-            hint = "with this backend --rdzv-conf port_range=FIRST-LAST"
-            raise RendezvousConnectionError(f"{error} ({hint})") from None
-        port = int(sock.getsockname()[1])
-        tcp = TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=self._options.read_timeout),
-            master_listen_fd=sock.detach(),
-        )
-        return MasterRecord(number, host, port), tcp
-
-    def _close_run(self, ok: bool) -> bool:
-        if self._roster is None:
+    def _close(self, ok: bool) -> bool:
+        if not (ok or self._takes_part):
             return False
         try:
-            self._roster.close_run(ok)
-        except StoreError as error:
+            self._connected().close_run(ok, self._close_by(), leaving=True)
+        except (StoreError, RendezvousConnectionError) as error:
             logger.warning("the end of run %s could not be announced: %s", self._run_id, error)
             return False
         return True
 
+    def _close_by(self) -> float:
+        return time.monotonic() + self._options.close_timeout
+
+    def _connected(self) -> Roster:
+        with self._lock:
+            if self._connection is not None:
+                return self._connection.roster
+            api = cast(Api, self._options.api)
+            store: Store | None = None
+            try:
+                store = connect(",".join(self._urls), api=api, options=self._store_options)
+                self._host = self._host or address_towards(self._urls)
+                member = m.Member(self._id, self._host)
+                roster = Roster(store, self._keys, self._run_id, member, self._settings, self._options.lease)
+                roster.start()
+            except StoreError as error:
+                if store is not None:
+                    store.close()
+                raise RendezvousConnectionError(str(error)) from error
+            self._connection = _Connection(store, roster)
+            weakref.finalize(self, self._connection.collected).atexit = False
+            return roster
+
     def _leave(self) -> None:
         with self._lock:
-            roster, self._roster = self._roster, None
-            store, self._store = self._store, None
-        if roster is not None:
-            atexit.unregister(self._leave)
-            roster.leave()
-        if store is not None:
-            store.close()
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _over(self, closed: m.Closed) -> NoReturn:
+        self._ended = closed
+        self._leave()
+        if closed.ok:
+            raise RunEndedError(f"run {self._run_id} is done, and this node was not needed")
+        raise RendezvousClosedError(f"run {self._run_id} was ended by {closed.by}, which failed")
+
+    def _next_rendezvous(self, roster: Roster, deadline: _Deadline) -> RendezvousInfo:
+        attempts = _Attempts(self._options.read_timeout)
+        after = self._round.number if self._round else 0
+        while True:
+            if not roster.register(after, deadline.at):
+                raise self._too_late(roster, attempts.problem)
+            round_ = self._wait_to_enter(roster, after, deadline, attempts)
+            info = self._meet(roster, round_, deadline, attempts)
+            if info is not None:
+                self._round, self._takes_part = round_, True
+                return info
+            after = round_.number
+            until = min(deadline.at, time.monotonic() + attempts.pause())
+            roster.wait_until(lambda: roster.view().closed is not None, until)
+
+    def _wait_to_enter(
+        self, roster: Roster, after: int, deadline: _Deadline, attempts: _Attempts
+    ) -> m.MembershipRound:
+        """Wait for a round that this node is in; propose it if it is this node's turn."""
+        while True:
+            view = roster.view()
+            now = time.monotonic()
+            action = m.decide(view, self._id, self._settings, now)
+            if self._ended is not None:  # by another thread
+                self._over(self._ended)
+            if isinstance(action, m.Over):
+                self._over(action.closed)
+            if isinstance(action, m.Enter) and action.round.number > after:
+                return action.round
+            if m.is_spare(view, self._id, self._settings):
+                deadline.restart()
+            elif deadline.passed:
+                raise self._too_late(roster, attempts.problem)
+            until = action.until if isinstance(action, m.Wait) else math.inf
+            if isinstance(action, m.Propose):
+                try:
+                    roster.propose(action.round)
+                    continue
+                except StoreUnavailableError as error:
+                    attempts.problem = str(error)
+                    until = time.monotonic() + _FIRST_PAUSE_SECONDS
+            roster.wait_for_change(view, min(until, deadline.at))
+
+    def _too_late(self, roster: Roster, problem: str) -> RendezvousTimeoutError:
+        view = roster.view()
+        waiting, needed = len(m.candidates(view)), self._settings.min_nodes
+        said = f"{waiting} of at least {needed} nodes came" if waiting < needed else "no round came together"
+        trouble = problem or str(roster.trouble or "")
+        why = f"; the last problem: {trouble}" if trouble else ""
+        return RendezvousTimeoutError(
+            f"{said} within {self._options.timeout:g} s (--rdzv-conf join_timeout=SECONDS){why}"
+        )
+
+    def _meet(
+        self, roster: Roster, round_: m.MembershipRound, deadline: _Deadline, attempts: _Attempts
+    ) -> RendezvousInfo | None:
+        """Come to the round's own store and see everybody there; None when that will not happen."""
+
+        def coming() -> bool:
+            return m.is_coming(roster.view(), round_, self._settings, time.monotonic())
+
+        rank, size = round_.members.index(self._id), len(round_.members)
+        server = self._serve(roster, round_, coming, deadline) if rank == 0 else None
+        roster.wait_until(lambda: roster.master_of(round_) is not None or not coming(), deadline.at)
+        master = roster.master_of(round_)
+        if master is None:
+            attempts.failed(round_.number, _absent(roster, round_, (0,)), unreachable=False)
+            return None
+        gathering = Gathering(
+            f"/adaptdl/{self._run_id}/{round_.number}",
+            rank,
+            size,
+            (master.host, master.port),
+            server,
+            self._options.read_timeout,
+            roster.notify,
+        )
+        gathering.start()
+        reach_by = min(deadline.at, time.monotonic() + REACH_SECONDS)
+        roster.wait_until(lambda: gathering.reached or gathering.ended or not coming(), reach_by)
+        if gathering.reached:
+            roster.wait_until(lambda: gathering.ended or not coming(), deadline.at)
+        store = gathering.store
+        if store is None:
+            gathering.give_up()
+            problem = gathering.problem or _absent(roster, round_, gathering.missing)
+            attempts.failed(round_.number, problem, unreachable=not gathering.reached and coming())
+            return None
+        if not self.use_agent_store:
+            where = RendezvousStoreInfo.build(rank, store, local_addr=self._host)
+        else:
+            where = RendezvousStoreInfo(master.host, master.port)
+        return RendezvousInfo(store, rank, size, where)
+
+    def _serve(
+        self, roster: Roster, round_: m.MembershipRound, coming: Callable[[], bool], deadline: _Deadline
+    ) -> TCPStore:
+        """Open the store of a round and say where it is."""
+        host = str(self._host)
+        try:
+            port, server = serve(host, self._options.ports(), self._options.read_timeout)
+        except NoPortError as error:
+            hint = "with this backend --rdzv-conf port_range=FIRST-LAST"
+            raise RendezvousConnectionError(f"{error} ({hint})") from None
+        while coming() and not deadline.passed:
+            try:
+                roster.publish_master(MasterRecord(round_.number, host, port))
+                break
+            except (StoreUnavailableError, LeaseLostError) as error:
+                logger.debug("round %d: where it meets is not written yet: %s", round_.number, error)
+                until = min(deadline.at, time.monotonic() + _FIRST_PAUSE_SECONDS)
+                roster.wait_until(lambda: not coming(), until)
+        return server
+
+
+def _absent(roster: Roster, round_: m.MembershipRound, ranks: Iterable[int]) -> str:
+    """Name nodes of a round that did not come to it."""
+    members = roster.view().members
+    hosts = {rank: members.get(round_.members[rank]) for rank in ranks}
+    names = [f"rank {rank} ({'gone' if one is None else one.host})" for rank, one in hosts.items()]
+    return f"{', '.join(names[:_MOST_NAMES])} did not come" + (
+        " and others" if len(names) > _MOST_NAMES else ""
+    )

@@ -44,10 +44,14 @@ class MembershipRound:
 
 @record_dataclass(frozen=True)
 class Closed:
-    """The run is over."""
+    """The run is over.
+
+    held: the agent that closed it has not left yet.
+    """
 
     by: str
     ok: bool
+    held: bool = False
 
 
 @plain_dataclass(frozen=True)
@@ -56,7 +60,7 @@ class MembershipSettings:
 
     min_nodes: int
     max_nodes: int
-    last_call: float = 1.0  # the first round waits so long for more than min_nodes
+    last_call: float = 30.0  # once min_nodes have come the first round waits so long for more
     grace: float = 2.0  # a vanished entry may come back
     leave_timeout: float = 60.0  # a member that stops its workers may take so long
 
@@ -70,7 +74,7 @@ class View:
     round: MembershipRound | None = None
     closed: Closed | None = None
     missing_since: Mapping[str, float] = field(default_factory=dict)  # entries that were seen to vanish
-    last_arrival: float = -math.inf
+    enough_since: float = math.inf  # since when min_nodes wait
     due_since: float = math.inf  # since when there is reason for another round
 
     @property
@@ -150,6 +154,32 @@ def is_due(view: View, settings: MembershipSettings) -> bool:
     return any(room or one in members for one in candidates(view))
 
 
+def is_enough(view: View, settings: MembershipSettings) -> bool:
+    """Return whether so many nodes wait that they can have a round."""
+    return len(candidates(view)) >= settings.min_nodes
+
+
+def is_spare(view: View, me: str, settings: MembershipSettings) -> bool:
+    """Return whether a node waits beside a round that is full and runs: it may have to wait for ever."""
+    if view.round is None or me in view.round.members or len(view.round.members) < settings.max_nodes:
+        return False
+    return bool(_running(view))
+
+
+def _running(view: View) -> set[str]:
+    """Members of the round that neither wait for another one nor leave."""
+    members = view.round.members if view.round else ()
+    there = {one: view.members[one] for one in members if one in view.members}
+    return {one for one, member in there.items() if not member.leaving and not is_waiting(view, member)}
+
+
+def is_coming(view: View, round_: MembershipRound, settings: MembershipSettings, now: float) -> bool:
+    """Return whether a round is still the current one, and every member of it is on its way."""
+    if view.number != round_.number or view.closed is not None or gone(view, settings, now):
+        return False
+    return not any(is_waiting(view, view.members[one]) for one in round_.members if one in view.members)
+
+
 def decide(view: View, me: str, settings: MembershipSettings, now: float) -> Enter | Propose | Wait | Over:
     """What a member that waits does next."""
     if view.closed is not None:
@@ -169,7 +199,7 @@ def decide(view: View, me: str, settings: MembershipSettings, now: float) -> Ent
     if lagging(view, settings, now) and now < patience:
         return Wait(min(patience, _next_gone(view, settings, now)))
     first = view.round is None or not any(one in view.members for one in view.round.members)
-    last_call = view.last_arrival + settings.last_call
+    last_call = view.enough_since + settings.last_call
     if first and len(waiting) < settings.max_nodes and now < last_call:
         return Wait(last_call)
     return Propose(MembershipRound(view.number + 1, tuple(waiting[: settings.max_nodes])))

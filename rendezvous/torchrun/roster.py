@@ -1,4 +1,9 @@
-"""The store's side of a torchrun round: this node's entry, and a view of everybody's that is kept current."""
+"""The store's side of a torchrun round: this node's entry, and a view of all nodes' that is kept current.
+
+One thread follows the store, and one keeps this node's entry in it. Both go on when the store is away or
+refuses them, until it is back. The thread that waits for a round never waits for the store itself, but for
+what those two bring about, and so for no longer than it wants to.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,8 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import MalformedRecordError, MasterRecord, decode, encode
@@ -18,22 +23,21 @@ from adaptdl_elastic.rendezvous.store.base import (
     Lease,
     LeaseLostError,
     Store,
-    StoreAuthError,
     StoreError,
+    StoreUnavailableError,
     Watch,
 )
 from adaptdl_elastic.rendezvous.torchrun import membership as m
 
 logger = logging.getLogger(__name__)
 
-R = TypeVar("R")
-
-_CLOSED_FOR = 60.0  # seconds that the end of a run is remembered
-_RETRY = 0.2
+_CLOSED_SECONDS = 60.0  # for which the end of a run is remembered after the agent that wrote it has left
+_RETRY_SECONDS = 0.2
+_LOOK_SECONDS = 0.5  # some conditions come true by the clock alone
 
 
 class Roster:
-    """Two threads follow the store: one reads what changes, one keeps this node's entry there."""
+    """This node's entry in the store, and what the store holds."""
 
     def __init__(
         self,
@@ -54,141 +58,216 @@ class Roster:
         self._masters = keys.torchrun(run_id, "rounds", "")
         self._member = member
         self._key = self._nodes + member.id
+        self._wanted: m.Member | None = None  # what the entry should say; None: there should be none yet
+        self._written: m.Member | None = None
         self._lease: Lease | None = None
+        self._closed_lease: Lease | None = None
+        self._closed_revision = 0  # at which this node has written the end of the run
         self._changed = threading.Condition()
         self._writing = threading.Lock()
+        self._wake = threading.Event()
         self._view = m.View()
-        self._round_revision = 0
+        self._revisions: dict[str, int] = {}  # of the round and of the end, as they are in the view
         self._found: dict[int, MasterRecord] = {}
         self._closing = threading.Event()
         self._watch: Watch | None = None
-        self._error: StoreError | None = None
+        self._trouble: StoreError | None = None  # with the store, now
+        self._next = 0
         self._threads = [
             threading.Thread(target=self._follow, name="roster-watch", daemon=True),
-            threading.Thread(target=self._keep, name="roster-lease", daemon=True),
+            threading.Thread(target=self._keep, name="roster-entry", daemon=True),
         ]
 
     def start(self) -> None:
-        """Read what is there, wait for the end of an earlier run, and register."""
-        revision = self._read()
-        if self._view.closed is not None:
-            revision = self._wait_for_the_end_of_the_last_run(revision)
-        self._next = revision + 1
-        self._write()
+        """Read what is there, and follow it from now on. StoreError when the store cannot be read."""
+        self._next = self._read() + 1
         for thread in self._threads:
             thread.start()
 
     def view(self) -> m.View:
-        """What the store holds now; StoreError when it can no longer be followed."""
+        """Return what the store held when it was last heard of."""
         with self._changed:
-            if self._error is not None:
-                raise self._error
             return self._view
 
-    def wait_for_change(self, seen: m.View, until: float) -> bool:
-        """Whether the view has become another than `seen`, by `until` (monotonic)."""
+    @property
+    def trouble(self) -> StoreError | None:
+        """Why the store cannot be read or written now; None: it can."""
         with self._changed:
-            left = None if until == math.inf else max(0.0, until - time.monotonic())
-            return self._changed.wait_for(lambda: self._view is not seen or bool(self._error), left)
+            return self._trouble
 
-    def wait_for_round(self, after: int) -> None:
-        """Say that this node waits for a round after that one, and see it said."""
-        number = max(after, self.view().number)
-        self._member = replace(self._member, after=number)
-        self._write()
-        with self._changed:  # until the watch has brought it: what is decided next must know
-            self._changed.wait_for(
-                lambda: bool(self._error) or self._mine_is_at_least(number), timeout=self._ttl
-            )
+    def notify(self) -> None:
+        """Wake whoever waits: what it waits for may have come true."""
+        with self._changed:
+            self._changed.notify_all()
 
-    def _mine_is_at_least(self, number: int) -> bool:
-        mine = self._view.members.get(self._member.id)
-        return mine is not None and mine.after >= number
+    def wait_until(self, condition: Callable[[], bool], until: float) -> bool:
+        """Wait until a condition holds, or until then (monotonic); whether it holds.
+
+        The condition is looked at after every change, and twice a second.
+        """
+        with self._changed:
+            while not condition():
+                left = until - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changed.wait(min(left, _LOOK_SECONDS))
+            return True
+
+    def wait_for_change(self, seen: m.View, until: float) -> None:
+        """Wait until the view has become another than `seen`, or until then (monotonic)."""
+        self.wait_until(lambda: self._view is not seen, until)
+
+    def await_end_of_last_run(self, until: float) -> m.Closed | None:
+        """Wait until all agents of a run that has ended have left; then its id can be used again.
+
+        Returns:
+            The end of the run if some of them are still there at `until`.
+        """
+        if self._wanted is not None or self.view().closed is None:
+            return None  # it is our own run, or there is none
+        logger.info("the last run of this id is over; waiting for its nodes to leave")
+        self.wait_until(lambda: self._view.closed is None or not self._is_held(), until)
+        with self._changed:
+            closed, revision = self._view.closed, self._revisions.get(self._closed_key, 0)
+        if closed is None or self._is_held():
+            return closed
+        self._store.compare_and_swap(self._closed_key, None, revision)
+        self.wait_until(lambda: self._view.closed is None, until)
+        return self._view.closed
+
+    def _is_held(self) -> bool:
+        view = self._view
+        there = any(not member.leaving for member in view.members.values())
+        return there or (view.closed is not None and view.closed.held)
+
+    def register(self, after: int, until: float) -> bool:
+        """Say that this node waits for a round after that one; whether that can be seen in the store."""
+        with self._changed:
+            wanted = replace(self._member, after=max(after, self._view.number))
+            self._wanted = wanted
+        self._wake.set()
+        return self.wait_until(lambda: self._view.members.get(wanted.id) == wanted, until)
+
+    def withdraw(self) -> None:
+        """Wait for a round no longer; the others need not wait for this node."""
+        with self._changed:
+            if self._wanted is not None:
+                self._wanted = replace(self._wanted, leaving=True)
+        self._wake.set()
 
     def propose(self, round_: m.MembershipRound) -> None:
-        """Write the next round, unless somebody else has; the view will tell."""
-        seen = self.view()
+        """Write the next round, unless another node has; the view will tell.
+
+        Raises:
+            StoreError: The round may have been written, or may still be.
+        """
+        with self._changed:
+            seen, revision = self._view, self._revisions.get(self._round_key, 0)
         if seen.number + 1 != round_.number:
             return
-        done = self._store.compare_and_swap(self._round_key, encode(round_), self._round_revision)
-        if done is not None:
+        if self._store.compare_and_swap(self._round_key, encode(round_), revision) is not None:
             logger.info("round %d has %d nodes", round_.number, len(round_.members))
-        self.wait_for_change(seen, time.monotonic() + 1.0)
+        self.wait_until(lambda: self._view.number > seen.number, time.monotonic() + 1.0)
 
     def publish_master(self, master: MasterRecord) -> None:
-        """Where the members of a round meet."""
+        """Say where the members of a round meet. StoreError when that cannot be written now."""
         self._store.put(f"{self._masters}{master.generation}/master", encode(master), self._lease)
 
-    def wait_for_master(self, round_: m.MembershipRound) -> MasterRecord | None:
-        """Where this round meets; None when it will not."""
-        while True:
-            with self._changed:
-                if found := self._found.get(round_.number):
-                    return found
-                seen = self._view
-            if not self.is_whole(round_):
-                return None
-            self.wait_for_change(seen, time.monotonic() + 0.5)
+    def master_of(self, round_: m.MembershipRound) -> MasterRecord | None:
+        """Return where the members of a round meet, if that is known."""
+        return self._found.get(round_.number)
 
-    def is_whole(self, round_: m.MembershipRound) -> bool:
-        """Whether it is still the current one, and every member is coming."""
-        view, now = self.view(), time.monotonic()
-        if view.number != round_.number or view.closed is not None or m.gone(view, self._settings, now):
-            return False
-        return not any(m.is_waiting(view, view.members[one]) for one in round_.members if one in view.members)
+    def close_run(self, ok: bool, until: float, *, leaving: bool) -> None:
+        """End the run: every node that waits learns of it. A failure goes before a success.
 
-    def close_run(self, ok: bool) -> None:
-        """The run is over; whoever waits learns of it. Failure goes before success."""
-        lease = self._store.lease(_CLOSED_FOR)
-        text = encode(m.Closed(self._member.id, ok))
+        Args:
+            ok: Whether it has ended well.
+            until: When to give up, if the store is away (monotonic).
+            leaving: This node leaves at once, so that the id can be used again without it.
+
+        Raises:
+            StoreError: The end could not be written.
+        """
         while True:
-            found = self._store.get(self._closed_key)
-            if found is not None and ok and _is_closed(found):
-                break
-            revision = found.mod_revision if found else 0
-            if self._store.compare_and_swap(self._closed_key, text, revision, lease) is not None:
-                break
-        lease.abandon()
+            try:
+                self._write_closed(m.Closed(self._member.id, ok, held=not leaving))
+                return
+            except (StoreUnavailableError, LeaseLostError):
+                if time.monotonic() + _RETRY_SECONDS >= until:
+                    raise
+                self._closing.wait(_RETRY_SECONDS)
 
     def leave(self) -> None:
         """Say so and vanish: the others need not wait to see whether this node comes back."""
         self._closing.set()
-        self._member = replace(self._member, leaving=True)
+        self._wake.set()
+        with self._changed:
+            self._view = replace(self._view)  # so that a thread that waits looks again
+            self._changed.notify_all()
         try:
-            if self._lease is not None and not self._lease.lost.is_set():
-                self._store.put(self._key, encode(self._member), self._lease)
-                self._lease.revoke()
+            with self._writing:
+                if self._lease is not None and not self._lease.lost.is_set():
+                    self._store.put(self._key, encode(replace(self._member, leaving=True)), self._lease)
+                    self._lease.revoke()
+            closed, ours = self._view.closed, self._closed_revision
+            if ours and closed is not None and closed.held:
+                text = encode(replace(closed, held=False))
+                self._store.compare_and_swap(self._closed_key, text, ours, self._closed_lease)
         except StoreError as error:
             logger.debug("left without a word: %s", error)
+        if self._closed_lease is not None:
+            self._closed_lease.abandon()
         if self._watch is not None:
             self._watch.close()
 
     # What follows keeps the entry and the view.
 
-    def _write(self) -> None:
-        with self._writing:
-            for _ in range(2):
-                if self._lease is None or self._lease.lost.is_set():
-                    self._lease = self._store.lease(self._ttl)
-                try:
-                    self._store.put(self._key, encode(self._member), self._lease)
-                    return
-                except LeaseLostError:
-                    continue
+    def _write_closed(self, closed: m.Closed) -> None:
+        found = self._store.get(self._closed_key)
+        known = _closed(found)
+        if known is None or (known.ok and not closed.ok):
+            if self._closed_lease is None or self._closed_lease.lost.is_set():
+                self._closed_lease = self._store.lease(_CLOSED_SECONDS)
+            before = found.mod_revision if found else 0
+            revision = self._store.compare_and_swap(
+                self._closed_key, encode(closed), before, self._closed_lease
+            )
+            if revision is None:
+                raise StoreUnavailableError("the end of the run was written by several nodes at once")
+            self._closed_revision = revision
+            known = closed
+        with self._changed:
+            self._view = replace(self._view, closed=known)
+            self._changed.notify_all()
 
     def _keep(self) -> None:
         while not self._closing.is_set():
-            lease = self._lease
-            if lease is None or not lease.lost.wait(_RETRY):
+            with self._changed:
+                wanted = self._wanted
+            lapsed = self._lease is not None and self._lease.lost.is_set()
+            if wanted is None or (wanted == self._written and not lapsed):
+                self._wake.wait(_RETRY_SECONDS)
+                self._wake.clear()
                 continue
+            try:
+                self._write(wanted)
+                self._note(None)
+                if lapsed:
+                    logger.info("registered again: the store had not heard of this node in time")
+            except LeaseLostError:
+                continue
+            except StoreError as error:
+                self._note(error)
+                self._closing.wait(_RETRY_SECONDS)
+
+    def _write(self, wanted: m.Member) -> None:
+        with self._writing:
             if self._closing.is_set():
                 return
-            try:
-                self._write()
-                logger.info("registered again: the store had not heard of this node in time")
-            except StoreError as error:
-                logger.debug("not registered again yet: %s", error)
-                self._closing.wait(_RETRY)
+            if self._lease is None or self._lease.lost.is_set():
+                self._lease = self._store.lease(self._ttl)
+            self._store.put(self._key, encode(wanted), self._lease)
+            self._written = wanted
 
     def _follow(self) -> None:
         while not self._closing.is_set():
@@ -198,24 +277,28 @@ class Roster:
                     for change in watch:
                         self._next = change.revision
                         self._learn(change)
+                        self._note(None)
                 return
             except CompactedError:
                 self._catch_up()
-            except StoreAuthError as error:
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
-                return
             except StoreError as error:
-                logger.debug("watch: %s", error)
-                self._closing.wait(_RETRY)
+                self._note(error)
+                self._closing.wait(_RETRY_SECONDS)
 
     def _catch_up(self) -> None:
         try:
             self._next = self._read() + 1
+            self._note(None)
         except StoreError as error:
-            logger.debug("range: %s", error)
-            self._closing.wait(_RETRY)
+            self._note(error)
+            self._closing.wait(_RETRY_SECONDS)
+
+    def _note(self, trouble: StoreError | None) -> None:
+        """Remember what is wrong with the store, and say so once."""
+        with self._changed:
+            known, self._trouble = self._trouble, trouble
+        if trouble is not None and known is None and not self._closing.is_set():
+            logger.warning("the store does not answer as it should, asking again: %s", trouble)
 
     def _read(self) -> int:
         snapshot = self._store.range(self._prefix)
@@ -233,30 +316,36 @@ class Roster:
         try:
             with self._changed:
                 self._take(change, item.create_revision if item else change.revision)
-                due = m.is_due(self._view, self._settings)
-                since = min(self._view.due_since, time.monotonic()) if due else math.inf
-                if since != self._view.due_since:
-                    self._view = replace(self._view, due_since=since)
+                view, now = self._view, time.monotonic()
+                due = min(view.due_since, now) if m.is_due(view, self._settings) else math.inf
+                enough = min(view.enough_since, now) if m.is_enough(view, self._settings) else math.inf
+                if (due, enough) != (view.due_since, view.enough_since):
+                    self._view = replace(view, due_since=due, enough_since=enough)
                 self._changed.notify_all()
         except MalformedRecordError as error:
             logger.warning("ignored what is not ours: %s", error)
 
     def _take(self, change: Change, created: int) -> None:
         key, now = change.key, time.monotonic()
+        if key in (self._round_key, self._closed_key):
+            self._revisions[key] = change.revision  # of garbage, too: what comes next takes its place
         if key.startswith(self._nodes):
             self._take_member(key.removeprefix(self._nodes), change, created, now)
         elif key == self._round_key and change.value is not None:
-            self._round_revision = change.revision  # of garbage, too: the next round takes its place
             found = decode(m.MembershipRound, change.value, key)
             self._view = replace(self._view, round=found, due_since=math.inf)
             self._found = {number: one for number, one in self._found.items() if number >= found.number}
         elif key == self._closed_key:
-            closed = decode(m.Closed, change.value, key) if change.value is not None else None
-            self._view = replace(self._view, closed=closed)
+            self._take_closed(change)
         elif key.startswith(self._masters) and change.value is not None:
             master = decode(MasterRecord, change.value, key)
             self._found[master.generation] = master
-            self._view = replace(self._view)
+
+    def _take_closed(self, change: Change) -> None:
+        if change.value is not None:
+            self._view = replace(self._view, closed=decode(m.Closed, change.value, change.key))
+        elif self._wanted is None and not self._closed_revision:
+            self._view = replace(self._view, closed=None)  # else it is our own run that stays closed
 
     def _take_member(self, name: str, change: Change, created: int, now: float) -> None:
         view = self._view
@@ -266,46 +355,16 @@ class Roster:
             order.pop(name, None)
             if left is not None:
                 missing[name] = -math.inf if left.leaving else now
-            self._view = replace(view, members=members, order=order, missing_since=missing)
-            return
-        member = decode(m.Member, change.value, change.key)
-        missing.pop(name, None)
-        arrived = name not in members
-        members[name] = member
-        order.setdefault(name, created)
-        self._view = replace(
-            view,
-            members=members,
-            order=order,
-            missing_since=missing,
-            last_arrival=now if arrived else view.last_arrival,
-        )
-
-    def _wait_for_the_end_of_the_last_run(self, revision: int) -> int:
-        """An id can be used again once the agents of its last run are gone."""
-        logger.info("this id's last run is over; starting it anew when its nodes have left")
-        timer: threading.Timer | None = None
-        while self._view.members:
-            with self._store.watch(self._prefix, revision + 1) as watch:
-                timer = threading.Timer(2 * self._ttl, watch.close)
-                timer.daemon = True
-                timer.start()
-                for change in watch:
-                    revision = change.revision
-                    self._learn(change)
-                    if not self._view.members:
-                        break
-            timer.cancel()
-            if not timer.is_alive() and self._view.members:
-                break  # they are stuck: not ours to wait for
-        self._store.delete(self._closed_key)
-        self._view = m.View(round=self._view.round)
-        return self._read()
+        else:
+            members[name] = decode(m.Member, change.value, change.key)
+            missing.pop(name, None)
+            order.setdefault(name, created)
+        self._view = replace(view, members=members, order=order, missing_since=missing)
 
 
-def _is_closed(item: KeyValue) -> bool:
+def _closed(item: KeyValue | None) -> m.Closed | None:
+    """Return what a key says of the run's end; None if it says nothing that can be read."""
     try:
-        decode(m.Closed, item.value, item.key)
+        return decode(m.Closed, item.value, item.key) if item is not None else None
     except MalformedRecordError:
-        return False
-    return True
+        return None

@@ -19,6 +19,7 @@ import pytest
 from adaptdl_elastic.agent.runtime.fork_server import Exited, ForkServer, Spawned
 from adaptdl_elastic.agent.runtime.forked_child import Command, die_with
 from adaptdl_elastic.protocol.channel import Channel
+from adaptdl_elastic.protocol.messages import Finished, Stop
 
 
 @pytest.fixture(scope="module")
@@ -362,11 +363,11 @@ def test_a_script_that_comes_to_its_end_by_itself_says_so(
     request.addfinalizer(channel.close)
     (tmp_path / "script.py").write_text(script)
     if stopped:
-        channel.send({"type": "stop", "reason": "why"})
+        channel.send(Stop("why"))
     server.spawn(runner.number, Command("script", ("script.py",), str(tmp_path)), channel=theirs.fileno())
     theirs.close()
     runner.wait()
-    assert list(channel) == ([{"type": "finished"}] if said else [])
+    assert list(channel.reports()) == ([Finished()] if said else [])
 
 
 def test_a_signal_right_behind_the_start_is_not_lost(runner: Runner, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ import pytest
 import torch
 from fake_agent import FakeAgent
 
+from adaptdl_elastic.protocol.messages import SaveCheckpoint
+
 SIZE = 48
 
 
@@ -112,7 +114,7 @@ def test_a_checkpoint_while_one_has_left_an_evaluation_loop(start: Any, tmp_path
     """Those behind go on until they have caught up, and all save together."""
     job = start(2, kind="leave", rank=rank, epochs=3)
     job.wait_for("there", 2)
-    job.running[0].channel.send({"type": "checkpoint", "request": 1})
+    job.running[0].channel.send(SaveCheckpoint(1))
     job.wait_for("saved")
     job.finish()
 

@@ -16,6 +16,8 @@ import pytest
 import torch
 from fake_agent import FakeAgent
 
+from adaptdl_elastic.protocol.messages import SaveCheckpoint, Stop
+
 SIZE, BATCH = 2003, 8
 
 
@@ -148,10 +150,10 @@ def test_stops_and_checkpoints_work_after_a_change(start: Any, tmp_path: Path) -
     job = start(1)
     job.rescale(2)
     for each in job.running:
-        each.channel.send({"type": "checkpoint", "request": 7})
+        each.channel.send(SaveCheckpoint(7))
     (saver,) = job.wait_for("saved")
     assert saver.rank == 0
-    job.running[1].channel.send({"type": "stop", "reason": "test"})
+    job.running[1].channel.send(Stop("test"))
     assert [each.join() for each in job.running] == [143, 143]
     environment = dict.fromkeys(("ADAPTDL_AGENT_FD",), "")
     (tmp_path / "hurry").touch()

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from adaptdl_elastic import _session, checkpoint, sched_hints
 from adaptdl_elastic.protocol.channel import Channel
+from adaptdl_elastic.protocol.messages import Event, Hints
+from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._tuning import reporter
 from adaptdl_elastic.torch._tuning.batch_size import SETTLED, BatchSize
 from adaptdl_elastic.torch._tuning.reporter import WARMUP, Metrics
@@ -42,7 +44,7 @@ class Machine:
         self.metrics = Metrics(clock=lambda: self.now, background=False)
 
     def train(self, steps: int, atomic: int, accum: int = 0, sync: float = 0.0) -> None:
-        self.metrics.current(atomic, accum)
+        self.metrics.set_current_batch_size(atomic, accum)
         for _ in range(steps):
             for number in range(accum + 1):
                 self.now += self.load
@@ -296,7 +298,7 @@ def test_what_was_in_use_before_a_restart_is_within_reach_after_it(script: Scrip
     saved = json.loads(json.dumps(machine.metrics.dump()))
     script.restart()
     again = Metrics(background=False)
-    again.undump(saved)
+    again.restore(saved)
     again.set_batch_size(32, 4096, (8, 1024))
     best = again.best_batch_size()
     assert best is not None
@@ -319,12 +321,12 @@ def test_a_suggestion_for_another_batch_size_than_the_present_is_dropped(script:
     machine.train(20, 32)
     machine.metrics.refresh()
     assert machine.metrics.suggestion() is not None
-    machine.metrics.current(48, 0)
+    machine.metrics.set_current_batch_size(48, 0)
     assert machine.metrics.suggestion() is None
 
 
 def test_what_was_learnt_survives_a_restart(script: Script) -> None:
-    session = _session.current()
+    session = current_session()
     metrics = session.metrics
     machine = Machine.__new__(Machine)
     machine.now, machine.step_time, machine.load, machine.metrics = 0.0, lambda _: 0.01, 0.0, metrics
@@ -336,7 +338,7 @@ def test_what_was_learnt_survives_a_restart(script: Script) -> None:
     before = metrics.hints()
     checkpoint.save_all_states()
     script.restart()
-    again = _session.current().metrics
+    again = current_session().metrics
     again.set_batch_size(32, 4096, (8, 1024))
     assert again.get_progress() == 12.5
     assert again.hints().profile == before.profile
@@ -346,7 +348,7 @@ def test_what_was_learnt_survives_a_restart(script: Script) -> None:
 
 def test_a_newer_format_is_not_misread(script: Script) -> None:
     with pytest.raises(ValueError, match="format 99"):
-        Metrics(background=False).undump({"v": 99})
+        Metrics(background=False).restore({"v": 99})
 
 
 def test_statistics_that_are_no_numbers_are_not_believed(script: Script) -> None:
@@ -372,7 +374,7 @@ def test_the_report_and_the_event_say_all_that_is_documented(
     monkeypatch: pytest.MonkeyPatch, script: Script
 ) -> None:
     ours, theirs = Channel.pair()
-    session = _session.current()
+    session = current_session()
     session.channel = Channel(theirs)
     machine = Machine(lambda atomic: 0.01)
     limits(machine)
@@ -384,11 +386,11 @@ def test_the_report_and_the_event_say_all_that_is_documented(
     machine.metrics.refresh()
     session.channel.close()
     session.channel = None
-    messages = list(ours)
+    messages = list(ours.reports())
     ours.close()
-    events = [m for m in messages if m["type"] == "event"]
+    events = [m for m in messages if isinstance(m, Event)]
     assert len(events) == 1  # once, however often it is looked at
-    event = events[0]
+    event = events[0].fields
     names = (
         "batch_size atomic_bsz accumulation_steps gain lr_factor predicted_goodput goodput throughput "
         "efficiency step epoch"
@@ -399,7 +401,7 @@ def test_the_report_and_the_event_say_all_that_is_documented(
     assert event["efficiency"] == pytest.approx(1001 / 1002)
     assert event["goodput"] == pytest.approx(event["throughput"] * event["efficiency"])
     assert event["predicted_goodput"] == pytest.approx(event["goodput"], rel=0.02)
-    hints = [sched_hints.decode(json.dumps(m["hints"])) for m in messages if m["type"] == "hints"]
+    hints = [sched_hints.decode(json.dumps(m.hints)) for m in messages if isinstance(m, Hints)]
     assert len(hints) == 2
     assert hints[0].perf_params is not None
     assert (hints[0].progress, hints[0].samples_done, hints[0].remaining_samples) == (0.25, 100, 300)
@@ -420,7 +422,7 @@ def test_the_training_loop_never_waits_for_a_fit(script: Script, monkeypatch: py
     metrics = Metrics()
     metrics.set_batch_size(32, 1024)
     noisy_gradients(metrics)
-    metrics.current(32, 0)
+    metrics.set_current_batch_size(32, 0)
 
     def step() -> None:
         metrics.profile_step_start(32)
@@ -480,7 +482,7 @@ def test_the_report_interval_is_checked(script: Script) -> None:
 
 def test_hints_of_ones_own(script: Script) -> None:
     ours, theirs = Channel.pair()
-    session = _session.current()
+    session = current_session()
     session.channel = Channel(theirs)
     session.metrics.set_batch_size(32)
     assert sched_hints.post_sched_hints(
@@ -495,9 +497,9 @@ def test_hints_of_ones_own(script: Script) -> None:
     )
     session.channel.close()
     session.channel = None
-    (message,) = list(ours)
+    (message,) = list(ours.reports())
     ours.close()
-    hints = sched_hints.decode(json.dumps(message["hints"]))
+    hints = sched_hints.decode(json.dumps(message.hints))
     assert (hints.init_batch_size, hints.local_bsz_bounds, hints.grad_params) == (64, (8, 64), (1.0, 2.0))
     with pytest.raises(ValueError, match="no such hint: 'batchSize'"):
         sched_hints.post_sched_hints({"batchSize": 1})

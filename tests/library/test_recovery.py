@@ -15,6 +15,8 @@ import pytest
 import torch
 from fake_agent import FakeAgent
 
+from adaptdl_elastic.protocol.messages import SaveCheckpoint, Stop
+
 SIZE, BATCH = 2004, 12  # 1 to 4 replicas divide it: no uneven window, whose samples would weigh more
 
 
@@ -75,7 +77,7 @@ def test_one_after_the_other(start: Any, tmp_path: Path) -> None:
 def test_a_death_before_the_plan_for_another_is_there(start: Any, tmp_path: Path) -> None:
     job = start(4)
     job.kill(1)
-    job.wait_for("broken", 3)
+    job.wait_for("peer_lost", 3)
     job.recover(2)
     job.finish()
     applied(tmp_path, 2)
@@ -85,7 +87,7 @@ def test_a_death_during_the_recovery(start: Any, tmp_path: Path) -> None:
     """The plan counts on one who is dead already: the others give it up for the next one."""
     job = start(4)
     job.kill(3)
-    job.wait_for("broken", 3)
+    job.wait_for("peer_lost", 3)
     whole = job.running
     job.kill(0)
     left, job.running = job.running, whole
@@ -144,7 +146,7 @@ def test_a_newcomer_that_dies_while_the_others_switch(start: Any, tmp_path: Path
     if where == "form":  # nobody misses it before it has connected
         job.withdraw()
         job.generation -= 1
-    job.wait_for("broken", 2)
+    job.wait_for("peer_lost", 2)
     job.generation += 1
     job.plan_recovery()
     job.wait_for("switched", 2)
@@ -196,10 +198,10 @@ def test_a_stream(start: Any, tmp_path: Path) -> None:
 def test_what_was_asked_of_the_dead_is_still_done(start: Any, tmp_path: Path) -> None:
     """Rank 0 has our request for a checkpoint, and dies."""
     job = start(3)
-    job.running[2].channel.send({"type": "checkpoint", "request": 7})
+    job.running[2].channel.send(SaveCheckpoint(7))
     if not job.recover(0)["saved"]:
         job.wait_for("saved")
-    job.running[1].channel.send({"type": "stop", "reason": "test"})
+    job.running[1].channel.send(Stop("test"))
     assert [each.join() for each in job.running] == [143, 143]
 
 
@@ -216,10 +218,10 @@ def test_the_last_word_of_the_dead_reaches_one_of_two(
         count = 1  # it is settled once a generation
     job = start(3, size=84, epochs=3, evaluate=1, torn=[tag, count], autoscale=autoscale)
     if tag == "agreement":
-        job.running[2].channel.send({"type": "checkpoint", "request": 7})
+        job.running[2].channel.send(SaveCheckpoint(7))
         if count == 2:
             job.wait_for("saved")
-            job.running[2].channel.send({"type": "checkpoint", "request": 8})
+            job.running[2].channel.send(SaveCheckpoint(8))
     job.bury(0)
     job.plan_recovery()
     job.wait_for("switched", 2)
@@ -239,7 +241,7 @@ def test_who_is_silent_in_a_collective_of_the_library_is_not_waited_for(
     """Rank 0 is stopped: its connections stay open, and only the agents find out."""
     job = start(3, size=84, epochs=3, evaluate=1, torn=[tag, 1, "SIGSTOP"])
     if tag == "agreement":
-        job.running[2].channel.send({"type": "checkpoint", "request": 7})
+        job.running[2].channel.send(SaveCheckpoint(7))
     job.forsake(0)
     job.plan_recovery()
     job.wait_for("switched", 2)
@@ -346,7 +348,7 @@ def train(folder: Path, replicas: int, **given: Any) -> list[Any]:
     with FakeAgent(loop_script_path.RECOVERY, folder, LOOP=settings, OUT=str(folder)) as job:
         job.start(replicas)
         if late:  # die when all have heard that one of them has missed something
-            job.wait_for("broken", replicas)
+            job.wait_for("peer_lost", replicas)
             job.kill(*late)
         elif faults:
             dead = [job.running[rank] for rank, *_ in faults]

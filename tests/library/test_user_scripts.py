@@ -14,6 +14,8 @@ import pytest
 import torch
 from fake_agent import FakeAgent
 
+from adaptdl_elastic.protocol.messages import SaveCheckpoint
+
 SIZE, EPOCHS = 120, 200  # outlasts whatever is done, and is over in seconds once that is done
 
 
@@ -82,7 +84,7 @@ def test_between_epochs(start: Any, tmp_path: Path) -> None:
 def test_while_a_checkpoint_is_being_written(start: Any, tmp_path: Path) -> None:
     """A change of size and a death wait for no disk; the checkpoint is of before, and whole."""
     job = start(2, hold=True)
-    job.running[1].channel.send({"type": "checkpoint", "request": 1})
+    job.running[1].channel.send(SaveCheckpoint(1))
     (writer,) = job.wait_for("writing")
     assert writer is job.running[0]
     job.rescale(3)

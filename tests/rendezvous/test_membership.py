@@ -23,6 +23,7 @@ from adaptdl_elastic.rendezvous.torchrun.membership import (
     decide,
     gone,
     is_due,
+    is_spare,
     nodes_waiting,
 )
 
@@ -38,19 +39,33 @@ def view(
 
 
 def test_the_first_waits_for_a_last_call_and_proposes():
-    alone = replace(view(a=0), last_arrival=10.0)
+    alone = replace(view(a=0), enough_since=10.0)
     assert decide(alone, "a", ONE, 10.5) == Wait(11.0)
     assert decide(alone, "a", ONE, 11.0) == Propose(MembershipRound(1, ("a",)))
 
 
 def test_a_full_house_needs_no_last_call_and_spares_stay_out():
-    full = replace(view(a=0, b=0, c=0, d=0), last_arrival=10.0)
+    full = replace(view(a=0, b=0, c=0, d=0), enough_since=10.0)
     assert decide(full, "a", ONE, 10.0) == Propose(MembershipRound(1, ("a", "b", "c")))
     assert decide(full, "b", ONE, 10.0) == Wait(math.inf)
     running = replace(full, round=MembershipRound(1, ("a", "b", "c")))
     assert decide(running, "b", ONE, 10.0) == Enter(MembershipRound(1, ("a", "b", "c")))
     assert isinstance(decide(running, "d", ONE, 10.0), Wait)
     assert nodes_waiting(running, "a", 1, ONE, 10.0) == 0
+
+
+def test_nodes_that_come_during_the_last_call_do_not_make_it_longer():
+    two = replace(view(a=0, b=0), enough_since=10.0)
+    assert decide(two, "a", ONE, 10.9) == Wait(11.0)
+    assert decide(two, "a", ONE, 11.0) == Propose(MembershipRound(1, ("a", "b")))
+
+
+def test_only_a_node_beside_a_full_round_that_runs_is_a_spare():
+    full = MembershipRound(1, ("a", "b", "c"))
+    assert is_spare(view(full, a=0, b=0, c=0, d=1), "d", ONE)
+    assert not is_spare(view(full, a=1, b=1, c=1, d=1), "d", ONE), "all of them wait for another round"
+    assert not is_spare(view(full, d=1), "d", ONE), "nobody of them is there"
+    assert not is_spare(view(MembershipRound(1, ("a",)), a=0, d=1), "d", ONE), "there is room"
 
 
 def test_too_few_wait():

@@ -9,8 +9,8 @@ import certificates
 import pytest
 import requests
 from etcd_binaries import etcd_binary
+from etcd_server import EtcdServer, ServerTls
 
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer, ServerTls
 from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreError, StoreUnavailableError
 from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from etcd_server import EtcdServer
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
 from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.rendezvous.torchrun import create_handler
 
@@ -45,7 +45,8 @@ class Run:
                 [
                     *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=adaptdl-etcd"),
                     *(f"--rdzv-endpoint={self.server.endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}"),
-                    *("--nproc-per-node=1", f"--max-restarts={max_restarts}", *options),
+                    *("--nproc-per-node=1", f"--max-restarts={max_restarts}"),
+                    *("--rdzv-conf=last_call_timeout=1", *options),
                     *(str(SCRIPT), str(self.log), str(self.folder / "stop")),
                 ],
                 stdout=output,
@@ -187,10 +188,39 @@ def test_etcd_paused_for_ten_seconds_disturbs_nobody(run: Run):
     assert run.finish() == [0, 0]
 
 
+def test_a_node_alone_gives_up_in_time_with_one_reason(run: Run):
+    agent = run.agent("--rdzv-conf=join_timeout=3,is_host=true,color=red", nnodes="2:2")
+    assert agent.wait(120) == 1
+    said = run.said(0)
+    (unknown,) = [line for line in said.splitlines() if line.startswith("--rdzv-conf")]
+    assert unknown.startswith("--rdzv-conf has no effect with this backend: color; it takes ")
+    assert "1 of at least 2 nodes came within 3 s (--rdzv-conf join_timeout=SECONDS)" in said
+
+
+def test_an_agent_that_is_stopped_in_a_round_does_not_hold_the_other(run: Run):
+    """Its kernel takes connections, and nobody answers on them."""
+    conf = "--rdzv-conf=join_timeout=8,last_call_timeout=1,lease=60"
+    first, second = run.agent(conf, nnodes="2:2"), run.agent(conf, nnodes="2:2", max_restarts=3)
+    run.wait_for_size(2)
+    pids = {rank: pid for pid, rank, _, _ in run.lines()}
+    rank_0 = next(a for a in (first, second) if psutil.Process(pids[0]).ppid() == a.pid)
+    other = second if rank_0 is first else first
+    rank_0.send_signal(signal.SIGSTOP)
+    try:
+        for pid in pids.values():  # the other's agent comes back to the rendezvous
+            psutil.Process(pid).kill()
+        assert other.wait(120) == 1
+    finally:
+        rank_0.send_signal(signal.SIGCONT)
+    number = run.agents.index(other)
+    assert "RendezvousTimeoutError" in run.said(number)
+    assert len(run.said(number).splitlines()) < 300
+
+
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        ({"last_cal": "3"}, "has no option 'last_cal'"),
+        ({"is_host": "perhaps"}, "neither true nor false"),
         ({"lease": "soon"}, "positive number of seconds"),
         ({"port_range": "x"}, "FIRST-LAST"),
         ({"run_id": "a/b"}, "--rdzv-id 'a/b' can not be used"),

@@ -175,7 +175,10 @@ def master_port(info: RendezvousInfo) -> int:
             ("grace", "-0.5"),
             ("port_range", "9-3"),
             ("port_range", "x"),
-            ("color", "red"),
+            ("is_host", "maybe"),
+            ("protocol", "gopher"),
+            ("keep_alive_interval", "often"),
+            ("join_timeout", "-1"),
         ),
     ],
 )
@@ -221,7 +224,7 @@ def test_a_failed_job_is_closed_as_failed(group: Group):
 def test_a_lapsed_lease_disturbs_nobody(group: Group):
     handlers = [group.handler((2, 2), grace="5") for _ in range(2)]
     group.ranks(group.enter(*handlers))
-    roster = handlers[0]._roster
+    roster = handlers[0]._connection.roster
     lapsed = roster._lease
     lapsed.revoke()  # as the store does when it has not heard of us
     seen = threading.Event()

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+from signs import sign
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session
@@ -48,8 +49,8 @@ def evaluate(data, epoch):
         record(loop="evaluate", epoch=epoch, samples=batch.tolist(), training=data.training)
         pause()
         if S["kind"] == "leave" and (epoch, count) == (1, 1):
-            _session.current().send({"type": "there"})
-            while not _session.current().control.round_open:  # a checkpoint is asked for
+            sign("there")
+            while not _session.current().consensus.round_open:  # a checkpoint is asked for
                 time.sleep(0.001)
             if adl.rank() == S["rank"]:
                 break

@@ -19,6 +19,8 @@ import loop_script_path
 import torch
 from fake_agent import FakeAgent, Process
 
+from adaptdl_elastic.protocol.messages import SaveCheckpoint
+
 EPOCHS, SIZE, BATCH = 3, 240, 12
 TOTAL = EPOCHS * SIZE // BATCH
 MOST = 4  # up to 4 replicas divide the batch: each step has the same samples on any number of them
@@ -102,8 +104,8 @@ class Chaos(FakeAgent):
                 self._gone(sender)
             elif kind == "switched":
                 self._has_switched(sender, message["generation"])
-            elif kind == "broken" and message["generation"] >= self._base:
-                self._recover("broken")
+            elif kind == "peer_lost" and message["generation"] >= self._base:
+                self._recover("peer_lost")
             elif kind == "at":
                 self._act(message["step"])
         for each in self.pending:
@@ -191,7 +193,7 @@ class Chaos(FakeAgent):
             self._end(each)
 
     def _do_checkpoint(self) -> None:
-        self._choose.choice(self.running).channel.send({"type": "checkpoint", "request": 1})
+        self._choose.choice(self.running).channel.send(SaveCheckpoint(1))
 
     def _do_withdraw(self) -> None:
         if self._planned and not self._switched:

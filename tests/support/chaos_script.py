@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from signs import sign
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session
@@ -111,7 +112,7 @@ class Model(torch.nn.Module):
 def work():
     """What a step takes. The last ones so much that training outlasts whatever is done to it."""
     session = _session.current()
-    session.send({"type": "at", "step": session.step})
+    sign("at", step=session.step)
     if not (OUT / "hurry").exists():
         time.sleep(S["pace"] * (10 if session.step > 0.8 * TOTAL else 1))
 

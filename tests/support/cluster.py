@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from elastic_run import ElasticRun
+from etcd_server import EtcdServer
 from history import Recorder, violations
 
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import NodeRecord, decode
 from adaptdl_elastic.rendezvous.store.base import Change, Store

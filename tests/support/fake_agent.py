@@ -23,8 +23,19 @@ import psutil
 import torch.distributed
 
 from adaptdl_elastic.protocol.channel import Channel
+from adaptdl_elastic.protocol.messages import (
+    ChangePlan,
+    Event,
+    RecoveryPlan,
+    ReplicaMessage,
+    WithdrawPlan,
+    to_dict,
+)
 
 dist: Any = torch.distributed
+SIGN = "sign: "
+"""What the events of tests' scripts begin with; see `signs.sign`."""
+
 PATIENCE = 200.0  # seconds: the first process may have to import torch on a busy machine
 
 
@@ -45,8 +56,8 @@ class Process:
         threading.Thread(target=self._read, args=(job,), daemon=True).start()
 
     def _read(self, job: FakeAgent) -> None:
-        for message in self.channel:
-            job.messages.put((self, message, time.monotonic()))
+        for message in self.channel.reports():
+            job.messages.put((self, _plain(message), time.monotonic()))
         job.messages.put((self, {"type": "gone"}, time.monotonic()))
 
     def join(self, timeout: float = PATIENCE) -> int:
@@ -134,19 +145,13 @@ class FakeAgent:
         for rank, each in zip(ranks, old, strict=True):
             environ = {} if rank is None else self.variables(rank, replicas, generation, host, port)
             each.channel.send(
-                {
-                    "type": "plan", "generation": generation, "replicas": replicas, "nodes": 1,
-                    "ranks": ranks, "newcomers": newcomers, "master_addr": host, "master_port": port,
-                    "environ": environ,
-                }
-            )  # fmt: skip
+                ChangePlan(generation, replicas, 1, tuple(ranks), tuple(newcomers), host, port, environ)
+            )
 
     def withdraw(self) -> None:
         self.generation += 1
         for each in self.running:
-            each.channel.send(
-                {"type": "plan", "generation": self.generation, "withdraw": True, "reason": "x"}
-            )
+            each.channel.send(WithdrawPlan(self.generation, "x"))
 
     def wait_for(self, kind: str, count: int = 1, timeout: float = PATIENCE) -> list[Process]:
         """Until so many replicas have sent a message of that kind."""
@@ -218,14 +223,8 @@ class FakeAgent:
         host, port = self._open()
         replicas = len(self.running)
         for rank, each in enumerate(self.running):
-            each.channel.send(
-                {
-                    "type": "plan", "recover": True, "generation": self.generation, "rank": rank,
-                    "replicas": replicas, "nodes": 1, "ranks": [], "newcomers": [],
-                    "master_addr": host, "master_port": port,
-                    "environ": self.variables(rank, replicas, self.generation, host, port),
-                }
-            )  # fmt: skip
+            environ = self.variables(rank, replicas, self.generation, host, port)
+            each.channel.send(RecoveryPlan(self.generation, rank, replicas, 1, host, port, environ))
 
     def recover(self, *ranks: int) -> Counter[str]:
         """These die, and the others go on; the kinds of messages that came meanwhile."""
@@ -261,6 +260,13 @@ class FakeAgent:
         for each in self.running:
             each.process.join(timeout)
             assert each.process.exitcode == 0, self.outputs()
+
+
+def _plain(message: ReplicaMessage) -> dict[str, Any]:
+    """As data; a sign of a test's script has the type that the script gave it."""
+    if isinstance(message, Event) and message.event.startswith(SIGN):
+        return {"type": message.event.removeprefix(SIGN), **message.fields}
+    return to_dict(message)
 
 
 def _main(script: str, environment: dict[str, str], output: str, line: socket.socket) -> None:

@@ -19,8 +19,9 @@ from datetime import timedelta
 from typing import Any
 
 from adaptdl_elastic import env
-from adaptdl_elastic._interfaces import Message, Position
+from adaptdl_elastic._interfaces import Position
 from adaptdl_elastic._session import Identity, Session
+from adaptdl_elastic.protocol.messages import Plan, Switched
 from adaptdl_elastic.reducer import Reducer
 from adaptdl_elastic.torch._process_group.setup import (
     connect_torch,
@@ -28,7 +29,7 @@ from adaptdl_elastic.torch._process_group.setup import (
     listening_host,
     relax_torch,
 )
-from adaptdl_elastic.torch._process_group.store import PATIENCE, ImpatientStore
+from adaptdl_elastic.torch._process_group.store import PATIENCE, CancellableStore
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +37,12 @@ TRANSFER = 60.0
 """Seconds that one tensor may take from one replica to another."""
 
 
-def become(session: Session, message: Message, generation: int, rank: int) -> None:
+def become(session: Session, message: Plan, generation: int, rank: int) -> None:
     """Leave torch's present group, and be `rank` of the generation that `message` describes."""
-    session.control.abandon()
+    session.consensus.abandon()
     leave_torch(session)
-    os.environ.update({name: str(value) for name, value in message["environ"].items()})
-    session.identity = Identity(rank, message["replicas"], message["nodes"], generation, session.job)
+    os.environ.update(message.environ)
+    session.identity = Identity(rank, message.replicas, message.nodes, generation, session.job)
 
 
 def form(
@@ -67,7 +68,7 @@ def form(
         reducer = _reducer(session, host, 0, secret, publish, cancelled, patience)
     else:
         why = "there is another plan"
-        ImpatientStore(store, lambda: why if cancelled() else None, patience).wait([key])
+        CancellableStore(store, lambda: why if cancelled() else None, patience).wait([key])
         host, port, secret = json.loads(store.get(key))
         reducer = _reducer(session, host, port, secret, None, cancelled)
     assert session.backend is not None
@@ -105,7 +106,7 @@ def finish(session: Session, position: Position, began: float, recovered: bool =
         model.reinit_process_group()
     assert session.reducer is not None
     epoch, loop, index = position  # a list, if it came through a message
-    session.control.renew((epoch, loop, index), recovered)
+    session.consensus.renew((epoch, loop, index), recovered)
     session.reducer.barrier(tag="switched")
     relax_torch(session)
     session.metrics.pause()
@@ -122,7 +123,7 @@ def finish(session: Session, position: Position, began: float, recovered: bool =
 
 def tell_switched(session: Session, generation: int) -> None:
     """Tell the agent that generation g is behind this replica, and when its last step ended."""
-    session.send({"type": "switched", "generation": generation, "last_step": session.last_step_time})
+    session.send(Switched(generation, session.last_step_time))
 
 
 def seal(step: dict[str, Any]) -> bytes:

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from adaptdl_elastic.protocol.environment import describes_replica
 from adaptdl_elastic.torch._process_group import backends
 from adaptdl_elastic.torch._process_group.backends import Nccl, base, gloo, nccl
 
@@ -115,7 +116,7 @@ def ask_processes(backend: str, limit: float) -> str | None:
     """Run the self-test in processes of its own; why it failed. Leaves none of them behind."""
     module = _nccl(backend).__module__
     command = [sys.executable, "-m", _NAME, backend, "--import", module, "--asked"]
-    environment = {name: value for name, value in os.environ.items() if not _ours(name)}
+    environment = {name: value for name, value in os.environ.items() if not describes_replica(name)}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=out, stderr=err, env=environment, start_new_session=True
@@ -148,12 +149,6 @@ def _end(code: int) -> str:
     return (
         f"a process of it died of signal {-code}" if code < 0 else f"a process of it ended with code {code}"
     )
-
-
-def _ours(name: str) -> bool:
-    """Whether a variable is about the job, not about the machine."""
-    of_torchrun = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    return name in of_torchrun or name.startswith(("ADAPTDL_", "TORCHELASTIC_", "GROUP_", "ROLE_"))
 
 
 # -- in processes of its own -------------------------------------------------------------------------
@@ -205,7 +200,7 @@ def _alone(kind: type[Nccl], backend: str) -> None:
         group.queue(lambda: dist.all_reduce(torch.ones(_SIZE, device=group.device), async_op=True))  # noqa: B023
         _abort(group)
     group = _join(kind, backend, dist.HashStore(), 0, 1, kind.devices()[0])
-    group.leave()
+    group.destroy()
 
 
 def _together(backend: str, module: str) -> None:
@@ -248,7 +243,7 @@ def _member(kind: type[Nccl], backend: str, role: str, ports: list[int]) -> None
     work = group.queue(lambda: dist.all_reduce(flat, async_op=True))  # nobody else ever begins it
     first.set("waiting", "1")
     first.wait(["dead"], _PATIENCE)
-    if work.is_completed() and not group.hung_up:
+    if work.is_completed() and not group.is_aborted:
         raise RuntimeError("a collective ended that a dead process had never begun")
     _abort(group)
     _use(_join(kind, backend, second, 0, 2, devices[0]), 0)
@@ -273,7 +268,7 @@ def _join(kind: type[Nccl], backend: str, store: Any, rank: int, size: int, devi
 def _abort(group: Nccl) -> None:
     if not group.aborted(_PATIENCE.total_seconds()):
         raise RuntimeError("the abort does not end")
-    group.leave()
+    group.destroy()
     if dist.is_initialized():
         raise RuntimeError("torch has its group still")
 
@@ -289,8 +284,8 @@ def _use(group: Nccl, rank: int) -> None:
             group.receive(received, sender)
             if not bool((received == float(sender)).all()):
                 raise RuntimeError(f"received {received[0].item()}, not {sender}")
-    group.quiesce()
-    group.leave()
+    group.synchronize()
+    group.destroy()
 
 
 if __name__ == "__main__":

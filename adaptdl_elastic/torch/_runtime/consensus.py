@@ -52,6 +52,18 @@ from adaptdl_elastic import checkpoint, env
 from adaptdl_elastic._interfaces import Command, Position
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.protocol.channel import STOPPED
+from adaptdl_elastic.protocol.messages import (
+    ChangePlan,
+    Ping,
+    Pong,
+    RecoveryPlan,
+    SaveCheckpoint,
+    Saved,
+    StepFinished,
+    Stop,
+    Stopping,
+    WithdrawPlan,
+)
 from adaptdl_elastic.reducer import AGREEMENT, CollectiveMismatchError, PeerLostError
 
 log = logging.getLogger(__name__)
@@ -66,7 +78,7 @@ _STEP_REPORT_INTERVAL = 1.0
 _POLL_INTERVAL = 0.2  # seconds from one look for a better batch size to the next: one attribute is read
 
 
-class Control:
+class BoundaryConsensus:
     """One replica's side of every agreement; rank 0's also leads."""
 
     def __init__(
@@ -90,7 +102,7 @@ class Control:
         self._events: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self._closed = False
         self.between = False  # of two generations: nobody would hear of a round
-        self._leader = Leader(self)
+        self._leader = RoundCoordinator(self)
         self._interrupted_at: float | None = None
         self._reported = float("-inf")
         self._first_step = True
@@ -206,17 +218,21 @@ class Control:
         """The agent's orders. When the agent is gone so are we: somebody else gets our place."""
         channel = self.session.channel
         assert channel is not None
-        for message in channel:
-            kind = message.get("type")
-            if kind in ("stop", "checkpoint"):
-                self.request({**message, "kind": kind})
-            elif kind == "ping":
-                waiting = self.session.recovery.waiting
-                self.session.send({"type": "pong", "id": message["id"], "waiting": waiting})
-            elif kind == "plan" and message.get("recover"):
-                self.session.recovery.on_plan(message)
-            elif kind == "plan":
-                self.session.rescaling.on_plan(message)
+        session = self.session
+        for message in channel.orders():
+            match message:
+                case Stop(reason):
+                    self.request({"kind": "stop", "reason": reason})
+                case SaveCheckpoint(number):
+                    self.request({"kind": "checkpoint", "request": number})
+                case Ping(number):
+                    session.send(Pong(number, session.recovery.waiting))
+                case RecoveryPlan():
+                    session.recovery.on_plan(message)
+                case ChangePlan():
+                    session.rescaling.on_plan(message)
+                case WithdrawPlan(generation):
+                    session.rescaling.on_withdrawn(generation)
         if not self._closed and os.getpid() == self.session.pid:
             log.error("the agent of this replica is gone")
             os._exit(STOPPED)
@@ -389,8 +405,7 @@ class Control:
         session = self.session
 
         def done(saved: checkpoint.Saved) -> None:
-            fields = {"id": saved.id, "path": saved.path, "step": saved.step}
-            session.send({"type": "saved", "checkpoint": fields, "request": max(numbers, default=None)})
+            session.send(Saved(saved.id, saved.path, saved.step or 0, max(numbers, default=None)))
             session.emit(
                 "checkpoint",
                 id=saved.id,
@@ -410,7 +425,7 @@ class Control:
     def _stop(self, command: Command) -> None:
         session = self.session
         self.report_step(force=True)
-        session.send({"type": "stopping"})  # a script may turn the exit into another one
+        session.send(Stopping())  # a script may turn the exit into another one
         if session.reducer is not None:
             with contextlib.suppress(Exception):  # rank 0 has written; nobody leaves before
                 session.reducer.barrier(tag="stop")
@@ -436,13 +451,13 @@ class Control:
         if not force and not self._first_step and now - self._reported < _STEP_REPORT_INTERVAL:
             return
         self._first_step, self._reported, self._told = False, now, session.last_step_time
-        session.send({"type": "step", "step": session.step, "time": session.last_step_time})
+        session.send(StepFinished(session.step, session.last_step_time))
 
 
-class Leader:
+class RoundCoordinator:
     """Rank 0's part: opens one round at a time for everything that is wanted by then."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: BoundaryConsensus) -> None:
         self._control = control
         self._number = 0
         self._wanted: list[Command] = []

@@ -1,4 +1,4 @@
-"""How the replicas of a generation agree on a boundary to act at: a model of `torch/_control.py`.
+"""How the replicas of a generation agree on a boundary to act at: a model of `torch/_runtime/consensus.py`.
 
 Whoever wants something asks rank 0, which opens a round: every replica's control thread answers with the
 last boundary its training has passed and holds it at the next one; rank 0 takes the latest, and all act at
@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from adaptdl_elastic.channel import STOPPED
+from adaptdl_elastic.protocol import messages
 from faultsim.mesh import PeerLost
 
 if TYPE_CHECKING:
@@ -144,10 +144,11 @@ class Control:
             if replica.rank == 0:
                 replica.save("stop")
             replica.report_step(force=True)
+            replica.send(messages.Stopping())
             with suppress(PeerLost):
                 mesh.gather(("stop", position), None)
             mesh.leave(replica)
-            replica.kernel.exit(STOPPED, "(stops)")
+            replica.kernel.exit(replica.script.stop_exit_code, "(stops)")
         if "checkpoint" in kinds:
             mesh.gather(("sync", position, tuple(kinds)), None)
             self._asked[:] = [one for one in self._asked if one["kind"] != "checkpoint"]

@@ -1,0 +1,60 @@
+"""The names of the environment variables by which a replica learns who and where it is.
+
+One list for those who write them (the agent) and those who read them (the library, the script). What each of
+them means is in docs/architecture.md; which of them a replica reads first is in `adaptdl_elastic.env`.
+"""
+
+from __future__ import annotations
+
+# As torchrun sets them.
+RANK = "RANK"
+WORLD_SIZE = "WORLD_SIZE"
+LOCAL_RANK = "LOCAL_RANK"
+LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
+GROUP_RANK = "GROUP_RANK"
+GROUP_WORLD_SIZE = "GROUP_WORLD_SIZE"
+ROLE_NAME = "ROLE_NAME"
+ROLE_RANK = "ROLE_RANK"
+ROLE_WORLD_SIZE = "ROLE_WORLD_SIZE"
+MASTER_ADDR = "MASTER_ADDR"
+MASTER_PORT = "MASTER_PORT"
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
+MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
+RUN_ID = "TORCHELASTIC_RUN_ID"
+USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+# AdaptDL's, and this project's.
+ADAPTDL_MASTER_ADDR = "ADAPTDL_MASTER_ADDR"
+ADAPTDL_MASTER_PORT = "ADAPTDL_MASTER_PORT"
+NUM_REPLICAS = "ADAPTDL_NUM_REPLICAS"
+REPLICA_RANK = "ADAPTDL_REPLICA_RANK"
+NUM_NODES = "ADAPTDL_NUM_NODES"
+NUM_RESTARTS = "ADAPTDL_NUM_RESTARTS"
+ADAPTDL_LOCAL_RANK = "ADAPTDL_LOCAL_RANK"
+JOB_ID = "ADAPTDL_JOB_ID"
+CHECKPOINT_PATH = "ADAPTDL_CHECKPOINT_PATH"
+CHECKPOINT_ID = "ADAPTDL_CHECKPOINT_ID"
+CHECKPOINT_INTERVAL = "ADAPTDL_CHECKPOINT_INTERVAL"
+CHECKPOINT_TIMEOUT = "ADAPTDL_CHECKPOINT_TIMEOUT"
+CHECKPOINT_KEEP = "ADAPTDL_CHECKPOINT_KEEP"
+RESCALE = "ADAPTDL_RESCALE"
+REPORT_INTERVAL = "ADAPTDL_REPORT_INTERVAL"
+SHARE_PATH = "ADAPTDL_SHARE_PATH"
+SECRET = "ADAPTDL_SECRET"
+AGENT_FD = "ADAPTDL_AGENT_FD"
+JOIN = "ADAPTDL_JOIN"
+EVENT_LOG = "ADAPTDL_EVENT_LOG"
+SCHED_VERSION = "ADAPTDL_SCHED_VERSION"
+SUPERVISOR_URL = "ADAPTDL_SUPERVISOR_URL"
+
+OF_TORCHRUN = frozenset({RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT})
+"""Those of torchrun's that have no prefix of their own."""
+
+PREFIXES = ("ADAPTDL_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+"""What the names of all others begin with."""
+
+
+def describes_replica(name: str) -> bool:
+    """Return whether a variable says which replica a process is. No other process may inherit it."""
+    return name in OF_TORCHRUN or name.startswith(PREFIXES)

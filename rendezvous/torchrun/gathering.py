@@ -1,0 +1,115 @@
+"""The members of one torchrun round meet at a TCPStore that the node of rank 0 keeps.
+
+torch's client of such a store has no limit of its own. Where a port accepts connections and nobody answers,
+its constructor never returns, and neither does a read from a server that hangs. It also prints a C++
+backtrace for every attempt that fails. So a plain connection has to show first that the port is open, and
+the client lives in a thread that can be given up.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from adaptdl_elastic.rendezvous.local.addresses import Ports, listen
+
+REACH_SECONDS = 15.0  # for one attempt to reach the node of rank 0
+_CONNECT_SECONDS = 10.0  # of them, for the connection
+_FIRST_LOOK, _LONGEST_LOOK = 0.01, 0.2  # seconds between two looks at who is there
+
+
+def serve(host: str, ports: Ports, timeout: float) -> tuple[int, TCPStore]:
+    """Open the store of a round on one address; torch's own way listens on all of them.
+
+    Returns:
+        Its port and the store. Nobody listens any more once the store is garbage.
+
+    Raises:
+        NoPortError: No port is free.
+    """
+    sock = listen(host, ports)
+    port = int(sock.getsockname()[1])
+    store = TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=sock.detach(),
+    )
+    return port, store
+
+
+class Gathering(threading.Thread):
+    """One member's way into the store of a round, until all members are there.
+
+    Args:
+        prefix: Of the round's keys.
+        rank, size: Of this member, and of the round.
+        address: Where rank 0 listens.
+        server: The store itself, on the node of rank 0.
+        timeout: Of the store's operations afterwards, in seconds.
+        on_change: Called in this thread when it has reached the store, and when it has ended.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        rank: int,
+        size: int,
+        address: tuple[str, int],
+        server: TCPStore | None,
+        timeout: float,
+        on_change: Callable[[], None],
+    ) -> None:
+        super().__init__(name=f"gathering {prefix}", daemon=True)
+        self._prefix, self._rank, self._size = prefix, rank, size
+        self._address, self._server, self._timeout, self._on_change = address, server, timeout, on_change
+        self._given_up = False
+        self.reached = False  # rank 0's store answers
+        self.ended = False
+        self.store: PrefixStore | None = None  # once all members are there
+        self.problem = f"rank 0's node does not answer at {address[0]}:{address[1]}"
+        self.missing: tuple[int, ...] = tuple(range(size))  # ranks that were not there at the last look
+
+    def give_up(self) -> None:
+        """Let the thread end when it can; a client that hangs in torch stays until its server is gone."""
+        self._given_up = True
+
+    def run(self) -> None:
+        """The thread."""
+        try:
+            self._meet()
+        except (DistError, OSError) as error:
+            host, port = self._address
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            self.problem = f"rank 0's node cannot be reached at {host}:{port}: {why}"
+        finally:
+            self.ended = True
+            self._on_change()
+
+    def _meet(self) -> None:
+        tcp = self._server or self._connect()
+        store = PrefixStore(self._prefix, tcp)
+        store.set(f"here/{self._rank}", "1")
+        self.reached, self.problem = True, ""
+        self._on_change()
+        look = _FIRST_LOOK
+        while not self._given_up:
+            self.missing = tuple(rank for rank in self.missing if not store.check([f"here/{rank}"]))
+            if not self.missing:
+                tcp.set_timeout(timedelta(seconds=self._timeout))
+                self.store = store
+                return
+            time.sleep(look)
+            look = min(2 * look, _LONGEST_LOOK)
+
+    def _connect(self) -> TCPStore:
+        host, port = self._address
+        socket.create_connection((host, port), _CONNECT_SECONDS).close()
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS))
