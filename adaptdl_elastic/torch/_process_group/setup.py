@@ -12,11 +12,13 @@ import torch.distributed
 
 from adaptdl_elastic import _secrets, env
 from adaptdl_elastic._session import Session
-from adaptdl_elastic.torch._process_group import backends
+from adaptdl_elastic.torch._process_group import backends, interfaces
 from adaptdl_elastic.torch._process_group.signed_store import signed
 from adaptdl_elastic.torch._process_group.store import CancellableStore
 
 dist: Any = torch.distributed  # its stub does not export the stores
+
+_LOOPBACK = "127.0.0.1"  # where a replica that is alone listens: gloo does in any case
 
 
 def connect_torch(session: Session, backend: str, store: Any, timeout: timedelta | None = None) -> None:
@@ -50,6 +52,7 @@ def make_group(session: Session, backend: str, patience: timedelta | None, **arg
     hook = sys.excepthook
     # Part of the keys in the store, and counted up by attempts that failed, which were more here than there.
     torch.distributed.distributed_c10d._world.group_count = 0
+    interfaces.listen_on(_LOOPBACK if session.reducer is None else session.reducer.local_address)
     group.forming()
     dist.init_process_group(backend, **arguments, **({} if patience is None else group.limits))
     sys.excepthook = hook  # every process group wraps it once more
