@@ -38,7 +38,7 @@ from adaptdl_elastic.rendezvous.local.addresses import address_towards, listen
 from adaptdl_elastic.rendezvous.local.store_server import LocalServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus, NodeRecord, Rescale
-from adaptdl_elastic.rendezvous.store.base import Store, StoreError
+from adaptdl_elastic.rendezvous.store.base import Store, StoreAuthError, StoreError
 from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.rendezvous.store.plan_store import PlanStore
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, StoreOptions, parse_endpoints
@@ -168,7 +168,8 @@ def _store(options: RunOptions, environ: Mapping[str, str], stack: ExitStack) ->
         raise
     except StoreError as error:
         then = " Run" if str(error).endswith("?") else "; run"
-        raise LaunchError(f"{error}{then} `adaptdl doctor --etcd {options.endpoint}`") from None
+        refused = "the store refuses us: " if isinstance(error, StoreAuthError) else ""
+        raise LaunchError(f"{refused}{error}{then} `adaptdl doctor --etcd {options.endpoint}`") from None
     stack.callback(store.close)
     return StoreAccess(options.endpoint, store, environ)
 

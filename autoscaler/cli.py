@@ -234,10 +234,7 @@ class Where:
         except StoreAuthError as error:
             if is_local(place.endpoint):
                 raise CommandError(str(error)) from error
-            raise CommandError(
-                f"{error}; set ADAPTDL_ETCD_USER and ADAPTDL_ETCD_PASSWORD_FILE, "
-                f"or give --etcd-cert and --etcd-key"
-            ) from error
+            raise CommandError(f"the store refuses us: {error}") from error
         except StoreError as error:
             raise CommandError(str(error)) from error
 
@@ -340,10 +337,11 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:
-        from adaptdl_elastic.rendezvous.store.base import StoreError
+        from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreError
 
         if not isinstance(error, StoreError):
             raise
-        click.echo(f"adaptdl: {error}", err=True)
+        refused = "the store refuses us: " if isinstance(error, StoreAuthError) else ""
+        click.echo(f"adaptdl: {refused}{error}", err=True)
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)

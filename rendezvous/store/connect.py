@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+import urllib3
+
 from adaptdl_elastic.rendezvous.store.base import Store, StoreError
 from adaptdl_elastic.rendezvous.store.http import Http, HttpStatusError
 from adaptdl_elastic.rendezvous.store.local_socket import LocalStore, is_local, socket_path
@@ -62,17 +64,25 @@ def _find_api(endpoints: tuple[str, ...], options: StoreOptions, wanted: Api) ->
     http = Http(endpoints, options, lambda error: error.status in (502, 503, 504))
     try:
         for api, (path, body) in _PROBES.items():
-            if wanted in ("auto", api) and _answers(http, path, body):
+            if wanted in ("auto", api) and _answers(http, path, body, _credentials(options, api)):
                 return api
     finally:
         http.close()
     raise StoreError(f"{', '.join(endpoints)} answers, but {_MISSING[wanted]}")
 
 
-def _answers(http: Http, path: str, body: dict[str, object] | None) -> bool:
+def _credentials(options: StoreOptions, api: str) -> dict[str, str]:
+    """Return the headers of a probe."""
+    # the v2 API hangs up on a client certificate without a common name that comes without a user
+    if api != "v2" or options.user is None:
+        return {}
+    return urllib3.make_headers(basic_auth=f"{options.user}:{options.current_password()}")
+
+
+def _answers(http: Http, path: str, body: dict[str, object] | None, headers: dict[str, str]) -> bool:
     # 404 is what a server answers that has no such API; anything else is for the driver to deal with
     try:
-        http.call(path, body)
+        http.call(path, body, headers=headers)
     except HttpStatusError as error:
         return error.status not in (404, 405, 501)
     return True

@@ -1,4 +1,7 @@
-"""docs/bare-metal.md and docs/security.md, followed to the letter on loopback."""
+"""docs/bare-metal.md and docs/security.md on loopback, by one user: also where nobody is root.
+
+tests/rendezvous/test_real_users.py runs them as they stand, with their users and several machines.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,11 @@ def blocks(page: str, language: str, info: str = "") -> list[str]:
 
 
 def shell(text: str, folder: Path, endpoint: str) -> subprocess.Popen[str]:
-    """A block as a user would run it, with etc, shared and etcd0 in a folder and on loopback."""
+    """A block as a user would run it, with etc, shared and etcd0 in a folder and on loopback.
+
+    All files are the test's own: the users of the page are not there.
+    """
+    text = f"chown() {{ :; }}\n{text}"
     for path in ("/etc/adaptdl", "/shared"):
         text = text.replace(path, f"{folder}{path}")
     text = text.replace("etcd0:2379", endpoint).replace("node0:2379", endpoint)
