@@ -39,6 +39,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     JobState,
     JobStatus,
     LeaderRecord,
+    NodeRecord,
     Plan,
     encode,
 )
