@@ -239,6 +239,7 @@ def test_stop_waits_for_this_run_whatever_the_status_of_an_earlier_one_says(
     where = ["--etcd", etcd.endpoint, "--cluster", keys.cluster]
     with connect(etcd.endpoint) as store:  # no coordinator has looked at the new run yet
         submit(store, keys, replace(spec_of("a"), run="new"))
+        store.put(keys.node("n0", "a"), encode(NodeRecord("n0", "a", "new", "x", "127.0.0.1", 1)))
         earlier = JobStatus("a", "old", JobState.STOPPED)
         store.put(keys.job("a", "status"), encode(earlier))
         result = CliRunner().invoke(adaptdl, ["stop", "a", "--wait", "--timeout", "0.2", *where])
