@@ -427,10 +427,18 @@ class ElasticAgent(SimpleElasticAgent):
             handle.send(replace(message, environ=environment))
 
     def _withdraw(self, plan: Plan, reason: str) -> None:
-        self._say(f"generation {plan.generation} is withdrawn, training goes on: {reason}")
+        goes_on = "" if self._is_to_stop else ", training goes on"
+        self._say(f"generation {plan.generation} is withdrawn{goes_on}: {reason}")
         for handle in self._replicas.values():
             if handle.generation != plan.generation:
                 handle.send(WithdrawPlan(plan.generation, reason))
+
+    @property
+    def _is_to_stop(self) -> bool:
+        """Whether the replicas here are about to stop: the node leaves, or the newest plan ends them."""
+        newest = self.state.plan
+        ends = newest is not None and newest.transition in (Transition.RESTART, Transition.ABORT)
+        return self.state.departure is not None or ends
 
     def _adopt(self, plan: Plan) -> None:
         """The replicas have gone over: their handles follow."""

@@ -79,12 +79,9 @@ def read_all(directory: Path | None = None) -> list[RuntimeFile]:
     return [record for _, record in sorted(dated, key=lambda pair: pair[0], reverse=True)]
 
 
-def find(job: str | None = None, directory: Path | None = None) -> RuntimeFile | None:
-    """The note of `job`, or of the only (else the newest) job that runs; None when there is none."""
-    for record in read_all(directory):
-        if job is None or record.job == job:
-            return record
-    return None
+def find(job: str, directory: Path | None = None) -> RuntimeFile | None:
+    """The note of a job that runs; None when there is none."""
+    return next((record for record in read_all(directory) if record.job == job), None)
 
 
 @contextmanager
