@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adaptdl_elastic.agent.core.states import StartReplicas
 from adaptdl_elastic.agent.runtime.fork_server import Exited, Spawned
-from adaptdl_elastic.agent.runtime.generation_store import Joined
 from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
 from adaptdl_elastic.protocol.messages import (
     AgentMessage,
@@ -344,11 +342,9 @@ class Output:
 class MeetingPoint:
     """A TCPStore that an agent keeps for one generation."""
 
-    def __init__(
-        self, kernel: Kernel, owner: Process, machine: Machine, generation: int, secret: str
-    ) -> None:
+    def __init__(self, kernel: Kernel, owner: Process, machine: Machine, generation: int) -> None:
         self.kernel, self.owner, self.machine = kernel, owner, machine
-        self.generation, self.secret = generation, secret
+        self.generation = generation
         self.closed = False
         self.values: dict[str, Any] = {}
         self.meshes: dict[Any, Any] = {}  # groups that have been formed here
@@ -359,42 +355,21 @@ class MeetingPoint:
 
 
 class Meeting:
-    """As `meeting.Meeting`."""
+    """As `generation_store.GenerationStore`."""
 
-    def __init__(self, host: str, ports: tuple[int, int] | None, post: Callable[[object], None]) -> None:
-        self._host, self._post = host, post
+    def __init__(self, host: str, ports: tuple[int, int] | None) -> None:
+        self._host = host
         self._kernel = threads.kernel()
         self._process = self._kernel.running().process
         self._machine: Machine = self._process.machine  # type: ignore[attr-defined]
         self._points: dict[int, MeetingPoint] = {}
-        self.secret: str | None = None
 
     def open(self, generation: int) -> MasterRecord:
-        self.secret = self.secret or threads.Secrets.token_hex(4)
         port = next(self._kernel.numbers)
-        point = MeetingPoint(self._kernel, self._process, self._machine, generation, self.secret)
+        point = MeetingPoint(self._kernel, self._process, self._machine, generation)
         self._points[generation] = point
         self._machine.world.points[self._host, port] = point
         return MasterRecord(generation, self._host, port, 0)
-
-    def join(self, start: StartReplicas) -> None:
-        if self.secret is not None:
-            self._post(Joined(start, self.secret))
-        else:
-            self._process.spawn(lambda: self._ask(start), "join")
-
-    def _ask(self, start: StartReplicas) -> None:
-        master, until = start.master, self._kernel.now + JOIN_SECONDS
-        while self._kernel.now < until:
-            self._kernel.sleep(0.002 + 0.01 * self._kernel.random.random())
-            point = self._machine.world.points.get((master.host, master.port))
-            if point is not None and point.answers:
-                self.secret = point.secret
-                self._post(Joined(start, self.secret))
-                return
-            refused = point is not None and point.machine.up
-            self._kernel.sleep(0.5 if refused else 1.0)
-        self._post(Joined(start, None, f"can not reach rank 0's node at {master.host}:{master.port}"))
 
     def forget(self, before: int) -> None:
         for generation in [g for g in self._points if g < before]:

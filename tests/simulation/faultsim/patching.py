@@ -78,6 +78,7 @@ NOT_RUN: dict[str, str] = {
     # module: why nothing of it runs here, or why what it imports does not matter
     "adaptdl_elastic.agent.cli": "the command line",
     "adaptdl_elastic.agent.launch": "agents.AgentProcess takes its place",
+    "adaptdl_elastic.agent.cluster.run_secret": "only `launch` asks for a secret",
     "adaptdl_elastic.agent.machine.interruption": "a cloud's notices; faults ask agents to leave instead",
     "adaptdl_elastic.agent.runtime.event_loop": "node.Loop takes its place",
     "adaptdl_elastic.agent.runtime.fork_server": "node.Forks takes its place",
