@@ -251,14 +251,14 @@ class Replica(Process):
                 raise NotFormed(f"no store at {host}:{port}")
             self.kernel.sleep(0.5)
 
-    def enter_generation(self) -> None:
+    def enter_generation(self, recovered: bool = False) -> None:
         """What is done whenever a generation has begun: from here on deaths are survived, if they can be."""
         self._first_step = True
         self.armed = self.script.resilient and self.environ.get("ADAPTDL_RESCALE") != "restart"
         if self.armed:
             self.send(messages.Resilient(self.generation))
         self.spawn(lambda: self._report_hints(self.generation), "hints")
-        self.control.renew()
+        self.control.renew(recovered)
 
     def _train(self) -> None:
         script = self.script
@@ -362,7 +362,7 @@ class Replica(Process):
         standing = self.formed.gather("standing", (self.step, self.chain))
         self.step, self.chain = self.world.truth.agree(self, standing)
         self.formed.gather("recovered", None)
-        self.finish_switch()
+        self.finish_switch(recovered=True)
 
     def become(self, plan: messages.Plan, rank: int) -> None:
         """Be `rank` of another generation."""
@@ -377,11 +377,11 @@ class Replica(Process):
         mesh = point.meshes.setdefault(key, Mesh(self.kernel, self.size, f"generation {self.generation}"))
         mesh.enter(self, self.rank, patience, cancelled)
 
-    def finish_switch(self) -> None:
+    def finish_switch(self, recovered: bool = False) -> None:
         """What everybody in a new generation does last."""
         self.formed.gather("switched", None)
         self.send(messages.Switched(self.generation, self.last_step_time))
-        self.enter_generation()
+        self.enter_generation(recovered)
 
 
 __all__ = ["CAN_NOT_JOIN", "STOPPED", "Exit", "Replica", "Script"]
