@@ -165,11 +165,8 @@ class Wire:
         self._down = OneWay(kernel, lambda line: self.replica_hears(decode_order(line)))
         self._up = OneWay(kernel, self._arrive)
 
-    def _arrive(self, line: bytes | None) -> None:
-        if line is None:
-            self.hung_up = True
-        else:
-            self.to_agent.append(decode_report(line))
+    def _arrive(self, gone: bool) -> None:
+        self.hung_up = self.hung_up or gone
         self.on_readable()
 
     def down(self, message: AgentMessage) -> bool:
@@ -180,11 +177,15 @@ class Wire:
         return True
 
     def up(self, message: ReplicaMessage | None) -> None:
-        """From the replica; None: it has gone."""
+        """From the replica; None: it has gone.
+
+        As with a socket pair, the message can be read at once; the agent's selector wakes up a moment later.
+        """
         if message is None:
-            self._up.send(None, 0.0)
+            self._up.send(True, 0.0)
         else:
-            self._up.send(encode(message))
+            self.to_agent.append(decode_report(encode(message)))
+            self._up.send(False)
 
 
 class Handle(ReplicaHandle):
