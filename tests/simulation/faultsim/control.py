@@ -166,10 +166,10 @@ class Control:
         self._between = True
         self._clock += 1
 
-    def renew(self) -> None:
-        """A new generation has begun."""
+    def renew(self, position: int) -> None:
+        """A new generation has begun, in which this boundary has been passed."""
         self._between = False
-        self._position = self._replica.step - 1
+        self._position = position
         both = (*(self._running or ()), *self._wanted)
         self._wanted, self._running = [one for one in both if one["kind"] in _KEPT], None
         self._number += 1
