@@ -186,7 +186,7 @@ def _end(failure: Failure) -> str:
 def _resilient(job: JobView, plan: Plan, generation: int, node: str) -> bool:
     """Return True if the death of others does not end this node's replicas.
 
-    Survivors of a change in place are the processes of the generation before, and keep what that one has said.
+    Survivors of a change in place are the processes of the generation before, and keep what that one said.
     Replicas that a restart has started have to say it themselves.
     """
     if plan.transition is Transition.RECOVER or (generation, node) in job.broken:
