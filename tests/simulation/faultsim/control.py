@@ -166,10 +166,13 @@ class Control:
         self._between = True
         self._clock += 1
 
-    def renew(self, recovered: bool) -> None:
-        """A new generation has begun; `recovered`: the old one broke off, and its changes of size with it."""
+    def renew(self, position: int, recovered: bool) -> None:
+        """A new generation has begun, in which the boundary at `position` has been passed.
+
+        With `recovered` the old generation broke off, and its changes of size with it.
+        """
         self._between = False
-        self._position = self._replica.step - 1
+        self._position = position
         if recovered:
             both = (*(self._running or ()), *self._wanted)
             self._wanted = [one for one in both if one["kind"] in _KEPT]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from faultsim.world import World
 
 CHANNEL_SECONDS = 0.0005  # from one end of a channel to the other, on average
-FORK_SECONDS = 0.05  # until a replica is there, at most
+FORK_SECONDS = 0.02  # until a replica is there, on average
 DEATH_SECONDS = 0.05  # until the kernel has killed the replicas of an agent that died, at most
 MOST_ROUNDS = 500  # of a loop at one moment
 SIGKILL = 9
@@ -50,6 +50,7 @@ class Machine:
     clock_offset: float = 0.0
     wall_offset: float = 0.0
     up: bool = True
+    troubled_at: float = float("-inf")  # when it was last stopped or cut off
     line: Line = field(default_factory=Line)
     processes: list[Process] = field(default_factory=list)
 
@@ -163,11 +164,6 @@ class Wire:
         self.replica_hears: Callable[[AgentMessage], None] = lambda message: None
         self.replica_alive = True
         self._down = OneWay(kernel, lambda line: self.replica_hears(decode_order(line)))
-        self._up = OneWay(kernel, self._arrive)
-
-    def _arrive(self, gone: bool) -> None:
-        self.hung_up = self.hung_up or gone
-        self.on_readable()
 
     def down(self, message: AgentMessage) -> bool:
         """From the agent; False where nobody is there any more."""
@@ -177,15 +173,13 @@ class Wire:
         return True
 
     def up(self, message: ReplicaMessage | None) -> None:
-        """From the replica; None: it has gone.
-
-        As with a socket pair, the message can be read at once; the agent's selector wakes up a moment later.
-        """
+        """From the replica; None: it has gone. It can be read at once, as from a socket."""
         if message is None:
-            self._up.send(True, 0.0)
+            self.hung_up = True
         else:
             self.to_agent.append(decode_report(encode(message)))
-            self._up.send(False)
+        delay = CHANNEL_SECONDS * self.kernel.random.expovariate(1.0)
+        self.kernel.after(delay, lambda: self.on_readable())
 
 
 class Handle(ReplicaHandle):
@@ -261,6 +255,7 @@ class Forks:
         self._signalled: set[int] = set()
         self.on_readable: Callable[[], None] = lambda: None
         self._pipe = OneWay(self._kernel, self._arrive)
+        self._requests = OneWay(self._kernel, lambda request: request[0](*request[1:]))
         self._closed = False
         agent.at_end.append(self._agent_died)
 
@@ -273,9 +268,8 @@ class Forks:
         self.on_readable()
 
     def spawn(self, number: int, command: Any, stdout: object, stderr: object, channel: int) -> None:
-        delay = FORK_SECONDS * self._kernel.random.random()
         wire = self._agent.wires[channel]  # type: ignore[attr-defined]
-        self._kernel.after(delay, self._fork, number, dict(command.env), wire)
+        self._requests.send((self._fork, number, dict(command.env), wire), FORK_SECONDS)
 
     def _fork(self, number: int, environ: dict[str, str], wire: Wire) -> None:
         if self._closed or not self._machine.up or not self._agent.alive:
@@ -291,10 +285,7 @@ class Forks:
         self._pipe.send(Exited(number, process.exit_code, number in self._signalled, threads.Time.time()))
 
     def signal(self, number: int, what: int) -> None:
-        process = self._replicas.get(number)
-        if process is not None:
-            delay = CHANNEL_SECONDS * self._kernel.random.random()
-            self._kernel.after(delay, self._deliver, number, int(what))
+        self._requests.send((self._deliver, number, int(what)))
 
     def _deliver(self, number: int, what: int) -> None:
         process = self._replicas.get(number)
