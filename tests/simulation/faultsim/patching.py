@@ -96,6 +96,7 @@ NOT_RUN: dict[str, str] = {
     "adaptdl_elastic.rendezvous.store.etcd_v3": "a driver",
     "adaptdl_elastic.rendezvous.store.http": "a driver",
     "adaptdl_elastic.rendezvous.store.memory": "a store; etcd.Etcd takes its place",
+    "adaptdl_elastic.rendezvous.torchrun.gathering": "plain torchrun",
     "adaptdl_elastic.rendezvous.torchrun.handler": "plain torchrun, which has no agent of ours",
     "adaptdl_elastic.rendezvous.torchrun.roster": "plain torchrun",
     "adaptdl_elastic.autoscaler.coordinator.rounds": "the clock is passed in",
