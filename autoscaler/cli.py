@@ -107,7 +107,7 @@ class _LazyGroup(click.Group):
         return COMMANDS.names()
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS.names():
+        if cmd_name not in COMMANDS:
             return None
         try:
             command = COMMANDS.load(cmd_name)
@@ -125,10 +125,9 @@ class _LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        names = COMMANDS.names()
-        if name in names or name.startswith("-") or ctx.resilient_parsing:
+        if name in COMMANDS or name.startswith("-") or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
-        close = difflib.get_close_matches(name, names, 1)
+        close = difflib.get_close_matches(name, COMMANDS.names(), 1)
         raise OptionError(f"there is no command {name!r}" + (f" (did you mean {close[0]}?)" if close else ""))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
