@@ -38,7 +38,7 @@ class Phase(str, Enum):
     STEADY    every node of the plan runs its replicas
     BROKEN    replicas failed or vanished: it needs another plan
     FINISHED  every replica ended well
-    LEFT      every replica was stopped, and not by us
+    LEFT      every replica was stopped, not by us, and no other node can take over
     """
 
     UNKNOWN = "unknown"
@@ -157,7 +157,23 @@ def condition_of(view: View, job: JobView, settings: CoordinatorSettings) -> Con
     if plan is None or not plan.placements:
         return Condition(Phase.EMPTY, plan=plan)
     health = health_of(view, job, plan, settings)
-    return Condition(_phase(plan, health), health, plan)
+    phase = _phase(plan, health)
+    if phase is Phase.LEFT and _others_take_over(view, job, plan):
+        phase = Phase.CHANGING
+    return Condition(phase, health, plan)
+
+
+def _others_take_over(view: View, job: JobView, plan: Plan) -> bool:
+    """Return True if every node of the plan was drained and another agent of the job can run it."""
+    agents = view.agents(job.job)
+    drained = all(
+        _gone(agents.get(one.node), one) or view.draining(agents[one.node].record) for one in plan.placements
+    )
+    placed = {(one.node, one.agent) for one in plan.placements}
+    return drained and any(
+        not view.draining(seen.record) and not placed & {(node, seen.record.agent), (node, "")}
+        for node, seen in agents.items()
+    )
 
 
 def _phase(plan: Plan, health: Health) -> Phase:

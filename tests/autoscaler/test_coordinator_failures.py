@@ -45,6 +45,31 @@ def test_a_node_that_leaves_before_it_has_started_is_planned_without(pump: Pump)
     assert stayer.running == pump.plan("a").generation
 
 
+@pytest.mark.parametrize("started", [False, True])
+def test_a_job_goes_on_elsewhere_when_the_only_node_of_its_plan_is_drained(pump: Pump, started: bool) -> None:
+    elastic(pump)
+    pump.ask("a", replicas=1)
+    pump.decide()
+    plan = pump.plan("a")
+    (place,) = plan.placements
+    leaver = next(agent for agent in pump.agents if agent.node == place.node)
+    leaver.step()  # its replicas of the generation before are gone
+    if started:
+        pump.settle()
+        assert leaver.running == plan.generation
+        leaver.running = None
+    leaver.waiting = None  # it is on its way out, and says that nothing of the generation runs
+    answer = EndedRecord(leaver.node, plan.generation, Outcome.STOPPED, 143)
+    pump.store.put(pump.keys.generation("a", plan.generation, "ended", leaver.node), encode(answer))
+    leaver.leave()
+    pump.settle()
+    assert pump.status("a").state is JobState.RUNNING
+    after = pump.plan("a")
+    assert leaver.node not in pump.placed("a")
+    assert [agent.node for agent in pump.agents if agent.running == after.generation] == [*pump.placed("a")]
+    assert (after.replicas, after.restarts) == (1, 0)
+
+
 def test_a_failure_restarts_at_once_and_counts(pump: Pump) -> None:
     start(pump)
     pump.agents[0].fail("CUDA out of memory")
