@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     began, cpu, seed = time.monotonic(), time.process_time(), given.seed
     simulated, faults, bad = 0.0, 0, 0
     states: Counter[str] = Counter()
-    while time.monotonic() - began < given.seconds and not (given.runs and seed >= given.seed + given.runs):
+    while time.process_time() - cpu < given.seconds and not (given.runs and seed >= given.seed + given.runs):
         outcome = run(seed, keep_lines=given.trace)
         simulated, faults = simulated + outcome.seconds, faults + outcome.faults
         states.update(outcome.states.values())

@@ -74,7 +74,12 @@ class JobTruth:
     newest: int = 0  # step that is committed, in the line that goes on
     committed_at: float = 0.0
     mesh: Mesh | None = None  # of the newest generation that has taken a step
-    finished: bool = False  # all replicas of a generation did
+    finished: bool = False  # all replicas of a generation have come to the end of the script
+    finished_at: float = 0.0
+    finished_by: tuple[tuple[int, str], ...] = ()  # (generation, node) of those replicas
+    plain_ends: dict[int, set[int]] = field(default_factory=dict)  # generation → ranks, without the library
+    errors: list[tuple[int, str]] = field(default_factory=list)  # (generation, kind): what scripts raised
+    fault_at: float = float("-inf")  # the last fault after which work may be lost
     lost_steps: int = 0
     losses: int = 0  # restarts that lost steps
     excuses: int = 0  # faults since the last of them
@@ -103,6 +108,7 @@ class Truth:
         """A fault has happened: work since the last checkpoint may be lost."""
         for job in self.jobs.values():
             job.excuses += 1
+            job.fault_at = self._kernel.now
 
     # -- replicas
 
@@ -124,7 +130,8 @@ class Truth:
         if len(here) > machine.slots:
             self._kernel.defect(f"{len(here)} replicas on {machine.name}, which has {machine.slots} slots")
         job = self.job(replica.job)
-        if job.status is not None and job.status.state.ended and job.finished:
+        ended = job.status is not None and job.status.state.ended
+        if ended and job.status is not None and not self._cut_off(replica):
             self._kernel.defect(f"{replica.name} starts though its job has {job.status.state.value}")
 
     def _counts(self, replica: Replica) -> bool:
@@ -136,6 +143,7 @@ class Truth:
 
     def replica_ended(self, replica: Replica) -> None:
         """A process is gone."""
+        self._look_for_the_end(replica)
         at = replica.job, replica.machine.name, replica.slot
         self.live[at] = [one for one in self.live.get(at, ()) if one is not replica]
 
@@ -155,7 +163,7 @@ class Truth:
         job.chains[after] = aside
         if aside:
             return
-        if job.finished:
+        if job.finished and self._end_is_known(job, replica.job):
             self._kernel.defect(f"{replica.name} takes step {step + 1} of a job that is finished")
         job.newest, job.committed_at = step + 1, self._kernel.now
         self._kernel.note(f"job {replica.job}: step {step + 1} on {mesh.size} replicas")
@@ -186,9 +194,42 @@ class Truth:
 
     def finished(self, replica: Replica) -> None:
         """A replica has come to the end of its script."""
+        replica.finished = True
+        self._look_for_the_end(replica)
+
+    def _look_for_the_end(self, replica: Replica) -> None:
+        """Note that a job is finished when the last replica of a generation is.
+
+        Behind the last epoch a death by a signal is survived, unless rank 0 dies.
+        """
+        job, mesh = self.job(replica.job), replica.mesh
+        if mesh is None or mesh is not job.mesh or job.finished or len(mesh.members) < mesh.size:
+            return
+        for rank, member in mesh.members.items():
+            died = not member.alive and member.over and (member.exit_code or 0) < 0
+            if not member.finished and not (died and rank > 0):
+                return
+        nodes = sorted({member.machine.name for member in mesh.members.values()})
+        self._is_finished(job, [(mesh.generation, node) for node in nodes])
+
+    def _is_finished(self, job: JobTruth, by: list[tuple[int, str]]) -> None:
+        job.finished, job.finished_at, job.finished_by = True, self._kernel.now, tuple(by)
+
+    def _end_is_known(self, job: JobTruth, name: str) -> bool:
+        """Whether all nodes have said so in the store, or no fault could keep them from that."""
+        if job.fault_at < job.finished_at - HEARS_SECONDS:
+            return True
+        keys = {self._world.keys.generation(name, g, "ended", node) for g, node in job.finished_by}
+        for change in self._world.etcd.history:
+            if change.key in keys and '"outcome":"done"' in (change.value or ""):
+                keys.discard(change.key)
+        return not keys
+
+    def failed(self, replica: Replica, kind: str) -> None:
+        """A script raises an error."""
         job = self.job(replica.job)
-        if replica.mesh is job.mesh and replica.rank == 0 and replica.step >= replica.script.steps:
-            job.finished = True
+        job.deaths += 1
+        job.errors.append((replica.generation, kind))
 
     def plain_step(self, replica: Replica) -> None:
         """A script without the library does something; nobody knows what."""
@@ -196,7 +237,11 @@ class Truth:
 
     def plain_end(self, replica: Replica) -> None:
         """It comes to its end."""
-        self.job(replica.job).finished = True
+        job = self.job(replica.job)
+        ranks = job.plain_ends.setdefault(replica.generation, set())
+        ranks.add(replica.rank)
+        if len(ranks) == replica.size:
+            self._is_finished(job, [])
 
     # -- checkpoints
 
@@ -265,12 +310,33 @@ class Truth:
             self._kernel.defect(f"job {name} is called done at step {job.newest}: {status.reason}")
         if status.state is JobState.FAILED:
             most = self._world.specs[name].max_restarts
-            if job.deaths <= most:
-                self._kernel.defect(
-                    f"job {name} failed after {job.deaths} deaths, {most} restarts are allowed"
-                )
-        if status.state is JobState.STOPPED and name not in self._world.stops:
+            deaths = job.deaths + self._world.network.troubled
+            if deaths <= most and not self._fails_again(job, name, status):
+                self._kernel.defect(f"job {name} failed after {deaths} deaths, {most} restarts are allowed")
+        if status.state is JobState.STOPPED:
+            self._stopped(job, name, status)
+
+    def _fails_again(self, job: JobTruth, name: str, status: JobStatus) -> bool:
+        """Whether a job has failed because its script raised the same twice before its first step."""
+        last = dict(job.errors[-8:])  # generation → kind
+        alike = [
+            kind
+            for generation, kind in last.items()
+            if status.reason.startswith("failed twice") and not self._reported_step(name, generation)
+        ]
+        return len(alike) > len(set(alike))
+
+    def _reported_step(self, name: str, generation: int) -> bool:
+        found = self._world.etcd.range(self._world.keys.reports(name, generation))
+        return any("/running/" in one.key and '"first_step":null' not in one.value for one in found.items)
+
+    def _stopped(self, job: JobTruth, name: str, status: JobStatus) -> None:
+        agents = [one for one in self._world.agents if one.alive and one.job.spec.job == name]
+        if name not in self._world.stops and not all(one.departing for one in agents):
             self._kernel.defect(f"job {name} is stopped, and nobody asked: {status.reason}")
+        saved = max((one.step for one in job.checkpoints if not job.chains.get(one.chain)), default=0)
+        if saved < job.newest and not job.excuses and self._world.jobs[name].script.library:
+            self._kernel.defect(f"job {name} is stopped at step {job.newest}, its checkpoint has {saved}")
 
     def _plan(self, job: JobTruth, name: str, plan: Plan) -> None:
         before, job.plan = job.plan, plan
@@ -279,6 +345,8 @@ class Truth:
             self._kernel.defect(f"job {name} has used {plan.restarts} of {most} restarts")
         if before is None or before.generation == plan.generation or before.run != plan.run:
             return
+        if plan.cause is Cause.FAILURE and self._world.network.troubled:
+            job.deaths += 1  # a split can fail generations for as long as it lasts, and its aftermath
         if plan.cause is Cause.FAILURE and plan.restarts != before.restarts + 1 and plan.restarts != 1:
             self._kernel.defect(
                 f"a failure of job {name} makes {plan.restarts} restarts of {before.restarts}"
