@@ -534,7 +534,8 @@ class ElasticAgent(SimpleElasticAgent):
         handle.pid = pid
         self._decide(states.ReplicaStarted(handle.generation, handle.local_rank, pid))
         plan = self._plan
-        mine = [h for h in self._replicas.values() if h.generation == handle.generation]
+        ended = (one for one, _ in self._last_exits)  # one may have died before the others were forked
+        mine = [h for h in (*self._replicas.values(), *ended) if h.generation == handle.generation]
         if plan is not None and plan.generation == handle.generation and all(h.pid is not None for h in mine):
             pids = {h.rank: h.pid for h in mine if h.pid is not None}
             self._journal.started(plan, pids, self._mirror.last_step_before(plan))

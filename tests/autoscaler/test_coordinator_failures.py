@@ -70,6 +70,23 @@ def test_a_job_goes_on_elsewhere_when_the_only_node_of_its_plan_is_drained(pump:
     assert (after.replicas, after.restarts) == (1, 0)
 
 
+def test_the_end_of_an_old_generation_is_kept_while_the_newest_plan_waits_for_it(pump: Pump) -> None:
+    elastic(pump)
+    plan, leaver = pump.plan("a"), pump.agents[0]
+    old = Leaving(leaver.node, 1, leaver.agent, plan.generation + 1)
+    plan = replace(plan, generation=plan.generation + 6, leaving=(old,))
+    pump.store.put(pump.keys.job("a", "plan"), encode(plan))
+    pump.settle()
+    ended = pump.keys.generation("a", old.generation, "ended", leaver.node)
+    assert pump.store.get(ended) is not None, "an agent that comes now has nothing else to go by"
+    pump.ask("a", replicas=2)
+    pump.settle()
+    after = pump.plan("a")
+    assert after.generation > plan.generation
+    assert old.generation not in {one.generation for one in after.leaving}, "it has ended"
+    assert pump.store.get(ended) is None
+
+
 def test_a_failure_restarts_at_once_and_counts(pump: Pump) -> None:
     start(pump)
     pump.agents[0].fail("CUDA out of memory")
