@@ -16,8 +16,8 @@ from adaptdl_elastic.rendezvous.schema.records import Plan
 def collect(view: View, job: JobView, condition: Condition, keys: Keys) -> list[DeletePrefix]:
     """Return the keys of generations that nobody reads any more.
 
-    How a generation ended is kept as long as the newest plan waits for it: a later leader, and an agent that has
-    just come, have only these records to tell that its replicas are gone.
+    How a generation ended is kept as long as the newest plan waits for it: a later leader, and an agent that
+    has just come, have only these records to tell that its replicas are gone.
     """
     if job.plan is None:
         return []

@@ -72,8 +72,10 @@ class Faults:
 
         def end() -> None:
             self._world.truth.excuse()
+            self._world.truth.lasting -= 1
             call()
 
+        self._world.truth.lasting += 1
         self._later(seconds, end)
 
     def _note(self, text: str) -> bool:
@@ -417,6 +419,7 @@ class Faults:
         self.healed = self._world.calm = True
         self._note("heals")
         self._world.truth.excuse()
+        self._world.truth.lasting = 0
         self._bring_back(True)
         self._world.network.mend_all()
         self._at_change.clear()

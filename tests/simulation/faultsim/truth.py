@@ -94,6 +94,7 @@ class Truth:
     def __init__(self, world: World) -> None:
         self._world, self._kernel = world, world.kernel
         self.jobs: dict[str, JobTruth] = {}
+        self.lasting = 0  # faults that are not over yet
         self.live: dict[tuple[str, str, int], list[Replica]] = {}  # by job, node, slot
 
     def job(self, name: str) -> JobTruth:
@@ -217,7 +218,7 @@ class Truth:
 
     def _end_is_known(self, job: JobTruth, name: str) -> bool:
         """Whether all nodes have said so in the store, or no fault could keep them from that."""
-        if job.fault_at < job.finished_at - HEARS_SECONDS:
+        if not self.lasting and job.fault_at < job.finished_at - HEARS_SECONDS:
             return True
         keys = {self._world.keys.generation(name, g, "ended", node) for g, node in job.finished_by}
         for change in self._world.etcd.history:
