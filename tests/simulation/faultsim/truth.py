@@ -348,7 +348,8 @@ class Truth:
             return
         if plan.cause is Cause.FAILURE and self._world.network.troubled:
             job.deaths += 1  # a split can fail generations for as long as it lasts, and its aftermath
-        if plan.cause is Cause.FAILURE and plan.restarts != before.restarts + 1 and plan.restarts != 1:
+        resumes = before.cause is plan.cause and not before.placements and before.restarts == plan.restarts
+        if plan.cause is Cause.FAILURE and plan.restarts not in (before.restarts + 1, 1) and not resumes:
             self._kernel.defect(
                 f"a failure of job {name} makes {plan.restarts} restarts of {before.restarts}"
             )

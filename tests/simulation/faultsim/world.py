@@ -176,7 +176,7 @@ def _draw(
     if chance.random() < 0.2:
         chance.shuffle(names)
     names = [*names, *others]
-    most_nodes = min(len(names), job.max_nodes or len(names))
+    most_nodes = min(len(names), job.max_nodes or len(names), job.max_replicas)
     if most_nodes < job.min_nodes:
         return {}
     count = chance.randint(max(1, job.min_nodes), most_nodes) if most_nodes >= 1 else 0
