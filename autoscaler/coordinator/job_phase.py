@@ -13,7 +13,7 @@ from enum import Enum
 from adaptdl_elastic.autoscaler.cluster_view import JobView, Observed, View
 from adaptdl_elastic.autoscaler.coordinator import survivors
 from adaptdl_elastic.autoscaler.coordinator.decision_types import Allocation, CoordinatorSettings, Memory
-from adaptdl_elastic.autoscaler.coordinator.slots import fewest
+from adaptdl_elastic.autoscaler.coordinator.slots import fewest, released
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
     Failure,
@@ -160,7 +160,22 @@ def condition_of(view: View, job: JobView, settings: CoordinatorSettings) -> Con
     phase = _phase(plan, health)
     if phase is Phase.LEFT and _others_take_over(view, job, plan):
         phase = Phase.CHANGING
+    if phase is Phase.FINISHED and not _leavers_ended(view, job, plan):
+        phase = Phase.CHANGING
     return Condition(phase, health, plan)
+
+
+def _leavers_ended(view: View, job: JobView, plan: Plan) -> bool:
+    """Return True if nothing runs any more of those whom a change in place was to leave out.
+
+    A change that crosses the end of the script leaves nobody out: all replicas go on to that end.
+    """
+    base = survivors.before(plan)
+    return plan.transition is not Transition.INPLACE or all(
+        released(view, job, one.node, one.agent, one.generation)
+        for one in plan.leaving
+        if one.generation == base
+    )
 
 
 def _others_take_over(view: View, job: JobView, plan: Plan) -> bool:

@@ -138,7 +138,8 @@ def _all_left(draft: DecisionBuilder, job: JobView, condition: Condition, plan: 
     A job whose nodes were all drained has only been stopped where no other node can run it (`Phase.LEFT`).
     """
     left = (*condition.health.stopped, *condition.health.done)
-    if condition.phase is not Phase.CHANGING or len(left) < len(plan.placements):
+    all_left = bool(condition.health.stopped) and len(left) == len(plan.placements)
+    if condition.phase is not Phase.CHANGING or not all_left:
         return False
     draft.replan(job, plan, Cause.DRAIN, Transition.RESTART, f"{', '.join(left)} left")
     return True

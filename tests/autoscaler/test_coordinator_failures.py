@@ -87,6 +87,35 @@ def test_the_end_of_an_old_generation_is_kept_while_the_newest_plan_waits_for_it
     assert pump.store.get(ended) is None
 
 
+def test_a_job_is_done_when_those_that_a_change_was_to_leave_out_have_ended_too(pump: Pump) -> None:
+    elastic(pump)
+    was = pump.plan("a")
+    old = tuple(Leaving(one.node, 1, one.agent, was.generation) for one in was.placements)
+    plan = replace(
+        was,
+        generation=was.generation + 1,
+        placements=was.placements[:2],
+        transition=Transition.INPLACE,
+        leaving=old,
+        base=was.generation,
+    )
+    pump.store.put(pump.keys.job("a", "plan"), encode(plan))
+
+    def end(node: str, generation: int, outcome: Outcome) -> None:
+        key = pump.keys.generation("a", generation, "ended", node)
+        pump.store.put(key, encode(EndedRecord(node, generation, outcome, 0)))
+
+    for one in plan.placements:  # the script came to its end before the change
+        end(one.node, was.generation, Outcome.DONE)
+        end(one.node, plan.generation, Outcome.DONE)
+    pump.decide()
+    assert pump.status("a").state is JobState.RUNNING
+    assert pump.plan("a").generation == plan.generation
+    end(was.placements[2].node, was.generation, Outcome.STOPPED)
+    pump.decide()
+    assert pump.status("a").state is JobState.DONE
+
+
 def test_a_failure_restarts_at_once_and_counts(pump: Pump) -> None:
     start(pump)
     pump.agents[0].fail("CUDA out of memory")
