@@ -177,11 +177,11 @@ class Faults:
         for job in sorted(self._world.jobs):
             self.start_agent(machine, job)
 
-    def start_agent(self, machine: Machine, job: str) -> None:
-        """Start an agent where there is none, and a job to do."""
+    def start_agent(self, machine: Machine, job: str, again: bool = False) -> None:
+        """Start an agent where there is none, and a job to do, or one to be started `again`."""
         status = self._world.truth.job(job).status
         there = any(one.machine is machine and one.job.spec.job == job for one in self._agents())
-        again = status is None or not status.state.ended or status.state is JobState.DONE
+        again = status is None or not status.state.ended or status.state is JobState.DONE or again
         if machine.up and not there and again:
             self._world.start_agent(machine, job)
 
@@ -377,10 +377,36 @@ class Faults:
         if self._chance.random() < 0.7 or status is None or status.state.ended:
             return False
         self._note(f"asks job {name} to stop")
-        asked = replace(self._world.requests.get(name, JobRequest()), stop=True)
+        asked = replace(self._world.requests.get(name, JobRequest()), stop=True, run=status.run)
         self._world.requests[name] = asked
         self._world.stops.add(name)
         self._world.etcd.put(self._world.keys.job(name, "request"), encode(asked), None)
+        return True
+
+    def start_again(self) -> bool:
+        """A person starts a job again that was stopped or has failed, or one that is done and stays so."""
+        names = []
+        for name in sorted(self._world.jobs):
+            status = self._world.truth.job(name).status
+            if status is not None and status.state.ended:
+                names.append(name)
+        if not names:
+            return False
+        name = self._chance.choice(names)
+        self._note(f"starts job {name} again")
+        self._world.stops.discard(name)
+        for machine in self._machines():
+            self._later(4.0 * self._chance.random(), partial(self.start_agent, machine, name, True))
+        return True
+
+    def start_twice(self) -> bool:
+        """Another agent is started on a machine that has one, and finds the name taken or takes it."""
+        found = self._agents()
+        if not found:
+            return False
+        victim = self._chance.choice(found)
+        self._note(f"starts another agent beside {victim.name}")
+        self._world.start_agent(victim.machine, victim.job.spec.job)
         return True
 
     def ask_to_drain(self) -> bool:
@@ -463,6 +489,8 @@ KINDS: dict[str, Callable[[Faults], bool]] = {
     "drain": Faults.drain,
     "hurry": Faults.hurry,
     "stop_job": Faults.stop_job,
+    "start_again": Faults.start_again,
+    "start_twice": Faults.start_twice,
     "ask_to_drain": Faults.ask_to_drain,
     "scale": Faults.scale,
 }

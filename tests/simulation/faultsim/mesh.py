@@ -42,6 +42,7 @@ class Mesh:
         self.kernel, self.size, self.generation = kernel, size, generation
         self.label = f"generation {generation}"
         self.number = next(kernel.numbers)
+        self.formed_at = kernel.now
         self.members: dict[int, Replica] = {}
         self.left: set[int] = set()  # ranks that have said goodbye
         self._arrivals: dict[tuple[int, int], float] = {}

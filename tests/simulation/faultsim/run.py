@@ -9,6 +9,7 @@ from adaptdl_elastic.rendezvous.schema.records import JobSpec, Rescale
 from faultsim.agents import Job
 from faultsim.faults import KINDS, Faults
 from faultsim.replica import Script
+from faultsim.truth import JobTruth
 from faultsim.world import World
 
 PROGRESS_SECONDS = 240.0  # after healing, until every job trains or has ended
@@ -129,9 +130,9 @@ def _liveness(world: World) -> None:
             kernel.defect(f"{agent.name} still runs though its job has ended")
 
 
-def _jobs(world: World) -> list:  # type: ignore[type-arg]
+def _jobs(world: World) -> list[JobTruth]:
     return [world.truth.job(name) for name in world.jobs]
 
 
-def _over(job) -> bool:  # type: ignore[no-untyped-def]
-    return job.status is not None and job.status.state.ended
+def _over(job: JobTruth) -> bool:
+    return job.over

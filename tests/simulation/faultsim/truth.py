@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
+    JobSpec,
     JobState,
     JobStatus,
     MalformedRecordError,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from faultsim.world import World
 
 
+LATE_SECONDS = 15.0  # after a fault, until all that it makes agents and coordinators do is done
 HEARS_SECONDS = 8.0  # after trouble on a machine, until its agents know what is in the store
 
 
@@ -82,10 +84,15 @@ class JobTruth:
     fault_at: float = float("-inf")  # the last fault after which work may be lost
     lost_steps: int = 0
     losses: int = 0  # restarts that lost steps
-    excuses: int = 0  # faults since the last of them
     deaths: int = 0  # replicas that faults have killed, or that ended with an error of their own
     status: JobStatus | None = None
     plan: Plan | None = None
+    run: str = ""
+
+    @property
+    def over(self) -> bool:
+        """Whether the present run has ended, as far as the store says."""
+        return self.status is not None and self.status.state.ended and self.status.run == self.run
 
 
 class Truth:
@@ -108,8 +115,12 @@ class Truth:
     def excuse(self) -> None:
         """A fault has happened: work since the last checkpoint may be lost."""
         for job in self.jobs.values():
-            job.excuses += 1
             job.fault_at = self._kernel.now
+
+    def _excused(self, job: JobTruth) -> bool:
+        """Whether a fault can have ended the generation that was the last to take a step."""
+        formed = job.mesh.formed_at if job.mesh is not None else 0.0
+        return self.lasting > 0 or job.fault_at >= formed - LATE_SECONDS
 
     # -- replicas
 
@@ -131,8 +142,7 @@ class Truth:
         if len(here) > machine.slots:
             self._kernel.defect(f"{len(here)} replicas on {machine.name}, which has {machine.slots} slots")
         job = self.job(replica.job)
-        ended = job.status is not None and job.status.state.ended
-        if ended and job.status is not None and not self._cut_off(replica):
+        if job.over and job.status is not None and not self._cut_off(replica):
             self._kernel.defect(f"{replica.name} starts though its job has {job.status.state.value}")
 
     def _counts(self, replica: Replica) -> bool:
@@ -177,14 +187,13 @@ class Truth:
                     f"{mesh.label} takes step {step + 1} after generation {job.mesh.generation} has begun to"
                 )
             return False
-        job.mesh = mesh
         lost = job.newest - step
         if lost > 0:
             job.lost_steps += lost
             job.losses += 1
-            if not job.excuses:
+            if not self._excused(job):
                 self._kernel.defect(f"{lost} steps of job {replica.job} are lost, and there was no fault")
-            job.excuses = 0
+        job.mesh = mesh
         return True
 
     def _cut_off(self, replica: Replica) -> bool:
@@ -293,7 +302,9 @@ class Truth:
         if change.value is None or parts[0] != "jobs" or len(parts) != 3:
             return
         try:
-            if parts[2] == "status":
+            if parts[2] == "spec":
+                self._run(self.job(parts[1]), parts[1], decode(JobSpec, change.value, change.key).run)
+            elif parts[2] == "status":
                 self._status(self.job(parts[1]), parts[1], decode(JobStatus, change.value, change.key))
             elif parts[2] == "plan":
                 self._plan(self.job(parts[1]), parts[1], decode(Plan, change.value, change.key))
@@ -317,6 +328,14 @@ class Truth:
         if status.state is JobState.STOPPED:
             self._stopped(job, name, status)
 
+    def _run(self, job: JobTruth, name: str, run: str) -> None:
+        """A run begins: one of a job that was stopped or has failed has all of its restarts again."""
+        if job.run and run != job.run:
+            if job.over and job.status is not None and job.status.state is JobState.DONE:
+                self._kernel.defect(f"job {name} is done, and run {run} begins")
+            job.deaths, job.errors, job.finished = 0, [], False
+        job.run = run
+
     def _fails_again(self, job: JobTruth, name: str, status: JobStatus) -> bool:
         """Whether a job has failed because its script raised the same twice before its first step."""
         last = dict(job.errors[-8:])  # generation → kind
@@ -336,7 +355,7 @@ class Truth:
         if name not in self._world.stops and not all(one.departing for one in agents):
             self._kernel.defect(f"job {name} is stopped, and nobody asked: {status.reason}")
         saved = max((one.step for one in job.checkpoints if not job.chains.get(one.chain)), default=0)
-        if saved < job.newest and not job.excuses and self._world.jobs[name].script.library:
+        if saved < job.newest and not self._excused(job) and self._world.jobs[name].script.library:
             self._kernel.defect(f"job {name} is stopped at step {job.newest}, its checkpoint has {saved}")
 
     def _plan(self, job: JobTruth, name: str, plan: Plan) -> None:
