@@ -1,4 +1,4 @@
-"""From a checked command line to an exit code: start what the agent needs, run it, clean up."""
+"""Run one node's part of a job from a checked command line to an exit code."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ logger = logging.getLogger(__name__)
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# what one machine needs: sizes change within seconds of a reason to
+# seconds between policy rounds of a standalone job
 _STANDALONE_INTERVAL = "3"
 
 
 class LaunchError(RuntimeError):
-    """The run can not start; the message says what to do."""
+    """The run cannot start; the message says what to do."""
 
 
 def launch(options: RunOptions, say: Callable[[str], None]) -> int:
-    """Run this node's part of the job; the exit code. LaunchError when it can not start."""
+    """Run this node's part of the job and return the exit code; LaunchError if it cannot start."""
     with ExitStack() as stack:
         redirects = Streams.parse("--redirects", options.redirects)
         tee = Streams.parse("--tee", options.tee)
@@ -72,7 +72,7 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
         stack.callback(events.close)
         share = SharePath(os.environ, options.job)
         stack.callback(share.close)
-        fork_server = start_fork_server()  # warms up while the rest of us starts
+        fork_server = start_fork_server()  # imports torch while the rest of the agent starts
         stack.callback(fork_server.close)
         access = _store(options, os.environ, stack)
         display = Display.of(options, say)
@@ -93,8 +93,8 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
             note = runtime_file.RuntimeFile(access.endpoint, options.cluster, options.job, os.getpid())
             runtime_file.write(note)
             stack.callback(runtime_file.remove, options.job, os.getpid())
-        # Before anything is leased: while torch's libraries are loaded no other thread of ours runs: on a
-        # busy machine for longer than a lease.
+        # Import torch before a lease is taken: while it is loaded no other thread of this process runs, on a
+        # busy machine for longer than a lease lasts.
         importlib.import_module("adaptdl_elastic.agent.runtime.agent")
         outfit = Outfit(access, Keys(options.cluster), fork_server, output, events, display, share)
         try:
@@ -110,17 +110,18 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
 
 @dataclass(frozen=True)
 class StoreAccess:
-    """A connection to the store, and how a child of ours gets its own."""
+    """A connection to the store, and what a child process needs to open its own."""
 
     endpoint: str
     store: PlanStore
-    confidential: bool  # only who may write it reads it: it may keep a secret
-    environ: Mapping[str, str] = field(repr=False)  # ours, with `ADAPTDL_ETCD_*` as they are for this store
+    confidential: bool  # only users who may write the store can read it, so that it may keep a secret
+    # this process's environment with `ADAPTDL_ETCD_*` for this store
+    environ: Mapping[str, str] = field(repr=False)
 
 
 @dataclass(frozen=True)
 class Outfit:
-    """What an agent works with; `launch` closes it."""
+    """The parts that an agent needs; `launch` closes them."""
 
     access: StoreAccess
     keys: Keys
@@ -132,7 +133,7 @@ class Outfit:
 
 
 def _be_alone(job: str, stack: ExitStack) -> None:
-    """Two runs of one standalone job would write the same checkpoints and answer to the same name."""
+    """Make sure that no other run of this standalone job exists; it would write the same checkpoints."""
     lock = stack.enter_context(runtime_file.locked(job))
     other = runtime_file.find(job)
     if lock and other is None:
@@ -146,17 +147,17 @@ def _be_alone(job: str, stack: ExitStack) -> None:
 
 @dataclass(frozen=True)
 class _Found:
-    """The job as it was joined, and the node as it was registered."""
+    """The job that was joined, and this node's registration."""
 
     spec: JobSpec
     registration: Registration
     identity: interruption.InstanceIdentity | None
     host: str
-    secret: str = field(repr=False)  # of the run
+    secret: str = field(repr=False)  # secret of the run
 
 
 def _store(options: RunOptions, environ: Mapping[str, str], stack: ExitStack) -> StoreAccess:
-    """Connect to the store, or keep one in this process where no endpoint is given."""
+    """Connect to the store; without an endpoint serve one from this process."""
     environ = store_environment(options, environ)
     if options.endpoint is None:
         try:
@@ -179,16 +180,17 @@ def _store(options: RunOptions, environ: Mapping[str, str], stack: ExitStack) ->
 
 
 def _confidential(store: PlanStore, endpoint: str, options: StoreOptions) -> bool:
-    """Whether nobody reads what is in this store but who has the password. v2 lets guests read by default."""
+    """Return whether only users with a password can read this store. (etcd's v2 API lets guests read.)"""
     urls = parse_endpoints(endpoint, options.secure)
     encrypted = all(url.startswith("https://") for url in urls)
     return encrypted and options.user is not None and isinstance(store.driver, EtcdV3Store)
 
 
 def store_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ`, with `ADAPTDL_ETCD_*` as the command line has it, and without where there is no etcd.
+    """Return `environ` with `ADAPTDL_ETCD_*` from the command line, or without them if there is no etcd.
 
-    The coordinator that this agent may come to keep gets it: the process list is everybody's to read.
+    A coordinator started by this agent gets it. Options on its command line would be visible in the process
+    list.
     """
     found = dict(environ)
     given = {
@@ -208,7 +210,7 @@ def store_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[s
 
 
 def check_checkpoint_path(path: str) -> None:
-    """Find out now that nothing can be saved, not after an hour of training."""
+    """Check at the start that checkpoints can be written to `path`."""
     if "://" in path:
         return
     directory = Path(path)
@@ -232,11 +234,11 @@ def _open_event_log(options: RunOptions, say: Callable[[str], None]) -> EventLog
 
 
 def _join(options: RunOptions, outfit: Outfit) -> _Found:
-    """Register this node and join the job, or begin it; LaunchError when that can not be."""
+    """Register this node and join the job, or begin it; LaunchError if that is impossible."""
     host = options.local_addr or "127.0.0.1"
     if not (options.local_addr or options.standalone):
         host = address_towards(parse_endpoints(outfit.access.endpoint))
-    listen(host, options.port_range).close()  # a replica will have to: find out now
+    listen(host, options.port_range).close()  # a replica here will have to listen, so check it now
     try:
         return _take_part(options, host, outfit.access, outfit.keys, outfit.display.say)
     except StorageError as error:
@@ -277,7 +279,7 @@ def _take_part(
 
 
 def _check_secret(spec: JobSpec, common: run_secret.CommonSecret, keys: Keys) -> None:
-    """Refuse to join a run whose replicas would refuse ours."""
+    """Refuse to join a run whose secret is not this node's: its replicas would refuse those of this node."""
     if spec.secret_mark not in ("", common.mark(keys.cluster, spec)):
         raise job_joining.JoinError(
             f"job {spec.job!r} runs with another secret than this node's; {run_secret.REMEDY}"
@@ -307,7 +309,7 @@ def _node_record(
 
 
 def _count_gpus() -> int:
-    # without a CUDA context: NVML's view through the driver's files
+    # from the driver's files, without a CUDA context
     return (
         len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
         if Path("/proc/driver/nvidia/gpus").is_dir()
@@ -316,14 +318,14 @@ def _count_gpus() -> int:
 
 
 def job_spec(options: RunOptions) -> JobSpec:
-    """What the command line says about the job, as a new run."""
+    """Return the job as the command line describes it, as a new run."""
     return JobSpec(
         job=options.job,
         run=f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}",
         command=options.command,
         min_nodes=options.min_nodes,
         max_nodes=options.max_nodes,
-        min_replicas=options.min_nodes,  # what a node takes at least stands in its own registration
+        min_replicas=options.min_nodes,  # the least that a node takes is in its own registration
         min_slots=options.min_slots,
         max_replicas=options.slots if options.max_nodes == 1 else MANY_REPLICAS,
         max_restarts=options.max_restarts,
@@ -341,8 +343,10 @@ def job_spec(options: RunOptions) -> JobSpec:
 
 
 def _digest(options: RunOptions) -> str:
-    """The same for the same script with the same arguments, wherever it lies: jobs that have it in common
-    share their profiles, agents that do not have it are not of one job."""
+    """Return a digest of script and arguments, independent of the directory.
+
+    Jobs with the same digest share their profiles; agents with different ones do not belong to one job.
+    """
     script = Path(options.script)
     name = options.script if options.mode == "module" else script.name
     text = json.dumps([options.mode, name, *options.script_args]).encode()
@@ -352,7 +356,7 @@ def _digest(options: RunOptions) -> str:
 
 
 def _run(options: RunOptions, found: _Found, outfit: Outfit) -> int:
-    """Run the agent until this node's part is over; the exit code."""
+    """Run the agent until this node's part is over; return the exit code."""
     from adaptdl_elastic.agent.runtime.agent import ElasticAgent
     from adaptdl_elastic.agent.terminal.event_recorder import Journal
 
@@ -379,7 +383,8 @@ def _run(options: RunOptions, found: _Found, outfit: Outfit) -> int:
         if watcher is not None:
             watcher.stop()
         try:
-            # before the registration goes: another agent must not put aside what this one is about to note
+            # before the registration is closed: another agent must not move aside what this one is about to
+            # note
             _note_end(options, found.spec, agent.job_ended, outfit.display.say)
         finally:
             found.registration.close()
@@ -395,10 +400,10 @@ def _run(options: RunOptions, found: _Found, outfit: Outfit) -> int:
 def _note_end(
     options: RunOptions, spec: JobSpec, status: JobStatus | None, say: Callable[[str], None]
 ) -> None:
-    """Leave a note beside the checkpoints that the job has ended.
+    """Write a note beside the checkpoints that the job has ended.
 
-    Of a job that is not done only `--once` wants to know. In a cluster the store tells; a standalone job's
-    store ends with it.
+    A job that is not done needs the note only for `--once`. In a cluster the store has that information; the
+    store of a standalone job ends with it.
     """
     if status is not None and (status.state is JobState.DONE or options.standalone):
         ended_run.write_note(spec, status, options.checkpoint_path, say, even_if_empty=options.once)
@@ -453,7 +458,7 @@ def _worker_spec(options: RunOptions) -> WorkerSpec:
 
 
 def _coordinator_command(options: RunOptions, access: StoreAccess) -> CoordinatorCommand:
-    """Of the coordinator that this agent may come to keep."""
+    """Return how to start a coordinator, if this agent comes to run one."""
     arguments = ["--etcd", access.endpoint, "--cluster", options.cluster, "--etcd-api", options.etcd_api]
     if options.standalone:
         arguments += ["--interval", _STANDALONE_INTERVAL]
@@ -461,26 +466,26 @@ def _coordinator_command(options: RunOptions, access: StoreAccess) -> Coordinato
 
 
 def ignore_signals() -> None:
-    """From here on there is nothing left to stop, and the exit code stands.
+    """Ignore signals from now on: nothing is left to stop, and the exit code is final.
 
-    Python gives its handlers back while it ends, and then a late signal would be the process's end.
+    While Python exits it restores the default handlers, by which a late signal would kill the process.
     """
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
 
 
 def start_fork_server() -> ForkServer:
-    """A fork server with this process's environment, but for how to get into the store: no replica has to.
+    """Start a fork server with this environment, without credentials of the store and secrets of other runs.
 
-    Nor does a replica need the secret of other runs: it gets that of its own.
+    A replica gets only the secret of its own run.
     """
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith("ADAPTDL_ETCD_") and k != "ADAPTDL_SECRET"
     }
-    environment.setdefault("OMP_NUM_THREADS", "1")  # no pool of threads before the fork
+    environment.setdefault("OMP_NUM_THREADS", "1")  # no thread pool may exist before the fork
     return ForkServer.start(environment)
 
 
 def complain(text: str) -> None:
-    """One line for the person at the terminal."""
+    """Print one line for the user."""
     print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""The elastic agent: carries out what `decisions` decides, for one node and one job.
+"""The elastic agent: carries out what `core.decisions` decides, for one node and one job.
 
-Derived from torch's SimpleElasticAgent, whose worker group, results and metrics it keeps, and whose
-polling loop and all-or-nothing process context it replaces: every replica has its own handle, and one
-loop waits for messages, ends, the store, signals and timers at once.
+It is derived from torch's SimpleElasticAgent, whose worker group, results and metrics it keeps. It replaces
+the polling loop and the process context that handles all replicas as one: every replica has its own handle,
+and one loop waits for messages, exits, the store, signals and timers.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ from adaptdl_elastic.rendezvous.text import pluralize
 
 logger = logging.getLogger(__name__)
 
-_FLUSH_SECONDS = 10.0  # for the last writes to the store
+_FLUSH_SECONDS = 10.0  # time for the last writes to the store
 
 
 class ElasticAgent(SimpleElasticAgent):
@@ -117,7 +117,7 @@ class ElasticAgent(SimpleElasticAgent):
         self._replicas: dict[int, ReplicaHandle] = {}  # by their number at the fork server
         self._numbers = 0
         self._meeting = GenerationStore(setting.host, setting.ports)
-        self._plan: Plan | None = None  # of the held generation
+        self._plan: Plan | None = None  # plan of the held generation
         log, holder = output.directory / "coordinator.log", Holder(setting.me.node, setting.me.agent)
         self._coordinator = CoordinatorHost(
             holder,
@@ -130,28 +130,29 @@ class ElasticAgent(SimpleElasticAgent):
         )
         self._signals = Count()
         self._checkpoint_asked = 0
-        self._mourned: set[tuple[int, int]] = set()  # (generation, rank) of the dead whom others survive
+        # (generation, rank) of replicas whose death the others survived
+        self._mourned: set[tuple[int, int]] = set()
         self._waiting = PendingNotice()
         self._last_exits: list[tuple[ReplicaHandle, int]] = []
 
     @property
     def post(self) -> Callable[[object], None]:
-        """Hand in an event from any thread."""
+        """Return a function that hands an event to the agent from any thread."""
         return self._loop.post
 
     @property
     def job_done(self) -> bool:
-        """Whether the job itself, not only this node's part in it, came to its end."""
+        """Whether the job itself is done, not only this node's part in it."""
         status = self.state.status
         return self.exit_code == 0 and status is not None and status.state is JobState.DONE
 
     @property
     def job_ended(self) -> JobStatus | None:
-        """How the job itself, not only this node's part in it, has ended; None where it has not."""
+        """The last status of the job if the job itself has ended, else None."""
         status = self.state.status
         return status if status is not None and status.state.ended else None
 
-    # SimpleElasticAgent's methods ---------------------------------------------------------------
+    # Methods of SimpleElasticAgent
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         self._loop.on_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
@@ -195,12 +196,12 @@ class ElasticAgent(SimpleElasticAgent):
         return RunResult(WorkerState.HEALTHY if self._replicas else WorkerState.STOPPED)
 
     def _record_worker_events(self, result: RunResult) -> None:
-        # every event looks this host up in the DNS, which is not to be waited for in vain
+        # every such event looks up this host's name, and DNS may not answer
         if self._worker_group.spec.event_log_handler != "null":
             super()._record_worker_events(result)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Whatever way `run` ends: nothing of ours survives it."""
+        """End all processes and threads of the agent, however `run` ends."""
         self._coordinator.close()
         for watcher in self._watchers:
             watcher.close()
@@ -216,7 +217,7 @@ class ElasticAgent(SimpleElasticAgent):
     def _result(self) -> RunResult:
         return run_result(self.exit_code, self._last_exits, self._worker_group.workers)
 
-    # Events -------------------------------------------------------------------------------------
+    # Events
 
     def _next_time(self) -> float | None:
         times = [decisions.deadline(self.state), *self._looks]
@@ -240,7 +241,7 @@ class ElasticAgent(SimpleElasticAgent):
                 self._on_notice(event)
             case Said(text):
                 self._say(text)
-                self._look_around()  # it may have been the coordinator's last word
+                self._look_around()  # the message may be the last one of a coordinator that has failed
             case Connection(up, why, refused):
                 self._say(str(event))
                 state = "back" if up else "refused" if refused else "away"
@@ -272,7 +273,7 @@ class ElasticAgent(SimpleElasticAgent):
         self._decide(states.Leave(reason, deadline))
 
     def _on_notice(self, notice: Notice) -> None:
-        """The cloud has said something about this machine."""
+        """Handle a notice of the cloud about this machine."""
         if notice.drain:
             self._say(f"this node will be gone: {notice.reason}")
             self._leave(notice.reason, notice.deadline)
@@ -280,7 +281,10 @@ class ElasticAgent(SimpleElasticAgent):
             self._writer.submit(lambda: self._registration.update(at_risk=True))
 
     def _look_around(self) -> None:
-        """What the store asks of this agent beside its plan."""
+        """Handle requests in the store other than the plan.
+
+        Drains, checkpoints, and the coordinator's keys.
+        """
         mirror, me = self._mirror, self._setting.me
         drain = mirror.drain
         if drain is not None and self.state.departure is None:
@@ -297,7 +301,7 @@ class ElasticAgent(SimpleElasticAgent):
             self._say(why)
         self._coordinator.mind(mirror.host, mirror.second, mirror.leader)
 
-    # Actions ------------------------------------------------------------------------------------
+    # Actions
 
     def _act(self, action: states.Action) -> None:
         match action:
@@ -354,7 +358,7 @@ class ElasticAgent(SimpleElasticAgent):
             self._initialize_workers(self._worker_group)
 
     def _say_restart(self, plan: Plan) -> None:
-        """Tell the person at the terminal that a generation starts because the one before was lost."""
+        """Tell the user that a generation starts because the previous one was lost."""
         if plan.transition is not Transition.ABORT or plan.generation <= plan.first:
             return
         saved = self._mirror.checkpoint
@@ -408,7 +412,7 @@ class ElasticAgent(SimpleElasticAgent):
         )
 
     def _tell_plan(self, plan: Plan, master: MasterRecord) -> None:
-        """To every replica of the held generation: who it becomes, and where."""
+        """Tell every replica of the held generation its new rank and the address of the new store."""
         if self._plan is None:
             return
         mine = plan.rank_by_slot(self._setting.me.node)
@@ -441,7 +445,7 @@ class ElasticAgent(SimpleElasticAgent):
         return self.state.departure is not None or ends
 
     def _adopt(self, plan: Plan) -> None:
-        """The replicas have gone over: their handles follow."""
+        """Update the handles of replicas that have switched to a new generation."""
         ranks = plan.rank_by_slot(self._setting.me.node)
         members = [handle for handle in self._replicas.values() if handle.local_rank in ranks]
         for handle in members:
@@ -466,8 +470,8 @@ class ElasticAgent(SimpleElasticAgent):
 
     def _ask_to_stop(self, local_ranks: tuple[int, ...], plain: tuple[int, ...], reason: str) -> None:
         for handle in self._held((*local_ranks, *plain)):
-            handle.send(Stop(reason))  # one that cannot hear it is about to end
-        for handle in self._held(plain):  # after the message, which `channel.say_finished` looks for
+            handle.send(Stop(reason))  # a replica whose channel is closed is about to end
+        for handle in self._held(plain):  # after the message, because `channel.say_finished` looks for it
             self._forks.signal(handle.number, signal.SIGTERM)
 
     def _kill(self, local_ranks: tuple[int, ...], reason: str) -> None:
@@ -476,7 +480,7 @@ class ElasticAgent(SimpleElasticAgent):
             self._forks.signal(handle.number, signal.SIGKILL)
 
     def _mourn(self, generation: int, failure: Failure) -> None:
-        """The death of a replica that the others survive."""
+        """Record and report the death of a replica that the others survive."""
         self._mourned.add((generation, failure.rank))
         self._journal.lost(generation, failure)
         self._say(f"replica {failure.rank} is lost ({failure.message})")
@@ -491,7 +495,7 @@ class ElasticAgent(SimpleElasticAgent):
         if self.state.held is None:
             self._journal.emit("ended", generation=record.generation, outcome=record.outcome.value)
         record = replace(record, last_step=self._journal.last_step, time=time.time())
-        # the last of this node's dead is no failure where those of other nodes live on
+        # the last death on this node is no failure if replicas of other nodes live on
         elsewhere = self._plan is not None and self._plan.nodes > 1
         failure = record.failure
         mourned = failure is not None and (record.generation, failure.rank) in self._mourned
@@ -504,7 +508,7 @@ class ElasticAgent(SimpleElasticAgent):
             self._say(f"{what}: {why}" if why.startswith(name) else f"{what} ({name}): {why}")
         self._books.ended(record)
 
-    # Replicas -----------------------------------------------------------------------------------
+    # Replicas
 
     def _fork_news(self) -> None:
         news = self._forks.receive()
@@ -521,7 +525,7 @@ class ElasticAgent(SimpleElasticAgent):
                 self._exited(handle, item.exit_code, item.signalled, item.time)
 
     def _fork_server_died(self) -> None:
-        """The kernel has killed its replicas with it."""
+        """Start another fork server; the kernel has killed the replicas with the old one."""
         self._say("the fork server died and its replicas with it; starting another")
         self._loop.remove(self._forks)
         self._forks.close()
@@ -542,7 +546,7 @@ class ElasticAgent(SimpleElasticAgent):
     def _exited(
         self, handle: ReplicaHandle, code: int, signalled: bool = True, when: float | None = None
     ) -> None:
-        while select.select([handle], [], [], 0)[0]:  # its last words come before its end
+        while select.select([handle], [], [], 0)[0]:  # read its last messages before its end is handled
             if not self._channel_news(handle):
                 break
         self._loop.remove(handle)
@@ -579,7 +583,7 @@ class ElasticAgent(SimpleElasticAgent):
             case messages.Ready(generation):
                 self._decide(states.ReplicaReady(generation, handle.local_rank))
             case messages.Switched(generation, last_step):
-                # newcomers are of their generation from the start
+                # newcomers belong to their generation from the start
                 handle.switched = self._plan is None or self._plan.generation != generation
                 self._journal.last_step_was(last_step)
                 self._decide(states.ReplicaSwitched(generation, handle.local_rank))
@@ -603,7 +607,8 @@ class ElasticAgent(SimpleElasticAgent):
                 self._heard_saved(handle, message)
 
     def _heard_step(self, handle: ReplicaHandle, step: int, when: float) -> None:
-        if handle.switched and handle.first_step is not None:  # of a generation that is not all there yet
+        # a step of a generation that this agent has not adopted yet
+        if handle.switched and handle.first_step is not None:
             handle.early_step = handle.early_step or (step, when)
             return
         self._journal.step(when)
@@ -617,5 +622,6 @@ class ElasticAgent(SimpleElasticAgent):
 
     def _heard_saved(self, handle: ReplicaHandle, saved: messages.Saved) -> None:
         record = CheckpointRecord(saved.id, saved.path, handle.generation, saved.step, time.time())
-        self._mirror.checkpoint = record  # what comes next on this node must not wait for the store's echo
+        # set at once, so that the next replica on this node does not wait for the watch
+        self._mirror.checkpoint = record
         self._books.checkpoint(record)

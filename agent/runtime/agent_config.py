@@ -1,4 +1,4 @@
-"""What an agent is given when it starts."""
+"""The fixed values that an agent is started with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """What the agent is given; constant."""
+    """The fixed values that an agent is started with."""
 
     me: AgentIdentity
     host: str  # address by which other nodes reach this one

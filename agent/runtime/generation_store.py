@@ -1,7 +1,8 @@
-"""Where the replicas of a generation meet: a TCPStore that the agent of rank 0 keeps.
+"""The TCPStore at which the replicas of a generation meet, served by the agent of rank 0.
 
-Whoever reaches its port reads and writes it: torch asks nobody who they are. So nothing secret is in it,
-and replicas believe only values that one of them has signed (`signed_store` of the library).
+Every process that reaches its port can read and write it, since torch does not authenticate clients. So it
+holds nothing secret, and replicas accept only values that another replica has signed (`signed_store` of the
+library).
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ _JOIN_SECONDS = 30.0
 
 
 class GenerationStore:
-    """Keeps the stores of the newest generations."""
+    """Serves the stores of the newest generations."""
 
     def __init__(self, host: str, ports: tuple[int, int] | None) -> None:
         self._host, self._ports = host, ports
         self._stores: dict[int, tuple[TCPStore, socket.socket]] = {}
 
     def open(self, generation: int) -> MasterRecord:
-        """Keep the store of a generation; NoPortError when nothing is free to listen on."""
+        """Open the store of a generation and return its address; NoPortError if no port is free."""
         sock = listen(self._host, self._ports)
         port = int(sock.getsockname()[1])
         store = TCPStore(
@@ -36,16 +37,17 @@ class GenerationStore:
             timeout=timedelta(seconds=_JOIN_SECONDS),
             master_listen_fd=sock.detach(),
         )
-        kept = reserve(self._host, self._ports)  # for rank 0, which will listen there when it has started
+        # a port for rank 0, which will listen there when it has started
+        kept = reserve(self._host, self._ports)
         self._stores[generation] = store, kept
         return MasterRecord(generation, self._host, port, int(kept.getsockname()[1]))
 
     def forget(self, before: int) -> None:
-        """Close the stores of older generations."""
+        """Close the stores of generations before `before`."""
         for generation in [g for g in self._stores if g < before]:
             _, kept = self._stores.pop(generation)
             kept.close()
 
     def close(self) -> None:
-        """Close them all."""
+        """Close all stores."""
         self.forget(max(self._stores, default=0) + 1)

@@ -1,4 +1,4 @@
-"""What the command line says: torchrun's options and ours, checked before anything is started."""
+"""The command line of `adaptdl-run`: torchrun's options and additional ones, checked before the start."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from adaptdl_elastic.rendezvous.schema.records import HEAVIEST
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, parse_endpoints
 
 PROGRAM = "adaptdl-run"
-MANY_REPLICAS = 65536  # as many as the nodes have room for
-# torchrun's options that have no meaning here, and why
+MANY_REPLICAS = 65536  # stands for "as many replicas as the nodes have slots"
+# torchrun's options that have no effect here, and why
 _NO_MEANING = {
     "rdzv_backend": "plans come from the coordinator, through etcd",
     "rdzv_conf": "torch's rendezvous is not used; --etcd-timeout and --rescale-timeout are what it would set",
@@ -39,7 +39,7 @@ _NO_MEANING = {
     "duplicate_stdout_filters": "lines are not filtered by words; see --tee and --local-ranks-filter",
     "duplicate_stderr_filters": "lines are not filtered by words; see --tee and --local-ranks-filter",
 }
-# torchrun's options of which its own text would not be true here
+# help texts of torchrun's options whose own text would be wrong here
 _HELP = {
     "nnodes": "nodes of the job: N or MIN:MAX (default 1)",
     "nproc_per_node": "replicas on this node: N, or MIN:MAX between which their number is chosen; auto, gpu "
@@ -59,7 +59,7 @@ _HELP = {
 
 
 class OptionError(ValueError):
-    """An option can not be used; the message says what was given and what to write instead."""
+    """An option is invalid; the message says what was given and what to write instead."""
 
 
 @dataclass(frozen=True)
@@ -101,41 +101,41 @@ class RunOptions:
     weight: float
     event_log: Path | None
     plot: Path | None
-    summary: bool | None  # None: when a person is watching
+    summary: bool | None  # None: only on a terminal
     log_dir: Path | None
     redirects: str
     tee: str
     local_ranks_filter: frozenset[int] | None
     role: str
-    threads: int | None  # OMP_NUM_THREADS of a replica, unless the environment says it
+    threads: int | None  # OMP_NUM_THREADS of a replica, unless the environment sets it
     virtual_local_rank: bool
     event_log_handler: str
-    notes: tuple[str, ...] = ()  # one line each, for the person who typed it
+    notes: tuple[str, ...] = ()  # one line each, to print for the user
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What is run, as it is shown to people."""
+        """The command line of the script, for messages."""
         return (self.script, *self.script_args)
 
 
 def parser() -> argparse.ArgumentParser:
-    """torchrun's parser, with our options added."""
+    """Return torchrun's parser with the additional options."""
     made = torchrun_parser()
     made.prog = PROGRAM
     made.usage = f"{PROGRAM} [options] SCRIPT [arguments of the script]"
     made.error = partial(_refuse, made)  # type: ignore[method-assign,assignment]
-    made.allow_abbrev = False  # whether an option that was shortened was given could not be told
+    made.allow_abbrev = False  # otherwise an abbreviated option could not be recognised as given
     made.description = (
         "Run a PyTorch job whose replicas, batch size and learning rate adapt while it runs. "
         "Takes what torchrun takes, and options of its own."
     )
-    made.set_defaults(max_restarts=os.environ.get("PET_MAX_RESTARTS", "3"))  # argparse reads it
+    made.set_defaults(max_restarts=os.environ.get("PET_MAX_RESTARTS", "3"))  # argparse converts it
     _arrange(made)
     return made
 
 
 def _arrange(made: argparse.ArgumentParser) -> None:
-    """The help: our options, then those of torchrun that count, then those that do not."""
+    """Arrange the help: additional options, then torchrun's that have an effect, then its others."""
     theirs = made._optionals
     theirs.title = "options of torchrun"
     ours = made.add_argument_group("options")
@@ -152,7 +152,7 @@ def _arrange(made: argparse.ArgumentParser) -> None:
 
 
 def _refuse(made: argparse.ArgumentParser, message: str) -> None:
-    """argparse prints a screen of usage first; one line with the likely word is easier to read."""
+    """Raise argparse's message as one line that suggests the likely option, without the usage text."""
     known = [name for action in made._actions for name in action.option_strings if name.startswith("--")]
     for word in re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else ():
         close = difflib.get_close_matches(word, known, 1)
@@ -260,7 +260,12 @@ def _add_ours(group: Any) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> RunOptions:
-    """The checked options; OptionError when they can not be used, SystemExit for --help and the unknown."""
+    """Return the checked options.
+
+    Raises:
+        OptionError: an option is invalid.
+        SystemExit: for --help.
+    """
     made = parser()
     args = made.parse_args(arguments)
     typed = list(sys.argv[1:] if arguments is None else arguments)
@@ -269,7 +274,7 @@ def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = o
 
 
 def _given(made: argparse.ArgumentParser, typed: Sequence[str]) -> set[str]:
-    """Which options were typed, by their destination."""
+    """Return the destinations of the options that were given."""
     names = {name: action.dest for action in made._actions for name in action.option_strings}
     return {names[word.partition("=")[0]] for word in typed if word.partition("=")[0] in names}
 
@@ -277,7 +282,7 @@ def _given(made: argparse.ArgumentParser, typed: Sequence[str]) -> set[str]:
 def check(
     args: argparse.Namespace, given: set[str], environ: Mapping[str, str], slots_of: Any = None
 ) -> RunOptions:
-    """Pure apart from looking at the files that are named: a namespace → Options."""
+    """Return the checked options of a namespace. The only I/O is to look at the files that it names."""
     mode = _mode(args)
     job = _job(args)
     min_nodes, max_nodes = parse_range("--nnodes", args.nnodes)
@@ -369,7 +374,7 @@ def _mode(args: argparse.Namespace) -> str:
     script = Path(args.training_script)
     try:
         there = script.exists()
-    except OSError as error:  # below a directory that may not be entered
+    except OSError as error:  # for example below a directory that this user may not enter
         raise OptionError(f"the script {args.training_script!r} can not be read: {error.strerror}") from None
     if not there:
         raise OptionError(f"there is no script {args.training_script!r} in {Path.cwd()}: give its path")
@@ -384,7 +389,7 @@ def _job(args: argparse.Namespace) -> str:
 
 
 def check_option(option: str, name: str) -> str:
-    """A name that can be part of a key in the store."""
+    """Return a name that can be part of a key in the store; OptionError if it cannot."""
     try:
         return check_name(option, name)
     except ValueError as error:
@@ -392,7 +397,7 @@ def check_option(option: str, name: str) -> str:
 
 
 def parse_range(option: str, text: str) -> tuple[int, int]:
-    """`N` or `MIN:MAX` with 1 <= MIN <= MAX."""
+    """Parse `N` or `MIN:MAX` with 1 <= MIN <= MAX."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if match is None:
         raise OptionError(f"{option}={text} is neither a number nor MIN:MAX, as in {option}=1:8")
@@ -408,7 +413,7 @@ _DEVICES = ("auto", "cpu", "gpu", "xpu")
 
 
 def parse_slots(text: str, count: Any) -> tuple[int, int]:
-    """(min_slots, slots): `N` and words such as `gpu` stand for all of them together."""
+    """Return (min_slots, slots); `N` and words such as `gpu` set both."""
     if re.fullmatch(r"[\d:]+", text):
         return parse_range("--nproc-per-node", text)
     low, colon, high = text.partition(":")
@@ -416,11 +421,11 @@ def parse_slots(text: str, count: Any) -> tuple[int, int]:
         slots = count(high)
         return parse_range("--nproc-per-node", f"{low}:{slots}")
     slots = count(text)
-    return parse_range("--nproc-per-node", str(slots))  # torchrun's reading of numbers takes -1, too
+    return parse_range("--nproc-per-node", str(slots))  # torchrun would also accept -1
 
 
 def count_devices(word: str) -> int:
-    """torchrun's `auto`, `cpu`, `gpu`, `xpu`."""
+    """Return the number of devices that torchrun's `auto`, `cpu`, `gpu` or `xpu` stands for."""
     from torch.distributed.run import determine_local_world_size
 
     try:
@@ -431,7 +436,7 @@ def count_devices(word: str) -> int:
 
 
 def parse_ports(text: str) -> tuple[int, int]:
-    """`LOW:HIGH` (or `LOW-HIGH`), inclusive."""
+    """Parse `LOW:HIGH` (or `LOW-HIGH`), both included."""
     match = re.fullmatch(r"(\d+)[:-](\d+)", text)
     if match is None or not 1024 <= int(match[1]) <= int(match[2]) <= 65535:
         raise OptionError(f"--port-range={text} is not LOW:HIGH between 1024 and 65535, as in 29500:29600")
@@ -481,7 +486,7 @@ def _notes(
 ) -> tuple[str, ...]:
     notes = [f"--{n.replace('_', '-')} has no effect: {why}" for n, why in _NO_MEANING.items() if n in given]
     for name, why in _NO_MEANING.items():
-        variable = f"PET_{name.upper()}"  # torchrun reads its options from there, too
+        variable = f"PET_{name.upper()}"  # torchrun reads options from these variables, too
         if name not in given and environ.get(variable):
             notes.append(f"{variable} has no effect: {why}")
     if args.standalone:
