@@ -66,7 +66,7 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
         redirects = Streams.parse("--redirects", options.redirects)
         tee = Streams.parse("--tee", options.tee)
         if options.standalone:
-            _be_alone(options.job, stack)
+            _lock_standalone_job(options.job, stack)
         check_checkpoint_path(options.checkpoint_path)
         events = _open_event_log(options, say)
         stack.callback(events.close)
@@ -96,16 +96,16 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
         # Import torch before a lease is taken: while it is loaded no other thread of this process runs, on a
         # busy machine for longer than a lease lasts.
         importlib.import_module("adaptdl_elastic.agent.runtime.agent")
-        outfit = Outfit(access, Keys(options.cluster), fork_server, output, events, display, share)
+        parts = AgentParts(access, Keys(options.cluster), fork_server, output, events, display, share)
         try:
-            found = _join(options, outfit)
+            found = _join(options, parts)
         except ended_run.JobEndedError as ended:
             events.write(
                 {"time": time.time(), "event": "exit", "exit_code": ended.exit_code, "reason": str(ended)}
             )
             display.say(str(ended))
             return ended.exit_code
-        return _run(options, found, outfit)
+        return _run(options, found, parts)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class StoreAccess:
 
 
 @dataclass(frozen=True)
-class Outfit:
+class AgentParts:
     """The parts that an agent needs; `launch` closes them."""
 
     access: StoreAccess
@@ -132,7 +132,7 @@ class Outfit:
     share: SharePath
 
 
-def _be_alone(job: str, stack: ExitStack) -> None:
+def _lock_standalone_job(job: str, stack: ExitStack) -> None:
     """Make sure that no other run of this standalone job exists; it would write the same checkpoints."""
     lock = stack.enter_context(runtime_file.locked(job))
     other = runtime_file.find(job)
@@ -233,14 +233,14 @@ def _open_event_log(options: RunOptions, say: Callable[[str], None]) -> EventLog
         raise LaunchError(f"--event-log {options.event_log}: {error.strerror}") from None
 
 
-def _join(options: RunOptions, outfit: Outfit) -> _Found:
+def _join(options: RunOptions, parts: AgentParts) -> _Found:
     """Register this node and join the job, or begin it; LaunchError if that is impossible."""
     host = options.local_addr or "127.0.0.1"
     if not (options.local_addr or options.standalone):
-        host = address_towards(parse_endpoints(outfit.access.endpoint))
+        host = address_towards(parse_endpoints(parts.access.endpoint))
     listen(host, options.port_range).close()  # a replica here will have to listen, so check it now
     try:
-        return _take_part(options, host, outfit.access, outfit.keys, outfit.display.say)
+        return _take_part(options, host, parts.access, parts.keys, parts.display.say)
     except StorageError as error:
         raise LaunchError(
             f"the checkpoints in {options.checkpoint_path} cannot be looked at or put aside: {error}; "
@@ -355,22 +355,22 @@ def _digest(options: RunOptions) -> str:
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-def _run(options: RunOptions, found: _Found, outfit: Outfit) -> int:
+def _run(options: RunOptions, found: _Found, parts: AgentParts) -> int:
     """Run the agent until this node's part is over; return the exit code."""
     from adaptdl_elastic.agent.runtime.agent import ElasticAgent
-    from adaptdl_elastic.agent.terminal.event_recorder import Journal
+    from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
 
-    journal = Journal(outfit.events.write)
+    recorder = EventRecorder(parts.events.write)
     agent = ElasticAgent(
         _worker_spec(options),
-        _setting(options, found, outfit),
-        outfit.access.store.of_node(found.registration.record.node),
-        outfit.keys,
+        _agent_config(options, found, parts),
+        parts.access.store.of_node(found.registration.record.node),
+        parts.keys,
         found.registration,
-        outfit.fork_server,
-        outfit.output,
-        journal,
-        outfit.display.say,
+        parts.fork_server,
+        parts.output,
+        recorder,
+        parts.display.say,
         start_fork_server,
     )
     watcher = None
@@ -385,15 +385,15 @@ def _run(options: RunOptions, found: _Found, outfit: Outfit) -> int:
         try:
             # before the registration is closed: another agent must not move aside what this one is about to
             # note
-            _note_end(options, found.spec, agent.job_ended, outfit.display.say)
+            _note_end(options, found.spec, agent.job_ended, parts.display.say)
         finally:
             found.registration.close()
-            outfit.share.close(agent.job_done)
-    output = outfit.output
+            parts.share.close(agent.job_done)
+    output = parts.output
     output.keep = output.keep or agent.exit_code not in (0, STOPPED)
-    journal.flush()
-    journal.emit("exit", exit_code=agent.exit_code, reason=agent.exit_reason)
-    outfit.display.finish(agent.exit_code, agent.exit_reason, output.directory if output.keep else None)
+    recorder.flush()
+    recorder.emit("exit", exit_code=agent.exit_code, reason=agent.exit_reason)
+    parts.display.finish(agent.exit_code, agent.exit_reason, output.directory if output.keep else None)
     return agent.exit_code
 
 
@@ -409,7 +409,7 @@ def _note_end(
         ended_run.write_note(spec, status, options.checkpoint_path, say, even_if_empty=options.once)
 
 
-def _setting(options: RunOptions, found: _Found, outfit: Outfit) -> AgentConfig:
+def _agent_config(options: RunOptions, found: _Found, parts: AgentParts) -> AgentConfig:
     record = found.registration.record
     return AgentConfig(
         me=AgentIdentity(
@@ -430,14 +430,14 @@ def _setting(options: RunOptions, found: _Found, outfit: Outfit) -> AgentConfig:
             checkpoint_path=options.checkpoint_path,
             checkpoint_timeout=options.checkpoint_timeout,
             checkpoint_interval=options.checkpoint_interval,
-            share_path=str(outfit.share.path),
+            share_path=str(parts.share.path),
             max_restarts=options.max_restarts,
             threads=options.threads,
             rescale=options.rescale,
             virtual_local_rank=options.virtual_local_rank,
             secret=found.secret,
         ),
-        coordinator=_coordinator_command(options, outfit.access),
+        coordinator=_coordinator_command(options, parts.access),
         max_restarts=found.spec.max_restarts,
     )
 

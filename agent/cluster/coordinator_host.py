@@ -193,7 +193,7 @@ class CoordinatorHost:
         self._rests_until = float("-inf")
         self.due: float | None = settled  # when to call `update` again even if nothing has changed
 
-    def mind(self, first: str | None, second: str | None, leader: str | None) -> None:
+    def update(self, first: str | None, second: str | None, leader: str | None) -> None:
         """Start, stop or claim according to the holders of the two keys and the leader (None: nobody)."""
         holders = Holder.parse(first), Holder.parse(second)
         if holders[1] == self._me and holders[0] is not None and holders[0].node == self._me.node:

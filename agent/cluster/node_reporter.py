@@ -49,7 +49,7 @@ class NodeReporter:
         )
         self._of_generation("running", record)
 
-    def broken(self, record: PeerLossRecord) -> None:
+    def peer_loss(self, record: PeerLossRecord) -> None:
         """Report that replicas have died and the living ones wait."""
         self._of_generation("broken", replace(record, time=time.time()))
 

@@ -31,7 +31,7 @@ from adaptdl_elastic.rendezvous.store.base import (
 logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 5.0
-LOOK_SECONDS = 5.0  # seconds between two checks whether the store answers, while nothing is written
+CHECK_SECONDS = 5.0  # seconds between two checks whether the store answers, while nothing is written
 _FIRST_RETRY, _LAST_RETRY = 0.05, 1.0  # seconds between two attempts
 Post = Callable[[object], None]
 
@@ -103,7 +103,7 @@ class ConnectionMonitor:
 
 
 @dataclass(frozen=True)
-class Said:
+class UserLine:
     """A line for the user."""
 
     text: str
@@ -191,16 +191,16 @@ class Writer(threading.Thread):
     def run(self) -> None:
         """Make the writes until `close`."""
         while (work := self._queue.get()) is not None:
-            self._insist(work)
+            self._repeat_until_taken(work)
 
-    def _insist(self, work: Callable[[], None]) -> None:
+    def _repeat_until_taken(self, work: Callable[[], None]) -> None:
         delay = _FIRST_RETRY
         while True:
             try:
                 work()
             except StoreRefusedError as error:
                 logger.warning("a write to the store was given up: %s", error)
-                self._post(Said(f"something can not be written to the store and is left out: {error}"))
+                self._post(UserLine(f"something can not be written to the store and is left out: {error}"))
                 return
             except NameTakenError as error:
                 logger.warning("%s", error)  # the watch of the nodes tells the agent about it
@@ -305,17 +305,17 @@ class Registration:
 
     def _keep(self) -> None:
         """Register again whenever the lease was lost because the store was away for too long."""
-        wait = LOOK_SECONDS
+        wait = CHECK_SECONDS
         while not self._closing.is_set():
             lease = self._lease
             if lease is not None and not lease.lost.wait(wait):
-                wait = LOOK_SECONDS if self._look() else _LAST_RETRY
+                wait = CHECK_SECONDS if self._check_store() else _LAST_RETRY
                 continue
             if self._closing.is_set():
                 return
-            self._come_back()
+            self._register_again()
 
-    def _look(self) -> bool:
+    def _check_store(self) -> bool:
         """Check whether the store answers this agent."""
         try:
             self._store.get(self.key)
@@ -329,7 +329,7 @@ class Registration:
         if self.monitor is not None:
             self.monitor.note("registration", now)
 
-    def _come_back(self) -> None:
+    def _register_again(self) -> None:
         fresh: Lease | None = None
         try:
             fresh = self._store.lease(self._ttl)

@@ -47,7 +47,7 @@ class StoreView:
         keys = self._keys
         return keys.job(self._job), keys.nodes, f"{keys.root}coordinator/", keys.drain(self._node)
 
-    def learn(self, news: Keyspace | KeyChanged) -> Iterator[states.Event]:
+    def apply(self, news: Keyspace | KeyChanged) -> Iterator[states.Event]:
         """Apply a change to the view; yield the events that the agent's decisions need."""
         if isinstance(news, KeyChanged):
             yield from self._set(news.key, news.value)

@@ -40,11 +40,11 @@ from adaptdl_elastic.agent.core.states import (
     Phase,
     PlanSeen,
     Replica,
-    ReplicaBroken,
+    ReplicaEpochsFinished,
     ReplicaExited,
     ReplicaFinished,
     ReplicaHello,
-    ReplicaOver,
+    ReplicaLostPeer,
     ReplicaPong,
     ReplicaReady,
     ReplicaResilient,
@@ -60,9 +60,9 @@ from adaptdl_elastic.agent.core.states import (
     StoreBack,
     Tick,
     Unfit,
-    WriteBroken,
     WriteDraining,
     WriteEnded,
+    WritePeerLoss,
     WriteRunning,
     failure_of,
 )
@@ -105,7 +105,7 @@ def deadline(state: State) -> float | None:
     times = []
     held = state.held
     if held is None and state.away is not None and state.outcome is not None:
-        times.append(_lonely_until(state, state.away))
+        times.append(_give_up_at(state, state.away))
     if held is None and state.departure is not None:
         times.append(state.outcome_at + OWN_STOP_AFTER)
     if held is not None and held.until is not None:
@@ -115,7 +115,7 @@ def deadline(state: State) -> float | None:
             times.append(held.change.until)
         if held.join_by is not None:
             times.append(held.join_by)
-        if state.departure is not None and not _goes_along(state, held):
+        if state.departure is not None and not _follows_newer_plan(state, held):
             times.append(max(state.departure.since, held.since) + OWN_STOP_AFTER)
         times += hang_detection.due(state, held)
     return min(times, default=None)
@@ -210,21 +210,23 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
     if isinstance(event, (ReplicaReady, ReplicaSwitched)):
         return replace(state, held=inplace_change.learn(held, event, now)), []
     if isinstance(event, ReplicaResilient):
-        return peer_loss.resilient(state, held, event.local_rank)
-    if isinstance(event, ReplicaOver):
-        return replace(state, held=peer_loss.said(held, event.local_rank, over=event.over)), []
+        return peer_loss.record_resilient(state, held, event.local_rank)
+    if isinstance(event, ReplicaEpochsFinished):
+        return replace(
+            state, held=peer_loss.record_report(held, event.local_rank, epochs_finished=event.over)
+        ), []
     if isinstance(event, ReplicaFinished):
-        return replace(state, held=peer_loss.said(held, event.local_rank, finished=True)), []
+        return replace(state, held=peer_loss.record_report(held, event.local_rank, finished=True)), []
     if isinstance(event, ReplicaStopping):
-        return replace(state, held=peer_loss.said(held, event.local_rank, stopping=True)), []
-    if isinstance(event, ReplicaBroken):
-        return peer_loss.hear(state, held, event, now)
+        return replace(state, held=peer_loss.record_report(held, event.local_rank, stopping=True)), []
+    if isinstance(event, ReplicaLostPeer):
+        return peer_loss.handle_report(state, held, event, now)
     if isinstance(event, ReplicaExited) and any(
         r.hanging for r in held.replicas if r.local_rank == event.local_rank
     ):
-        event = replace(event, message=hang_detection.told(state))
+        event = replace(event, message=hang_detection.hang_message(state))
     if isinstance(event, ReplicaExited) and peer_loss.survived(held, event):
-        return peer_loss.lose(state, held, event, now)
+        return peer_loss.record_death(state, held, event, now)
     if getattr(event, "generation", None) != held.generation:
         newcomer = isinstance(event, ReplicaExited)
         return (replace(state, held=inplace_change.learn(held, event, now)) if newcomer else state), []  # type: ignore[arg-type]
@@ -252,7 +254,7 @@ def _learn_exit(held: LocalGeneration, event: ReplicaExited) -> LocalGeneration:
     replica = next((r for r in held.replicas if r.local_rank == local_rank), None)
     # other replicas died in the new generation before this one had joined (`adopt_after_peer_loss`)
     if replica is None:
-        return peer_loss.stray_ended(held, local_rank, code)
+        return peer_loss.orphan_ended(held, local_rank, code)
     if replica.exit_code is not None:
         return held
     stopped = _was_stopped(replica, event)
@@ -301,7 +303,7 @@ def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
     plan, status = state.plan, state.status
     if status is not None and status.state.ended:
         return _exit(state, status.process_exit_code, _reason_of(status))
-    if state.away is not None and state.outcome is not None and now >= _lonely_until(state, state.away):
+    if state.away is not None and state.outcome is not None and now >= _give_up_at(state, state.away):
         code = {Outcome.DONE: 0, Outcome.STOPPED: STOPPED}.get(state.outcome, 1)
         what = "has refused us" if state.refused else "has been away"
         why = f"the store {what} for {PATIENCE:g} s: nobody says what became of the job"
@@ -338,10 +340,10 @@ def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
 def _answer_for_the_dead(state: State, plan: Plan) -> tuple[State, list[Action]]:
     me = state.me
     state, answer = _answer(state, plan.generation, Outcome.ABORTED)
-    return state, [WriteBroken(PeerLossRecord(me.node, plan.generation, plan.slots(me.node))), answer]
+    return state, [WritePeerLoss(PeerLossRecord(me.node, plan.generation, plan.slots(me.node))), answer]
 
 
-def _lonely_until(state: State, away: float) -> float:
+def _give_up_at(state: State, away: float) -> float:
     return max(away, state.outcome_at) + PATIENCE
 
 
@@ -373,11 +375,11 @@ def _reconcile_held(state: State, held: LocalGeneration, now: float) -> tuple[St
         if step is not None:
             return step
         plan = state.plan
-        if plan is not None and _goes_along(state, held):
+        if plan is not None and _follows_newer_plan(state, held):
             if held.change is not None and held.change.plan is plan:
                 return state, []
             recovers = plan.transition is Transition.RECOVER
-            return (_recover if recovers else _go_over)(state, held, plan, now)
+            return (_recover if recovers else _begin_inplace)(state, held, plan, now)
         why = _why_stop(state, held, now)
         if why is not None:
             held = replace(held, phase=Phase.STOPPING, until=now + state.me.checkpoint_timeout)
@@ -389,7 +391,7 @@ def _reconcile_held(state: State, held: LocalGeneration, now: float) -> tuple[St
     return state, []
 
 
-def _goes_along(state: State, held: LocalGeneration) -> bool:
+def _follows_newer_plan(state: State, held: LocalGeneration) -> bool:
     """Return whether the held replicas follow a newer plan without leaving their processes.
 
     Meanwhile nothing else stops them, so the time limit of a departing node does not apply.
@@ -404,9 +406,9 @@ def _goes_along(state: State, held: LocalGeneration) -> bool:
     return held.change is None and inplace_change.possible(held, plan)
 
 
-def _go_over(state: State, held: LocalGeneration, plan: Plan, now: float) -> tuple[State, list[Action]]:
+def _begin_inplace(state: State, held: LocalGeneration, plan: Plan, now: float) -> tuple[State, list[Action]]:
     """Begin a change in place once the address of the new generation's store is known."""
-    if held.stray and any(r.exit_code is None for r in held.stray):
+    if held.orphans and any(r.exit_code is None for r in held.orphans):
         return state, []  # orphans still use their slots
     if state.master is None or state.master.generation != plan.generation:
         return _open_master(state, plan)
@@ -420,7 +422,7 @@ def _recover(state: State, held: LocalGeneration, plan: Plan, now: float) -> tup
         return _open_master(state, plan)
     # some replicas have already switched to the planned change
     if held.change is not None and not held.recovering:
-        state, held, actions = peer_loss.enter_in_haste(state, held, held.change, now)
+        state, held, actions = peer_loss.adopt_after_peer_loss(state, held, held.change, now)
         return state, actions
     return peer_loss.begin(state, held, plan, master)
 

@@ -36,17 +36,17 @@ def due(state: State, held: LocalGeneration) -> list[float]:
     times = [
         half + (r.heard if r.pinged is None else r.pinged) for r in _watched(held) if r.heard is not None
     ]
-    if state.me.hang_timeout and held.broken < held.generation and not held.recovering:
+    if state.me.hang_timeout and held.loss_reported < held.generation and not held.recovering:
         patience = state.me.hang_timeout + MOMENT
         times += [
             r.stepped + patience
             for r in _watched(held)
-            if r.stepped is not None and r.pinged is None and not r.over
+            if r.stepped is not None and r.pinged is None and not r.epochs_finished
         ]
     return times
 
 
-def told(state: State) -> str:
+def hang_message(state: State) -> str:
     """Return the message about a replica that was killed because it hangs."""
     return f"does not answer for {limit(state):g} s: it hangs, or is stopped (--hang-timeout)"
 
@@ -59,7 +59,7 @@ def watch(state: State, held: LocalGeneration, now: float) -> Step | None:
     silent = [r for r in _watched(held) if r.heard is not None and now >= r.heard + half]
     for replica in silent:
         if replica.pinged is not None and now >= replica.pinged + half:
-            why = told(state)
+            why = hang_message(state)
             held = _mark(held, replica, hanging=True)
             action = Kill((replica.local_rank,), why)
             return replace(state, held=held), [Say(f"replica {replica.rank} {why}"), action]
@@ -69,10 +69,10 @@ def watch(state: State, held: LocalGeneration, now: float) -> Step | None:
             held = _mark(held, replica, pinged=now)
         return replace(state, held=held), [Ping(tuple(r.local_rank for r in asked))]
     patience = (state.me.hang_timeout or 0.0) + MOMENT
-    if not state.me.hang_timeout or held.broken >= held.generation or held.recovering:
+    if not state.me.hang_timeout or held.loss_reported >= held.generation or held.recovering:
         return None
     for replica in _watched(held):
-        if replica.stepped is None or replica.pinged is not None or replica.over:
+        if replica.stepped is None or replica.pinged is not None or replica.epochs_finished:
             continue
         if replica.heard == replica.stepped:
             continue  # it is unknown whether it answers: this agent itself may have been stopped for a while

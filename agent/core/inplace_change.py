@@ -167,7 +167,7 @@ def _learn_end(held: LocalGeneration, event: ReplicaExited) -> LocalGeneration:
 
     change = held.change
     if change is None or event.generation != change.plan.generation:
-        return replace(held, stray=ended(held.stray))
+        return replace(held, orphans=ended(held.orphans))
     held = replace(held, change=replace(change, newcomers=ended(change.newcomers)))
     if change.switched and event.exit_code != 0 and held.failure is None and held.phase is Phase.RUNNING:
         rank = next((r.rank for r in change.newcomers if r.local_rank == event.local_rank), -1)
@@ -184,7 +184,7 @@ def reconcile(state: State, held: LocalGeneration, now: float) -> Step | None:
         return None
     if held.recovering:
         return _adopt(state, held, change, now)
-    if held.broken >= held.generation and not change.switched:
+    if held.loss_reported >= held.generation and not change.switched:
         return withdraw(state, held, "a replica was lost")
     if all(r.exit_code is not None for r in held.replicas) and any(
         r.exit_code is None for r in change.newcomers
@@ -220,7 +220,7 @@ def _adopt(state: State, held: LocalGeneration, change: StateChange, now: float)
         return None
     if any(r.exit_code is None for r in held.replicas if r.local_rank not in slots):
         return None  # leavers
-    state, _, actions = peer_loss.enter(state, held, change, now)
+    state, _, actions = peer_loss.adopt(state, held, change, now)
     return state, actions
 
 
@@ -232,9 +232,9 @@ def _never_switching(held: LocalGeneration, change: StateChange, first: int | No
         change: the change under way.
         first: the slot of the new rank 0 if it is on this node, else None.
     """
-    if not held.recovering or held.broken >= held.generation:
+    if not held.recovering or held.loss_reported >= held.generation:
         return set()  # a replica here waits for the others to form the new generation
-    over = {r.local_rank for r in held.replicas if r.over and r.exit_code is None}
+    over = {r.local_rank for r in held.replicas if r.epochs_finished and r.exit_code is None}
     new = next((r for r in held.replicas if r.local_rank == first), None)
     return over if new is None or new.rank == 0 else set()
 
@@ -250,7 +250,7 @@ def withdraw(state: State, held: LocalGeneration, why: str) -> Step:
     alive = tuple(r.local_rank for r in change.newcomers if r.exit_code is None)
     state = replace(
         state,
-        held=replace(held, change=None, withdrawn=plan.generation, stray=change.newcomers),
+        held=replace(held, change=None, withdrawn=plan.generation, orphans=change.newcomers),
         acted=max(state.acted, plan.generation),
         ended={**state.ended, (plan.generation, node): outcome},
     )

@@ -4,10 +4,10 @@ A replica killed by a signal while the others are *resilient* (they reported it)
 killed; `broken` tells the coordinator which slots are dead. The coordinator answers with a plan with
 transition RECOVER that names the survivors::
 
- a replica dies, or the living report a lost peer ─► WriteBroken(g)    they wait in their processes
+ a replica dies, or the living report a lost peer ─► WritePeerLoss(g)    they wait in their processes
  plan G (recover) ─► TellPlan to the living: the new rank of each, or to leave
      ─► all of G here switched: Adopt, WriteEnded(g), WriteRunning(G)
- another death before that ─► WriteBroken(G), and the next plan follows
+ another death before that ─► WritePeerLoss(G), and the next plan follows
 
 Such a plan cannot be withdrawn: another one follows it, or an abort.
 
@@ -31,13 +31,13 @@ from adaptdl_elastic.agent.core.states import (
     Lost,
     Phase,
     Replica,
-    ReplicaBroken,
     ReplicaExited,
+    ReplicaLostPeer,
     State,
     StateChange,
     TellPlan,
-    WriteBroken,
     WriteEnded,
+    WritePeerLoss,
     WriteRunning,
 )
 from adaptdl_elastic.rendezvous.schema.records import (
@@ -53,17 +53,17 @@ from adaptdl_elastic.rendezvous.schema.records import (
 Step = tuple[State, list[Action]]
 
 
-def resilient(state: State, held: LocalGeneration, local_rank: int) -> Step:
+def record_resilient(state: State, held: LocalGeneration, local_rank: int) -> Step:
     """Record that a replica survives the death of others, from now on."""
     known = all(r.resilient for r in held.replicas)
-    held = said(held, local_rank, resilient=True)
+    held = record_report(held, local_rank, resilient=True)
     state = replace(state, held=held)
     if known or held.joining or not all(r.resilient for r in held.replicas):
         return state, []
     return state, [WriteRunning(held.generation, library=True, resilient=True)]
 
 
-def said(held: LocalGeneration, local_rank: int, **fields: Any) -> LocalGeneration:
+def record_report(held: LocalGeneration, local_rank: int, **fields: Any) -> LocalGeneration:
     """Record fields that a replica reported about itself; it may be a newcomer that has not joined yet."""
 
     def heard(replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
@@ -90,16 +90,16 @@ def survived(held: LocalGeneration, event: ReplicaExited) -> bool:
     others = [r for r in held.replicas if r.exit_code is None and r is not replica]
     if not all(r.resilient for r in others or [replica]):
         # the others could not form the new generation, and this replica had not joined it yet
-        return held.broken >= held.generation and not replica.resilient and event.exit_code != 0
+        return held.loss_reported >= held.generation and not replica.resilient and event.exit_code != 0
     return event.exit_code < 0
 
 
-def lose(state: State, held: LocalGeneration, event: ReplicaExited, now: float) -> Step:
+def record_death(state: State, held: LocalGeneration, event: ReplicaExited, now: float) -> Step:
     """Record such a death, and report it to the coordinator if necessary."""
     actions: list[Action] = []
-    if _entered(held) and held.change is not None:
-        state, held, actions = enter_in_haste(state, held, held.change, now)
-    slot, held = event.local_rank, stray_ended(held, event.local_rank, event.exit_code)
+    if _has_switched(held) and held.change is not None:
+        state, held, actions = adopt_after_peer_loss(state, held, held.change, now)
+    slot, held = event.local_rank, orphan_ended(held, event.local_rank, event.exit_code)
     members = (*held.replicas, *held.lost)
     dead = next((r for r in members if r.local_rank == slot), None)
     if dead is None:  # a replica that was about to leave
@@ -108,21 +108,23 @@ def lose(state: State, held: LocalGeneration, event: ReplicaExited, now: float) 
     left = tuple(r for r in held.replicas if r.local_rank != slot)
     held = replace(held, replicas=left, lost=(*(r for r in held.lost if r.local_rank != slot), dead))
     state = replace(state, held=held)
-    generation = _books(held)
+    generation = _loss_generation(held)
     if any(r.exit_code is None for r in left) or (state.plan is not None and state.plan.nodes > 1):
         actions.append(Lost(generation, _failure(dead)))
-    if not missed(held) and held.broken < generation:
+    if not missed(held) and held.loss_reported < generation:
         # report only if the living replicas have reported that they need another generation
         return state, actions
-    state, more = say_broken(state, held, again=True)
+    state, more = report_peer_loss(state, held, again=True)
     return state, [*actions, *more]
 
 
-def stray_ended(held: LocalGeneration, local_rank: int, exit_code: int) -> LocalGeneration:
+def orphan_ended(held: LocalGeneration, local_rank: int, exit_code: int) -> LocalGeneration:
     """Record the end of an orphan, which frees its slot."""
     return replace(
         held,
-        stray=tuple(replace(r, exit_code=exit_code) if r.local_rank == local_rank else r for r in held.stray),
+        orphans=tuple(
+            replace(r, exit_code=exit_code) if r.local_rank == local_rank else r for r in held.orphans
+        ),
     )
 
 
@@ -131,27 +133,27 @@ def missed(held: LocalGeneration) -> tuple[Replica, ...]:
 
     After the last epoch the others end without them. But no other replica does what rank 0 had still to do.
     """
-    return tuple(r for r in held.lost if not r.over or r.rank == 0)
+    return tuple(r for r in held.lost if not r.epochs_finished or r.rank == 0)
 
 
-def hear(state: State, held: LocalGeneration, event: ReplicaBroken, now: float) -> Step:
+def handle_report(state: State, held: LocalGeneration, event: ReplicaLostPeer, now: float) -> Step:
     """Handle a replica's report that others are gone."""
     change, actions = held.change, list[Action]()
     if held.phase is not Phase.RUNNING or held.failure is not None or held.joining:
         return state, []
     over = change is not None and (change.switched or event.generation == change.plan.generation)
     if change is not None and over and not held.recovering:  # the replica had reached the new generation
-        state, held, actions = enter_in_haste(state, held, change, now)
-    elif event.generation < _books(held):
+        state, held, actions = adopt_after_peer_loss(state, held, change, now)
+    elif event.generation < _loss_generation(held):
         return state, []
-    state, more = say_broken(state, held)
+    state, more = report_peer_loss(state, held)
     return state, [*actions, *more]
 
 
-def say_broken(state: State, held: LocalGeneration, again: bool = False) -> Step:
+def report_peer_loss(state: State, held: LocalGeneration, again: bool = False) -> Step:
     """Report once that the generation has lost replicas; with `again`, report further deaths."""
-    generation = _books(held)
-    if held.broken >= generation and not again:
+    generation = _loss_generation(held)
+    if held.loss_reported >= generation and not again:
         return state, []
     slots = {r.local_rank for r in held.lost}
     if held.change is not None and held.recovering:  # every slot of the plan that is not alive
@@ -159,7 +161,7 @@ def say_broken(state: State, held: LocalGeneration, again: bool = False) -> Step
         slots -= {r.local_rank for r in held.replicas if r.exit_code is None}
     first = next((_failure(r) for r in held.lost if r.local_rank in slots), None)
     record = PeerLossRecord(state.me.node, generation, tuple(sorted(slots)), first)
-    return replace(state, held=replace(held, broken=generation)), [WriteBroken(record)]
+    return replace(state, held=replace(held, loss_reported=generation)), [WritePeerLoss(record)]
 
 
 def possible(held: LocalGeneration, plan: Plan) -> bool:
@@ -185,12 +187,12 @@ def begin(state: State, held: LocalGeneration, plan: Plan, master: MasterRecord)
     held = replace(held, change=StateChange(plan, (), float("inf"), announced=True))
     state = replace(state, held=held, acted=max(state.acted, plan.generation))
     if not set(slots) <= {r.local_rank for r in held.replicas if r.exit_code is None}:
-        state, more = say_broken(state, held)
+        state, more = report_peer_loss(state, held)
         actions += more
     return state, actions
 
 
-def enter(
+def adopt(
     state: State, held: LocalGeneration, change: StateChange, now: float
 ) -> tuple[State, LocalGeneration, list[Action]]:
     """Make the new generation the held one; replicas that are not in it become orphans."""
@@ -204,9 +206,9 @@ def enter(
         if slot in have
     )
     leavers = (r for r in held.replicas if r.local_rank not in plan.slots(node))
-    stray = tuple(r for r in (*held.stray, *leavers) if r.exit_code is None)
+    orphans = tuple(r for r in (*held.orphans, *leavers) if r.exit_code is None)
     before = held.generation
-    held = LocalGeneration(plan.generation, members, plain=False, stray=stray, since=now)
+    held = LocalGeneration(plan.generation, members, plain=False, orphans=orphans, since=now)
     state = replace(
         state,
         held=held,
@@ -218,11 +220,11 @@ def enter(
     return state, held, [Adopt(plan), WriteEnded(record), running]
 
 
-def enter_in_haste(
+def adopt_after_peer_loss(
     state: State, held: LocalGeneration, change: StateChange, now: float
 ) -> tuple[State, LocalGeneration, list[Action]]:
     """Do the same after a death during the change: newcomers that had not joined are dropped."""
-    state, held, actions = enter(state, held, change, now)
+    state, held, actions = adopt(state, held, change, now)
     late = tuple(
         replace(r, exit_code=-9, message="was not in it yet") if r.exit_code is None else r
         for r in held.replicas
@@ -236,19 +238,19 @@ def enter_in_haste(
         held,
         replicas=tuple(r for r in held.replicas if r.local_rank not in slots),
         lost=(*held.lost, *late),
-        stray=(*held.stray, *(r for r in held.replicas if r.local_rank in living)),
+        orphans=(*held.orphans, *(r for r in held.replicas if r.local_rank in living)),
     )
     if living:
         actions.append(Kill(living, "somebody died while they joined"))
     return replace(state, held=held), held, actions
 
 
-def _entered(held: LocalGeneration) -> bool:
+def _has_switched(held: LocalGeneration) -> bool:
     """Return whether a replica here has switched to the generation of a planned change."""
     return held.change is not None and bool(held.change.switched) and not held.recovering
 
 
-def _books(held: LocalGeneration) -> int:
+def _loss_generation(held: LocalGeneration) -> int:
     """Return the generation to which a death belongs."""
     if held.change is not None and held.recovering:
         return held.change.plan.generation

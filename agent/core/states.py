@@ -49,7 +49,7 @@ class Replica:
     pid: int | None = None
     library: bool = False  # it has said hello, so it is stopped by a message
     resilient: bool = False  # it survives the death of others
-    over: bool = False  # it has finished all epochs and runs to the script's end
+    epochs_finished: bool = False  # it has finished all epochs and runs to the script's end
     signalled: bool = False  # it was sent SIGTERM
     finished: bool = False  # its script had ended before any SIGTERM could reach it
     stopping: bool = False  # it has saved on request and leaves the script with SystemExit(143)
@@ -100,12 +100,12 @@ class LocalGeneration:
     plain: bool = True  # no replica has said hello
     change: StateChange | None = None
     withdrawn: int = -1  # generation of a change in place that was given up
-    stray: tuple[Replica, ...] = ()  # processes outside of any generation that are on their way out
+    orphans: tuple[Replica, ...] = ()  # processes outside of any generation that are on their way out
     joining: bool = False  # newcomers only: they get ready to join replicas of other nodes
     join_by: float | None = None
     since: float = 0.0  # monotonic time when it became the held generation
     lost: tuple[Replica, ...] = ()  # replicas that died while the others live on
-    broken: int = -1  # newest generation whose loss of replicas was reported
+    loss_reported: int = -1  # newest generation whose loss of replicas was reported
 
     @property
     def recovering(self) -> bool:
@@ -116,7 +116,7 @@ class LocalGeneration:
     def alive(self) -> tuple[Replica, ...]:
         """The replicas that have not exited, newcomers and orphans included."""
         newcomers = self.change.newcomers if self.change is not None else ()
-        return tuple(r for r in (*self.replicas, *newcomers, *self.stray) if r.exit_code is None)
+        return tuple(r for r in (*self.replicas, *newcomers, *self.orphans) if r.exit_code is None)
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class ReplicaResilient:
 
 
 @dataclass(frozen=True)
-class ReplicaOver:
+class ReplicaEpochsFinished:
     """All replicas have finished all epochs (`over`), or begin more epochs."""
 
     local_rank: int
@@ -275,7 +275,7 @@ class ReplicaStopping:
 
 
 @dataclass(frozen=True)
-class ReplicaBroken:
+class ReplicaLostPeer:
     """A replica has noticed that others of that generation are gone, and waits for another plan."""
 
     generation: int
@@ -358,10 +358,10 @@ Event = (
     | ReplicaReady
     | ReplicaSwitched
     | ReplicaResilient
-    | ReplicaOver
+    | ReplicaEpochsFinished
     | ReplicaFinished
     | ReplicaStopping
-    | ReplicaBroken
+    | ReplicaLostPeer
     | ReplicaPong
     | ReplicaExited
     | Leave
@@ -456,7 +456,7 @@ class WriteRunning:
 
 
 @dataclass(frozen=True)
-class WriteBroken:
+class WritePeerLoss:
     """Report the dead of this node, and that the living wait to go on without them."""
 
     record: PeerLossRecord
@@ -511,7 +511,7 @@ Action = (
     | Kill
     | WriteReady
     | WriteRunning
-    | WriteBroken
+    | WritePeerLoss
     | Lost
     | WriteEnded
     | WriteDraining

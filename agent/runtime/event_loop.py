@@ -24,13 +24,13 @@ class Signalled:
     number: int
 
 
-class Count:
+class StopRequests:
     """Counts requests to stop, without counting a signal twice that was delivered twice."""
 
     def __init__(self) -> None:
         self._times, self._last = 0, 0.0
 
-    def up(self, now: float) -> int:
+    def count(self, now: float) -> int:
         """Return the number of this request; 0: the previous one was delivered twice. `now` is monotonic."""
         if self._times == 1 and now - self._last < _DOUBLE_DELIVERY:
             return 0

@@ -17,7 +17,7 @@ PLAIN_AFTER = 30.0  # seconds without a hello after which a script is taken for 
 
 
 @dataclass
-class _Begun:
+class _UnwrittenGeneration:
     """A generation whose event has not been written yet."""
 
     plan: Plan
@@ -27,15 +27,15 @@ class _Begun:
 
 
 @dataclass
-class Journal:
+class EventRecorder:
     """Writes the events of this node; writes each generation once."""
 
     write: Callable[[Event], None]
     wall: Callable[[], float] = time.time
-    _begun: _Begun | None = None
-    _knows: bool = False  # whether a replica has ever said hello, so the script uses the library
+    _unwritten: _UnwrittenGeneration | None = None
+    _uses_library: bool = False  # whether a replica has ever said hello, so the script uses the library
     _last_step: float | None = None
-    _holds: bool = False  # whether a generation has begun here and not ended
+    _running: bool = False  # whether a generation has unwritten here and not ended
     _sampled: float = 0.0  # wall clock of the last `goodput` event
     _opened: float = field(init=False)
 
@@ -56,23 +56,25 @@ class Journal:
         """
         self.flush()
         # newcomers do not know the last step of replicas that still train; those report the pause
-        joins = plan.transition is Transition.INPLACE and not self._holds
+        joins = plan.transition is Transition.INPLACE and not self._running
         known = [t for t in (self._last_step, last_step) if t is not None and not joins]
-        self._holds = True
-        self._begun = _Begun(plan, self.wall(), max(known, default=None), self._knows)
+        self._running = True
+        self._unwritten = _UnwrittenGeneration(
+            plan, self.wall(), max(known, default=None), self._uses_library
+        )
         self.emit("started", generation=plan.generation, pids={str(rank): pid for rank, pid in pids.items()})
 
     def hello(self) -> None:
         """Record that a replica uses the library: the generation begins with its first step."""
-        self._knows = True
-        if self._begun is not None:
-            self._begun.library = True
+        self._uses_library = True
+        if self._unwritten is not None:
+            self._unwritten.library = True
 
     def step(self, when: float) -> None:
         """Record the end of a step."""
         self._last_step = max(when, self._last_step or when)
-        if self._begun is not None:
-            self._write_generation(self._begun, when)
+        if self._unwritten is not None:
+            self._write_generation(self._unwritten, when)
 
     def last_step_was(self, when: float | None) -> None:
         """Record the last step before a change, as a replica reports it, since not every step is reported."""
@@ -81,21 +83,23 @@ class Journal:
 
     def flush(self) -> None:
         """Write what is known of the present generation, because it ends or reports nothing for long."""
-        if self._begun is not None:
-            self._write_generation(self._begun, None if self._begun.library else self._begun.started)
+        if self._unwritten is not None:
+            self._write_generation(
+                self._unwritten, None if self._unwritten.library else self._unwritten.started
+            )
 
     def ended(self) -> None:
         """Record the end of the generation; without the library it is also the end of its last step."""
-        begun = self._begun
-        self._holds = False
+        unwritten = self._unwritten
+        self._running = False
         self.flush()
-        if self._last_step is None or (begun is not None and not begun.library):
+        if self._last_step is None or (unwritten is not None and not unwritten.library):
             self._last_step = self.wall()
 
     def due(self) -> float | None:
         """Return the wall-clock time at which `flush` is due, or None."""
-        begun = self._begun
-        return None if begun is None or begun.library else begun.started + PLAIN_AFTER
+        unwritten = self._unwritten
+        return None if unwritten is None or unwritten.library else unwritten.started + PLAIN_AFTER
 
     @property
     def last_step(self) -> float | None:
@@ -131,12 +135,12 @@ class Journal:
             message=failure.message,
         )
 
-    def _write_generation(self, begun: _Begun, first_step: float | None) -> None:
-        self._begun = None
-        plan = begun.plan
+    def _write_generation(self, unwritten: _UnwrittenGeneration, first_step: float | None) -> None:
+        self._unwritten = None
+        plan = unwritten.plan
         pause = None
-        if first_step is not None and begun.before is not None:
-            pause = max(0.0, first_step - begun.before)
+        if first_step is not None and unwritten.before is not None:
+            pause = max(0.0, first_step - unwritten.before)
         self.emit(
             "generation",
             when=first_step,

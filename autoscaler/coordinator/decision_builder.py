@@ -26,7 +26,7 @@ from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, holding, in_pla
 from adaptdl_elastic.autoscaler.coordinator.status import impossible, why_pending
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
-    INSISTS,
+    INPLACE_REQUIRED,
     Cause,
     NodeRecord,
     Placement,
@@ -91,7 +91,7 @@ class DecisionBuilder:
             return False
         why = self.why_restart(job) or "none of its nodes would stay"
         size = pluralize(plan.replicas, "replica")
-        self.notes[job.job].waits_for = f"keeps its {size}: {INSISTS}, and {why}"
+        self.notes[job.job].waits_for = f"keeps its {size}: {INPLACE_REQUIRED}, and {why}"
         return True
 
     def count_stillborn(self, plan: Plan, started_at: float) -> None:
