@@ -24,7 +24,7 @@ from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
 from adaptdl_elastic.agent.cluster.store_link import Registration
 from adaptdl_elastic.agent.core.states import AgentIdentity
 from adaptdl_elastic.agent.machine import interruption
-from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
+from adaptdl_elastic.agent.runtime.agent_config import AgentConfig, MeetingPoint
 from adaptdl_elastic.agent.runtime.fork_server import ForkServer
 from adaptdl_elastic.agent.runtime.forked_child import Command
 from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment, SharePath
@@ -34,7 +34,7 @@ from adaptdl_elastic.agent.terminal.replica_output import Output, Streams
 from adaptdl_elastic.agent.terminal.run_options import MANY_REPLICAS, PROGRAM, RunOptions
 from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.rendezvous.local import runtime_file
-from adaptdl_elastic.rendezvous.local.addresses import address_towards, listen
+from adaptdl_elastic.rendezvous.local.addresses import NoPortError, address_towards, is_local, listen
 from adaptdl_elastic.rendezvous.local.private_etcd import GUARD, EtcdServer, EtcdServerError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus, NodeRecord, Rescale
@@ -231,6 +231,9 @@ def _join(options: RunOptions, outfit: Outfit) -> _Found:
     if not (options.local_addr or options.standalone):
         host = address_towards(parse_endpoints(outfit.access.endpoint))
     listen(host, options.port_range).close()  # a replica will have to: find out now
+    point = _meeting_point(options)
+    if point is not None and options.max_nodes == 1:
+        check_meeting_point(point, host)
     try:
         return _take_part(options, host, outfit.access.store, outfit.keys, outfit.display.say)
     except StorageError as error:
@@ -385,6 +388,29 @@ def _note_end(
         ended_run.write_note(spec, status, options.checkpoint_path, say, even_if_empty=options.once)
 
 
+def _meeting_point(options: RunOptions) -> MeetingPoint | None:
+    if options.master_port is None:
+        return None
+    return MeetingPoint(options.master_addr, options.master_port)
+
+
+def check_meeting_point(point: MeetingPoint, host: str) -> None:
+    """Find out now that the only node cannot keep a store there.
+
+    Raises:
+        LaunchError: The address is another machine's.
+        NoPortError: The port is taken.
+    """
+    if point.host is not None and not is_local(point.host):
+        raise LaunchError(
+            f"{point}: {point.host} is not an address of this machine, the only node of the job"
+        )
+    try:
+        listen(point.host or host, (point.port, point.port)).close()
+    except NoPortError as error:
+        raise NoPortError(f"{point}: {error}") from None
+
+
 def _setting(options: RunOptions, found: _Found, outfit: Outfit) -> AgentConfig:
     record = found.registration.record
     return AgentConfig(
@@ -399,6 +425,7 @@ def _setting(options: RunOptions, found: _Found, outfit: Outfit) -> AgentConfig:
         ),
         host=found.host,
         ports=options.port_range,
+        meeting_point=_meeting_point(options),
         command=Command(options.mode, options.command, str(Path.cwd()), {}, options.threads),
         environment=JobEnvironment(
             node=record.node,

@@ -333,7 +333,11 @@ class ElasticAgent(SimpleElasticAgent):
                 self.exit_code, self.exit_reason = code, reason
 
     def _open_master(self, generation: int) -> None:
-        record = self._meeting.open(generation)
+        # beside replicas that run, and go over, the place that a script names is taken
+        wanted = self._setting.meeting_point if self.state.held is None else None
+        record = self._meeting.open(generation, wanted)
+        if wanted is not None and wanted.host not in (None, record.host):
+            self._say(f"{wanted} is not here, where rank 0 is: replicas meet at {record.host}:{record.port}")
         self._books.master(record)
         self._decide(states.MasterSeen(record))
 

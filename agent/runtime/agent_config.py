@@ -11,12 +11,29 @@ from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment
 
 
 @dataclass(frozen=True)
+class MeetingPoint:
+    """Where replicas are to meet because a script names it: `--master-addr` and `--master-port`.
+
+    host: None for the address of the node of rank 0.
+    """
+
+    host: str | None
+    port: int
+
+    def __str__(self) -> str:
+        """As it was given on the command line."""
+        address = f"--master-addr={self.host} " if self.host is not None else ""
+        return f"{address}--master-port={self.port}"
+
+
+@dataclass(frozen=True)
 class AgentConfig:
     """What the agent is given; constant."""
 
     me: AgentIdentity
     host: str  # address by which other nodes reach this one
     ports: tuple[int, int] | None
+    meeting_point: MeetingPoint | None
     command: Command
     environment: JobEnvironment
     coordinator: CoordinatorCommand
