@@ -41,8 +41,9 @@ chaos: $(STAMP) ## SECONDS=600 SEED=1: schedules of changes and deaths drawn at 
 simulate-faults: $(STAMP) ## SECONDS=60 SEED=1: the real agents and coordinators in simulated clusters that fail in every way
 	@PYTHONPATH=tests/simulation:tests/support $(BIN)/python -m faultsim --seconds $(or $(SECONDS),60) --seed $(or $(SEED),1)
 
-api: $(STAMP) ## docs/api.md from the docstrings
+api: $(STAMP) ## docs/api.md from the docstrings, and the picture in docs/architecture.md from the imports
 	@$(BIN)/python docs/generate_api.py
+	@$(BIN)/python docs/generate_picture.py
 
 lint: $(STAMP) ## ruff, mypy --strict, import-linter
 	@$(BIN)/ruff check .

@@ -252,7 +252,7 @@ class ElasticLoader(Protocol):
         """Whether models are trained with this loader."""
 
     @property
-    def training_unknown(self) -> bool:
+    def training_loader_undecided(self) -> bool:
         """Whether no loader has been used for training yet."""
 
     @property
@@ -310,7 +310,7 @@ class Loaders(Protocol):
     """How many loaders cannot hand out the samples of a step again."""
 
 
-class ScriptPosition(Protocol):
+class StepCounter(Protocol):
     """Where the script is; see `adaptdl_elastic.torch._runtime.position`."""
 
     step: int
@@ -416,7 +416,7 @@ class Reporter(Protocol):
     ) -> None:
         """Take what the training loader was given."""
 
-    def current(self, atomic_bsz: int, accumulation_steps: int) -> None:
+    def set_current_batch_size(self, atomic_bsz: int, accumulation_steps: int) -> None:
         """Take the batch size that is in use from now on."""
 
     def update_position(
@@ -427,10 +427,14 @@ class Reporter(Protocol):
         epochs: int | None = None,
         samples_done: float | None = None,
         samples_total: float | None = None,
+        data_size: int = 0,
     ) -> None:
         """Take where the job is."""
 
-    def inplace(self, possible: bool, reason: str = "") -> None:
+    def report_problem(self, about: str, problem: str | None) -> None:
+        """Take what is wrong with a part of the training and what to do, or None: nothing is any more."""
+
+    def set_inplace(self, possible: bool, reason: str = "") -> None:
         """Take whether this script can be rescaled without a restart, and why not."""
 
     def best_batch_size(self) -> ChosenBatchSize | None:
@@ -473,10 +477,10 @@ class Survivor(Protocol):
     def mark(self) -> None:
         """All replicas have just synchronised their accumulators, or stand at the beginning of a loop."""
 
-    def guarded(self, call: Callable[[], T], loader: ElasticLoader | None = None) -> T:
+    def retry_on_peer_loss(self, call: Callable[[], T], loader: ElasticLoader | None = None) -> T:
         """Return `call()`, called again after each death that it meets with."""
 
-    def once(self, call: Callable[[], T], loader: ElasticLoader) -> T:
+    def restart_loop_on_peer_loss(self, call: Callable[[], T], loader: ElasticLoader) -> T:
         """Return `call()`; RetryDataLoop if a death was survived instead."""
 
     def loop_ended(self, loader: ElasticLoader) -> bool:
@@ -488,7 +492,7 @@ class Survivor(Protocol):
     def between_loops(self) -> None:
         """All replicas are about to enter a data loop or an epoch."""
 
-    def look_round(self) -> None:
+    def recover_if_peer_lost(self) -> None:
         """Between data loops: go on without those who are gone."""
 
     def recover(self, reason: str, loader: ElasticLoader | None = None, at_end: bool = False) -> None:
@@ -549,8 +553,8 @@ class Summed(Protocol):
 class TorchGroup(Protocol):
     """Torch's default group of one generation; see `adaptdl_elastic.torch._process_group.backends.Group`."""
 
-    early: bool
+    completion_is_unreliable: bool
 
     @property
-    def hung_up(self) -> bool:
+    def is_aborted(self) -> bool:
         """Whether it has been aborted."""

@@ -35,7 +35,7 @@ from adaptdl_elastic._interfaces import (
     Reporter,
     Rescaling,
     SavedState,
-    ScriptPosition,
+    StepCounter,
     Summed,
     Survivor,
     TorchGroup,
@@ -96,7 +96,7 @@ class Session:
         self.pid = os.getpid()
         self.lock = threading.RLock()  # for making what there is to be one of
         # what modules below the bootstrap make when it is first asked for
-        self.position: ScriptPosition | None = None
+        self.position: StepCounter | None = None
         self.loaders: Loaders | None = None
         self.checkpoints: Closable | None = None
         self.accumulators: Counter[int | None] = Counter()  # made so far, by epoch
@@ -158,7 +158,7 @@ class Session:
         return self._reporter
 
     @property
-    def control(self) -> Consensus:
+    def consensus(self) -> Consensus:
         """Stops, checkpoints and changes, agreed among all replicas."""
         if self._consensus is None:
             with self.lock:
@@ -188,7 +188,7 @@ class Session:
 
     def report_eligibility(self) -> None:
         """Report whether the number of replicas can change in place, as it is now."""
-        self.metrics.inplace(*_installed().may_change(self))
+        self.metrics.set_inplace(*_installed().may_change(self))
 
     @property
     def started(self) -> bool:
@@ -197,17 +197,17 @@ class Session:
 
     def start(self) -> None:
         """Say hello to the agent and take its orders, and the terminal's. Again does nothing."""
-        self.control.start()
+        self.consensus.start()
 
     def on_control(self, sender: int, message: Any) -> None:
         """Take another replica's control message (in the reducer's thread)."""
         if self._consensus is not None or _parts is not None:
-            self.control.on_message(sender, message)
+            self.consensus.on_message(sender, message)
 
     def on_lost(self, rank: int) -> None:
         """Another replica is gone (in the reducer's thread)."""
         if self._consensus is not None or _parts is not None:
-            self.control.on_lost(rank)
+            self.consensus.on_lost(rank)
         else:  # a script of collectives only, so far
             self._lost = rank
 

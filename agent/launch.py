@@ -440,7 +440,7 @@ def _setting(options: RunOptions, found: _Found, outfit: Outfit) -> AgentConfig:
             virtual_local_rank=options.virtual_local_rank,
         ),
         coordinator=_coordinator_command(options, outfit.access),
-        max_restarts=options.max_restarts,
+        max_restarts=found.spec.max_restarts,
     )
 
 

@@ -206,7 +206,7 @@ def newcomer(backend: str = "nccl") -> dict[str, Any]:
     adp.reinit_process_group()
     joined = time.monotonic() - began
     train()
-    group.leave()
+    group.destroy()
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
     _session.reset()
     return {"seconds": joined}

@@ -37,7 +37,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptdl_elastic import _session
-from adaptdl_elastic.torch._elastic.step_snapshot import Before
+from adaptdl_elastic.torch._elastic.step_snapshot import StepSnapshot
 from adaptdl_elastic.torch._gradient.estimator import Schedule
 from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
 from adaptdl_elastic.torch.scaling_rules import AdamScale, AdaScale, ScalingRuleBase
@@ -168,7 +168,7 @@ class Trainee:
         else:
             self.model = DistributedDataParallel(model)
         self.resilient = adaptive and options.nproc > 1  # as under adaptdl-run: it would survive a death
-        self.before: Before | None = None
+        self.before: StepSnapshot | None = None
         if isinstance(self.model, AdaptiveDataParallel) and self.resilient:
             self.model.absorb_failures()
         self.kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.precision)
@@ -180,7 +180,7 @@ class Trainee:
         cpu, wall = time.process_time(), time.perf_counter()
         for inputs, targets in batches:
             if self.resilient:
-                self.before = Before(_session.current(), 0, self.before)
+                self.before = StepSnapshot(_session.current(), 0, self.before)
             self.optimizer.zero_grad()
             with torch.autocast(self.device.type, self.kind, enabled=self.kind is not None):
                 loss = self.loss(self.model(inputs), targets)

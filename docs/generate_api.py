@@ -38,7 +38,8 @@ FIRST = {
 INTERNAL = {
     "torch.data": {
         "AdaptiveDataLoaderHelper": "micro_batch window_samples local_samples gradient_weight adaptive "
-        "training_unknown settled settle train ended pause begin_window begin_batch end_batch epoch_done "
+        "training_loader_undecided settled resolve_batch_size train ended pause begin_window begin_batch "
+        "end_batch epoch_done "
         "may_accumulate accumulation sync_local_bsz",
     },
     "torch.parallel": {

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from import_graph import Module, cycles, imports, measure, private_uses, product
+from import_graph import ROOT, Module, cycles, imports, measure, private_uses, product
 
-WITHOUT_CYCLES = ["adaptdl_elastic", "agent", "rendezvous"]
+WITHOUT_CYCLES = ["adaptdl_elastic", "agent", "rendezvous", "autoscaler"]
 """Trees that are free of import cycles, of whatever kind of import."""
 
-WITHOUT_PRIVATE_USES = ["adaptdl_elastic", "rendezvous"]
+WITHOUT_PRIVATE_USES = ["adaptdl_elastic", "agent", "rendezvous", "autoscaler"]
 """Trees whose modules keep to each other's public names."""
 
 
@@ -31,6 +34,21 @@ def test_trees_together_have_no_cycle_beyond_those_within_a_tree() -> None:
     modules = product()
     for component in cycles(imports(modules)):
         assert len({modules[name].tree for name in component}) == 1, component
+
+
+def test_the_picture_of_the_architecture_shows_the_imports() -> None:
+    command = [sys.executable, str(ROOT / "docs" / "generate_picture.py"), "--check"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_every_file_that_the_architecture_names_exists() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/.]+\.py)`", text))
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [f"/{line}" for line in listed.splitlines()]
+    assert named
+    assert [name for name in sorted(named) if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
 def test_every_kind_of_import_counts(tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ class JobHints:
     step: _Count = 0
     inplace: bool = False  # whether this script and backend could rescale in place
     inplace_reason: str = ""  # why not
+    warnings: Annotated[tuple[str, ...], Field(max_length=100)] = ()  # what is wrong now and what to do
     time: float = 0.0
 
     def __post_init__(self) -> None:

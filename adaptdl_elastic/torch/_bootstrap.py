@@ -10,12 +10,12 @@ from adaptdl_elastic._session import Session
 from adaptdl_elastic.torch._elastic import eligibility
 from adaptdl_elastic.torch._elastic.recovery import Recovery
 from adaptdl_elastic.torch._elastic.rescale import Rescaler
-from adaptdl_elastic.torch._runtime.consensus import Control
+from adaptdl_elastic.torch._runtime.consensus import BoundaryConsensus
 from adaptdl_elastic.torch._tuning.reporter import Metrics
 
 
-def _consensus(session: Session) -> Control:
-    return Control(session, session.rescaling.handlers())
+def _consensus(session: Session) -> BoundaryConsensus:
+    return BoundaryConsensus(session, session.rescaling.handlers())
 
 
 _session.install(

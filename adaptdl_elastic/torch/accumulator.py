@@ -37,7 +37,7 @@ from adaptdl_elastic import checkpoint
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.accumulator_state import AccumulatorState, Addition, Totals, add_to
 from adaptdl_elastic.torch._data.registry import current_dataloader
-from adaptdl_elastic.torch._runtime.position import loops
+from adaptdl_elastic.torch._runtime.position import script_position
 from adaptdl_elastic.torch._runtime.statements import running_statements
 
 __all__ = ["Accumulator"]
@@ -99,7 +99,7 @@ class Accumulator(MutableMapping[Any, Any]):
 
     def _add_outside(self, key: Any, change: Any, sign: int) -> None:
         """Add `change` unless this addition was made before a restart."""
-        position, epoch = loops(), current_session().epoch
+        position, epoch = script_position(), current_session().epoch
         loop = position.epoch_loops if epoch is None else position.entered
         block = self._blocks[epoch]
         name = f"{loop} {block} {running_statements(position.body)} {'-+'[sign > 0]}{key!r}"
@@ -137,7 +137,7 @@ class Accumulator(MutableMapping[Any, Any]):
         self._blocks[epoch] += 1
         if number < len(shown):
             return copy.deepcopy(shown[number])
-        current_session().recovery.guarded(state.syncing())
+        current_session().recovery.retry_on_peer_loss(state.syncing())
         shown.append(copy.deepcopy(state.results))
         return state.results
 

@@ -29,13 +29,13 @@ from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.iterable import iterate_stream, wrap_stream
 from adaptdl_elastic.torch._data.loader import (
     AdaptiveDataLoaderHelper,
-    AdaptiveDataLoaderMixin,
     initial_seed,
 )
+from adaptdl_elastic.torch._data.loader_mixin import AdaptiveDataLoaderMixin
 from adaptdl_elastic.torch._data.partition import derive_seed
 from adaptdl_elastic.torch._data.registry import current_dataloader
 from adaptdl_elastic.torch._data.sampler import ElasticBatchSampler, ElasticSampler
-from adaptdl_elastic.torch._runtime.position import loops
+from adaptdl_elastic.torch._runtime.position import script_position
 
 __all__ = [
     "AdaptiveDataLoader",
@@ -136,7 +136,8 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                 return
             if not self._stream:
                 helper.end_index = len(self.dataset)  # type: ignore[arg-type]
-                loops().tell_samples(helper.end_index, self._elastic_batches.sampler.shuffle)
+                script_position().tell_samples(helper.end_index, self._elastic_batches.sampler.shuffle)
+                self._check_drop_last(helper.end_index)
             while True:
                 try:
                     yield from self._pass()
@@ -144,6 +145,17 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                     continue
                 if helper.ended():
                     return
+
+    def _check_drop_last(self, samples: int) -> None:
+        """Warn where drop_last leaves out all there is."""
+        helper, problem = self._elastic, None
+        if self.drop_last and samples < helper.batch_size:
+            problem = (
+                f"batch_size={helper.batch_size} is more than the {samples} samples of the data set, and "
+                f"drop_last leaves all of them out: nothing is done in this loop. Give a batch_size of "
+                f"{samples} at most, or leave drop_last out"
+            )
+        current_session().metrics.report_problem(f"the samples of loader {helper.key}", problem)
 
     def _pass(self) -> Iterator[Any]:
         """Hand out all that is left."""
@@ -168,7 +180,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
     def _segment(self) -> Iterator[Any]:
         """Hand out batches of one size, to the end of the pass or until the size changes."""
         helper, batches, size = self._elastic, self._elastic_batches, self._elastic.end_index
-        local, settled = helper.settle(), helper.settled
+        local, settled = helper.resolve_batch_size(), helper.settled
         begun = helper.current_index
         batches.local = local
         batches.accumulation = helper.accumulation if helper.training else 0
@@ -177,7 +189,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         grown = helper.adaptive and helper.batch_size <= size < full and begun % size == 0
         batches.drop_last = self.drop_last and not grown
         batches.fill = self._fills()
-        batches.sampler.set_epoch(loops().finished, begun)
+        batches.sampler.set_epoch(script_position().finished, begun)
         self._seed_workers()
         iterator: Iterator[Any] = super().__iter__()
         helper.pause()
@@ -200,12 +212,14 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         if helper.training:
             return True
         return bool(
-            helper.training_unknown and torch.is_grad_enabled() and self._elastic_batches.sampler.shuffle
+            helper.training_loader_undecided
+            and torch.is_grad_enabled()
+            and self._elastic_batches.sampler.shuffle
         )
 
     def _seed_workers(self) -> None:
         """Random augmentation in workers: another seed for every replica, epoch and position."""
-        session, state = current_session(), loops()
+        session, state = current_session(), script_position()
         seed = initial_seed(self._elastic, self._seed_generator)
         self._workers_generator.manual_seed(
             derive_seed(seed, state.finished, state.entered, state.index, session.rank)

@@ -29,7 +29,7 @@ from adaptdl_elastic import _frames, checkpoint, env
 from adaptdl_elastic.protocol.messages import EpochsFinished
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.checks import integer
-from adaptdl_elastic.torch._runtime.position import loops
+from adaptdl_elastic.torch._runtime.position import script_position
 
 __all__ = ["current_epoch", "finished_epochs", "remaining_epochs_until"]
 
@@ -54,14 +54,14 @@ def remaining_epochs_until(epoch: int) -> Iterator[int]:
 
 
 def _run(until: int) -> Iterator[int]:
-    session, state = current_session(), loops()
+    session, state = current_session(), script_position()
     if session.epoch is not None:
         raise RuntimeError(
             f"an epoch loop is under way (epoch {session.epoch}): a new one can begin only after it has ended"
         )
     session.start()
-    if session.control.loops_over:
-        session.control.loops_over = False
+    if session.consensus.loops_over:
+        session.consensus.loops_over = False
         session.send(EpochsFinished(False))
     state.until, state.body = until, _frames.script_frame().f_code
     state.epoch_loops += 1
@@ -73,17 +73,17 @@ def _run(until: int) -> Iterator[int]:
             ran = True
         if ran:
             safe = session.recovery
-            safe.look_round()
+            safe.recover_if_peer_lost()
             # Waiting, because nobody's end may come before another one's last loop or epoch.
             state.announce((state.finished, 0), "the end of the epochs", wait=True)
-            safe.guarded(lambda: session.control.save("exit"))
+            safe.retry_on_peer_loss(lambda: session.consensus.save("exit"))
         elif until and session.channel is None and session.rank == 0 and checkpoint.loaded_id():
             print(
                 f"all {until} epochs are finished in {env.checkpoint_path()}: set another "
                 f"ADAPTDL_CHECKPOINT_PATH to train anew",
                 file=sys.stderr,
             )
-        session.control.loops_over = True
+        session.consensus.loops_over = True
         session.send(EpochsFinished(True))
     finally:
         session.epoch = None
@@ -96,4 +96,4 @@ def current_epoch() -> int | None:
 
 def finished_epochs() -> int:
     """How many epochs have been finished, in this generation and before."""
-    return loops().finished
+    return script_position().finished

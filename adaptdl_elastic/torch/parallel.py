@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from adaptdl_elastic import _frames, checkpoint
+from adaptdl_elastic import checkpoint
 from adaptdl_elastic._interfaces import ModelSnapshot
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.registry import current_dataloader
@@ -18,11 +18,12 @@ from adaptdl_elastic.torch._gradient import comm_hook, grad_scaler
 from adaptdl_elastic.torch._gradient.accumulation import Batch, Window, accumulates, on_backward, watch
 from adaptdl_elastic.torch._gradient.estimator import Array
 from adaptdl_elastic.torch._gradient.measurement import Sampler
-from adaptdl_elastic.torch._gradient.model_snapshot import ModelBefore
+from adaptdl_elastic.torch._gradient.model_snapshot import DataParallelSnapshot
+from adaptdl_elastic.torch._gradient.model_state import BatchSizes, ModelState
 from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
 from adaptdl_elastic.torch._model_arguments import OWNER, check_arguments
 from adaptdl_elastic.torch._process_group import backends
-from adaptdl_elastic.torch._runtime.position import loops
+from adaptdl_elastic.torch._runtime.position import script_position
 from adaptdl_elastic.torch.scaling_rules import AdamScale, ScalingRuleBase, default_rule
 
 __all__ = ["AdaptiveDataParallel"]
@@ -85,18 +86,26 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._looked_for_scalers = self._looked_for_scheduler = False
         self._task = -1  # of the autograd engine: the last backward pass
         self._batch = Batch()
-        self._initial_batch_size: int | None = None
-        self._batch_sizes: dict[str, int] = {}  # of each loader trained with, by its key, in this run
-        self._saved_batch_sizes: dict[str, int] = {}  # the same of the run that the checkpoint is of
-        self._saved_batch_size: int | None = None  # the last one of those
+        self._batch_sizes = BatchSizes()
         self._attach_hook()
-        self._state = _ParallelState(self, name)  # refuses a second one of a name, before anything is patched
+        self._state = self._saved_state()  # refuses a second one of a name, before anything is patched
         self.scaling_rule.initialize(self, optimizer, patch_optimizer=True)
         setattr(optimizer, OWNER, name)
         if mp_scaler is not None:
             grad_scaler.attach(mp_scaler, self, optimizer)
         checkpoint.load_state(self._state)
         current_session().models.append(self)
+
+    def _saved_state(self) -> ModelState:
+        parts = {
+            "model": self.module,
+            "optimizer": self._optimizer,
+            "lr_scheduler": self._lr_scheduler,
+            "mp_scaler": self._mp_scaler,
+            "statistics": self.gns,
+        }
+        collect = lambda: self._sampler.collect()  # noqa: E731  (there is another one in each generation)
+        return ModelState(self.name, parts, self._batch_sizes, collect, self._window.reset)
 
     def _attach_hook(self) -> None:
         """Register the communication hook with the reducer that DDP's constructor has just made."""
@@ -209,7 +218,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
 
     def snapshot_step(self, last: ModelSnapshot | None) -> ModelSnapshot:
         """Copy what a step may change besides parameters, into the memory of `last` where that fits."""
-        return ModelBefore(self, last)
+        return DataParallelSnapshot(self, last)
 
     @property
     def failure(self) -> BaseException | None:
@@ -239,23 +248,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if not self._buffers_are_shared:
             return
         buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
-        copies = [buffer.clone() for buffer in buffers]  # a broadcast that breaks leaves half of each
-
-        def start() -> list[Any]:
-            return [
-                dist.broadcast(one, group=self.process_group, group_src=0, async_op=True) for one in copies
-            ]
-
-        link = self._hook.link
-        works = start() if link is None else link.queue(start)
-        if link is not None:
-            link.wait(works, limit)
-        else:
-            for work in works:
-                work.wait(limit)
-        with torch.no_grad():
-            for buffer, copied in zip(buffers, copies, strict=True):
-                buffer.copy_(copied)
+        backends.broadcast(buffers, self.process_group, self._hook.link, limit)
 
     # What a script reads.
 
@@ -272,7 +265,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
     @property
     def initial_batch_size(self) -> int | None:
         """Global batch size that the data loader was made with; None before its first batch."""
-        return self._initial_batch_size
+        return self._batch_sizes.last
 
     @property
     def lr_factor(self) -> float | Array:
@@ -376,7 +369,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         replicas = self._hook.world_size
         if loader is not None and self.training:
             loader.train()
-        if loader is None or not (loader.training or loader.training_unknown):
+        if loader is None or not (loader.training or loader.training_loader_undecided):
             # A validation loop that did not turn gradients off.
             scale = self.gns.accum_scale
             batch = Batch(replicas=replicas, size=scale, scale=scale)
@@ -390,9 +383,9 @@ class AdaptiveDataParallel(DistributedDataParallel):
             initial, window = loader.batch_size, loader.window_samples
             parts = replicas * micro_batches
             full = parts * loader.current_local_bsz
-            if loader.key not in self._batch_sizes:
-                self._first_batch(loader.key, initial)
-            self._initial_batch_size = self._batch_sizes[loader.key] = initial
+            saved = self._batch_sizes.use(loader.key, initial)
+            if saved is not None:
+                self._change_units(saved, initial)
             batch = Batch(
                 replicas=replicas,
                 micro_batches=micro_batches,
@@ -415,17 +408,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._hook.instead = None
         return batch
 
-    def _first_batch(self, key: str, initial: int) -> None:
-        """Statistics are in units of the initial batch size, which may be another than the checkpoint's.
-
-        That of the same loader. One that the checkpoint does not know may be the first one's successor.
-        """
-        before, saved = self._saved_batch_sizes, self._saved_batch_sizes.get(key)
-        if saved is None and not self._batch_sizes and initial not in before.values():
-            saved = self._saved_batch_size
-        if saved is None or saved == initial:
-            return
-        self._saved_batch_sizes = {}  # they are told once, and are of other units from now on
+    def _change_units(self, saved: int, initial: int) -> None:
+        """The statistics of the checkpoint are in units of another initial batch size."""
         logger.warning(
             "the checkpoint is of batch_size=%d, and it is %d now: gradient statistics begin anew, and "
             "progress is counted in steps of the new size",
@@ -434,7 +418,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         )
         progress = self.gns.get_progress()
         self.gns.change_units(initial / saved)
-        session, state = current_session(), loops()
+        session, state = current_session(), script_position()
         if progress and session.models[0] is self:
             state.start_progress *= self.gns.get_progress() / progress
             session.metrics.update_progress(self.gns.get_progress())
@@ -535,7 +519,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
                 "other batches: with gradient accumulation call zero_grad() at the same place of every batch"
             )
         if self._hook.failure is not None:
-            self.irreparable = _why_irreparable(self._mp_scaler)
+            self.irreparable = grad_scaler.why_irreparable(self._mp_scaler)
             return False
         loader = current_dataloader()
         if loader is not None and not loader.training:  # of a model in eval(), to freeze its BatchNorm
@@ -558,6 +542,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if len(models) > 1:  # a discriminator may step more often: the job is as far as the one that has most
             progress = max(model.progress for model in models)
         metrics.update_progress(progress)
+        self.gns.health.stepped()
+        metrics.report_problem(f"gradients of {self.name}", self.gns.health.problem)
         if self._sampler.news:
             self._sampler.news = False
             metrics.update_grad_params(self.name, self.gns.sqr_avg(), self.gns.var_avg())
@@ -582,6 +568,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._window.reset()
         self.gns.reset_accumulation()
         self.gns.skipped += 1
+        self.gns.health.skipped(self.gns.steps, lambda: float(grad_scaler.loss_scale(self._mp_scaler)))
+        current_session().metrics.report_problem(f"gradients of {self.name}", self.gns.health.problem)
         logger.info("step %d skipped: its gradients are inf or nan", self.gns.steps)
 
     def step_left_out(self) -> None:
@@ -644,73 +632,12 @@ class _NoSync:
         self._adp._user_no_sync = self._before
 
 
-class _ParallelState(checkpoint.TensorState):
-    """Everything of one AdaptiveDataParallel that a checkpoint holds."""
-
-    def __init__(self, adp: AdaptiveDataParallel, name: str) -> None:
-        super().__init__(name)
-        self._adp = adp
-
-    def _parts(self) -> dict[str, Any]:
-        adp = self._adp
-        parts = {
-            "model": adp.module,
-            "optimizer": adp._optimizer,
-            "lr_scheduler": adp._lr_scheduler,
-            "mp_scaler": adp._mp_scaler,
-            "statistics": adp.gns,
-        }
-        return {key: part for key, part in parts.items() if part is not None}
-
-    def sync(self) -> None:
-        """Take in what is still on its way between the replicas."""
-        self._adp._sampler.collect()
-
-    def state_dict(self) -> Any:
-        """One state dict per part; the model's without DDP's prefix."""
-        states = {key: part.state_dict() for key, part in self._parts().items()}
-        return {
-            **states,
-            "batch_size": self._adp.initial_batch_size or self._adp._saved_batch_size,
-            "batch_sizes": dict(self._adp._batch_sizes),
-            "saved_batch_sizes": dict(self._adp._saved_batch_sizes),
-        }
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Load the parts that this script has; ValueError where the checkpoint lacks one."""
-        parts = self._parts()
-        missing = sorted(parts.keys() - state_dict.keys())
-        if missing:
-            raise ValueError(f"it was saved without {', '.join(missing)}")
-        for key, part in parts.items():
-            part.load_state_dict(state_dict[key])
-        self._adp._saved_batch_size = state_dict.get("batch_size")
-        self._adp._batch_sizes = dict(state_dict.get("batch_sizes", {}))  # older checkpoints have none
-        self._adp._saved_batch_sizes = dict(state_dict.get("saved_batch_sizes", {}))
-        self._adp._window.reset()
-
-    def load(self, fileobj: BinaryIO) -> None:
-        """From a checkpoint, not from a replica of this run: the script may have other batch sizes now."""
-        super().load(fileobj)
-        adp = self._adp
-        adp._saved_batch_sizes, adp._batch_sizes = {**adp._saved_batch_sizes, **adp._batch_sizes}, {}
-
-
-def _why_irreparable(mp_scaler: Any) -> str | None:
-    """Whether a GradScaler that we were not given is about to count a step that was not taken."""
-    for frame in _frames.callers():
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, torch.amp.GradScaler) and caller is not mp_scaler:
-            return "AdaptiveDataParallel was not given the GradScaler in use as mp_scaler"
-    return None
-
-
 def _evaluating() -> bool:
     """Whether a data loop is under way that no model is trained in."""
     loader = current_dataloader()
     if loader is None or loader.training:
         return False
-    return not (loader.training_unknown and torch.is_grad_enabled())
+    return not (loader.training_loader_undecided and torch.is_grad_enabled())
 
 
 def _mean(factor: float | Array) -> float:

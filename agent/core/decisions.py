@@ -64,6 +64,7 @@ from adaptdl_elastic.agent.core.states import (
     WriteDraining,
     WriteEnded,
     WriteRunning,
+    failure_of,
 )
 from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.rendezvous.schema.records import (
@@ -247,13 +248,20 @@ def _learn_exit(held: LocalGeneration, event: ReplicaExited) -> LocalGeneration:
         return held
     stopped = _was_stopped(replica, event)
     held = _change(
-        held, local_rank, exit_code=code, exited=event.time, message=event.message, stopped=stopped
+        held,
+        local_rank,
+        exit_code=code,
+        exited=event.time,
+        message=event.message,
+        evidence=event.evidence,
+        unsignalled=not event.signal_arrived,
+        stopped=stopped,
     )
     if held.joining:
         return held  # `inplace` sees it
     if code == 0 or stopped or held.phase is Phase.KILLING or held.failure is not None:
         return held
-    return replace(held, failure=Failure(replica.rank, code, event.message, event.time))
+    return replace(held, failure=failure_of(replica.rank, event))
 
 
 def _was_stopped(replica: Replica, event: ReplicaExited) -> bool:
@@ -469,18 +477,44 @@ def _ended(me: AgentIdentity, held: LocalGeneration) -> EndedRecord:
     if held.joining:
         outcome, code = Outcome.ABORTED, 0  # nothing was lost by it: those it was to join go on
     elif held.failure is not None:
-        outcome, code = Outcome.FAILED, held.failure.exit_code
+        failure = _root_cause(held, held.failure)
+        outcome, code = Outcome.FAILED, failure.exit_code
     elif held.phase is Phase.KILLING:
         outcome, code = Outcome.ABORTED, -9
     elif missed := peer_loss.missed(held):  # without a generation that went on without them
         first = missed[0]
         outcome, code = Outcome.FAILED, first.exit_code or 0
-        failure = Failure(first.rank, code, first.message, first.exited)
+        failure = _failure(first)
     elif any(r.exit_code or r.stopped for r in held.replicas):
         outcome, code = Outcome.STOPPED, STOPPED
     else:
         outcome, code = Outcome.DONE, 0
     return EndedRecord(me.node, held.generation, outcome, code, failure)
+
+
+def _root_cause(held: LocalGeneration, first: Failure) -> Failure:
+    """Return the failure that the others came of: the first that tells of more than the loss of a peer.
+
+    `first` is that of the replica whose exit was heard of first. Another may have raised its error before,
+    and have been killed on its way to the exit.
+    """
+    others = [
+        _failure(replica)
+        for replica in held.replicas
+        if replica.exit_code
+        and not replica.stopped
+        and replica.rank != first.rank
+        and (replica.evidence.raised is not None or replica.unsignalled)
+    ]
+    return min((first, *others), key=lambda failure: (failure.lost_peer, failure.time))
+
+
+def _failure(replica: Replica) -> Failure:
+    evidence, code = replica.evidence, replica.exit_code or 0
+    if evidence.raised is not None and code < 0:
+        code = 1  # what Python would have ended with, had it not been killed
+    when = replica.exited if evidence.raised is None else evidence.raised
+    return Failure(replica.rank, code, replica.message, when, evidence.kind, evidence.lost_peer)
 
 
 def _names_us(state: State, plan: Plan) -> bool:

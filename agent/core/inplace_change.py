@@ -35,6 +35,7 @@ from adaptdl_elastic.agent.core.states import (
     WriteEnded,
     WriteReady,
     WriteRunning,
+    failure_of,
 )
 from adaptdl_elastic.protocol.messages import ChangePlan, RecoveryPlan
 from adaptdl_elastic.rendezvous.schema.records import (
@@ -168,7 +169,7 @@ def _learn_end(held: LocalGeneration, event: ReplicaExited) -> LocalGeneration:
     held = replace(held, change=replace(change, newcomers=ended(change.newcomers)))
     if change.switched and event.exit_code != 0 and held.failure is None and held.phase is Phase.RUNNING:
         rank = next((r.rank for r in change.newcomers if r.local_rank == event.local_rank), -1)
-        return replace(held, failure=Failure(rank, event.exit_code, event.message, event.time))
+        return replace(held, failure=failure_of(rank, event))
     return held
 
 

@@ -32,6 +32,15 @@ class AgentIdentity:
 
 
 @dataclass(frozen=True)
+class Evidence:
+    """What is known of an exit beside its code: whether it is the cause of others, and whether it recurs."""
+
+    kind: str = ""  # the same for failures of the same kind; "": nothing can be concluded from two of them
+    raised: float | None = None  # wall clock at which the script raised an error that nobody caught
+    lost_peer: bool = False  # the error tells only that another replica is gone
+
+
+@dataclass(frozen=True)
 class Replica:
     """One process of a generation."""
 
@@ -49,6 +58,8 @@ class Replica:
     exit_code: int | None = None
     exited: float = 0.0  # wall clock
     message: str = ""  # what is known of why it exited
+    evidence: Evidence = Evidence()
+    unsignalled: bool = False  # it has exited before any signal of its agent's reached it
     step: int | None = None
     stepped: float | None = None  # `now` of its newest step
     heard: float | None = None  # `now` of its newest sign of life, since its first step or since it joined
@@ -288,6 +299,14 @@ class ReplicaExited:
     time: float  # wall clock
     message: str = ""
     signal_arrived: bool = True  # False: it had ended before a signal of ours was delivered
+    evidence: Evidence = Evidence()
+
+
+def failure_of(rank: int, exited: ReplicaExited) -> Failure:
+    """Return the failure that a replica's exit is."""
+    evidence = exited.evidence
+    when = exited.time if evidence.raised is None else evidence.raised
+    return Failure(rank, exited.exit_code, exited.message, when, evidence.kind, evidence.lost_peer)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -64,6 +65,7 @@ from adaptdl_elastic.protocol.messages import Ping, ReplicaMessage, SaveCheckpoi
 from adaptdl_elastic.rendezvous.local.addresses import NoPortError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
+    Cause,
     CheckpointRecord,
     EndedRecord,
     Failure,
@@ -344,8 +346,20 @@ class ElasticAgent(SimpleElasticAgent):
     def _start(self, start: states.StartReplicas) -> None:
         if not start.join:
             self._meeting.forget(start.plan.generation)
+            self._say_restart(start.plan)
         self._joining = start
         self._meeting.join(start)
+
+    def _say_restart(self, plan: Plan) -> None:
+        """Tell the person at the terminal that a generation starts because the one before was lost."""
+        if plan.transition is not Transition.ABORT or plan.generation <= plan.first:
+            return
+        saved = self._mirror.checkpoint
+        origin = "the beginning" if saved is None else f"the checkpoint of step {saved.step}"
+        if plan.cause is Cause.FAILURE:
+            self._say(f"restart {plan.restarts} of {self._setting.max_restarts}, from {origin}")
+        else:
+            self._say(f"starting again, from {origin} ({plan.reason}; not counted as a restart)")
 
     def _joined(self, joined: Joined) -> None:
         start = joined.start
@@ -379,7 +393,8 @@ class ElasticAgent(SimpleElasticAgent):
         environment = self._environment(plan, start.master, local_rank, secret, destination.error_file)
         if start.join:
             environment[JOIN] = "1"
-        command = replace(self._setting.command, env=environment)
+        reports = str(Path(destination.error_file).parent)
+        command = replace(self._setting.command, env=environment, reports=reports)
         theirs = handle.theirs.fileno()
         sys.stdout.flush()
         try:
@@ -525,7 +540,7 @@ class ElasticAgent(SimpleElasticAgent):
             if isinstance(item, Spawned):
                 self._spawned(handle, item.pid)
             elif isinstance(item, Exited):
-                self._exited(handle, item.exit_code, item.signalled)
+                self._exited(handle, item.exit_code, item.signalled, item.time)
 
     def _fork_server_died(self) -> None:
         """The kernel has killed its replicas with it."""
@@ -546,7 +561,9 @@ class ElasticAgent(SimpleElasticAgent):
             pids = {h.rank: h.pid for h in mine if h.pid is not None}
             self._journal.started(plan, pids, self._mirror.last_step_before(plan))
 
-    def _exited(self, handle: ReplicaHandle, code: int, signalled: bool = True) -> None:
+    def _exited(
+        self, handle: ReplicaHandle, code: int, signalled: bool = True, when: float | None = None
+    ) -> None:
         while select.select([handle], [], [], 0)[0]:  # its last words come before its end
             if not self._channel_news(handle):
                 break
@@ -554,11 +571,13 @@ class ElasticAgent(SimpleElasticAgent):
         self._replicas.pop(handle.number, None)
         handle.close()
         self._last_exits.append((handle, code))
-        message = ""
+        message, evidence = "", states.Evidence()
         if code not in (0, STOPPED):
-            message = failure_reports.describe(code, handle.error_file, self._setting.command.argv[0])
-        generation, local_rank = handle.generation, handle.local_rank
-        self._decide(states.ReplicaExited(generation, local_rank, code, time.time(), message, signalled))
+            message, evidence = failure_reports.examine(
+                code, handle.error_file, self._setting.command.argv[0]
+            )
+        generation, local_rank, when = handle.generation, handle.local_rank, when or time.time()
+        self._decide(states.ReplicaExited(generation, local_rank, code, when, message, signalled, evidence))
 
     def _channel_news(self, handle: ReplicaHandle) -> bool:
         received = handle.receive()

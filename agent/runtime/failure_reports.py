@@ -6,6 +6,8 @@ import json
 import signal
 from pathlib import Path
 
+from adaptdl_elastic.agent.core.states import Evidence
+from adaptdl_elastic.agent.runtime import uncaught_error
 from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN
 
 _LONGEST = 400  # characters of a message; the whole of it is in the replica's stderr and error file
@@ -15,6 +17,15 @@ _REMEDY = {
     signal.SIGBUS: "crashed in native code; /dev/shm may be full",
     signal.SIGABRT: "aborted in native code; its stderr says why",
 }
+
+
+def examine(exit_code: int, error_file: str, argument: str = "") -> tuple[str, Evidence]:
+    """Return one line about a replica's failure, and what can be concluded from it."""
+    line = describe(exit_code, error_file, argument)
+    error = uncaught_error.read(Path(error_file).parent)
+    if error is None:
+        return line, Evidence(kind_of(exit_code))
+    return line, Evidence("" if error.lost_peer else error.kind, error.raised, error.lost_peer)
 
 
 def describe(exit_code: int, error_file: str, argument: str = "") -> str:
@@ -57,3 +68,14 @@ def exit_name(exit_code: int) -> str:
         return signal.Signals(-exit_code).name
     except ValueError:
         return f"signal {-exit_code}"
+
+
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def kind_of(exit_code: int) -> str:
+    """Return the kind of a failure that only its exit code tells of.
+
+    A signal that people and the kernel send is no property of the script, so two of them are not the same.
+    """
+    return "" if -exit_code in _FROM_OUTSIDE else exit_name(exit_code)

@@ -60,6 +60,7 @@ class Exited:
     id: int
     exit_code: int
     signalled: bool = False  # a signal of the agent's was delivered to it before it ended
+    time: float = 0.0  # wall clock
 
 
 class ForkServer:
@@ -137,7 +138,7 @@ class ForkServer:
 def _news(message: dict[str, Any]) -> Spawned | Exited:
     if message["op"] == "spawned":
         return Spawned(message["id"], message["pid"])
-    return Exited(message["id"], message["exit_code"], message["signalled"])
+    return Exited(message["id"], message["exit_code"], message["signalled"], message["time"])
 
 
 def _line(**message: object) -> bytes:
@@ -290,7 +291,7 @@ class _Server:
                         self._graces[pid] = time.monotonic() + _GRACE
                     code, signalled = os.waitstatus_to_exitcode(status), number in self._signalled
                     self._signalled.discard(number)
-                    self._send(op="exited", id=number, exit_code=code, signalled=signalled)
+                    self._send(op="exited", id=number, exit_code=code, signalled=signalled, time=time.time())
 
     def _signal_group(self, pid: int | None, number: int) -> None:
         if pid is None:

@@ -30,10 +30,11 @@ import time
 import traceback
 import types
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from adaptdl_elastic.agent.runtime import uncaught_error
 from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.protocol.channel import say_finished
 
@@ -53,6 +54,10 @@ class Command:
     cwd: str
     env: dict[str, str] = field(default_factory=dict)  # on top of the server's own
     threads: int | None = None  # of torch; None: torch's choice
+    reports: str = ""  # directory for what `uncaught_error` writes; "": nobody reads it
+    quiet: bool = (
+        False  # the traceback goes there too, and not to stderr: the agent shows one of all replicas'
+    )
 
 
 def become(
@@ -93,7 +98,7 @@ def run(command: Command) -> NoReturn:
     _fresh_interpreter(command)
     warm, code, interrupted, pid = frozenset(sys.modules), 0, False, os.getpid()
     try:
-        _run(command)
+        _run(command, pid)
     except SystemExit as error:
         code = _exit_code(error)
     except KeyboardInterrupt:  # which has been said
@@ -110,7 +115,7 @@ def run(command: Command) -> NoReturn:
     os._exit(code or (0 if flushed else _NOT_FLUSHED))
 
 
-def _run(command: Command) -> None:
+def _run(command: Command, pid: int) -> None:
     try:
         if command.mode == "module":
             runpy._run_module_as_main(command.argv[0], alter_argv=True)  # type: ignore[attr-defined]
@@ -122,7 +127,8 @@ def _run(command: Command) -> None:
         raise
     except BaseException as error:
         _record(error)
-        _die_of(error)
+        # a process that the script has forked comes here, too, and is not the replica
+        _die_of(error, command if os.getpid() == pid else replace(command, reports=""))
 
 
 def _exec(command: Command) -> NoReturn:
@@ -169,15 +175,34 @@ def _run_script(script: str) -> None:
     exec(code, main.__dict__)
 
 
-def _die_of(error: BaseException) -> NoReturn:
-    """What the interpreter does with an error that nobody caught, without our frames in it."""
+def _die_of(error: BaseException, command: Command) -> NoReturn:
+    """Do what the interpreter does with an error that nobody caught, without our frames in it."""
     trace = _users(error.__traceback__)
     error = error.with_traceback(trace)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
-    sys.excepthook(type(error), error, trace)
+    if command.reports:
+        uncaught_error.write(uncaught_error.describe(error, trace), Path(command.reports))
+    if command.reports and command.quiet and sys.stderr is not None:
+        _show_to_agent(error, trace, Path(command.reports))
+    else:
+        sys.excepthook(type(error), error, trace)
     if isinstance(error, KeyboardInterrupt):
         raise KeyboardInterrupt
     sys.exit(1)
+
+
+def _show_to_agent(error: BaseException, trace: types.TracebackType | None, directory: Path) -> None:
+    """Write what the script's excepthook says of an error to a file; to stderr, where that cannot be done."""
+    stderr, said = sys.stderr, io.StringIO()
+    sys.stderr = said
+    try:
+        sys.excepthook(type(error), error, trace)
+    finally:
+        sys.stderr = stderr
+    try:
+        (directory / uncaught_error.TRACEBACK).write_text(said.getvalue(), errors="backslashreplace")
+    except OSError:
+        stderr.write(said.getvalue())
 
 
 def _exit_code(error: SystemExit) -> int:

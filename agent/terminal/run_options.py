@@ -45,8 +45,9 @@ _HELP = {
     "rdzv_endpoint": "etcd of the cluster, HOST:PORT[,HOST:PORT...] (default: ADAPTDL_ETCD)",
     "rdzv_id": "name of the job (default: that of the script)",
     "standalone": "one node, with a private etcd (the default where no other node and no etcd is named)",
-    "max_restarts": "failures after which the job goes on from its checkpoint (default 3); the loss of a "
-    "node, and a death that other replicas survive, do not count",
+    "max_restarts": "failures after which the job goes on from its checkpoint (default 3; one that comes "
+    "again before the first step ends it); the loss of a node, and a death that other replicas survive, do "
+    "not count",
     "role": "set as ROLE_NAME for every replica",
     "run_path": "run the script with runpy.run_path, as is done anyway; goes before --no-python",
     "log_dir": "directory for the logs of replicas",

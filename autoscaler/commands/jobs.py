@@ -126,6 +126,7 @@ def status(job: str, where: Where, as_json: bool) -> None:
     if row["requested"] is not None:
         asked = pluralize(row["requested"], "replica")
         lines.append(("asked for", f"{asked} (adaptdl scale {job} --auto to undo)"))
+    lines += [("warning", text) for text in row["warnings"]]
     lines += [("failure", text) for text in row["failures"]]
     for name, text in lines:
         click.echo(f"{name:<13} {text}")

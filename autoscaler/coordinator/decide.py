@@ -35,12 +35,13 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     CoordinatorSettings,
     Decided,
     Memory,
+    PolicyAnswer,
+    PolicyRound,
     Say,
 )
 from adaptdl_elastic.autoscaler.coordinator.fence import fence_off
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, JobChange, Phase
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy, ask, described
-from adaptdl_elastic.autoscaler.coordinator.rounds import PolicyAnswer, PolicyRound
 from adaptdl_elastic.autoscaler.coordinator.slots import in_plan, rooms
 from adaptdl_elastic.autoscaler.coordinator.status import (
     ITS_TURN,

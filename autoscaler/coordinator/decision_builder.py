@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, Observed, View
-from adaptdl_elastic.autoscaler.coordinator import garbage_collection, survivors
+from adaptdl_elastic.autoscaler.coordinator import early_failure, garbage_collection, survivors
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
 from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     Action,
@@ -151,6 +151,7 @@ class DecisionBuilder:
         why: str,
         restarts: int | None = None,
         failed_step: int | None = None,
+        failed_as: str | None = None,
         feasible_only: bool = False,
     ) -> bool:
         """Publish a plan as near to the present size as what is left allows; an empty one if nothing is."""
@@ -176,7 +177,7 @@ class DecisionBuilder:
             why = f"{why}: {pluralize(left, 'replica')} {verb} left of {had}"
         how, step = (transition, found) if transition else self.route(job, found)
         return self.publish(
-            job, JobChange(step, cause, how, why, restarts, failed_step, midway=step != found)
+            job, JobChange(step, cause, how, why, restarts, failed_step, failed_as, midway=step != found)
         )
 
     def publish(self, job: JobView, change: JobChange) -> bool:
@@ -207,6 +208,7 @@ class DecisionBuilder:
             first=before.first,
             restarts=max(0, restarts),
             failed_step=before.failed_step if change.failed_step is None else change.failed_step,
+            failed_as=_failed_as(job, mine, change),
             predicted_goodput=change.predicted_goodput,
             late=self._late_nodes(job),
             restart_only=job.spec.record.run in self.restart_only,
@@ -245,6 +247,12 @@ class DecisionBuilder:
         if target is not None and allocation and dict(target.allocation) != dict(allocation):
             left = {other: kept for other, kept in self.memory.targets.items() if other != name}
             self.memory = replace(self.memory, targets=MappingProxyType(left))
+
+
+def _failed_as(job: JobView, mine: Plan | None, change: JobChange) -> str:
+    if change.failed_as is not None:
+        return change.failed_as
+    return "" if mine is None else early_failure.kind_to_keep(job, mine)
 
 
 def _handed_down(view: View) -> dict[tuple[str, str], tuple[str, float]]:

@@ -1,16 +1,14 @@
-"""What goes into the coordinator's decisions, and what comes out of them."""
+"""Define the inputs and outputs of the coordinator's decisions, and of its rounds of the policy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo, NodeInfo, PolicySettings
 from adaptdl_elastic.rendezvous.schema.records import Cause
-
-if TYPE_CHECKING:
-    from adaptdl_elastic.autoscaler.coordinator.rounds import PolicyRound
 
 Allocation = Mapping[str, int]
 """node -> replicas, in the order of ranks."""
@@ -37,7 +35,7 @@ class CoordinatorSettings:
     max_events: int = 1000
     policy_timeout: float = 60.0  # seconds that a round of the policy may take
     keep_ended: int = 200  # jobs that have ended, whose status stays readable
-    policy: Any = None  # adaptdl_elastic.autoscaler.policy's own settings; None: its defaults
+    policy: PolicySettings | None = None  # None: the policy's defaults
 
     def __post_init__(self) -> None:
         for name in ("interval", "min_gap", "node_ttl", "backoff", "policy_timeout"):
@@ -66,11 +64,51 @@ class JoinFailures:
 
 
 @dataclass(frozen=True)
+class PolicyQuestion:
+    """What the policy is asked."""
+
+    jobs: tuple[JobInfo, ...]
+    nodes: tuple[NodeInfo, ...]
+    current: Mapping[str, Allocation]
+    causes: Mapping[str, tuple[Cause, str]]  # jobs whose size was chosen elsewhere: cause and its text
+    fingerprint: Any  # a question with an equal one and equal forecasts need not be asked again
+    forecasts: Mapping[str, float]  # by job: the goodput that it predicts for its present allocation
+    undecidable: Mapping[str, str] = field(default_factory=dict)  # jobs that are left out, and why
+    unsettled: frozenset[str] = frozenset()  # jobs whose size is changing: asked about, not decided
+
+
+Standing = tuple[str, int, int | None]
+"""Run, revision of the plan, and size that a person asked for: an answer holds while they are unchanged."""
+
+
+@dataclass(frozen=True)
+class PolicyRound:
+    """One question to the policy, with everything that is needed to compute the answer in any thread."""
+
+    number: int
+    question: PolicyQuestion
+    now: float
+    settings: PolicySettings
+    standing: Mapping[str, Standing]  # by job
+
+
+@dataclass(frozen=True)
+class PolicyAnswer:
+    """The answer to a round. Without a decision the policy has failed."""
+
+    number: int
+    decision: Decision | None
+    seconds: float  # of wall time
+    error: str = ""
+    unusable_reports: Mapping[str, str] = field(default_factory=dict)  # by job: why its report was left out
+
+
+@dataclass(frozen=True)
 class Memory:
     """What a leader knows beyond the store, or has read there. Losing it costs a round of the policy."""
 
     round_at: float = float("-inf")  # when the policy was last asked
-    asked: Any = None  # the last question: a round is due when there is another
+    asked: PolicyQuestion | None = None  # the last question: a round is due when there is another
     by_hand: frozenset[tuple[str, int]] = (
         frozenset()
     )  # what people had asked for then: a round is due at once when there is more
@@ -88,7 +126,7 @@ class Memory:
         default_factory=lambda: MappingProxyType({})
     )
     looked_at: float = float("-inf")  # when it was last looked whether a round is due
-    held_up_since: float | None = None  # rounds, because somebody or other has been missing ever since
+    held_up_since: float | None = None  # since when rounds are deferred because an agent is missing
     described: Mapping[str, Any] = field(  # (job, condition) whose status is as it should be
         default_factory=lambda: MappingProxyType({})
     )

@@ -88,6 +88,7 @@ class JobChange:
     reason: str
     restarts: int | None = None  # None: as before
     failed_step: int | None = None
+    failed_as: str | None = None
     predicted_goodput: float | None = None
     placements: tuple[Placement, ...] = ()  # (): the nodes of the allocation, whatever runs there
     midway: bool = False  # a step towards what is wanted, which is still wanted after it
@@ -404,7 +405,10 @@ def _sort_absent(
 
 
 def failures(job: JobView, generation: int) -> tuple[Failure, ...]:
-    """The failed replicas of a generation, the first to be heard of first: it is likely the root cause."""
+    """Return the failed replicas of a generation, the likely root cause first.
+
+    That is the first to be heard of, but for those that only tell of the loss of another.
+    """
     found = [
         (seen.seen, seen.record.failure)
         for (g, _), seen in job.ended.items()
@@ -412,7 +416,8 @@ def failures(job: JobView, generation: int) -> tuple[Failure, ...]:
     ]
     known = {failure.rank for _, failure in found}
     found += [item for item in survivors.failures(job, generation) if item[1].rank not in known]
-    return tuple(failure for _, failure in sorted(found, key=lambda item: (item[0], item[1].time)))
+    found.sort(key=lambda item: (item[1].lost_peer, item[0], item[1].time))
+    return tuple(failure for _, failure in found)
 
 
 def failed_generation(job: JobView, plan: Plan) -> int:

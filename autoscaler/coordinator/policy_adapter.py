@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View
@@ -13,6 +13,7 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     Allocation,
     CoordinatorSettings,
     Memory,
+    PolicyQuestion,
     Target,
 )
 from adaptdl_elastic.autoscaler.coordinator.job_models import (
@@ -38,20 +39,6 @@ Policy = Callable[
 
 _UNSETTLED = (Phase.CHANGING, Phase.BROKEN)
 _ACTIVE = (Phase.EMPTY, Phase.STEADY, *_UNSETTLED)
-
-
-@dataclass(frozen=True)
-class PolicyQuestion:
-    """What the policy is asked."""
-
-    jobs: tuple[JobInfo, ...]
-    nodes: tuple[NodeInfo, ...]
-    current: Mapping[str, Allocation]
-    causes: Mapping[str, tuple[Cause, str]]  # for jobs whose size somebody else chose: why, in words
-    fingerprint: Any  # two questions with the same one need not both be asked, unless
-    forecasts: Mapping[str, float]  # by job, the goodput it predicts for what it has, is another
-    undecidable: Mapping[str, str] = field(default_factory=dict)  # jobs not to be asked about, and why
-    unsettled: frozenset[str] = frozenset()  # jobs that are asked about for the others' sake alone
 
 
 def ask(

@@ -33,11 +33,13 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     Decided,
     DeletePrefix,
     Memory,
+    PolicyAnswer,
+    PolicyRound,
     Say,
 )
 from adaptdl_elastic.autoscaler.coordinator.following import Follower
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy
-from adaptdl_elastic.autoscaler.coordinator.rounds import PolicyAnswer, PolicyRound, compute
+from adaptdl_elastic.autoscaler.coordinator.rounds import compute
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import LeaderRecord

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView
+from adaptdl_elastic.autoscaler.coordinator import early_failure, survivors
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
-from adaptdl_elastic.autoscaler.coordinator import survivors
 from adaptdl_elastic.autoscaler.coordinator.decision_builder import DecisionBuilder
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, JobChange, Phase
 from adaptdl_elastic.autoscaler.coordinator.slots import in_plan, nearest, released, rooms
@@ -74,7 +74,8 @@ def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan
     assert job.spec is not None
     why = f"{what} (restart {restarts} of {job.spec.record.max_restarts})"
     step = job.checkpoint.record.step if job.checkpoint else 0
-    draft.replan(job, plan, Cause.FAILURE, Transition.ABORT, why, restarts, step)
+    kind = early_failure.kind_to_remember(job, generation, draft.settings.refill_after)
+    draft.replan(job, plan, Cause.FAILURE, Transition.ABORT, why, restarts, step, failed_as=kind)
 
 
 def _recover(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan, losses: Losses) -> None:

@@ -10,16 +10,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
-from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings, Memory, Target
+from adaptdl_elastic.autoscaler.coordinator.decision_types import (
+    CoordinatorSettings,
+    Memory,
+    PolicyAnswer,
+    PolicyQuestion,
+    PolicyRound,
+    Standing,
+    Target,
+)
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, Phase
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import (
     Policy,
-    PolicyQuestion,
     ask,
     described,
     targets,
@@ -28,31 +35,6 @@ from adaptdl_elastic.autoscaler.coordinator.policy_adapter import (
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan, nearest, rooms, smallest
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo, PolicySettings
 from adaptdl_elastic.rendezvous.schema.records import Cause
-
-_Standing = tuple[str, int, int | None]
-"""Run, revision of the plan, and size that a person asked for: what an answer about a job stands on."""
-
-
-@dataclass(frozen=True)
-class PolicyRound:
-    """The policy is asked something."""
-
-    number: int
-    question: PolicyQuestion
-    now: float
-    settings: PolicySettings
-    standing: Mapping[str, _Standing]  # by job
-
-
-@dataclass(frozen=True)
-class PolicyAnswer:
-    """What came of it; without a decision the policy has failed."""
-
-    number: int
-    decision: Decision | None
-    seconds: float  # of wall time
-    error: str = ""
-    unusable_reports: Mapping[str, str] = field(default_factory=dict)  # of which jobs, and why
 
 
 def consider(
@@ -180,7 +162,7 @@ def still_valid(
     return targets(asked.question, decision, view, same)
 
 
-def _standing(job: JobView) -> _Standing:
+def _standing(job: JobView) -> Standing:
     return (
         job.spec.record.run if job.spec else "",
         job.plan.revision if job.plan else 0,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View
+from adaptdl_elastic.autoscaler.coordinator import early_failure
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, Phase
@@ -37,6 +38,8 @@ def exhausted(view: View, job: JobView, condition: Condition, settings: Coordina
     if not condition.health.failed:
         return False  # newcomers that failed beside the running training cost nothing
     assert job.spec is not None
+    if early_failure.is_repeated(job, condition.plan, settings.refill_after):
+        return True
     return restarts_after_failure(view, job, condition.plan, settings) > job.spec.record.max_restarts
 
 
@@ -123,7 +126,7 @@ def _state(
         return JobState.STOPPED, "its replicas were stopped from outside; state saved", 143
     if exhausted(view, job, condition, settings):
         assert plan is not None
-        return _given_up(job, plan)
+        return _given_up(job, plan, settings)
     if jobs.stop_requested(job):
         if phase is Phase.EMPTY and not holding(view, job):
             return JobState.STOPPED, "stopped as asked; state saved", 143
@@ -138,13 +141,15 @@ def _state(
     return JobState.RUNNING, plan.reason, None
 
 
-def _given_up(job: JobView, plan: Plan) -> tuple[JobState, str, int]:
+def _given_up(job: JobView, plan: Plan, settings: CoordinatorSettings) -> tuple[JobState, str, int]:
     assert job.spec is not None
     generation = jobs.failed_generation(job, plan)
     found = jobs.failures(job, generation)
     what = f": rank {found[0].rank}: {found[0].message or found[0].exit_code}" if found else ""
     allowed = job.spec.record.max_restarts
     text = f"failed after {plan.restarts} of {allowed} restarts{what}"
+    if early_failure.is_repeated(job, plan, settings.refill_after):
+        text = f"failed twice in the same way before its first step{what}"
     return JobState.FAILED, text, jobs.root_exit_code(job, generation)
 
 

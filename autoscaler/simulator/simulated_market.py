@@ -242,8 +242,9 @@ class MarketCluster:
     def _bring(self, now: float) -> None:
         """Prices, boots, notices and interruptions up to now."""
         self._now = now
+        pools = self._provider.capacity()
         for name, market in self._markets.items():
-            pool = self._provider._pools[name]
+            pool = pools.pool(name)
             if pool.hourly_price != market.price(now):
                 self._provider.reprice(name, market.price(now))
         for instance in self._provider.capacity().instances:

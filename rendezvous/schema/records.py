@@ -237,6 +237,7 @@ class Plan:
     first: int = 0  # the first generation of this run: ADAPTDL_NUM_RESTARTS is generation - first
     restarts: int = 0  # how much of the restart budget is used, this generation included
     failed_step: int = 0  # step of the newest checkpoint when a restart was last counted
+    failed_as: str = ""  # kind of the failure that a restart followed; "" once a step has been made since
     predicted_goodput: float | None = None  # examples/s that the model promised for this allocation
     late: tuple[tuple[str, str], ...] = ()  # node, agent: did not start this run's replicas in time
     restart_only: bool = False  # a change in place could not be made in this run
@@ -335,6 +336,8 @@ class Failure:
     exit_code: int  # negative: the signal
     message: str = ""
     time: float = 0.0
+    kind: str = ""  # the same for failures of the same kind; "": two of them prove nothing
+    lost_peer: bool = False  # it tells only that another replica is gone
 
 
 @dataclass(frozen=True, config=_CONFIG)

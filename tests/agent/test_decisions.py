@@ -171,6 +171,38 @@ def test_the_first_failure_is_the_cause_and_takes_the_others_with_it() -> None:
     assert ended == [d.WriteEnded(EndedRecord("here", 0, Outcome.FAILED, -9, failure))]
 
 
+def cause(actions: Sequence[d.Action]) -> Failure:
+    (ended,) = (action for action in actions if isinstance(action, d.WriteEnded))
+    assert ended.record.failure is not None
+    assert ended.record.exit_code == ended.record.failure.exit_code
+    return ended.record.failure
+
+
+def test_a_replica_that_raised_its_error_first_is_the_cause_though_it_exits_last() -> None:
+    agent = Agent().running()
+    agent(d.ReplicaExited(0, 0, 1, 6.0, "KeyError: 1", evidence=d.Evidence("KeyError at a.py:1", 5.9)))
+    earlier = d.Evidence("NameError at a.py:7", 5.5)
+    ended = agent(d.ReplicaExited(0, 1, -9, 7.0, "NameError: x", evidence=earlier))
+    assert cause(ended) == Failure(1, 1, "NameError: x", 5.5, "NameError at a.py:7")
+
+
+def test_an_error_that_tells_of_a_lost_peer_is_not_the_cause_where_there_is_another() -> None:
+    agent = Agent().running(count=3)
+    lost = d.Evidence("", 5.0, lost_peer=True)
+    agent(d.ReplicaExited(0, 0, 1, 6.0, "Connection closed by peer", evidence=lost))
+    agent(d.ReplicaExited(0, 1, -9, 6.1, "SIGKILL", signal_arrived=False))
+    ended = agent(d.ReplicaExited(0, 2, -9, 6.2, "SIGKILL"))
+    assert cause(ended) == Failure(1, -9, "SIGKILL", 6.1)
+
+
+def test_an_error_that_tells_of_a_lost_peer_is_the_cause_where_there_is_no_other() -> None:
+    agent = Agent().running()
+    lost = d.Evidence("", 5.0, lost_peer=True)
+    agent(d.ReplicaExited(0, 0, 1, 6.0, "Connection closed by peer", evidence=lost))
+    ended = agent(d.ReplicaExited(0, 1, -9, 6.1, "SIGKILL"))
+    assert cause(ended) == Failure(0, 1, "Connection closed by peer", 5.0, "", True)
+
+
 def test_replicas_that_stopped_without_being_asked_take_the_others_along() -> None:
     agent = Agent().running()
     assert kinds(agent(d.ReplicaExited(0, 0, 143, 5.0))) == ["AskToStop"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from coordinator_pump import Pump, elastic, start
 from fake_agents import FakeAgent
 
@@ -52,6 +53,102 @@ def test_restarts_are_spaced_and_run_out(pump: Pump) -> None:
     assert (status.state, status.exit_code) == (JobState.FAILED, 7)
     assert status.reason == "failed after 3 of 3 restarts: rank 0: boom"
     assert {agent.exit_code for agent in pump.agents} == {7}
+
+
+KIND = "NameError at train.py:3 in <module>"
+
+
+def fail_again(pump: Pump, *failing: FakeAgent, kind: str = KIND) -> None:
+    """Let agents fail, in this order, and the job be restarted if it is to be."""
+    for agent in failing:
+        agent.fail(f"name {pump.plan('a').generation} is not defined", kind=kind)
+    pump.later(3)
+
+
+def never_steps(pump: Pump, **changes: object) -> None:
+    """A job on two nodes whose replicas fail before their first step."""
+    pump.job("a", min_nodes=2, min_replicas=2, max_replicas=2, **changes)
+    for index in range(2):
+        pump.node(f"n{index}", "a", steps=False)
+    pump.settle()
+
+
+def test_a_failure_that_comes_again_before_the_first_step_ends_the_job(pump: Pump) -> None:
+    never_steps(pump)
+    fail_again(pump, pump.agents[0])
+    assert (pump.plan("a").restarts, pump.plan("a").failed_as) == (1, KIND)
+    fail_again(pump, pump.agents[1])
+    status = pump.status("a")
+    assert (status.state, status.exit_code, status.restarts_used) == (JobState.FAILED, 1, 1)
+    what = "failed twice in the same way before its first step: rank 0: name 1 is not defined"
+    assert status.reason == what
+    assert {agent.exit_code for agent in pump.agents} == {1}
+
+
+def test_a_successor_remembers_the_failure_before(pump: Pump) -> None:
+    never_steps(pump)
+    fail_again(pump, pump.agents[0])
+    pump.take_over().settle()
+    fail_again(pump, pump.agents[0])
+    assert pump.status("a").state is JobState.FAILED
+
+
+def test_failures_of_which_two_prove_nothing_are_restarted_as_often_as_is_allowed(pump: Pump) -> None:
+    never_steps(pump, max_restarts=5)
+    for kind in (KIND, "", KIND, "OSError at train.py:3 in <module>", ""):
+        fail_again(pump, pump.agents[0], kind=kind)
+        pump.later(20)
+    assert pump.status("a").state is JobState.RUNNING
+    assert pump.plan("a").restarts == 5
+
+
+def test_a_step_makes_the_failure_before_forgotten(pump: Pump) -> None:
+    never_steps(pump, max_restarts=9)
+    remembered = []
+    for steps in (True, True, False, False):
+        for agent in pump.agents:
+            agent.steps = steps  # from the next generation on
+        fail_again(pump, pump.agents[0])
+        pump.later(20)
+        remembered.append(pump.plan("a").failed_as)
+    assert remembered == [KIND, "", "", KIND]
+    assert pump.plan("a").restarts == 4
+    fail_again(pump, pump.agents[0])
+    assert pump.status("a").state is JobState.FAILED
+
+
+def test_errors_that_tell_of_a_lost_peer_do_not_hide_the_cause(pump: Pump) -> None:
+    never_steps(pump)
+    for _ in range(2):
+        pump.agents[1].fail("Connection closed by peer", lost_peer=True)
+        fail_again(pump, pump.agents[0])
+    status = pump.status("a")
+    assert status.state is JobState.FAILED
+    assert status.reason.endswith("before its first step: rank 0: name 1 is not defined")
+
+
+def test_another_plan_between_the_failures_does_not_make_them_forgotten(pump: Pump) -> None:
+    pump.job("a", max_replicas=2, max_nodes=2)
+    pump.node("n0", "a", steps=False)
+    pump.settle()
+    fail_again(pump, pump.agents[0])
+    pump.node("n1", "a", steps=False)
+    pump.ask("a", replicas=2)
+    pump.later(30)
+    assert (pump.plan("a").cause, pump.plan("a").failed_as) == (Cause.MANUAL, KIND)
+    fail_again(pump, pump.agents[0])
+    assert pump.status("a").state is JobState.FAILED
+
+
+@pytest.mark.parametrize("lived", [10.0, 1000.0])
+def test_a_script_that_reports_no_steps_has_minutes_for_its_first(pump: Pump, lived: float) -> None:
+    pump.job("a")
+    agent = pump.node("n0", "a", steps=False, library=False)
+    pump.settle()
+    for _ in range(2):
+        pump.later(lived)
+        fail_again(pump, agent)
+    assert pump.status("a").state is (JobState.FAILED if lived < 300 else JobState.RUNNING)
 
 
 def test_a_job_that_may_not_restart_fails_with_the_signal_as_the_shell_says_it(pump: Pump) -> None:

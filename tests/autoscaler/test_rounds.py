@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from coordinator_pump import Pump, elastic
 
-from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
-from adaptdl_elastic.autoscaler.coordinator.rounds import PolicyAnswer
+from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings, PolicyAnswer
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision
 from adaptdl_elastic.rendezvous.schema.records import Cause, JobState
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import enum
 import io
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def loader() -> AdaptiveDataLoader[Any]:
 
 
 def stop() -> None:
-    _session.current().control.request({"kind": "stop", "reason": "test"})
+    _session.current().consensus.request({"kind": "stop", "reason": "test"})
 
 
 def test_sums_can_be_added_to_and_not_read_before_they_are_synchronized(script: Script) -> None:
@@ -399,6 +400,12 @@ def test_additions_by_one_function_are_told_apart_by_its_callers(script: Script)
         assert sums["n"] == 3
 
 
+def wait_until_it_is_agreed_on() -> None:
+    """The next boundary waits for the decision, and stops."""
+    while not _session.current().consensus.round_open:
+        time.sleep(0.001)
+
+
 def before_a_loop(life: int, shares: int) -> dict[Any, Any]:
     """One epoch, stopped soon after the data loop begins in lives 0 and 1."""
     for _ in remaining_epochs_until(1):
@@ -412,6 +419,7 @@ def before_a_loop(life: int, shares: int) -> dict[Any, Any]:
             sums["batches"] += 1
             if life < 2:
                 stop()
+                wait_until_it_is_agreed_on()
         with sums.synchronized():
             return dict(sums)
     raise AssertionError("the epoch was over before")

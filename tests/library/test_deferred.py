@@ -299,7 +299,7 @@ def test_an_abort_that_hangs_ends_the_process() -> None:
         "from adaptdl_elastic.torch._process_group.backends import nccl\n"
         "nccl.ABORT_SECONDS = 0.1\n"
         "kind = deferred_backend.Deferred\n"
-        "selftest._join(kind, 'deferred', dist.HashStore(), 0, 1, kind.devices()[0]).leave()\n"
+        "selftest._join(kind, 'deferred', dist.HashStore(), 0, 1, kind.devices()[0]).destroy()\n"
     )
     environment = {**os.environ, **PATH, "DEFERRED_FAULT": "hang"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)

@@ -209,7 +209,7 @@ def test_a_loader_that_is_made_in_every_epoch_is_one_loader() -> None:
         with pytest.raises(RuntimeError, match="another loader"):
             second.autoscale_batch_size(8)
     assert sizes == [5, 6, 7]
-    assert len(_session.current().control.polls) == 1
+    assert len(_session.current().consensus.polls) == 1
 
 
 def test_a_loader_that_is_made_in_every_epoch_keeps_its_order_through_restarts(script: Script) -> None:

@@ -44,7 +44,7 @@ class Machine:
         self.metrics = Metrics(clock=lambda: self.now, background=False)
 
     def train(self, steps: int, atomic: int, accum: int = 0, sync: float = 0.0) -> None:
-        self.metrics.current(atomic, accum)
+        self.metrics.set_current_batch_size(atomic, accum)
         for _ in range(steps):
             for number in range(accum + 1):
                 self.now += self.load
@@ -298,7 +298,7 @@ def test_what_was_in_use_before_a_restart_is_within_reach_after_it(script: Scrip
     saved = json.loads(json.dumps(machine.metrics.dump()))
     script.restart()
     again = Metrics(background=False)
-    again.undump(saved)
+    again.restore(saved)
     again.set_batch_size(32, 4096, (8, 1024))
     best = again.best_batch_size()
     assert best is not None
@@ -321,7 +321,7 @@ def test_a_suggestion_for_another_batch_size_than_the_present_is_dropped(script:
     machine.train(20, 32)
     machine.metrics.refresh()
     assert machine.metrics.suggestion() is not None
-    machine.metrics.current(48, 0)
+    machine.metrics.set_current_batch_size(48, 0)
     assert machine.metrics.suggestion() is None
 
 
@@ -348,7 +348,7 @@ def test_what_was_learnt_survives_a_restart(script: Script) -> None:
 
 def test_a_newer_format_is_not_misread(script: Script) -> None:
     with pytest.raises(ValueError, match="format 99"):
-        Metrics(background=False).undump({"v": 99})
+        Metrics(background=False).restore({"v": 99})
 
 
 def test_statistics_that_are_no_numbers_are_not_believed(script: Script) -> None:
@@ -422,7 +422,7 @@ def test_the_training_loop_never_waits_for_a_fit(script: Script, monkeypatch: py
     metrics = Metrics()
     metrics.set_batch_size(32, 1024)
     noisy_gradients(metrics)
-    metrics.current(32, 0)
+    metrics.set_current_batch_size(32, 0)
 
     def step() -> None:
         metrics.profile_step_start(32)

@@ -20,7 +20,7 @@ import torch, adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session
 adl.init_process_group("gloo")
 loader = adl.AdaptiveDataLoader(range(1000), batch_size=4)
-control = _session.current().control
+control = _session.current().consensus
 for epoch in adl.remaining_epochs_until(1):
     for number, batch in enumerate(loader):
 {body}

@@ -50,7 +50,7 @@ def evaluate(data, epoch):
         pause()
         if S["kind"] == "leave" and (epoch, count) == (1, 1):
             sign("there")
-            while not _session.current().control.round_open:  # a checkpoint is asked for
+            while not _session.current().consensus.round_open:  # a checkpoint is asked for
                 time.sleep(0.001)
             if adl.rank() == S["rank"]:
                 break

@@ -18,11 +18,14 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     Decided,
     DeletePrefix,
     Memory,
+    PolicyAnswer,
+    PolicyQuestion,
+    PolicyRound,
     Say,
 )
 from adaptdl_elastic.autoscaler.coordinator.job_phase import condition_of
-from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy, PolicyQuestion, ask
-from adaptdl_elastic.autoscaler.coordinator.rounds import PolicyAnswer, PolicyRound, compute
+from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy, ask
+from adaptdl_elastic.autoscaler.coordinator.rounds import compute
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo, NodeInfo, Reason
 from adaptdl_elastic.rendezvous.schema import records
@@ -174,7 +177,7 @@ class Pump:
                     self.said.append((event, dict(fields)))
         return written
 
-    def settle(self, limit: int = 200) -> Pump:
+    def resolve_batch_size(self, limit: int = 200) -> Pump:
         """Coordinator and agents take turns until nothing moves."""
         for _ in range(limit):
             moved = self.decide() > 0
@@ -189,9 +192,9 @@ class Pump:
         end = self.clock.now + seconds
         while self.wake_at < end:
             self.clock.now = max(self.clock.now, self.wake_at) + 1e-6
-            self.settle()
+            self.resolve_batch_size()
         self.clock.now = end
-        return self.settle()
+        return self.resolve_batch_size()
 
     def take_over(self) -> Pump:
         """Another coordinator leads: a higher fence, and nothing in its memory."""
@@ -243,7 +246,7 @@ def start(pump: Pump, nodes: int = 2, slots: int = 1, **changes: object) -> None
     pump.job("a", min_nodes=nodes, min_replicas=size, max_replicas=size, **changes)
     for index in range(nodes):
         pump.node(f"n{index}", "a", slots)
-    pump.settle()
+    pump.resolve_batch_size()
     assert pump.plan("a").replicas == size
 
 
@@ -252,5 +255,5 @@ def elastic(pump: Pump, nodes: int = 3, **changes: object) -> None:
     pump.job("a", max_replicas=nodes, max_nodes=nodes, **changes)
     for index in range(nodes):
         pump.node(f"n{index}", "a")
-    pump.settle()
+    pump.resolve_batch_size()
     assert pump.plan("a").replicas == nodes

@@ -109,7 +109,7 @@ class DeferredGroup(dist.ProcessGroup):
             self._aborted, works = True, self._works
         for work in works:
             work.end(_garble)
-        self._lower.hang_up()
+        self._lower.abort()
         self._todo.put(None)
 
     def shutdown(self) -> None:

@@ -20,9 +20,9 @@ from adaptdl_elastic.torch._process_group import capability
 def connect(_):
     init_process_group(BACKEND)
     session = _session.current()
-    known = capability.ability(session)
+    known = capability.known_capability(session)
     if not session.joining and known is not None:
-        while not session.control.round_open and "failed" not in known.why:
+        while not session.consensus.round_open and "failed" not in known.why:
             time.sleep(0.001)  # then to be carried out at the first boundary
 
 

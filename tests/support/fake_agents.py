@@ -79,6 +79,7 @@ class FakeAgent:
     history: list[tuple[int, int]] = field(default_factory=list)  # (generation, replicas) that ran here
     reports: bool = True
     holds_start: bool = False  # a node that does not get its replicas up
+    steps: bool = True  # its replicas get as far as their first step
     inplace: bool = False  # what it reports
     resilient: bool = False  # its replicas live on when others die
     alive: tuple[int, ...] = ()  # slots of the replicas that run
@@ -187,7 +188,8 @@ class FakeAgent:
 
     def _say_running(self, plan: Plan) -> None:
         now, able = self.clock(), self.resilient
-        running = RunningRecord(self.node, plan.generation, now, now, self.library, able, self.agent)
+        first = now if self.steps else None
+        running = RunningRecord(self.node, plan.generation, now, first, self.library, able, self.agent)
         self._put(running, plan.generation, "running")
         if self.reports and self.library and plan.placements[0].node == self.node:
             self.report(plan, inplace=self.inplace)
@@ -220,9 +222,11 @@ class FakeAgent:
         """Its replicas exit 0."""
         self._end(Outcome.DONE)
 
-    def fail(self, message: str = "boom", exit_code: int = 1) -> None:
-        """A replica of it fails."""
-        self._end(Outcome.FAILED, Failure(0, exit_code, message))
+    def fail(
+        self, message: str = "boom", exit_code: int = 1, kind: str = "", lost_peer: bool = False
+    ) -> None:
+        """Let a replica of it fail."""
+        self._end(Outcome.FAILED, Failure(0, exit_code, message, kind=kind, lost_peer=lost_peer))
 
     def lose(self, *slots: int) -> None:
         """Replicas of it are killed; the others live on if they can."""

@@ -19,7 +19,7 @@ class FakeLoader:
     current_local_bsz: int
     chunk: int = 0
     training: bool = False
-    training_unknown: bool = False
+    training_loader_undecided: bool = False
     sample_dimension: int | None = None
     key: str = "0"
     may_accumulate: bool = False

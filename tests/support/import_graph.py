@@ -23,7 +23,7 @@ TREES = {
 """Top-level folder → the name that it is imported by."""
 
 
-_PUBLIC_ALL_THE_SAME = {"_exit", "_replace", "_asdict"}  # of os and of named tuples
+_PUBLIC_ALL_THE_SAME = {"_exit", "_replace", "_asdict", "_shutdown"}  # of os, named tuples and threading
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def interrupt(loop, epoch, count):
         return
     if adl.rank() == rank:
         os.kill(os.getpid(), signal.SIGINT)
-    control, deadline = _session.current().control, time.monotonic() + 30
+    control, deadline = _session.current().consensus, time.monotonic() + 30
     while not control.round_open:  # these steps are too quick for anything to be agreed meanwhile
         assert time.monotonic() < deadline
         time.sleep(0.001)

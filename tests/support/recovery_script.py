@@ -210,7 +210,7 @@ def main():
                 break
         for _ in evaluation if S["evaluate"] else ():
             evaluated = [buffer.clone() for buffer in net.buffers()]
-        samples.append(position.loops().samples)
+        samples.append(position.script_position().samples)
         if S["busy"] is not None and len(samples) == 1:
             be_busy()
     with sums.synchronized():

@@ -109,21 +109,21 @@ def test_a_newcomer_decides_as_those_who_were_there(caplog: pytest.LogCaptureFix
 def test_a_checkpoint_without_the_sizes_of_the_loaders_can_be_loaded(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from adaptdl_elastic.torch import parallel
+    from adaptdl_elastic.torch._gradient.model_state import ModelState
 
-    complete = parallel._ParallelState.state_dict
+    complete = ModelState.state_dict
 
     def old(self: Any) -> Any:
         return {key: value for key, value in complete(self).items() if "batch_sizes" not in key}
 
     with monkeypatch.context() as patch:
-        patch.setattr(parallel._ParallelState, "state_dict", old)
+        patch.setattr(ModelState, "state_dict", old)
         run({"0": 8})
     assert run({"0": 8}).gns.get_progress() == 8.0
     assert "batch_size" not in caplog.text
     run({"0": 8})
     with monkeypatch.context() as patch:
-        patch.setattr(parallel._ParallelState, "state_dict", old)
+        patch.setattr(ModelState, "state_dict", old)
         run({"0": 8})
     run({"0": 16})
     assert "batch_size=8, and it is 16" in caplog.text

@@ -732,7 +732,7 @@ def test_a_model_in_eval_is_trained_if_its_optimizer_steps() -> None:
     adp = AdaptiveDataParallel(model, optimizer)
     adp.eval()
     x, y = cases.samples(4)
-    with FakeLoader([[3]], 4, 3, training_unknown=True) as loader:
+    with FakeLoader([[3]], 4, 3, training_loader_undecided=True) as loader:
         ((adp(x[:3]) - y[:3]) ** 2).mean().backward()
         assert not loader.training
         optimizer.step()

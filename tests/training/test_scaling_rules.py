@@ -61,7 +61,7 @@ def test_legw_warms_up_linearly_over_scale_times_the_epochs() -> None:
     adp = model_with(rule)
     with pytest.raises(RuntimeError, match="AdaptiveDataLoader"):
         rule.scale_lr(1.0)
-    adp._initial_batch_size = 8
+    adp._batch_sizes.last = 8
     factors = []
     for _ in range(40):  # ten steps of the initial batch size an epoch; at scale 4, two and a half
         factors.append(rule.scale_lr(4.0))

@@ -220,7 +220,7 @@ def test_a_second_pass_that_ddp_does_not_synchronise_is_said() -> None:
         assert "call backward once" in message
 
 
-# Loops that do not end where a window does.
+# ScriptPosition that do not end where a window does.
 
 NUMBERS = torch.randn(20, 6, generator=torch.Generator().manual_seed(1))
 
@@ -240,7 +240,7 @@ class Own(adl.AdaptiveDataLoaderMixin):
                 return
             helper.end_index = len(NUMBERS)
             while (start := helper.current_index) < helper.end_index:
-                local = helper.settle()
+                local = helper.resolve_batch_size()
                 with helper.profile():
                     yield NUMBERS[start : start + local]
                     helper.current_index += local + self._beyond

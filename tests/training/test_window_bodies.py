@@ -181,8 +181,8 @@ def test_a_checkpoint_is_saved_before_a_change_that_was_agreed_on_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """To save is a matter of all replicas of a generation: newcomers would not know of it."""
-    control, done = _session.current().control, list[str]()
-    monkeypatch.setattr(consensus.Control, "save", lambda *_: done.append("checkpoint"))
+    control, done = _session.current().consensus, list[str]()
+    monkeypatch.setattr(consensus.BoundaryConsensus, "save", lambda *_: done.append("checkpoint"))
     control.handlers["switch"] = lambda _: done.append("switch")
     commands = [{"kind": "switch"}, {"kind": "checkpoint", "request": 1}]
     control._execute(commands)

@@ -3,6 +3,7 @@
 | module | question that it answers |
 |---|---|
 | `loader` | What have all elastic loaders in common: position, batch size, the pace of a loop? |
+| `loader_mixin` | What do users of a loader read and call? |
 | `partition` | Which samples go to which replica? (pure) |
 | `sampler` | How does a pass begin anywhere, on any number of replicas? |
 | `iterable` | What is promised of a stream? |

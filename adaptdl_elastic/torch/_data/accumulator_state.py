@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from adaptdl_elastic import _session, checkpoint, collective
 from adaptdl_elastic._session import Session
-from adaptdl_elastic.torch._runtime.position import loops
+from adaptdl_elastic.torch._runtime.position import script_position
 
 Totals = dict[Any, Any]
 """The sums of one accumulator by their keys."""
@@ -130,7 +130,7 @@ class AccumulatorState(checkpoint.TensorState):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        position = loops()
+        position = script_position()
         return {
             "results": _encode(self.results),
             "updates": _encode(self.updates),

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, default_collate
 from adaptdl_elastic import _session
 from adaptdl_elastic.torch._data.loader import AdaptiveDataLoaderHelper
 from adaptdl_elastic.torch._data.partition import windows
-from adaptdl_elastic.torch._runtime.position import loops
+from adaptdl_elastic.torch._runtime.position import script_position
 
 Item = tuple[int, list[Any]]
 """A chunk's size over all replicas, and this replica's samples of it."""
@@ -99,9 +99,14 @@ def iterate_stream(
     """The data loop over a stream."""
     while True:
         session = _session.current()
-        local, settled = helper.settle(), helper.settled
+        local, settled = helper.resolve_batch_size(), helper.settled
         stream.configure(
-            loops().finished, helper.current_index, session.replicas, session.rank, local, helper.training
+            script_position().finished,
+            helper.current_index,
+            session.replicas,
+            session.rank,
+            local,
+            helper.training,
         )
         prepare()
         for size, batch in make_iterator():

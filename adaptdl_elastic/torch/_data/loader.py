@@ -33,7 +33,7 @@ from adaptdl_elastic._interfaces import Command, ElasticLoader
 from adaptdl_elastic.torch._data.checks import check_bounds, check_writer
 from adaptdl_elastic.torch._data.partition import Window, share
 from adaptdl_elastic.torch._data.registry import registry
-from adaptdl_elastic.torch._runtime.position import Loops, loops
+from adaptdl_elastic.torch._runtime.position import ScriptPosition, script_position
 from adaptdl_elastic.torch._tuning.batch_size import Limits, initial, local_batch, misfit
 
 logger = logging.getLogger(__name__)
@@ -66,15 +66,15 @@ class AdaptiveDataLoaderHelper:
         self._atomic = local_batch(batch_size, self.replicas)
         self._accum = 0
         self._generation: int | None = None  # whose best batch size was asked for
-        self._told: tuple[int, int] | None = None  # when the agent was told what can be done in place
-        self._loops: Loops | None = None
+        self._reported_for: tuple[int, int] | None = None  # when the agent was told what can be done in place
+        self._loops: ScriptPosition | None = None
         self._skipped = False
         self._mark = (0.0, 0, 0)  # progress, attempted steps, index: when a pass was last found to be made
         self._entered: tuple[int, list[int]] = (0, [])  # windows, each model's attempted steps: at the start
         # the window under way
         self._window: Window | None = None  # None: a loader of one's own, whose windows are not planned
         self._chunk = 0
-        self._begun = (0, 0)  # index and attempted steps when it began
+        self._window_start = (0, 0)  # index and attempted steps when it began
         self._left: int | None = None  # batches that were left then to a loader of one's own; None: not known
 
     def repeats(self) -> None:
@@ -97,7 +97,7 @@ class AdaptiveDataLoaderHelper:
     def current_index(self, index: int) -> None:
         self._running().index = index
 
-    def _running(self) -> Loops:
+    def _running(self) -> ScriptPosition:
         if self._loops is None:
             raise RuntimeError("the position of a data loop is known only inside of its context()")
         return self._loops
@@ -191,9 +191,9 @@ class AdaptiveDataLoaderHelper:
         return self._registry.training is self
 
     @property
-    def training_unknown(self) -> bool:
+    def training_loader_undecided(self) -> bool:
         """Whether no loader has been used for training yet."""
-        return self._registry.training is None and loops().trainer is None
+        return self._registry.training is None and script_position().trainer is None
 
     @property
     def settled(self) -> tuple[int, int, int]:
@@ -213,13 +213,13 @@ class AdaptiveDataLoaderHelper:
                 "a second loader would be used for training: autoscale_batch_size was called on another one"
             )
         self._registry.training = self
-        loops().trainer = self.key
+        script_position().trainer = self.key
         self._announce_limits()
 
     def _announce_limits(self) -> None:
         metrics = _session.current().metrics
         metrics.set_batch_size(self.batch_size, self._max_batch_size, self._local_bounds, self._accumulation)
-        metrics.current(self._atomic, self._accum)
+        metrics.set_current_batch_size(self._atomic, self._accum)
 
     def autoscale_batch_size(
         self,
@@ -259,9 +259,9 @@ class AdaptiveDataLoaderHelper:
             assert isinstance(known, AdaptiveDataLoaderHelper)
             if known.batch_size == self.batch_size:
                 self._atomic, self._accum, self._generation = known._atomic, known._accum, known._generation
-            polls = _session.current().control.polls
+            polls = _session.current().consensus.polls
             polls[:] = [self._poll if poll == known._poll else poll for poll in polls]
-            _session.current().control.handlers["batch_size"] = self._change
+            _session.current().consensus.handlers["batch_size"] = self._change
         self._max_batch_size, self._local_bounds = largest, bounds
         self._accumulation = gradient_accumulation
         self._registry.training = self
@@ -271,13 +271,13 @@ class AdaptiveDataLoaderHelper:
         """Whether this is the loader that a script makes anew in every epoch, `known` being the last one."""
         return known.key == self.key and self._registry.current is not known
 
-    def settle(self) -> int:
+    def resolve_batch_size(self) -> int:
         """Settle the batch size of this generation; the atomic batch size.
 
         Raises:
             RetryDataLoop: a death was survived instead.
         """
-        return _session.current().recovery.once(self.sync_local_bsz, self)
+        return _session.current().recovery.restart_loop_on_peer_loss(self.sync_local_bsz, self)
 
     def sync_local_bsz(self) -> int:
         """Settle the batch size of this generation, the same on every replica; the atomic batch size."""
@@ -296,12 +296,12 @@ class AdaptiveDataLoaderHelper:
                 chosen = collective.broadcast(chosen, tag="batch size")
                 if chosen is not None:
                     self._atomic, self._accum = chosen
-                session.control.handlers["batch_size"] = self._change
-                if self._poll not in session.control.polls:
-                    session.control.polls.append(self._poll)
-                    session.control.poll_soon()
+                session.consensus.handlers["batch_size"] = self._change
+                if self._poll not in session.consensus.polls:
+                    session.consensus.polls.append(self._poll)
+                    session.consensus.poll_soon()
             if self.training:
-                session.metrics.current(self._atomic, self._accum)
+                session.metrics.set_current_batch_size(self._atomic, self._accum)
         return self._atomic
 
     def _initial(self) -> tuple[int, int]:
@@ -327,7 +327,7 @@ class AdaptiveDataLoaderHelper:
     def _change(self, command: Command) -> None:
         """At an agreed boundary, on every replica."""
         self._atomic, self._accum = command["atomic"], command["accumulation"]
-        _session.current().metrics.current(self._atomic, self._accum)
+        _session.current().metrics.set_current_batch_size(self._atomic, self._accum)
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -344,7 +344,7 @@ class AdaptiveDataLoaderHelper:
         """
         session = _session.current()
         session.start()
-        state = loops()
+        state = script_position()
         if self._registry.current is not None and state.looping:
             state.enter(self.key)  # raises
         self._registry.current = self
@@ -359,7 +359,7 @@ class AdaptiveDataLoaderHelper:
             if state.trainer == self.key and (known is None or self._replaces(known)):
                 self.train()  # as is known from the epoch before, or to the replicas that were there
             self._loops, self._chunk, self._window = state, 0, None
-            self._begun, self._left = (state.index, self._attempts()), None
+            self._window_start, self._left = (state.index, self._attempts()), None
             if not (self._skipped or self.training) and state.index == 0:
                 # Further on, who has come in the meantime would do it alone, and has rank 0's buffers.
                 for model in session.models:
@@ -395,7 +395,7 @@ class AdaptiveDataLoaderHelper:
 
     def _goes_on_at(self) -> int:
         """In the loop's body: the index behind the last optimizer step."""
-        index, attempts = self._begun
+        index, attempts = self._window_start
         if self._window is not None and self._attempts() > attempts:
             return index + sum(self._window)
         return index
@@ -434,11 +434,11 @@ class AdaptiveDataLoaderHelper:
         """A batch is about to be handed out."""
         if self._chunk == 0:
             index = self._running().index
-            self._begun = index, self._attempts()
+            self._window_start = index, self._attempts()
             if self._window is None and self.end_index:
                 full = self.replicas * self._atomic
                 self._left = -(-(self.end_index - index % self.end_index) // full)
-            if self.training or self.training_unknown:
+            if self.training or self.training_loader_undecided:
                 _session.current().recovery.begin_window(index)
         if self.training:
             _session.current().metrics.profile_step_start(self._atomic)
@@ -456,7 +456,7 @@ class AdaptiveDataLoaderHelper:
             self._chunk += 1
             return
         self._chunk = 0
-        counts = training or (self.training_unknown and not session.models)
+        counts = training or (self.training_loader_undecided and not session.models)
         if counts and not (training and safe.failed):
             state.step += 1
             if self._window is not None or training:
@@ -467,14 +467,14 @@ class AdaptiveDataLoaderHelper:
         if safe.broken:
             safe.recover("a replica is gone", self)
             return
-        session.control.report_step()
+        session.consensus.report_step()
         if not any(model.accumulates_by_hand for model in session.models):  # others could not go on from here
-            safe.guarded(state.boundary, self)
+            safe.retry_on_peer_loss(state.boundary, self)
 
-    def _report_position(self, session: _session.Session, state: Loops) -> None:
+    def _report_position(self, session: _session.Session, state: ScriptPosition) -> None:
         now = (session.generation, state.finished)
-        if self._told != now:
-            self._told = now
+        if self._reported_for != now:
+            self._reported_for = now
             session.report_eligibility()
         done = total = None
         if self.end_index:
@@ -486,6 +486,7 @@ class AdaptiveDataLoaderHelper:
             epochs=state.until,
             samples_done=done,
             samples_total=total,
+            data_size=self.end_index,
         )
 
     def epoch_done(self) -> bool:
@@ -516,7 +517,9 @@ class AdaptiveDataLoaderHelper:
                 )
             done = True
         safe = session.recovery
-        return safe.once(lambda: bool(collective.broadcast(done, tag="end of epoch")), self)
+        return safe.restart_loop_on_peer_loss(
+            lambda: bool(collective.broadcast(done, tag="end of epoch")), self
+        )
 
     def _effort(self) -> tuple[float, int]:
         """Progress of the models, and how often they were to be stepped."""
@@ -552,50 +555,6 @@ def _begins() -> bool:
     return session.generation == 0 and not session.joining and checkpoint.loaded_id() is None
 
 
-class AdaptiveDataLoaderMixin:
-    """The public side of `AdaptiveDataLoaderHelper`, for loaders of one's own.
-
-    Args:
-        batch_size: Samples per optimizer step over all replicas, at first.
-    """
-
-    def __init__(self, batch_size: int) -> None:
-        self._elastic = AdaptiveDataLoaderHelper(batch_size)
-
-    def autoscale_batch_size(
-        self,
-        max_batch_size: int,
-        local_bsz_bounds: tuple[int | None, int | None] | None = None,
-        gradient_accumulation: bool = False,
-    ) -> None:
-        """See `AdaptiveDataLoaderHelper.autoscale_batch_size`."""
-        self._elastic.autoscale_batch_size(max_batch_size, local_bsz_bounds, gradient_accumulation)
-
-    @property
-    def current_local_bsz(self) -> int:
-        """Samples of a full batch on this replica."""
-        return self._elastic.current_local_bsz
-
-    @property
-    def current_batch_size(self) -> int:
-        """Samples of a full optimizer step, over all replicas."""
-        return self._elastic.current_batch_size
-
-    @property
-    def accumulation_steps(self) -> int:
-        """Batches without an optimizer step before each one with it."""
-        return self._elastic.accumulation_steps
-
-    @property
-    def training(self) -> bool:
-        """Whether models are trained with this loader."""
-        return self._elastic.training
-
-    def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:
-        """See `AdaptiveDataLoaderHelper.to_tensorboard`."""
-        self._elastic.to_tensorboard(writer, global_step, tag_prefix)
-
-
 def initial_seed(loader: AdaptiveDataLoaderHelper, generator: torch.Generator | None) -> int:
     """The seed of a loader's order: the generator's or the user's `torch.manual_seed`, rank 0's for all.
 
@@ -604,11 +563,11 @@ def initial_seed(loader: AdaptiveDataLoaderHelper, generator: torch.Generator | 
     Raises:
         RetryDataLoop: a death was survived instead.
     """
-    state = loops()
+    state = script_position()
     known = state.seeds.get(loader.key)
     if known is None:
         own = generator.initial_seed() if generator is not None else torch.initial_seed()
         mine, safe = own & (2**63 - 1), _session.current().recovery
-        known = safe.once(lambda: int(collective.broadcast(mine, tag="seed")), loader)
+        known = safe.restart_loop_on_peer_loss(lambda: int(collective.broadcast(mine, tag="seed")), loader)
         state.seeds[loader.key] = known
     return known

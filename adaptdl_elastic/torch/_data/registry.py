@@ -6,7 +6,7 @@ from collections import Counter
 
 from adaptdl_elastic import _frames, _session
 from adaptdl_elastic._interfaces import ElasticLoader
-from adaptdl_elastic.torch._runtime.position import loops
+from adaptdl_elastic.torch._runtime.position import script_position
 
 
 class LoaderRegistry:
@@ -33,7 +33,7 @@ class LoaderRegistry:
         known, made = self._inside
         if known != epoch:
             self._inside = epoch, made = epoch, Counter()
-        place = _frames.script_lines(loops().body)
+        place = _frames.script_lines(script_position().body)
         made[place] += 1
         return place if made[place] == 1 else f"{place}, number {made[place]}"
 

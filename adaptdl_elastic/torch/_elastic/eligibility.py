@@ -28,7 +28,7 @@ _KINDS = (LRScheduler, torch.amp.GradScaler, DistributedDataParallel)
 _DEPTH, _MOST = 6, 10_000  # levels of attributes and containers that a scheduler may keep other ones in
 
 
-def look(session: Session, again: bool = False) -> None:
+def scan_user_objects(session: Session, again: bool = False) -> None:
     """Look through the objects of this process, unless that has been done and it need not be done again."""
     if session.user_objects is not None and not again:
         return
@@ -39,7 +39,7 @@ def _found(session: Session, kind: type[Any]) -> list[Any]:
     """What was seen of a kind, and is still there."""
     if not capability.wanted(session):
         return []  # nobody asks
-    look(session)
+    scan_user_objects(session)
     alive = [reference() for reference in session.user_objects or ()]
     return [one for one in alive if isinstance(one, kind)]
 

@@ -20,8 +20,8 @@ from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.protocol.messages import Ready
 from adaptdl_elastic.torch._elastic import eligibility, regroup, state_transfer
 from adaptdl_elastic.torch._process_group import backends, capability, placeholder
-from adaptdl_elastic.torch._process_group.store import FOREVER, meeting
-from adaptdl_elastic.torch._runtime.position import loops
+from adaptdl_elastic.torch._process_group.store import FOREVER, generation_store
+from adaptdl_elastic.torch._runtime.position import script_position
 
 
 class Newcomer:
@@ -53,10 +53,10 @@ class Newcomer:
 
     def arrive(self, place: tuple[int, int], loader: str) -> bool:
         """Come to a loop over `loader`: join the others in it, or pass it by because they have (False)."""
-        session, known = self.session, capability.ability(self.session)
+        session, known = self.session, capability.known_capability(self.session)
         if known is not None:
-            known.insist()  # before anybody counts on this replica
-        eligibility.look(session)  # now, while nobody waits for it
+            known.require_verified()  # before anybody counts on this replica
+        eligibility.scan_user_objects(session)  # now, while nobody waits for it
         while place >= self._at:
             self._store.set(f"arrived/{self._attempt}/{session.rank}", loader)
             session.send(Ready(session.generation))
@@ -80,11 +80,11 @@ class Newcomer:
         regroup.form(session, self._store, self._attempt - 1)
         state_transfer.take(session)
         session.joining = False
-        known = capability.ability(session)
+        known = capability.known_capability(session)
         if known is not None:
             known.agree()  # as the others have, or they would not have changed in place
         os.environ.pop(environment.JOIN, None)
-        state = loops()
+        state = script_position()
         regroup.finish(session, (state.finished, state.entered, state.index), began)
         session.newcomer = None
 
@@ -92,7 +92,7 @@ class Newcomer:
 def begin_joining(session: Session, backend: str) -> None:
     """A newcomer's `init_process_group`: a group of the planned size, and the others' states."""
     host, port = os.environ[environment.MASTER_ADDR], int(os.environ[environment.MASTER_PORT])
-    store = meeting(host, port, session.generation)
+    store = generation_store(host, port, session.generation)
     found = session.newcomer = Newcomer(session, backend, store)
     session.start()
     checkpoint.agree(lambda _: (None, None))  # nothing is loaded from disk

@@ -57,12 +57,12 @@ from adaptdl_elastic.torch._data.accumulator_state import (
 )
 from adaptdl_elastic.torch._data.registry import current_dataloader, registry
 from adaptdl_elastic.torch._elastic import eligibility, regroup, state_transfer
-from adaptdl_elastic.torch._elastic.step_snapshot import Before
+from adaptdl_elastic.torch._elastic.step_snapshot import StepSnapshot
 from adaptdl_elastic.torch._elastic.user_state import tensors_of_script
 from adaptdl_elastic.torch._process_group import backends
 from adaptdl_elastic.torch._process_group.setup import disconnect_torch
-from adaptdl_elastic.torch._process_group.store import FOREVER, meeting
-from adaptdl_elastic.torch._runtime.position import loops
+from adaptdl_elastic.torch._process_group.store import FOREVER, generation_store
+from adaptdl_elastic.torch._runtime.position import script_position
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -83,16 +83,16 @@ class Mark:
 
 
 @dataclass
-class Standing:
+class SurvivorReport:
     """What one replica says about itself when the survivors meet."""
 
     rank: int
     step: int  # committed
-    where: Where
+    position: Where
     index: int  # samples of committed steps
     training: bool
-    torn: bool  # its model is half another one's: a donor died while it was given
-    uneven: bool  # the replicas' buffers differ, though no loop trains
+    partially_restored: bool  # its model is half another one's: a donor died while it was given
+    buffers_diverged: bool  # the replicas' buffers differ, though no loop trains
     synced: dict[str, int] = field(default_factory=dict)  # accumulator → how often it was synchronised
     unsynced: tuple[str, ...] = ()  # accumulators with sums of this replica only
     marked: bool = False  # there were some when this data loop began
@@ -107,12 +107,12 @@ class Recovery:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._armed: int | None = None  # generation in which the death of others does not end us
-        self._before: Before | None = None  # the window under way
+        self._before: StepSnapshot | None = None  # the window under way
         self._mark: Mark | None = None
         self._failed = False  # the window under way, since `recover` began
-        self._torn = False
+        self._partially_restored = False
         self._passed = False  # the others have the data loop behind them whose end this replica waits at
-        self._uneven = False  # a training loop was left by `break`: the replicas' buffers differ
+        self._buffers_diverged = False  # a training loop was left by `break`: the replicas' buffers differ
         self.waiting = False  # for a plan without the dead
         self._plans: list[RecoveryPlan] = []
         self._told = threading.Condition()
@@ -156,7 +156,7 @@ class Recovery:
     def begin_window(self, index: int) -> None:
         """The first batch of a training window is about to be handed out."""
         if self.armed and self._session.replicas > 1:
-            self._before = Before(self._session, index, self._before)
+            self._before = StepSnapshot(self._session, index, self._before)
 
     @property
     def failed(self) -> bool:
@@ -166,15 +166,15 @@ class Recovery:
     @property
     def broken(self) -> bool:
         """Whether somebody is known to be gone."""
-        return self.armed and (self._session.control.lost is not None or self.failed)
+        return self.armed and (self._session.consensus.lost is not None or self.failed)
 
     def mark(self) -> None:
         """All replicas have just synchronised their accumulators, or stand at the beginning of a loop."""
         if self.armed:
-            state = loops()
+            state = script_position()
             self._mark = Mark((state.finished, state.entered), state.index, sums_of(self._session))
 
-    def guarded(self, call: Callable[[], T], helper: ElasticLoader | None = None) -> T:
+    def retry_on_peer_loss(self, call: Callable[[], T], helper: ElasticLoader | None = None) -> T:
         """`call()`, again after each death that it meets with."""
         while True:
             try:
@@ -182,7 +182,7 @@ class Recovery:
             except PeerLostError as error:
                 self._survive(error, helper)
 
-    def once(self, call: Callable[[], T], helper: ElasticLoader) -> T:
+    def restart_loop_on_peer_loss(self, call: Callable[[], T], helper: ElasticLoader) -> T:
         """`call()`, a collective of a data loop.
 
         Raises:
@@ -204,7 +204,7 @@ class Recovery:
         """All replicas have come to the end of this loop; False: a part of it has to be done again."""
         if not self.armed or self._session.replicas == 1:
             return True
-        self._uneven = self._uneven or helper.training
+        self._buffers_diverged = self._buffers_diverged or helper.training
         try:
             sums = self._end({name: own for name, (_, own, _) in sums_of(self._session).items()}).result()
             if sums is not None:  # all have come to the end
@@ -219,7 +219,7 @@ class Recovery:
         """This replica has left a loop by `break`: nobody is to wait for it at the loop's end."""
         # after a step that failed the next boundary ends this replica: from a generator's end nobody can
         if self.armed and self._session.replicas > 1 and not self.failed:
-            self._uneven = self._uneven or helper.training
+            self._buffers_diverged = self._buffers_diverged or helper.training
             self._end(None)
 
     def _end(self, sums: OwnSums | None) -> Future:
@@ -229,11 +229,11 @@ class Recovery:
 
     def between_loops(self) -> None:
         """All replicas are about to enter a data loop or an epoch."""
-        self.look_round()
+        self.recover_if_peer_lost()
         if self.armed:
-            self.guarded(self._even_buffers)
+            self.retry_on_peer_loss(self._even_buffers)
 
-    def look_round(self) -> None:
+    def recover_if_peer_lost(self) -> None:
         """Between data loops: go on without those who are gone."""
         self.mark()
         if self.broken:
@@ -241,7 +241,7 @@ class Recovery:
 
     def _even_buffers(self) -> None:
         """Rank 0's buffers for all, where training in parts has made them differ."""
-        if not self._uneven:
+        if not self._buffers_diverged:
             return
         assert self._session.reducer is not None
         self._session.reducer.barrier(tag="buffers")  # torch's broadcast has a time limit
@@ -250,10 +250,10 @@ class Recovery:
                 model.sync_buffers()
         except RuntimeError as error:  # gloo may notice a death before we do
             raise PeerLostError(str(error)) from error
-        self._uneven = False
+        self._buffers_diverged = False
 
     def _place(self) -> Place:
-        state = loops()
+        state = script_position()
         return state.finished, state.entered
 
     # -- a death -----------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class Recovery:
 
     def _notice(self, generation: int) -> None:
         """This step takes long: wait for no gradient any more, and tell the agent that we live."""
-        if self._session.control.loops_over:
+        if self._session.consensus.loops_over:
             return  # there is no step any more; a collective says so itself if it needs the others
         if self._session.generation == generation and not self.waiting:
             for model in self._session.models:
@@ -280,7 +280,7 @@ class Recovery:
         # First: once the training thread has the plan, what is lost is a generation of the past.
         session, generation = self._session, message.generation
         if not self.waiting and generation > session.generation:
-            session.control.lose("the agents say that a replica is gone")
+            session.consensus.lose("the agents say that a replica is gone")
         with self._told:
             self._plans.append(message)
             self._told.notify_all()
@@ -321,10 +321,10 @@ class Recovery:
             raise reducer.finished
         began, helper = time.monotonic(), helper or current_dataloader()
         # what an evaluation loop leaves behind is no step
-        self._failed = self.failed and (helper is None or helper.training or helper.training_unknown)
+        self._failed = self.failed and (helper is None or helper.training or helper.training_loader_undecided)
         self._passed = False
         self._check(self._failed, helper, reason)
-        log.info("going on without a replica: %s", self._session.control.lost or reason)
+        log.info("going on without a replica: %s", self._session.consensus.lost or reason)
         for _ in range(_ATTEMPTS):
             self._hang_up(reason)
             plan = self._next_plan()
@@ -333,7 +333,7 @@ class Recovery:
                 self._agree(helper, at_end)
                 self._finish(began)
             except (RuntimeError, OSError) as error:
-                if isinstance(error, Irreparable):
+                if isinstance(error, UnrecoverableStateError):
                     raise
                 reason = str(error)
                 log.warning("generation %s did not come about: %s", plan.generation, reason)
@@ -360,7 +360,7 @@ class Recovery:
             backends.keep()
         if session.reducer is not None:
             session.reducer.abort()
-        session.control.abandon()
+        session.consensus.abandon()
         session.send(PeerLost(session.generation, reason[:200]))
 
     def _meet(self, plan: RecoveryPlan) -> None:
@@ -369,13 +369,13 @@ class Recovery:
             regroup.tell_switched(session, generation)
             raise SystemExit(0)
         regroup.become(session, plan, generation, plan.rank)
-        store = meeting(plan.master_addr, plan.master_port, generation)
+        store = generation_store(plan.master_addr, plan.master_port, generation)
         # A survivor may be busy outside of all loops, for longer than anybody could guess. Who has died
         # or hangs is found by the agents, whose next plan ends this, as does the coordinator's patience.
         regroup.form(session, store, 0, self.newer, FOREVER)
 
     def _finish(self, began: float) -> None:
-        state = loops()
+        state = script_position()
         position = (state.finished, state.entered, state.index)
         regroup.finish(self._session, position, began, recovered=True)
         self._before = None
@@ -387,13 +387,13 @@ class Recovery:
         session = self._session
         assert session.reducer is not None
         mine = self._standing(helper)
-        everybody: list[Standing] = session.reducer.allreduce([mine], tag="standing")
+        everybody: list[SurvivorReport] = session.reducer.allreduce([mine], tag="standing")
         log.info("the survivors stand at %s", everybody)
         top = _newest(everybody)
         if self._failed and mine.step == top:  # before others get it from us
             assert self._before is not None
             self._before.put_back(session)
-        behind = [one.rank for one in everybody if one.torn or one.step < top]
+        behind = [one.rank for one in everybody if one.partially_restored or one.step < top]
         if behind:
             self._heal(mine, top, behind)
         for model in self._session.models:
@@ -403,45 +403,52 @@ class Recovery:
             model.load_statistics(statistics)
             session.metrics.update_progress(model.progress)
         for one in everybody:
-            if one.where[0] == mine.where[0]:  # of loaders that are made in every epoch there are others
-                loops().seeds = {**one.seeds, **loops().seeds}
-            loops().announced = max(loops().announced, one.announced)
+            # In another epoch there are other loaders, if the script makes them in every epoch.
+            if one.position[0] == mine.position[0]:
+                script_position().seeds = {**one.seeds, **script_position().seeds}
+            script_position().announced = max(script_position().announced, one.announced)
         self._same_sums(everybody)
-        where = max(one.where for one in everybody)
-        here = [one for one in everybody if one.where == where]
+        where = max(one.position for one in everybody)
+        here = [one for one in everybody if one.position == where]
         train = any(one.training for one in here)
         # Whoever trains, and is not at the loop's end, keeps its own; but some may be before this loop.
-        self._uneven = any(one.uneven and not (train and one.where == where) for one in everybody)
+        self._buffers_diverged = any(
+            one.buffers_diverged and not (train and one.position == where) for one in everybody
+        )
         self._even_buffers()
         if train:
             self._same_index(mine, where)
             if _alone(everybody, everybody) and session.rank == 0:
                 log.warning("what the dead had added to accumulators in this data loop is lost")
         elif _alone(here, everybody) if where[-1] else any(one.marked for one in here):
-            raise Irreparable("what the dead had added to accumulators outside of data loops is gone")
-        if mine.where == where:
+            raise UnrecoverableStateError(
+                "what the dead had added to accumulators outside of data loops is gone"
+            )
+        if mine.position == where:
             self._stand(here)
         elif at_end:
             self._passed = True
-        elif not mine.where[-1]:
-            raise Irreparable(f"others are at {where} (epoch, data loop), this one is in {mine.where}")
+        elif not mine.position[-1]:
+            raise UnrecoverableStateError(
+                f"others are at {where} (epoch, data loop), this one is in {mine.position}"
+            )
         session.reducer.barrier(tag="recovered")
 
-    def _standing(self, helper: ElasticLoader | None) -> Standing:
-        session, state = self._session, loops()
+    def _standing(self, helper: ElasticLoader | None) -> SurvivorReport:
+        session, state = self._session, script_position()
         index = state.index
         if self._failed:
             assert self._before is not None
             index = self._before.index
         mark = self._mark if self._mark is not None and self._mark.place == self._place() else None
-        return Standing(
+        return SurvivorReport(
             rank=session.rank,
             step=session.step,
-            where=(*self._place(), not state.looping),
+            position=(*self._place(), not state.looping),
             index=index,
             training=helper is not None and helper.training,
-            torn=self._torn,
-            uneven=self._uneven,
+            partially_restored=self._partially_restored,
+            buffers_diverged=self._buffers_diverged,
             synced={name: count for name, (_, _, count) in known_sums(session).items()},
             unsynced=tuple(name for name, (_, own, _) in sums_of(session).items() if own),
             mark=None if mark is None else mark.index,
@@ -450,7 +457,7 @@ class Recovery:
             announced=state.announced,
         )
 
-    def _heal(self, mine: Standing, top: int, behind: list[int]) -> None:
+    def _heal(self, mine: SurvivorReport, top: int, behind: list[int]) -> None:
         """Those behind get the models of those who are not."""
         session = self._session
         names = {model.name for model in session.models} | tensors_of_script(session)
@@ -459,18 +466,18 @@ class Recovery:
             state_transfer.give(session, behind, donors, names)
             return
         if mine.step not in (top, top - 1):
-            raise Irreparable(f"step {mine.step} is more than one behind {top}")
+            raise UnrecoverableStateError(f"step {mine.step} is more than one behind {top}")
         log.info("step %d arrived elsewhere: taking it from there", top)
-        self._torn = True
+        self._partially_restored = True
         state_transfer.take(session)
-        self._torn = False
+        self._partially_restored = False
         if mine.step < top:
-            loops().step = top
+            script_position().step = top
             if self._failed and self._before is not None:  # the window counts after all
-                loops().samples += loops().index - self._before.index
-            mine.index, self._failed = loops().index, False
+                script_position().samples += script_position().index - self._before.index
+            mine.index, self._failed = script_position().index, False
 
-    def _same_sums(self, everybody: list[Standing]) -> None:
+    def _same_sums(self, everybody: list[SurvivorReport]) -> None:
         """Take the sums of those whose last synchronisation went through where ours did not."""
         session = self._session
         assert session.reducer is not None
@@ -485,34 +492,36 @@ class Recovery:
             if name not in own and state is not None:
                 state.take_total(results, syncs)
 
-    def _same_index(self, mine: Standing, where: Where) -> None:
+    def _same_index(self, mine: SurvivorReport, where: Where) -> None:
         """Make sure that all who train go on from the same sample, now that those behind are healed."""
         assert self._session.reducer is not None
-        indices = self._session.reducer.allreduce([(mine.where, mine.index)], tag="index")
+        indices = self._session.reducer.allreduce([(mine.position, mine.index)], tag="index")
         found = {index for at, index in indices if tuple(at) == where}
         if len(found) > 1:
-            raise Irreparable(f"the replicas stand at different samples: {sorted(found)}")
-        if mine.where == where:
-            loops().index = mine.index
+            raise UnrecoverableStateError(f"the replicas stand at different samples: {sorted(found)}")
+        if mine.position == where:
+            script_position().index = mine.index
 
-    def _stand(self, here: list[Standing]) -> None:
+    def _stand(self, here: list[SurvivorReport]) -> None:
         """Begin the evaluation loop under way anew, unless nothing of it is lost."""
-        if any(one.training for one in here) or here[0].where[-1]:
+        if any(one.training for one in here) or here[0].position[-1]:
             return
         marks = {one.mark for one in here}
         if all(one.index == one.mark for one in here):
             return  # nothing of this loop has been done since
         if len(marks) > 1 or None in marks or self._mark is None:
-            raise Irreparable("an evaluation loop can not be begun again: its sums are gone with the dead")
-        loops().index = self._mark.index
+            raise UnrecoverableStateError(
+                "an evaluation loop can not be begun again: its sums are gone with the dead"
+            )
+        script_position().index = self._mark.index
         put_sums(self._session, self._mark.sums)
 
 
-class Irreparable(RuntimeError):
+class UnrecoverableStateError(RuntimeError):
     """The survivors have nothing in common from which they could go on."""
 
 
-def _newest_sums(everybody: list[Standing]) -> dict[str, int]:
+def _newest_sums(everybody: list[SurvivorReport]) -> dict[str, int]:
     """How often each accumulator was synchronised where that was done last."""
     newest: dict[str, int] = {}
     for one in everybody:
@@ -521,7 +530,7 @@ def _newest_sums(everybody: list[Standing]) -> dict[str, int]:
     return newest
 
 
-def _alone(some: list[Standing], everybody: list[Standing]) -> bool:
+def _alone(some: list[SurvivorReport], everybody: list[SurvivorReport]) -> bool:
     """Whether one of `some` has sums of its own that nobody else knows.
 
     They are known where a synchronisation has ended elsewhere that has not ended here.
@@ -530,8 +539,8 @@ def _alone(some: list[Standing], everybody: list[Standing]) -> bool:
     return any(one.synced[name] == newest[name] for one in some for name in one.unsynced)
 
 
-def _newest(everybody: list[Standing]) -> int:
-    steps = [one.step for one in everybody if not one.torn]
+def _newest(everybody: list[SurvivorReport]) -> int:
+    steps = [one.step for one in everybody if not one.partially_restored]
     if not steps:
-        raise Irreparable("no survivor has a whole model")
+        raise UnrecoverableStateError("no survivor has a whole model")
     return max(steps)

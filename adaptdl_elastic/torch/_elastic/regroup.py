@@ -29,7 +29,7 @@ from adaptdl_elastic.torch._process_group.setup import (
     listening_host,
     relax_torch,
 )
-from adaptdl_elastic.torch._process_group.store import PATIENCE, ImpatientStore
+from adaptdl_elastic.torch._process_group.store import PATIENCE, CancellableStore
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ TRANSFER = 60.0
 
 def become(session: Session, message: Plan, generation: int, rank: int) -> None:
     """Leave torch's present group, and be `rank` of the generation that `message` describes."""
-    session.control.abandon()
+    session.consensus.abandon()
     leave_torch(session)
     os.environ.update(message.environ)
     session.identity = Identity(rank, message.replicas, message.nodes, generation, session.job)
@@ -68,7 +68,7 @@ def form(
         reducer = _reducer(session, host, 0, secret, publish, cancelled, patience)
     else:
         why = "there is another plan"
-        ImpatientStore(store, lambda: why if cancelled() else None, patience).wait([key])
+        CancellableStore(store, lambda: why if cancelled() else None, patience).wait([key])
         host, port, secret = json.loads(store.get(key))
         reducer = _reducer(session, host, port, secret, None, cancelled)
     assert session.backend is not None
@@ -106,7 +106,7 @@ def finish(session: Session, position: Position, began: float, recovered: bool =
         model.reinit_process_group()
     assert session.reducer is not None
     epoch, loop, index = position  # a list, if it came through a message
-    session.control.renew((epoch, loop, index), recovered)
+    session.consensus.renew((epoch, loop, index), recovered)
     session.reducer.barrier(tag="switched")
     relax_torch(session)
     session.metrics.pause()

@@ -53,7 +53,7 @@ from adaptdl_elastic.protocol.messages import ChangePlan
 from adaptdl_elastic.torch._data.registry import current_dataloader
 from adaptdl_elastic.torch._elastic import eligibility, regroup, state_transfer
 from adaptdl_elastic.torch._process_group import backends, capability
-from adaptdl_elastic.torch._process_group.store import FOREVER, PATIENCE, ImpatientStore, meeting
+from adaptdl_elastic.torch._process_group.store import FOREVER, PATIENCE, CancellableStore, generation_store
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Plan:
 
     def meeting(self) -> Any:
         """The store where this generation meets."""
-        return meeting(self.message.master_addr, self.message.master_port, self.generation)
+        return generation_store(self.message.master_addr, self.message.master_port, self.generation)
 
     def loaders(self, store: Any, timeout: timedelta) -> list[str]:
         """Wait in `store` until all newcomers have come to a data loop; the keys of their loaders."""
@@ -141,7 +141,7 @@ class Rescaler:
                 raise ValueError("one of those who stay must be rank 0")
             store = plan.meeting()
             # A script may have made more since its first data loop.
-            eligibility.look(self._session, again=True)
+            eligibility.scan_user_objects(self._session, again=True)
             why = self._why_not(plan)
             if why is not None:
                 self._refuse(plan, why)
@@ -149,12 +149,12 @@ class Rescaler:
                 plan.tried.clear()
                 command: Command = {"generation": plan.generation, "attempt": plan.attempt}
                 if plan.newcomers:
-                    self._session.control.request({**command, "kind": "preview"})
+                    self._session.consensus.request({**command, "kind": "preview"})
                     command["loaders"] = plan.loaders(store, FOREVER)
                     if not self._wanted(plan):
                         return
                     command["at"] = json.loads(store.get(f"preview/{plan.attempt}"))
-                self._session.control.request({**command, "kind": "switch"})
+                self._session.consensus.request({**command, "kind": "switch"})
                 plan.tried.wait()
                 plan.attempt += 1
         except Exception as error:
@@ -180,7 +180,7 @@ class Rescaler:
 
     def _able(self, _: Command) -> None:
         """The self-test has passed on all nodes: this job changes in place, and survives deaths."""
-        session, known = self._session, capability.ability(self._session)
+        session, known = self._session, capability.known_capability(self._session)
         for _name, state in sorted(session.states.items()):
             state.sync()  # to be armed is to remember sums that all have
         if known is not None:
@@ -212,13 +212,14 @@ class Rescaler:
             state.sync()
         group = backends.present(session)
         if group is not None:
-            group.quiesce()
+            group.synchronize()
         session.reducer.barrier(tag="switch")
         new_rank = message.ranks[session.rank]
         if new_rank is None:
             regroup.tell_switched(session, generation)
-            if group is not None and group.early:  # what others abort, its exit should not wait for
-                group.leave()
+            # Its exit should not wait for what others abort.
+            if group is not None and group.completion_is_unreliable:
+                group.destroy()
             raise SystemExit(0)
         session.reducer.close()
         regroup.become(session, message, generation, new_rank)
@@ -242,7 +243,7 @@ class Rescaler:
         """Rank 0: let a plan be, and its newcomers give up. Its time limit makes it a restart."""
         plan.called_off = True
         log.warning("generation %d can not begin in place: %s", plan.generation, why)
-        self._session.metrics.inplace(False, why)
+        self._session.metrics.set_inplace(False, why)
         with contextlib.suppress(RuntimeError):  # the store is gone, and nobody waits
             store = plan.meeting()
             for attempt in (plan.attempt, plan.attempt + 1):  # the one they wait for
@@ -262,7 +263,7 @@ class Rescaler:
             command["attempt"] = plan.attempt = plan.attempt + 1
             self._preview(command)
             try:
-                store = ImpatientStore(plan.meeting(), lambda: self._session.control.lost, _CATCH_UP)
+                store = CancellableStore(plan.meeting(), lambda: self._session.consensus.lost, _CATCH_UP)
                 command["loaders"] = plan.loaders(store, _CATCH_UP)
             except RuntimeError:  # not in time: they get another preview
                 return False

@@ -17,10 +17,10 @@ import torch
 from adaptdl_elastic._interfaces import ModelSnapshot
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.torch._data.accumulator_state import put_sums, sums_of
-from adaptdl_elastic.torch._elastic.user_state import OwnStates
+from adaptdl_elastic.torch._elastic.user_state import UserStates
 
 
-class Before:
+class StepSnapshot:
     """Everything of this replica as it was when a window began.
 
     Args:
@@ -28,7 +28,7 @@ class Before:
         last: The window before, whose memory is used again.
     """
 
-    def __init__(self, session: Session, index: int, last: Before | None) -> None:
+    def __init__(self, session: Session, index: int, last: StepSnapshot | None) -> None:
         self.index = index
         models = session.models
         lasts: list[ModelSnapshot | None] = [None] * len(models)
@@ -41,7 +41,7 @@ class Before:
         self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         self._python = random.getstate()
         self._sums = sums_of(session)
-        self._own: OwnStates = OwnStates() if last is None else last._own
+        self._own: UserStates = UserStates() if last is None else last._own
         self._own.begin_window(session)
 
     def why_irreparable(self, session: Session) -> str | None:

@@ -22,7 +22,7 @@ from adaptdl_elastic import checkpoint
 from adaptdl_elastic._interfaces import SavedState
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.torch._elastic.state_transfer import strip
-from adaptdl_elastic.torch._runtime.position import loops
+from adaptdl_elastic.torch._runtime.position import script_position
 
 LIMIT = 4096
 """Bytes of a State that are copied at every step: microseconds."""
@@ -36,7 +36,7 @@ class PutBackError(Exception):
     """A State of the script does not take back what it gave."""
 
 
-class OwnStates:
+class UserStates:
     """Copies and digests of one process's States, kept from window to window."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class OwnStates:
 
     def begin_window(self, session: Session) -> None:
         """A training window is about to begin."""
-        place = session.generation, loops().finished, loops().entered
+        place = session.generation, script_position().finished, script_position().entered
         if place != self._began:  # a large one may be small by now
             self._began, self._digests = place, {}
         self._copies = {}

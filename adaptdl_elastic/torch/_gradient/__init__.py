@@ -8,5 +8,6 @@
 | `estimator` | Which estimator follows from two norms? (formulas and sources) |
 | `noise_scale` | What are the running estimates, the gain and the progress of a model? |
 | `grad_scaler` | What does a GradScaler do in the middle of an accumulation window? |
+| `model_state` | What does a checkpoint hold of a model? |
 | `model_snapshot` | What does a step change of a model besides its parameters? |
 """

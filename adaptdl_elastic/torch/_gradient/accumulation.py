@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from adaptdl_elastic.torch._gradient.comm_hook import Instead
+from adaptdl_elastic.torch._gradient.comm_hook import GradientSubstitute
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -190,7 +190,7 @@ class Window:
             self._first = batch.place
 
     @torch.no_grad()
-    def before_backward(self, batch: Batch) -> Instead | None:
+    def before_backward(self, batch: Batch) -> GradientSubstitute | None:
         """Bring back what waits, for the next gradient to be added to it, in units of `batch.weight`.
 
         Returns what the hook is to sum over replicas instead of what it gets, None where that is right.
@@ -261,17 +261,17 @@ class Window:
             if grad is not None:
                 yield param, grad
 
-    def _set_aside(self, batch: Batch) -> Instead:
+    def _set_aside(self, batch: Batch) -> GradientSubstitute:
         """What is there already, which is all that counts when the pass to come does not."""
         factor = 1.0 / batch.replicas if self._ended else self._unit * batch.share
         if batch.accumulating or batch.by_hand:
             if self._ended or batch.by_hand:
                 self._hide()
-            return Instead({}, factor)  # no hook will ask
+            return GradientSubstitute({}, factor)  # no hook will ask
         # Copies: with gradient_as_bucket_view gradients may lie where DDP puts the next.
         kept = {id(param): grad.clone() for param, grad in self.gradients()}
         self._drop()
-        return Instead(kept, factor)
+        return GradientSubstitute(kept, factor)
 
     def _finish_alone(self, batch: Batch) -> None:
         """After a second pass through one forward pass, that DDP does not synchronise: as the hook would."""

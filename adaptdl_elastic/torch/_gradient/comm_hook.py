@@ -150,7 +150,7 @@ class Recording:
 
 
 @dataclass(frozen=True)
-class Instead:
+class GradientSubstitute:
     """What counts of a replica whose last micro-batch only fills a gap: gradients by id of the parameter."""
 
     gradients: dict[int, torch.Tensor]
@@ -165,7 +165,7 @@ class HookState:
     group: Any  # the process group
     world_size: int
     weight: float = 1.0  # what this replica's accumulated gradient is multiplied with before the sum
-    instead: Instead | None = None  # of the gradient that the backward pass brings, and of `weight`
+    instead: GradientSubstitute | None = None  # of what the backward pass brings, and of `weight`
     reduced: bool = False  # the hook was called since this was last reset
     recording: Recording | None = None  # set: this backward pass is sampled
     kept: dict[int, torch.Tensor] | None = None  # the step's before, by bucket; None: not wanted
@@ -178,9 +178,12 @@ class HookState:
     queued: list[tuple[torch.Tensor, Any]] = field(default_factory=list)  # buckets under way, and their works
 
     @property
-    def early(self) -> bool:
-        """Whether only asking tells if a bucket has arrived, and a death would tell nobody."""
-        return self.absorb and self.link is not None and self.link.early
+    def completion_is_unreliable(self) -> bool:
+        """Whether completion must be polled, and a peer's death is not reported.
+
+        True if the backend completes futures when a collective is enqueued (NCCL).
+        """
+        return self.absorb and self.link is not None and self.link.completion_is_unreliable
 
     def queue(self, tensor: torch.Tensor) -> Any:
         """Begin to sum `tensor` over all replicas."""
@@ -251,7 +254,7 @@ def reduce_bucket(state: HookState, bucket: GradBucket) -> Future:
     if bucket.index() == 0 or state.failure is not None:
         state.under_way = [one for one in state.under_way if not one.real.done()]
     if state.failure is not None:  # the group is broken: nothing of this step will be used
-        return _given_up(state, bucket) if state.early else _finished(buffer.zero_())
+        return _given_up(state, bucket) if state.completion_is_unreliable else _finished(buffer.zero_())
     if recording is None and state.world_size == 1:
         return _finished(buffer)
     if recording is not None:
@@ -271,8 +274,8 @@ def reduce_bucket(state: HookState, bucket: GradBucket) -> Future:
         if not state.absorb:
             raise
         state.fail(error)
-        return _given_up(state, bucket) if state.early else _finished(buffer.zero_())
-    if not state.early:
+        return _given_up(state, bucket) if state.completion_is_unreliable else _finished(buffer.zero_())
+    if not state.completion_is_unreliable:
         return _finish(state, bucket, recording, future)
     state.queued.append((buffer, work))
     done = _chained(state, bucket, recording, future)
@@ -308,12 +311,12 @@ def _given_up(state: HookState, bucket: GradBucket) -> Future:
     buffer = bucket.buffer()
     if bucket.is_last():
         assert state.link is not None
-        state.link.clear()
+        state.link.abort_and_drain()
         for tensor, _ in state.queued:
             tensor.zero_()
         state.queued.clear()
         buffer.zero_()
-        state.link.quiesce()
+        state.link.synchronize()
     return _finished(buffer.zero_())
 
 
@@ -333,7 +336,7 @@ def _compare(norms: Norms, kept: dict[int, torch.Tensor], recording: Recording, 
     recording.change.append(norms.bucket(change, bucket.parameters(), views))
 
 
-def _replace(bucket: GradBucket, instead: Instead) -> None:
+def _replace(bucket: GradBucket, instead: GradientSubstitute) -> None:
     buffer = bucket.buffer()
     buffer.zero_()
     views = [buffer] if buffer.is_sparse else bucket.gradients()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from adaptdl_elastic import _frames
 from adaptdl_elastic._interfaces import ScaledModel
 from adaptdl_elastic.torch._runtime.heap import instances_of
 
@@ -150,3 +151,16 @@ def loss_scale(scaler: Any) -> torch.Tensor | float:
         return 1.0
     value = getattr(scaler, "_scale", None)  # get_scale() waits for the device
     return value.detach().double() if isinstance(value, torch.Tensor) else float(scaler.get_scale())
+
+
+def why_irreparable(mp_scaler: Any) -> str | None:
+    """Return why a step that failed cannot be put back; None if it can.
+
+    A GradScaler that the model was not given may be among the callers, about to count a step that was not
+    taken.
+    """
+    for frame in _frames.callers():
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, torch.amp.GradScaler) and caller is not mp_scaler:
+            return "AdaptiveDataParallel was not given the GradScaler in use as mp_scaler"
+    return None

@@ -32,7 +32,7 @@ class _Model(Protocol):
     def accumulates_by_hand(self) -> bool: ...
 
 
-class ModelBefore:
+class DataParallelSnapshot:
     """What a step may change of one model besides its parameters, as it was when the window began."""
 
     def __init__(self, model: _Model, last: object) -> None:
@@ -45,7 +45,8 @@ class ModelBefore:
         self._scaler = _scale_of(scaler)
         buffers = list(model.module.buffers())
         self._buffers: list[torch.Tensor]
-        if isinstance(last, ModelBefore) and [_kind(a) for a in last._buffers] == [_kind(b) for b in buffers]:
+        kinds = [_kind(buffer) for buffer in buffers]
+        if isinstance(last, DataParallelSnapshot) and [_kind(one) for one in last._buffers] == kinds:
             self._buffers = last._buffers
         else:
             self._buffers = [torch.empty_like(buffer) for buffer in buffers]

@@ -18,6 +18,7 @@ from adaptdl_elastic.torch._gradient.estimator import (
     Schedule,
     lr_gain,
 )
+from adaptdl_elastic.torch._gradient.gradient_health import GradientHealth
 
 __all__ = ["AdamGradientNoiseScale", "GradientNoiseScale"]
 
@@ -76,6 +77,7 @@ class GradientNoiseScale:
         self._next = 0  # step to be measured next
         self._factors: tuple[float, float, Array] | None = None  # scale, gain, by group: of now
         self.skipped = 0
+        self.health = GradientHealth()
 
     # What was measured.
 
@@ -196,6 +198,7 @@ class GradientNoiseScale:
 
     def record(self, measurement: Measurement, step: int) -> bool:
         """Take in what was measured at `step`; False when it was inf or nan, which is skipped."""
+        self.health.measured(step, measurement.finite)
         if not measurement.finite:
             self.skipped += 1
             logger.info("the gradient of step %d is inf or nan: not counted in its statistics", step)

@@ -22,14 +22,14 @@ from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.torch._process_group import backends
 from adaptdl_elastic.torch._process_group.backends import Nccl
 from adaptdl_elastic.torch._process_group.selftest import remembered, verdict
-from adaptdl_elastic.torch._process_group.store import FOREVER, meeting
+from adaptdl_elastic.torch._process_group.store import FOREVER, generation_store
 
 log = logging.getLogger(__name__)
 
 COMMAND = "able"
 
 
-class Ability:
+class GroupCapability:
     """What this process knows of it. One a session."""
 
     def __init__(self, session: Session, backend: str, kind: type[Nccl]) -> None:
@@ -87,14 +87,14 @@ class Ability:
             self.why = next(why for why in found if why)
             self._session.report_eligibility()
         else:
-            self._session.control.request({"kind": COMMAND})
+            self._session.consensus.request({"kind": COMMAND})
 
     def _found(self) -> list[str]:
         """What each replica's node has found, "" where it works; on others than rank 0 its own."""
         session, found = self._session, [self.why if self.failed else ""]
         if session.replicas > 1:
             host, port = os.environ[environment.MASTER_ADDR], int(os.environ[environment.MASTER_PORT])
-            store = meeting(host, port, session.generation)
+            store = generation_store(host, port, session.generation)
             store.set(f"able/{session.rank}", found[0])
             if session.rank == 0:
                 keys = [f"able/{rank}" for rank in range(session.replicas)]
@@ -106,7 +106,7 @@ class Ability:
         """All replicas have passed: from here on this one believes it. At an agreed boundary."""
         self.agreed = True
 
-    def insist(self) -> None:
+    def require_verified(self) -> None:
         """A newcomer's: wait for this node's result. RuntimeError: it can not join anybody."""
         self._ended.wait()
         if self.failed:
@@ -117,7 +117,7 @@ def begin(session: Session, backend: str) -> None:
     """Find out whether groups of `backend` can be made anew, where that is asked at all."""
     kind: Any = backends.kind(backend)
     if kind.tested and wanted(session):
-        found = session.capability = Ability(session, backend, kind)
+        found = session.capability = GroupCapability(session, backend, kind)
         if not found.failed:  # else the processes before found that out, and torch's own ways are better
             kind.prepare()
         found.begin()
@@ -125,7 +125,7 @@ def begin(session: Session, backend: str) -> None:
 
 def compare(session: Session) -> None:
     """The first generation of these processes: let all nodes' results come together."""
-    known = ability(session)
+    known = known_capability(session)
     if known is not None:
         known.compare()
 
@@ -135,16 +135,16 @@ def wanted(session: Session) -> bool:
     return session.channel is not None and env.rescale() != "restart"
 
 
-def ability(session: Session) -> Ability | None:
+def known_capability(session: Session) -> GroupCapability | None:
     """This process's; None: its groups need no self-test, or nobody asks."""
     found = session.capability
-    assert found is None or isinstance(found, Ability)
+    assert found is None or isinstance(found, GroupCapability)
     return found
 
 
 def why_not(session: Session) -> str | None:
     """Why the groups of this process can not be made anew; None: they can."""
-    kind, known = backends.kind(session.backend), ability(session)
+    kind, known = backends.kind(session.backend), known_capability(session)
     if known is not None and not known.agreed:
         return known.why
     if kind.tested and known is None:

@@ -200,7 +200,7 @@ def _alone(kind: type[Nccl], backend: str) -> None:
         group.queue(lambda: dist.all_reduce(torch.ones(_SIZE, device=group.device), async_op=True))  # noqa: B023
         _abort(group)
     group = _join(kind, backend, dist.HashStore(), 0, 1, kind.devices()[0])
-    group.leave()
+    group.destroy()
 
 
 def _together(backend: str, module: str) -> None:
@@ -243,7 +243,7 @@ def _member(kind: type[Nccl], backend: str, role: str, ports: list[int]) -> None
     work = group.queue(lambda: dist.all_reduce(flat, async_op=True))  # nobody else ever begins it
     first.set("waiting", "1")
     first.wait(["dead"], _PATIENCE)
-    if work.is_completed() and not group.hung_up:
+    if work.is_completed() and not group.is_aborted:
         raise RuntimeError("a collective ended that a dead process had never begun")
     _abort(group)
     _use(_join(kind, backend, second, 0, 2, devices[0]), 0)
@@ -268,7 +268,7 @@ def _join(kind: type[Nccl], backend: str, store: Any, rank: int, size: int, devi
 def _abort(group: Nccl) -> None:
     if not group.aborted(_PATIENCE.total_seconds()):
         raise RuntimeError("the abort does not end")
-    group.leave()
+    group.destroy()
     if dist.is_initialized():
         raise RuntimeError("torch has its group still")
 
@@ -284,8 +284,8 @@ def _use(group: Nccl, rank: int) -> None:
             group.receive(received, sender)
             if not bool((received == float(sender)).all()):
                 raise RuntimeError(f"received {received[0].item()}, not {sender}")
-    group.quiesce()
-    group.leave()
+    group.synchronize()
+    group.destroy()
 
 
 if __name__ == "__main__":

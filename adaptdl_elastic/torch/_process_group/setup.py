@@ -12,7 +12,7 @@ import torch.distributed
 from adaptdl_elastic import env
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.torch._process_group import backends
-from adaptdl_elastic.torch._process_group.store import ImpatientStore
+from adaptdl_elastic.torch._process_group.store import CancellableStore
 
 dist: Any = torch.distributed  # its stub does not export the stores
 
@@ -28,7 +28,7 @@ def connect_torch(session: Session, backend: str, store: Any, timeout: timedelta
         RuntimeError: not all of the others are there.
     """
     if timeout is not None:  # the others were there a moment ago, and may be gone already
-        store = session.group_store = ImpatientStore(store, lambda: session.control.lost, timeout)
+        store = session.group_store = CancellableStore(store, lambda: session.consensus.lost, timeout)
     store = dist.PrefixStore("torch", store)
     make_group(session, backend, timeout, store=store, rank=session.rank, world_size=session.replicas)
 
@@ -49,21 +49,21 @@ def relax_torch(session: Session) -> None:
     """All are there and have what they need: torch's own time limit from now on."""
     group = backends.present(session)
     if group is not None:
-        group.relax()
+        group.restore_timeouts()
 
 
 def disconnect_torch(session: Session) -> None:
     """Make every collective of the present group fail here and at its other ends. From any thread."""
     group = backends.present(session)
     if group is not None:
-        group.hang_up()
+        group.abort()
 
 
 def leave_torch(session: Session) -> None:
     """Have no default group any more, whatever state it is in."""
     group = backends.present(session)
     if group is not None:
-        group.leave()
+        group.destroy()
     elif dist.is_initialized():
         dist.destroy_process_group()
 

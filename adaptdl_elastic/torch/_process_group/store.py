@@ -21,7 +21,7 @@ FOREVER = timedelta(days=365)
 LOOK = 0.005  # seconds from one look into the store to the next: what that may add to a change
 
 
-def meeting(host: str, port: int, generation: int) -> Any:
+def generation_store(host: str, port: int, generation: int) -> Any:
     """Return the store where generation `generation` meets."""
     store = dist.TCPStore(
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE)
@@ -29,7 +29,7 @@ def meeting(host: str, port: int, generation: int) -> Any:
     return dist.PrefixStore(f"adaptdl/{generation}", store)
 
 
-class ImpatientStore(dist.Store):  # type: ignore[misc]
+class CancellableStore(dist.Store):  # type: ignore[misc]
     """`store`, for a process group that is formed while its members may die.
 
     A process group waits for the addresses of all others, up to its time limit: nobody tells it that one

@@ -78,7 +78,7 @@ _STEP_REPORT_INTERVAL = 1.0
 _POLL_INTERVAL = 0.2  # seconds from one look for a better batch size to the next: one attribute is read
 
 
-class Control:
+class BoundaryConsensus:
     """One replica's side of every agreement; rank 0's also leads."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Control:
         self._events: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self._closed = False
         self.between = False  # of two generations: nobody would hear of a round
-        self._leader = Leader(self)
+        self._leader = RoundCoordinator(self)
         self._interrupted_at: float | None = None
         self._reported = float("-inf")
         self._first_step = True
@@ -454,10 +454,10 @@ class Control:
         session.send(StepFinished(session.step, session.last_step_time))
 
 
-class Leader:
+class RoundCoordinator:
     """Rank 0's part: opens one round at a time for everything that is wanted by then."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: BoundaryConsensus) -> None:
         self._control = control
         self._number = 0
         self._wanted: list[Command] = []

@@ -22,8 +22,8 @@ from adaptdl_elastic.reducer import LOOPS, PeerFinishedError, PeerLostError
 logger = logging.getLogger(__name__)
 
 
-class Loops(checkpoint.TensorState):
-    """The position of a script, and the seeds of its loaders. One a session; see `loops()`."""
+class ScriptPosition(checkpoint.TensorState):
+    """The position of a script, and the seeds of its loaders. One a session; see `script_position()`."""
 
     required = False
 
@@ -191,7 +191,7 @@ class Loops(checkpoint.TensorState):
         """Pass the beginning of an epoch or a data loop."""
         safe = self._session.recovery
         safe.between_loops()
-        safe.guarded(self.boundary)
+        safe.retry_on_peer_loss(self.boundary)
 
     def leave(self, ended: bool, left: int | None = None) -> None:
         """Leave a data loop; it `ended` unless it was skipped, or broken off by an error or a stop.
@@ -206,19 +206,19 @@ class Loops(checkpoint.TensorState):
 
     def boundary(self) -> None:
         """Pass the present position: between steps or evaluated batches, data loops and epochs."""
-        self._session.control.boundary((self.finished, self.entered, self.index))
+        self._session.consensus.boundary((self.finished, self.entered, self.index))
 
 
 def _first(a: None, b: None) -> None:
     return a
 
 
-def loops() -> Loops:
+def script_position() -> ScriptPosition:
     """The position of this process's script, restored from the checkpoint by the first call."""
     session = _session.current()
     found = session.position
     if found is None:
-        found = session.position = Loops(session)
+        found = session.position = ScriptPosition(session)
         checkpoint.load_state(found)
-    assert isinstance(found, Loops)
+    assert isinstance(found, ScriptPosition)
     return found

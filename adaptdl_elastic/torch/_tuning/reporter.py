@@ -30,6 +30,7 @@ from adaptdl_elastic.protocol.hints import MOST, JobHints, ProfileEntry, encode
 from adaptdl_elastic.protocol.messages import Hints
 from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Chooser, Limits
 from adaptdl_elastic.torch._tuning.step_times import ENOUGH, WINDOW, Key, StepTimes, robust_mean
+from adaptdl_elastic.torch._tuning.training_warnings import TrainingWarnings, data_problem
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class _State(checkpoint.State):
         fileobj.write(json.dumps(self._metrics.dump()).encode())
 
     def load(self, fileobj: BinaryIO) -> None:
-        self._metrics.undump(json.load(fileobj))
+        self._metrics.restore(json.load(fileobj))
 
 
 class Metrics:
@@ -89,6 +90,7 @@ class Metrics:
         self._grads: dict[str, tuple[float, float]] = {}
         self._gains: dict[str, tuple[float, float]] = {}
         self._progress = 0.0
+        self._warnings = TrainingWarnings(self._session)
         self._limits: Limits | None = None
         self._current = BatchSize(0, 0)
         self._steps = 0  # with an optimizer step, since it was changed
@@ -192,7 +194,7 @@ class Metrics:
         bounds = None if local_bsz_bounds is None else (int(local_bsz_bounds[0]), int(local_bsz_bounds[1]))
         self._limits = Limits(init_batch_size, max_batch_size, bounds, bool(gradient_accumulation))
 
-    def current(self, atomic_bsz: int, accumulation_steps: int) -> None:
+    def set_current_batch_size(self, atomic_bsz: int, accumulation_steps: int) -> None:
         """The batch size that is in use from now on."""
         now = BatchSize(atomic_bsz, accumulation_steps)
         if now != self._current:
@@ -208,11 +210,27 @@ class Metrics:
         epochs: int | None = None,
         samples_done: float | None = None,
         samples_total: float | None = None,
+        data_size: int = 0,
     ) -> None:
-        """Where the job is: steps, epoch of how many, samples (at the initial batch size) of how many."""
-        self._position = _Position(step, epoch, epochs, samples_done, samples_total)
+        """Where the job is: steps, epoch of how many, samples (at the initial batch size) of how many.
 
-    def inplace(self, possible: bool, reason: str = "") -> None:
+        data_size: Samples of the data set, 0 where that is not known.
+        """
+        self._position = _Position(step, epoch, epochs, samples_done, samples_total)
+        now, limits, replicas = self._current, self._limits, self._session.replicas
+        if limits is not None:
+            parts = replicas * (now.accumulation_steps + 1)
+            problem = data_problem(data_size, parts * now.atomic_bsz, limits.init, parts)
+            self.report_problem("the batch size", problem)
+        if self._session.rank == 0 and self._background and self._thread is None:
+            self._start()  # no step is ever measured where all of them are shorter than the batch size
+
+    def report_problem(self, about: str, problem: str | None) -> None:
+        """Take what is wrong with a part of the training and what to do, or None: nothing is any more."""
+        if self._warnings.report(about, problem):
+            self._wake.set()
+
+    def set_inplace(self, possible: bool, reason: str = "") -> None:
         """Whether this script can be rescaled without a restart, and why not."""
         self._inplace = (possible, reason)
 
@@ -318,6 +336,7 @@ class Metrics:
             step=position.step,
             inplace=self._inplace[0],
             inplace_reason=self._inplace[1],
+            warnings=self._warnings.messages,
             time=time.time(),
         )
 
@@ -413,7 +432,7 @@ class Metrics:
             "batch_size": batch_size or self._reached,
         }
 
-    def undump(self, saved: dict[str, Any]) -> None:
+    def restore(self, saved: dict[str, Any]) -> None:
         """The inverse of `dump`. ValueError for a newer format."""
         if saved.get("v") != FORMAT:
             raise ValueError(f"metrics of format {saved.get('v')}, this version reads {FORMAT}")

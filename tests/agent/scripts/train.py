@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import adaptdl_elastic.torch as adl
-from adaptdl_elastic.torch._runtime.position import loops
+from adaptdl_elastic.torch._runtime.position import script_position
 
 epochs, pause = int(sys.argv[1]), float(sys.argv[2])
 adl.init_process_group("gloo")
@@ -31,5 +31,5 @@ for epoch in adl.remaining_epochs_until(epochs):
         (model(x) - y).square().mean().backward()
         optimizer.step()
         time.sleep(0 if Path("hurry").exists() else pause * max(1.0, epoch / 5))
-    print(f"epoch {epoch} had {loops().samples}", flush=True)
+    print(f"epoch {epoch} had {script_position().samples}", flush=True)
 print(f"weights {model.module.weight.sum().item():.6f} of rank {adl.rank()}", flush=True)

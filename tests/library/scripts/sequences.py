@@ -23,7 +23,7 @@ try:
             shapes.append(list(text.shape))
             sums["read"] += text.numel()
             if number == stop_after and adl.rank() == 0:
-                control = _session.current().control
+                control = _session.current().consensus
                 control.request({"kind": "stop"})
                 while not control.round_open:  # the replicas have been asked where they are
                     time.sleep(0.001)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from adaptdl_elastic.agent.cluster import job_joining
+from adaptdl_elastic.agent.cluster import ended_run, job_joining
 from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
-from adaptdl_elastic.agent.cluster.store_link import NameTakenError
+from adaptdl_elastic.agent.cluster.store_link import NameTakenError, Registration
 from adaptdl_elastic.agent.core.states import AgentIdentity
 from adaptdl_elastic.agent.runtime import agent as agent_module
 from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
@@ -22,7 +22,7 @@ from adaptdl_elastic.agent.terminal.event_recorder import Journal
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy
 from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
-from adaptdl_elastic.rendezvous.schema.records import JobSpec, NodeRecord
+from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, NodeRecord
 from adaptdl_elastic.rendezvous.store.base import StoreError
 from adaptdl_elastic.rendezvous.store.plan_store import PlanStore
 from faultsim import threads
@@ -80,7 +80,7 @@ class AgentProcess(Process):
     def _run(self) -> None:
         world, machine, job = self.machine.world, self.machine, self.job
         store = PlanStore(machine.client(self))
-        run = f"run-{next(self.kernel.numbers)}"
+        run = f"{int(threads.Time.time())}-{next(self.kernel.numbers):06d}"  # begins with when it began
         fresh = replace(job.spec, run=run, created=threads.Time.time())
         record = NodeRecord(
             node=machine.name,
@@ -93,16 +93,11 @@ class AgentProcess(Process):
             version="1",
         )
         try:
-            registration = job_joining.register(store, world.keys, record, exact=True)
-            try:
-                spec = job_joining.join_job(store, world.keys, fresh, record.version, self.say, once=True)
-                if spec.run != fresh.run:
-                    registration.update(run=spec.run)
-            except BaseException:
-                registration.close()
-                raise
-        except (job_joining.JoinError, StoreError, NameTakenError) as error:
-            self.kernel.exit(2, f"(can not join: {error})")
+            spec, registration = self._join(store, fresh, record)
+        except ended_run.JobEndedError as error:
+            self.kernel.exit(error.exit_code, f"(starts nothing: {error})")
+        except (ended_run.JoinError, StoreError, NameTakenError) as error:
+            self.kernel.exit(2, f"(cannot join: {error})")
         journal = Journal(self.events.append, threads.Time.time)
         agent = self.agent = agent_module.ElasticAgent(
             self._worker_spec(),
@@ -120,9 +115,30 @@ class AgentProcess(Process):
             agent._invoke_run()
         finally:
             agent._shutdown()
+            status = agent.job_ended
+            if status is not None and status.state is JobState.DONE:
+                ended_run.write_note(spec, status, spec.checkpoint_path, self.say, even_if_empty=False)
             registration.close()
         store.close()
         self.kernel.exit(agent.exit_code, f"({agent.exit_reason})")
+
+    def _join(self, store: PlanStore, fresh: JobSpec, record: NodeRecord) -> tuple[JobSpec, Registration]:
+        """Take part in the job, as `launch` does."""
+        keys, start = self.machine.world.keys, ended_run.StartOptions()
+
+        def busy() -> bool:
+            return bool(job_joining.live_agents(store, keys, fresh.job))
+
+        with ended_run.turn_to_start(store, keys, fresh, start, busy, self.say):
+            registration = job_joining.register(store, keys, record, exact=True)
+            try:
+                spec = job_joining.join_job(store, keys, fresh, record.version, self.say, start)
+                if spec.run != fresh.run:
+                    registration.update(run=spec.run)
+            except BaseException:
+                registration.close()
+                raise
+            return spec, registration
 
     def _forks(self) -> Forks:
         script = self.job.script

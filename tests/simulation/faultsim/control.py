@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from adaptdl_elastic.protocol.channel import STOPPED
+from adaptdl_elastic.protocol import messages
 from faultsim.mesh import PeerLost
 
 if TYPE_CHECKING:
@@ -144,10 +144,11 @@ class Control:
             if replica.rank == 0:
                 replica.save("stop")
             replica.report_step(force=True)
+            replica.send(messages.Stopping())
             with suppress(PeerLost):
                 mesh.gather(("stop", position), None)
             mesh.leave(replica)
-            replica.kernel.exit(STOPPED, "(stops)")
+            replica.kernel.exit(replica.script.stop_exit_code, "(stops)")
         if "checkpoint" in kinds:
             mesh.gather(("sync", position, tuple(kinds)), None)
             self._asked[:] = [one for one in self._asked if one["kind"] != "checkpoint"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from adaptdl_elastic.rendezvous.schema.records import DrainRequest, JobRequest, encode
+from adaptdl_elastic.rendezvous.schema.records import DrainRequest, JobRequest, JobState, encode
 from faultsim.agents import AgentProcess, CoordinatorProcess
 from faultsim.client import Line
 from faultsim.kernel import Process
@@ -141,7 +141,8 @@ class Faults:
         """Start an agent where there is none, and a job to do."""
         status = self._world.truth.job(job).status
         there = any(one.machine is machine and one.job.spec.job == job for one in self._agents())
-        if machine.up and not there and (status is None or not status.state.ended):
+        again = status is None or not status.state.ended or status.state is JobState.DONE
+        if machine.up and not there and again:
             self._world.start_agent(machine, job)
 
     def die_at_write(self) -> bool:

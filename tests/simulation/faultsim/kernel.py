@@ -19,7 +19,7 @@ import random
 import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import greenlet
 
@@ -251,7 +251,7 @@ class Kernel:
         else:  # a task's stack is unwound by the kernel alone
             self.after(0.0, self._bury, process)
 
-    def exit(self, exit_code: int, why: str = "") -> None:
+    def exit(self, exit_code: int, why: str = "") -> NoReturn:
         """End the process of the current task."""
         self.kill(self.running().process, exit_code, why)
         raise Dead

@@ -7,7 +7,6 @@ the simulation: what lies inside, the whole of the agent included, is the produc
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -20,11 +19,11 @@ from adaptdl_elastic.agent.runtime.fork_server import Exited, Spawned
 from adaptdl_elastic.agent.runtime.generation_store import Joined
 from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
 from adaptdl_elastic.protocol.messages import (
-    VERSION,
     AgentMessage,
     ReplicaMessage,
+    decode_order,
+    decode_report,
     encode,
-    report_from_dict,
 )
 from adaptdl_elastic.rendezvous.schema.records import MasterRecord
 from faultsim import threads
@@ -160,31 +159,34 @@ class Wire:
 
     def __init__(self, kernel: Kernel, number: int) -> None:
         self.kernel, self.number = kernel, number
-        self.to_agent: deque[dict[str, Any]] = deque()
+        self.to_agent: deque[ReplicaMessage] = deque()
         self.hung_up = False  # the replica has
         self.on_readable: Callable[[], None] = lambda: None
-        self.replica_hears: Callable[[dict[str, Any]], None] = lambda message: None
+        self.replica_hears: Callable[[AgentMessage], None] = lambda message: None
         self.replica_alive = True
-        self._down = OneWay(kernel, lambda message: self.replica_hears(message))
+        self._down = OneWay(kernel, lambda line: self.replica_hears(decode_order(line)))
         self._up = OneWay(kernel, self._arrive)
 
-    def _arrive(self, message: dict[str, Any] | None) -> None:
-        if message is None:
+    def _arrive(self, line: bytes | None) -> None:
+        if line is None:
             self.hung_up = True
         else:
-            self.to_agent.append(message)
+            self.to_agent.append(decode_report(line))
         self.on_readable()
 
     def down(self, message: AgentMessage) -> bool:
         """From the agent; False where nobody is there any more."""
         if not self.replica_alive:
             return False
-        self._down.send(json.loads(encode(message)))
+        self._down.send(encode(message))
         return True
 
-    def up(self, message: dict[str, Any] | None) -> None:
+    def up(self, message: ReplicaMessage | None) -> None:
         """From the replica; None: it has gone."""
-        self._up.send(message, 0.0 if message is None else CHANNEL_SECONDS)
+        if message is None:
+            self._up.send(None, 0.0)
+        else:
+            self._up.send(encode(message))
 
 
 class Handle(ReplicaHandle):
@@ -213,7 +215,7 @@ class Handle(ReplicaHandle):
         self.wire.on_readable = call
 
     def receive(self) -> list[ReplicaMessage] | None:
-        messages = [report_from_dict({"v": VERSION, **message}) for message in self.wire.to_agent]
+        messages = list(self.wire.to_agent)
         self.wire.to_agent.clear()
         if not messages and self.wire.hung_up:
             return None
@@ -257,6 +259,7 @@ class Forks:
         self._kernel = machine.world.kernel
         self._news: deque[Spawned | Exited] = deque()
         self._replicas: dict[int, Process] = {}
+        self._signalled: set[int] = set()
         self.on_readable: Callable[[], None] = lambda: None
         self._pipe = OneWay(self._kernel, self._arrive)
         self._closed = False
@@ -286,13 +289,19 @@ class Forks:
     def _ended(self, number: int, process: Process) -> None:
         assert process.exit_code is not None
         self._replicas.pop(number, None)
-        self._pipe.send(Exited(number, process.exit_code))
+        self._pipe.send(Exited(number, process.exit_code, number in self._signalled, threads.Time.time()))
 
     def signal(self, number: int, what: int) -> None:
         process = self._replicas.get(number)
         if process is not None:
             delay = CHANNEL_SECONDS * self._kernel.random.random()
-            self._kernel.after(delay, process.signal, int(what))  # type: ignore[attr-defined]
+            self._kernel.after(delay, self._deliver, number, int(what))
+
+    def _deliver(self, number: int, what: int) -> None:
+        process = self._replicas.get(number)
+        if process is not None:
+            self._signalled.add(number)
+            process.signal(what)  # type: ignore[attr-defined]
 
     def receive(self) -> list[Spawned | Exited] | None:
         news = list(self._news)

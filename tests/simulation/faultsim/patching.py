@@ -48,6 +48,13 @@ STAND_INS: dict[str, dict[str, Any]] = {
     "adaptdl_elastic.agent.cluster.node_reporter": {"time": _C},
     "adaptdl_elastic.agent.terminal.event_recorder": {"time": _C},
     "adaptdl_elastic.agent.cluster.job_joining": {"time": _C, "threading": _T},
+    "adaptdl_elastic.agent.cluster.ended_run": {"time": _C},
+    "adaptdl_elastic.agent.cluster.checkpoint_archive": {
+        "time": _C,
+        "threading": _T,
+        "secrets": _S,
+        "kept": None,  # the world's checkpoints
+    },
     "adaptdl_elastic.agent.cluster.coordinator_host": {
         "time": _C,
         "threading": _T,
@@ -71,12 +78,12 @@ NOT_RUN: dict[str, str] = {
     # module: why nothing of it runs here, or why what it imports does not matter
     "adaptdl_elastic.agent.cli": "the command line",
     "adaptdl_elastic.agent.launch": "agents.AgentProcess takes its place",
-    "adaptdl_elastic.agent.cluster.checkpoint_archive": "checkpoints of finished runs, on a disk",
     "adaptdl_elastic.agent.machine.interruption": "a cloud's notices; faults ask agents to leave instead",
     "adaptdl_elastic.agent.runtime.event_loop": "node.Loop takes its place",
     "adaptdl_elastic.agent.runtime.fork_server": "node.Forks takes its place",
     "adaptdl_elastic.agent.runtime.forked_child": "inside a replica's process",
     "adaptdl_elastic.agent.runtime.generation_store": "node.Meeting takes its place",
+    "adaptdl_elastic.agent.runtime.uncaught_error": "only replicas' processes take the time",
     "adaptdl_elastic.agent.terminal.display": "the terminal",
     "adaptdl_elastic.agent.terminal.event_log": "a file; the simulator's journals write into a list",
     "adaptdl_elastic.agent.terminal.replica_output": "node.Output takes its place",
@@ -99,8 +106,8 @@ _PACKAGES = ("adaptdl_elastic.agent", "adaptdl_elastic.rendezvous", "adaptdl_ela
 
 
 @contextmanager
-def installed(kernel: Kernel, pipes: node.Pipes) -> Iterator[None]:
-    """Run the product on this kernel."""
+def installed(kernel: Kernel, **of_the_world: object) -> Iterator[None]:
+    """Run the product on this kernel, with what belongs to the world in place of the None in `STAND_INS`."""
     threads.use(kernel)
     before: list[tuple[types.ModuleType, str, Any]] = []
     try:
@@ -108,7 +115,7 @@ def installed(kernel: Kernel, pipes: node.Pipes) -> Iterator[None]:
             module = importlib.import_module(name)
             for attribute, value in stand_ins.items():
                 before.append((module, attribute, getattr(module, attribute)))
-                setattr(module, attribute, pipes if value is None else value)
+                setattr(module, attribute, of_the_world[attribute] if value is None else value)
         yield
     finally:
         for module, attribute, value in reversed(before):

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from adaptdl_elastic.protocol import messages
 from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN, STOPPED
 from faultsim import threads
 from faultsim.control import Control
@@ -32,6 +33,7 @@ CONNECT_SECONDS = 20.0  # that a replica tries to reach the store of a generatio
 RECOVERIES = 10  # in a row that do not come about
 STEP_REPORT_SECONDS = 1.0
 HINTS_SECONDS = 2.0
+SIGTERM = 15
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Script:
     library: bool = True
     inplace: bool = True
     resilient: bool = True
+    stop_exit_code: int = STOPPED  # what the script makes of being stopped
 
 
 class Exit(Exception):
@@ -75,13 +78,14 @@ class Replica(Process):
         self.mesh_rank = self.rank
         self.lost = ""  # why nothing can be done together in the present generation any more
         self.step, self.chain = 0, ""  # what is committed here
-        self.over = self.hello_said = False
+        self.over = self.hello_said = self.ends = False
+        self.at_wake: list[Callable[[], None]] = []  # signals that wait for SIGCONT
         self.armed = False
         self.last_step_time: float | None = None
         self._reported = float("-inf")
         self._first_step = True
-        self._unread: list[dict[str, Any]] = []  # messages that came before its hello
-        self._plans: list[dict[str, Any]] = []  # to go on without the dead
+        self._unread: list[messages.AgentMessage] = []  # messages that came before its hello
+        self._plans: list[messages.RecoveryPlan] = []  # to go on without the dead
         self.bell = threads.Condition()
         self.control = Control(self)
         self.rescaler: Rescaler = self.world.rescaler(self)
@@ -96,6 +100,13 @@ class Replica(Process):
         if self.mesh is None:
             raise PeerLost("its connections were given up")
         return self.mesh
+
+    def go_on(self) -> None:
+        """As SIGCONT; signals that have come meanwhile are delivered."""
+        super().go_on()
+        at_wake, self.at_wake = self.at_wake, []
+        for call in at_wake:
+            call()
 
     # -- waiting
 
@@ -114,46 +125,51 @@ class Replica(Process):
 
     # -- the channel
 
-    def send(self, **message: Any) -> None:
+    def send(self, message: messages.ReplicaMessage) -> None:
         """To the agent."""
         self.kernel.running()
         self.kernel.note(f"{self.name} says {message}")
         self.wire.up(message)
 
-    def _hears(self, message: dict[str, Any]) -> None:
-        if self.alive and (self.hello_said or not self.script.library):
+    def _hears(self, message: messages.AgentMessage) -> None:
+        if self.alive and self.hello_said:
             self.spawn(lambda: self._on_message(message), "channel")
-        elif self.alive:  # it reads its channel from its hello on
+        elif self.alive:  # the library reads the channel from its hello on, and nobody else does
             self._unread.append(message)
 
-    def _on_message(self, message: dict[str, Any]) -> None:
-        kind = message["type"]
-        if not self.script.library:
-            return
-        if kind in ("stop", "checkpoint"):
-            self.control.request({**message, "kind": kind})
-        elif kind == "ping":
-            self.send(type="pong", id=message["id"], waiting=False)
-        elif kind == "recover":
-            self._on_recovery_plan(message)
-        elif kind in ("change", "withdraw"):
-            self.rescaler.on_plan(message)
+    def _on_message(self, message: messages.AgentMessage) -> None:
+        match message:
+            case messages.Stop(reason):
+                self.control.request({"kind": "stop", "reason": reason})
+            case messages.SaveCheckpoint(request):
+                self.control.request({"kind": "checkpoint", "request": request})
+            case messages.Ping(number):
+                self.send(messages.Pong(number, False))
+            case messages.RecoveryPlan():
+                self._on_recovery_plan(message)
+            case messages.ChangePlan():
+                self.rescaler.on_plan(message)
+            case messages.WithdrawPlan(generation):
+                self.rescaler.on_withdrawal(generation)
 
     def _hello(self) -> None:
         self.hello_said = True
-        self.send(type="hello", version="", pid=0)
-        for message in self._unread:
+        self.send(messages.Hello("1", 1))
+        unread, self._unread = self._unread, []
+        for message in unread:
             self.spawn(lambda message=message: self._on_message(message), "channel")  # type: ignore[misc]
 
     def signal(self, number: int) -> None:
         """What a signal does to it."""
-        if not self.alive:
+        if not self.alive or (number == SIGTERM and self.ends):
             return
-        if number == 15 and (self.hello_said or self.stopped):
+        if number == SIGTERM and self.stopped:
+            self.at_wake.append(lambda: self.signal(number))
+        elif number == SIGTERM and self.hello_said:
             if not self.over:
                 self.spawn(lambda: self.control.request({"kind": "stop", "reason": "SIGTERM"}), "signal")
-        elif number == 15 and not self.script.library:
-            self.kernel.kill(self, self.world.plain_exit_code, "(SIGTERM)")
+        elif number == SIGTERM and not self.script.library:
+            self.kernel.kill(self, self.script.stop_exit_code, "(SIGTERM)")
         else:
             self.kernel.kill(self, -number, "(a signal)")
 
@@ -174,6 +190,10 @@ class Replica(Process):
             self.kernel.exit(error.code, str(error))
         except (PeerLost, NotFormed) as error:
             self.kernel.exit(1, f"({error})")
+        self.ends = True  # SIGTERM has no effect any more
+        if not any(isinstance(message, messages.Stop) for message in self._unread):
+            self.send(messages.Finished())
+        self.kernel.sleep(0.01 * self.kernel.random.random())
         self.kernel.exit(0)
 
     def _script(self) -> None:
@@ -199,6 +219,8 @@ class Replica(Process):
         """A script without the library: it begins at its own checkpoint, and is told by signals."""
         for _ in range(self.script.steps):
             self.kernel.sleep(self.draw(self.script.step_seconds))
+            self.world.truth.plain_step(self)
+        self.world.truth.plain_end(self)
 
     def _meet_first(self) -> None:
         """The start of a generation of new processes."""
@@ -234,7 +256,7 @@ class Replica(Process):
         self._first_step = True
         self.armed = self.script.resilient and self.environ.get("ADAPTDL_RESCALE") != "restart"
         if self.armed:
-            self.send(type="resilient", generation=self.generation)
+            self.send(messages.Resilient(self.generation))
         self.spawn(lambda: self._report_hints(self.generation), "hints")
         self.control.renew()
 
@@ -254,7 +276,7 @@ class Replica(Process):
         due = self._first_step or self.kernel.now - self._reported >= STEP_REPORT_SECONDS
         if self.last_step_time is not None and (force or due):
             self._first_step, self._reported = False, self.kernel.now
-            self.send(type="step", step=self.step, time=self.last_step_time)
+            self.send(messages.StepFinished(self.step, self.last_step_time))
 
     def _end(self) -> None:
         """Behind the last epoch: nobody waits for anybody."""
@@ -262,7 +284,7 @@ class Replica(Process):
         if self.mesh is not None:
             self.mesh.leave(self)
         self.report_step(force=True)
-        self.send(type="epochs_finished", finished=True)
+        self.send(messages.EpochsFinished(True))
         self.kernel.sleep(self.draw(self.script.tail_seconds))
         self.world.truth.finished(self)
 
@@ -274,7 +296,7 @@ class Replica(Process):
                 "inplace": self.script.inplace, "inplace_reason": "" if self.script.inplace else "its habits",
                 "step": self.step,
             }  # fmt: skip
-            self.send(type="hints", hints=hints)
+            self.send(messages.Hints(hints))
             self.kernel.sleep(HINTS_SECONDS)
 
     def save(self, kind: str) -> None:
@@ -282,7 +304,7 @@ class Replica(Process):
         step, chain = self.step, self.chain
         self.kernel.sleep(self.draw(self.script.save_seconds))
         number = self.world.truth.save(self, step, chain)
-        self.send(type="saved", id=number, path="/checkpoints", step=step, request=None)
+        self.send(messages.Saved(number, "/checkpoints", step))
 
     # -- deaths
 
@@ -296,15 +318,15 @@ class Replica(Process):
         self.lost = self.lost or why
         self.ring()
 
-    def _on_recovery_plan(self, message: dict[str, Any]) -> None:
+    def _on_recovery_plan(self, message: messages.RecoveryPlan) -> None:
         self._plans.append(message)
-        if int(message["generation"]) > self.generation and self.mesh is not None and not self.over:
+        if message.generation > self.generation and self.mesh is not None and not self.over:
             self.lose("the agents say that a replica is gone")
         self.ring()
 
     def newer(self) -> bool:
         """Whether there is a plan of a later generation without somebody who has died."""
-        return any(int(plan["generation"]) > self.generation for plan in self._plans)
+        return any(plan.generation > self.generation for plan in self._plans)
 
     def recover(self, reason: str, again: bool = False) -> None:
         """Become a generation without the dead; Exit or PeerLost when that can not be."""
@@ -313,8 +335,8 @@ class Replica(Process):
         for _ in range(RECOVERIES):
             self._hang_up(reason)
             self.wait_for(self.newer, None)
-            plan = max(self._plans, key=lambda one: int(one["generation"]))
-            self._plans = [one for one in self._plans if int(one["generation"]) > int(plan["generation"])]
+            plan = max(self._plans, key=lambda one: one.generation)
+            self._plans.clear()
             try:
                 self._meet_again(plan)
             except (NotFormed, PeerLost) as error:
@@ -328,26 +350,25 @@ class Replica(Process):
             mesh, self.mesh = self.mesh, None
             mesh.broken_off(self)
         self.control.abandon()
-        self.send(type="peer_lost", generation=self.generation, reason=reason)
+        self.send(messages.PeerLost(self.generation, reason))
 
-    def _meet_again(self, plan: dict[str, Any]) -> None:
-        generation = int(plan["generation"])
-        if plan["rank"] is None:
-            self.send(type="switched", generation=generation, last_step=self.last_step_time)
-            raise Exit(0, "(leaves)")
-        self.become(plan, generation, int(plan["rank"]))
-        point = self.connect(plan["master_addr"], int(plan["master_port"]))
+    def _meet_again(self, plan: messages.RecoveryPlan) -> None:
+        if plan.rank is None:
+            self.send(messages.Switched(plan.generation, self.last_step_time))
+            self.kernel.exit(0, "(leaves)")
+        self.become(plan, plan.rank)
+        point = self.connect(plan.master_addr, plan.master_port)
         self.form(point, None, self.newer)
         standing = self.formed.gather("standing", (self.step, self.chain))
         self.step, self.chain = self.world.truth.agree(self, standing)
         self.formed.gather("recovered", None)
         self.finish_switch()
 
-    def become(self, plan: dict[str, Any], generation: int, rank: int) -> None:
+    def become(self, plan: messages.Plan, rank: int) -> None:
         """Be `rank` of another generation."""
         self.control.abandon()
-        self.environ.update({name: str(value) for name, value in plan["environ"].items()})
-        self.rank, self.size, self.generation = rank, int(plan["replicas"]), generation
+        self.environ.update(plan.environ)
+        self.rank, self.size, self.generation = rank, plan.replicas, plan.generation
         self.armed = False
 
     def form(self, point: MeetingPoint, patience: float | None, cancelled: Callable[[], bool]) -> None:
@@ -359,7 +380,7 @@ class Replica(Process):
     def finish_switch(self) -> None:
         """What everybody in a new generation does last."""
         self.formed.gather("switched", None)
-        self.send(type="switched", generation=self.generation, last_step=self.last_step_time)
+        self.send(messages.Switched(self.generation, self.last_step_time))
         self.enter_generation()
 
 

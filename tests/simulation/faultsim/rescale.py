@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from adaptdl_elastic.protocol import messages
 from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN
 from faultsim import threads
 from faultsim.mesh import NotFormed, PeerLost
@@ -17,9 +18,9 @@ LOOK_SECONDS = 0.02  # between two looks into a store that a replica waits on
 
 
 class _Plan:
-    def __init__(self, message: dict[str, Any]) -> None:
-        self.message, self.generation = message, int(message["generation"])
-        self.newcomers: list[int] = list(message["newcomers"])
+    def __init__(self, message: messages.ChangePlan) -> None:
+        self.message, self.generation = message, message.generation
+        self.newcomers = list(message.newcomers)
         self.attempt = 0
         self.called_off = False
         self.tried = threads.Event()
@@ -34,26 +35,27 @@ class Rescaler:
 
     # -- what the agent says
 
-    def on_plan(self, message: dict[str, Any]) -> None:
-        """Of a change, or that it is off."""
-        replica, generation = self._replica, int(message["generation"])
-        if message["type"] == "withdraw":
-            plan = self._plans.get(generation)
-            if plan is not None:
-                plan.called_off = True
-                plan.tried.set()
-                replica.ring()
-            return
-        plan = self._plans[generation] = _Plan(message)
+    def on_plan(self, message: messages.ChangePlan) -> None:
+        """A change is planned."""
+        replica, plan = self._replica, _Plan(message)
+        self._plans[message.generation] = plan
         replica.ring()
         if replica.rank == 0:
-            replica.spawn(lambda: self._lead(plan), f"generation {generation}")
+            replica.spawn(lambda: self._lead(plan), f"generation {message.generation}")
+
+    def on_withdrawal(self, generation: int) -> None:
+        """It is off."""
+        plan = self._plans.get(generation)
+        if plan is not None:
+            plan.called_off = True
+            plan.tried.set()
+            self._replica.ring()
 
     def _wanted(self, plan: _Plan) -> bool:
         return not plan.called_off and self._replica.generation < plan.generation
 
     def _point(self, plan: _Plan) -> MeetingPoint:
-        return self._replica.connect(plan.message["master_addr"], int(plan.message["master_port"]))
+        return self._replica.connect(plan.message.master_addr, plan.message.master_port)
 
     def _lead(self, plan: _Plan) -> None:
         """Rank 0, beside the training: wait for the newcomers, then have the change agreed on."""
@@ -84,9 +86,7 @@ class Rescaler:
         plan = self._plans.get(generation)
         if command["kind"] == "preview":
             if replica.rank == 0 and plan is not None and self._wanted(plan):
-                plan_point = replica.world.points.get(
-                    (plan.message["master_addr"], int(plan.message["master_port"]))
-                )
+                plan_point = replica.world.points.get((plan.message.master_addr, plan.message.master_port))
                 if plan_point is not None and plan_point.answers:
                     plan_point.values[f"step/{plan.attempt}"] = {"preview": replica.step}
             return
@@ -109,14 +109,14 @@ class Rescaler:
             replica.recover(f"the agent has not told this replica of generation {generation}")
             return
         mesh.gather(("leave", generation, position), None)
-        rank = plan.message["ranks"][replica.rank]
+        rank = plan.message.ranks[replica.rank]
         if rank is None:
             mesh.leave(replica)
-            replica.send(type="switched", generation=generation, last_step=replica.last_step_time)
+            replica.send(messages.Switched(generation, replica.last_step_time))
             replica.kernel.exit(0, "(leaves)")
         mesh.leave(replica)
         replica.mesh = None
-        replica.become(plan.message, generation, int(rank))
+        replica.become(plan.message, rank)
         try:
             point = self._point(plan)
             if replica.rank == 0:
@@ -144,7 +144,7 @@ class Rescaler:
                 break
             replica.kernel.sleep(replica.draw(replica.script.start_seconds / 2))
             point.values[f"arrived/{attempt}/{replica.rank}"] = True
-            replica.send(type="ready", generation=replica.generation)
+            replica.send(messages.Ready(replica.generation))
             attempt += 1
             seen = self._next(point, attempt)
         replica.form(point, PATIENCE_SECONDS, lambda: False)

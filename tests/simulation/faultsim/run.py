@@ -62,6 +62,8 @@ def _job(world: World, name: str, machines: int, slots: int, weather: float) -> 
         save_seconds=chance.choice([0.05, 0.5, 2.0]),
         inplace=chance.random() < 0.75,
         resilient=chance.random() < 0.75,
+        library=chance.random() < 0.9,
+        stop_exit_code=chance.choice([143, 143, 143, 0, 1]),
     )
     most = chance.randint(1, max(1, slots))
     least = chance.choice([1, 1, 1, chance.randint(1, max(1, most // 2))])
@@ -76,6 +78,7 @@ def _job(world: World, name: str, machines: int, slots: int, weather: float) -> 
         rescale=chance.choice([Rescale.AUTO, Rescale.AUTO, Rescale.AUTO, Rescale.RESTART, Rescale.INPLACE]),
         rescale_timeout=20.0,
         checkpoint_timeout=15.0,
+        checkpoint_path=f"/checkpoints/{name}",
     )
     return Job(spec, script, checkpoint_interval=chance.choice([3.0, 10.0, 30.0]))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time as real_time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
@@ -279,6 +280,7 @@ class Time:
         kernel().sleep(seconds)
 
     perf_counter = monotonic
+    strftime, localtime = staticmethod(real_time.strftime), staticmethod(real_time.gmtime)
 
 
 class Secrets:

@@ -37,11 +37,36 @@ class Checkpoint:
     at: float
 
 
+class Archive:
+    """In place of what `checkpoint_archive.kept` makes of a path: the checkpoints of one job."""
+
+    def __init__(self, job: JobTruth) -> None:
+        self._job = job
+
+    def read_note(self) -> bytes | None:
+        """What the agents of a run have left."""
+        return self._job.note
+
+    def write_note(self, note: bytes, *, even_if_empty: bool) -> None:
+        """Leave a note."""
+        if even_if_empty or self._job.checkpoints:
+            self._job.note = note
+
+    def withdraw_note(self) -> None:
+        """Delete it."""
+        self._job.note = None
+
+    def move_aside(self, name: str) -> str | None:
+        """Nobody gives `--anew` here."""
+        raise NotImplementedError
+
+
 @dataclass
 class JobTruth:
     """One job."""
 
     checkpoints: list[Checkpoint] = field(default_factory=list)
+    note: bytes | None = None  # beside them
     parents: dict[str, tuple[str, int]] = field(default_factory=dict)  # state → the one before, its step
     newest: int = 0  # step that is committed, in the line that goes on
     committed_at: float = 0.0
@@ -68,6 +93,10 @@ class Truth:
     def job(self, name: str) -> JobTruth:
         """What is known of one job."""
         return self.jobs.setdefault(name, JobTruth())
+
+    def archive(self, path: str) -> Archive:
+        """The checkpoints under a path."""
+        return Archive(self.job(path.rpartition("/")[2]))
 
     def excuse(self) -> None:
         """A fault has happened: work since the last checkpoint may be lost."""
@@ -152,6 +181,14 @@ class Truth:
         job.ended.add(replica.name)
         if replica.mesh is job.mesh and replica.rank == 0 and replica.step >= replica.script.steps:
             job.finished = True
+
+    def plain_step(self, replica: Replica) -> None:
+        """A script without the library does something; nobody knows what."""
+        self.job(replica.job).committed_at = self._kernel.now
+
+    def plain_end(self, replica: Replica) -> None:
+        """It comes to its end."""
+        self.job(replica.job).finished = True
 
     # -- checkpoints
 

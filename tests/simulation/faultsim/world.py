@@ -60,7 +60,7 @@ class World:
         logger.setLevel(logging.INFO)
         logger.propagate = False
         try:
-            with patching.installed(self.kernel, self.pipes):
+            with patching.installed(self.kernel, os=self.pipes, kept=self.truth.archive):
                 yield self
         finally:
             logger.removeHandler(log)

@@ -17,11 +17,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from adaptdl_elastic.torch._process_group.backends.base import ARRIVES, Group, keep, patiently, present
+from adaptdl_elastic.torch._process_group.backends.base import (
+    ARRIVES,
+    Group,
+    broadcast,
+    keep,
+    patiently,
+    present,
+)
 from adaptdl_elastic.torch._process_group.backends.gloo import Gloo
 from adaptdl_elastic.torch._process_group.backends.nccl import Nccl
 
-__all__ = ["ARRIVES", "KINDS", "Gloo", "Group", "Nccl", "keep", "kind", "patiently", "present"]
+__all__ = ["ARRIVES", "KINDS", "Gloo", "Group", "Nccl", "broadcast", "keep", "kind", "patiently", "present"]
 
 KINDS: dict[str, type[Group]] = {"gloo": Gloo, "nccl": Nccl}
 """By torch's name of the backend."""

@@ -34,7 +34,7 @@ class Group:
         session: Whose; None: of nobody who could lose a peer (the self-test).
     """
 
-    early = False
+    completion_is_unreliable = False
     """Whether futures of collectives are done before their results are there."""
 
     tested = False
@@ -81,28 +81,28 @@ class Group:
         Raises RuntimeError when they are.
         """
 
-    def relax(self) -> None:
+    def restore_timeouts(self) -> None:
         """All are there and have what they need: torch's own time limits from now on."""
 
-    def hang_up(self) -> None:
+    def abort(self) -> None:
         """Make every operation of the group end, here and at its other ends. From any thread."""
 
     @property
-    def hung_up(self) -> bool:
-        """Whether `hang_up` has begun: what ends from then on has not arrived, whatever it says."""
+    def is_aborted(self) -> bool:
+        """Whether `abort` has begun: what ends from then on has not arrived, whatever it says."""
         return False
 
-    def interrupt(self) -> None:
+    def unblock(self) -> None:
         """Let a transfer go on that waits for somebody who is gone."""
 
-    def clear(self) -> None:
+    def abort_and_drain(self) -> None:
         """Hang up, and return when nothing of the group writes into anybody's memory any more."""
-        self.hang_up()
+        self.abort()
 
-    def quiesce(self) -> None:
-        """Wait for what this replica has queued. All do it, then meet, then `leave`."""
+    def synchronize(self) -> None:
+        """Wait for what this replica has queued. All do it, then meet, then `destroy`."""
 
-    def leave(self) -> None:
+    def destroy(self) -> None:
         """Have no default group any more, whatever state it is in."""
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -159,7 +159,7 @@ def patiently(
     """
     failed: list[BaseException] = []
     if group is not None:
-        group.quiesce()  # the thread has a stream of its own
+        group.synchronize()  # the thread has a stream of its own
 
     def run() -> None:
         try:
@@ -181,13 +181,38 @@ def _watch(session: Session, group: Group | None, thread: threading.Thread, limi
     thread.start()
     while thread.is_alive():
         thread.join(_LOOK)
-        why = session.control.lost
+        why = session.consensus.lost
         if why is None and limit is not None and time.monotonic() - began > limit.total_seconds():
             why = f"the replicas did not meet within {limit}"
         if why is not None and thread.is_alive():
             if group is not None:
-                group.interrupt()
+                group.unblock()
             thread.join(_GRACE)
             if thread.is_alive():
                 session.transfer_stuck = True
                 raise PeerLostError(why)
+
+
+def broadcast(tensors: list[torch.Tensor], torch_group: Any, group: Group | None, limit: timedelta) -> None:
+    """Give every replica the tensors of the group's rank 0. A collective.
+
+    Args:
+        tensors: Overwritten once all have arrived.
+        torch_group: The process group.
+        group: What the library knows of it; None: nothing.
+        limit: How long to wait for the others.
+    """
+    copies = [tensor.clone() for tensor in tensors]  # a broadcast that breaks leaves half of each
+
+    def start() -> list[Any]:
+        return [dist.broadcast(one, group=torch_group, group_src=0, async_op=True) for one in copies]
+
+    works = start() if group is None else group.queue(start)
+    if group is not None:
+        group.wait(works, limit)
+    else:
+        for work in works:
+            work.wait(limit)
+    with torch.no_grad():
+        for tensor, copied in zip(tensors, copies, strict=True):
+            tensor.copy_(copied)

@@ -54,11 +54,11 @@ class Gloo(Group):
         self._sockets = _sockets() - self._before
 
     @override
-    def relax(self) -> None:
+    def restore_timeouts(self) -> None:
         _set_timeout(dist.default_pg_timeout)
 
     @override
-    def hang_up(self) -> None:
+    def abort(self) -> None:
         ours, self._sockets = self._sockets, set()
         for descriptor, inode in ours & _sockets():
             try:

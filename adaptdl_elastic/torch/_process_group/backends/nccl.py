@@ -41,7 +41,7 @@ class Nccl(Group):
     an abort ends it as well. So nobody but us may abort, and torch's watchdog is told to leave it alone.
     """
 
-    early = tested = True
+    completion_is_unreliable = tested = True
 
     kind = "cuda"
     """The type of the devices it works on."""
@@ -143,12 +143,12 @@ class Nccl(Group):
         self.wait([self.queue(lambda: dist.all_reduce(one, async_op=True))], patience)
 
     @override
-    def relax(self) -> None:
+    def restore_timeouts(self) -> None:
         if self._beside is not None:
-            self._beside.relax()
+            self._beside.restore_timeouts()
 
     @override
-    def hang_up(self) -> None:
+    def abort(self) -> None:
         with self._lock:
             if self._hung_up or self._group is None:
                 return
@@ -156,11 +156,11 @@ class Nccl(Group):
             self._aborting = threading.Thread(target=self._abort, name="adaptdl-abort", daemon=True)
             self._aborting.start()
         if self._beside is not None:
-            self._beside.hang_up()
+            self._beside.abort()
 
     @property
     @override
-    def hung_up(self) -> bool:
+    def is_aborted(self) -> bool:
         return self._hung_up
 
     def _abort(self) -> None:
@@ -175,17 +175,17 @@ class Nccl(Group):
                 self._queueing.release()
 
     @override
-    def interrupt(self) -> None:
-        self.hang_up()
+    def unblock(self) -> None:
+        self.abort()
 
     @override
-    def clear(self) -> None:
+    def abort_and_drain(self) -> None:
         if not self.aborted():
             self._end_process()
 
     def aborted(self, limit: float | None = None) -> bool:
         """Hang up, and wait until that is done; False: it takes longer than `limit` seconds."""
-        self.hang_up()
+        self.abort()
         if self._aborting is not None:
             self._aborting.join(ABORT_SECONDS if limit is None else limit)
             return not self._aborting.is_alive()
@@ -199,15 +199,15 @@ class Nccl(Group):
         os._exit(1)
 
     @override
-    def quiesce(self) -> None:
+    def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     @override
-    def leave(self) -> None:
+    def destroy(self) -> None:
         if not dist.is_initialized() or dist.group.WORLD is not self._group:
             return
-        self.clear()
+        self.abort_and_drain()
         keep()
         torch.distributed.distributed_c10d._abort_process_group()  # of what is aborted: forget it
 

@@ -1,0 +1,65 @@
+"""Whether gradients are finite: training on inf or nan runs and learns nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+LEAST_STEPS = 20
+"""Optimizer steps over which no gradient was finite before that is a problem."""
+
+_LEAST_MEASUREMENTS = 3
+"""Measurements in these steps: later in a run not every step is measured."""
+
+
+class GradientHealth:
+    """Whether the gradients of one model are finite, by measurements that are made anyway.
+
+    A GradScaler leaves out steps while it searches its scale. Such steps count only once the scale is down to
+    1, where nothing is scaled up and so nothing overflows because of it.
+    """
+
+    def __init__(self) -> None:
+        self.problem: str | None = None
+        """What is wrong and what to do, or None."""
+        self._first_bad_step: int | None = None
+        self._bad_measurements = 0
+        self._skipped_in_a_row = 0
+
+    def measured(self, step: int, finite: bool) -> None:
+        """Take note of whether the gradient that optimizer step `step` took was finite."""
+        if finite:
+            self._first_bad_step, self._bad_measurements, self.problem = None, 0, None
+            return
+        if self._first_bad_step is None:
+            self._first_bad_step = step
+        self._bad_measurements += 1
+        steps = step - self._first_bad_step + 1
+        if steps >= LEAST_STEPS and self._bad_measurements >= _LEAST_MEASUREMENTS:
+            self.problem = self.problem or (
+                f"gradients are inf or nan in every step since step {self._first_bad_step}: nothing is "
+                f"learnt. "
+                f"Stop the job, lower the learning rate, clip gradients or look for nan in the data, and go "
+                f"on from a checkpoint of an earlier step"
+            )
+
+    def skipped(self, step: int, loss_scale: Callable[[], float]) -> None:
+        """Take note that a GradScaler has left out the step after `step`.
+
+        loss_scale: Returns the present scale. It may wait for the GPU: it is called after many such steps.
+        """
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row < LEAST_STEPS or self.problem is not None:
+            return
+        scale = loss_scale()
+        if scale <= 1.0:
+            self.problem = (
+                f"gradients are inf or nan in every step since step {step}, though GradScaler has left out "
+                f"{self._skipped_in_a_row} steps and come down to a scale of {scale:g}: nothing is learnt. "
+                f"Look for nan in the data and the loss, lower the learning rate, or use bfloat16"
+            )
+
+    def stepped(self) -> None:
+        """Take note that the optimizer has stepped."""
+        if self._skipped_in_a_row >= LEAST_STEPS:
+            self.problem = None
+        self._skipped_in_a_row = 0

@@ -1,0 +1,75 @@
+"""Say that training runs and learns nothing: gradients that are never finite, a batch beyond the data set.
+
+A problem is logged once, written as an event, and part of what the job reports of itself (`adaptdl status`),
+each time with what to do about it. When it is over, an event says so and the report drops it.
+"""
+
+from __future__ import annotations
+
+import logging
+from threading import Lock
+
+from adaptdl_elastic._session import Session
+
+logger = logging.getLogger(__name__)
+
+
+def data_problem(samples: int, batch_size: int, initial: int, equal_parts: int) -> str | None:
+    """Return what is wrong where a batch is larger than the data set, else None.
+
+    Args:
+        samples: In the data set; 0 where that is not known.
+        batch_size: In use: a whole number of samples for each of `equal_parts`, so perhaps rounded up.
+        initial: As the data loader was given it.
+        equal_parts: Batches of one optimizer step, over all replicas.
+    """
+    if not samples:
+        return None
+    every = "every step takes all of them and an epoch is one step"
+    if initial > samples:
+        return (
+            f"batch_size={initial} is more than the {samples} samples of the data set: {every}. "
+            f"Give a batch_size of {samples} at most, or more data"
+        )
+    if batch_size - equal_parts >= samples:
+        return (
+            f"the batch has grown to {batch_size} samples, and the data set has {samples}: {every}. "
+            f"Call autoscale_batch_size with a max_batch_size of {samples} at most"
+        )
+    return None
+
+
+class TrainingWarnings:
+    """The problems that there are now. `report` may be called from any thread; without news it is cheap."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._logged: set[str] = set()
+        self._problems: dict[str, str] = {}
+        self._lock = Lock()
+
+    def report(self, what: str, problem: str | None) -> bool:
+        """Take note of a problem with `what`, or that there is none. Return whether that is news."""
+        if (what in self._problems) == (problem is not None):
+            return False
+        with self._lock:
+            if problem is None:
+                self._problems.pop(what, None)
+            else:
+                self._problems[what] = problem
+        session = self._session
+        if session.rank == 0:
+            if problem is None:
+                session.emit("warning_over", about=what, step=session.step)
+            else:
+                session.emit("warning", about=what, message=problem, step=session.step)
+                if what not in self._logged:
+                    self._logged.add(what)
+                    logger.warning("%s", problem)
+        return True
+
+    @property
+    def messages(self) -> tuple[str, ...]:
+        """The problems, oldest first."""
+        with self._lock:
+            return tuple(self._problems.values())

@@ -1,0 +1,90 @@
+"""What an error that nobody caught leaves for the agent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed
+
+from adaptdl_elastic.agent.core.states import Evidence
+from adaptdl_elastic.agent.runtime import failure_reports, uncaught_error
+from adaptdl_elastic.agent.runtime.uncaught_error import UncaughtError
+from adaptdl_elastic.reducer import PeerLostError
+
+
+def raised(script: str, path: str = "/home/me/train.py") -> UncaughtError:
+    """What is written of the error that a script ends with."""
+    try:
+        exec(compile(script, path, "exec"), {})
+    except Exception as error:
+        trace = error.__traceback__
+        return uncaught_error.describe(error, trace.tb_next if trace is not None else None)
+    raise AssertionError("it did not fail")
+
+
+def test_its_kind_is_its_type_and_the_innermost_line_of_the_users_code() -> None:
+    script = "import json\n\ndef load(text):\n    return json.loads(text)\n\nload('{')\n"
+    found = raised(script)
+    assert found.kind == "json.decoder.JSONDecodeError at train.py:4 in load"
+    assert found.message.startswith("JSONDecodeError: Expecting property name")
+    assert not found.lost_peer
+
+
+def test_messages_that_differ_are_of_one_kind() -> None:
+    first, second = (raised(f"raise ValueError('tensor at {hex(n)} on rank {n}')") for n in (7, 8))
+    assert first.message != second.message
+    assert first.kind == second.kind == "ValueError at train.py:1 in <module>"
+
+
+def test_another_line_or_type_is_another_kind() -> None:
+    kinds = {raised(script).kind for script in ("1 / 0", "\n1 / 0", "[][0]", "int('x')")}
+    assert len(kinds) == 4
+
+
+def test_a_syntax_error_is_where_it_stands() -> None:
+    with pytest.raises(SyntaxError) as caught:
+        compile("x = 1\nx +", "/home/me/train.py", "exec")
+    assert uncaught_error.describe(caught.value, None).kind == "SyntaxError at train.py:2"
+
+
+def test_code_of_installed_packages_only_is_named_by_its_innermost_line() -> None:
+    installed = str(Path(torch.distributed.__file__).with_name("module.py"))
+    assert raised("1 / 0", installed).kind == "ZeroDivisionError at module.py:1 in <module>"
+
+
+def because(cause: BaseException) -> BaseException:
+    error = ValueError("no batch")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "lost_peer"),
+    [
+        (PeerLostError("rank 1 is gone"), True),
+        (torch.distributed.DistNetworkError("Connection reset by peer"), True),
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:7"), True),
+        (because(PeerLostError("rank 1 is gone")), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (torch.cuda.OutOfMemoryError("NCCL has no memory"), False),
+        (ConnectionResetError("Connection reset by peer"), False),
+    ],
+)
+def test_what_tells_only_of_a_lost_peer(error: BaseException, lost_peer: bool, tmp_path: Path) -> None:
+    found = uncaught_error.describe(error, None)
+    assert found.lost_peer == lost_peer
+    uncaught_error.write(found, tmp_path)
+    _, evidence = failure_reports.examine(1, str(tmp_path / "error.json"))
+    assert evidence == Evidence("" if lost_peer else found.kind, found.raised, lost_peer)
+
+
+@pytest.mark.parametrize(("code", "kind"), [(3, "exit code 3"), (-11, "SIGSEGV"), (-9, ""), (-15, "")])
+def test_without_an_error_the_exit_code_is_the_kind(code: int, kind: str, tmp_path: Path) -> None:
+    assert failure_reports.examine(code, str(tmp_path / "error.json"))[1] == Evidence(kind)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"kind": "x"}', "{"])
+def test_a_record_that_was_not_finished_is_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / uncaught_error.RECORD).write_text(text)
+    assert uncaught_error.read(tmp_path) is None
