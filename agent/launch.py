@@ -95,6 +95,7 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
         # Before anything is leased: while torch's libraries are loaded no other thread of ours runs: on a
         # busy machine for longer than a lease.
         importlib.import_module("adaptdl_elastic.agent.runtime.agent")
+        _check_event_handler(options.event_log_handler)
         outfit = Outfit(access, Keys(options.cluster), fork_server, output, events, display, share)
         try:
             found = _join(options, outfit)
@@ -386,6 +387,16 @@ def _note_end(
     """
     if status is not None and (status.state is JobState.DONE or options.standalone):
         ended_run.write_note(spec, status, options.checkpoint_path, say, even_if_empty=options.once)
+
+
+def _check_event_handler(name: str) -> None:
+    from adaptdl_elastic.agent.runtime.torch_events import is_known
+
+    if not is_known(name):
+        raise LaunchError(
+            f"--event-log-handler={name} is no handler of torch.distributed.elastic.events: give one that is "
+            f"registered there, as null or console"
+        )
 
 
 def _meeting_point(options: RunOptions) -> MeetingPoint | None:

@@ -33,8 +33,8 @@ class AgentConfig:
     me: AgentIdentity
     host: str  # address by which other nodes reach this one
     ports: tuple[int, int] | None
-    meeting_point: MeetingPoint | None
     command: Command
     environment: JobEnvironment
     coordinator: CoordinatorCommand
     max_restarts: int
+    meeting_point: MeetingPoint | None = None

@@ -1,6 +1,6 @@
-"""What a script of torchrun's users does: it meets the others as told, adds up, and says what it was given.
+"""A script of torchrun's users: it meets the others as told, adds up, and says what it was given.
 
-`torchrun_user.py [init method] [what else]`: "fail-once" exits 3 in the first generation, "fail" in every one.
+`torchrun_user.py [init method] [how it ends]`: "fail-once" exits 3 in the first generation, "fail" in each.
 """
 
 import json
