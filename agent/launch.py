@@ -35,10 +35,10 @@ from adaptdl_elastic.agent.terminal.run_options import MANY_REPLICAS, PROGRAM, R
 from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.rendezvous.local import runtime_file
 from adaptdl_elastic.rendezvous.local.addresses import NoPortError, address_towards, is_local, listen
-from adaptdl_elastic.rendezvous.local.private_etcd import GUARD, EtcdServer, EtcdServerError
+from adaptdl_elastic.rendezvous.local.store_server import LocalServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus, NodeRecord, Rescale
-from adaptdl_elastic.rendezvous.store.base import Store, StoreError
+from adaptdl_elastic.rendezvous.store.base import Store, StoreAuthError, StoreError
 from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.rendezvous.store.plan_store import PlanStore
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, StoreOptions, parse_endpoints
@@ -89,8 +89,8 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
         )
         stack.callback(output.close)
         if options.standalone:
-            note = (access.endpoint, options.cluster, options.job, os.getpid(), access.password_file)
-            runtime_file.write(runtime_file.RuntimeFile(*note))
+            note = runtime_file.RuntimeFile(access.endpoint, options.cluster, options.job, os.getpid())
+            runtime_file.write(note)
             stack.callback(runtime_file.remove, options.job, os.getpid())
         # Before anything is leased: while torch's libraries are loaded no other thread of ours runs: on a
         # busy machine for longer than a lease.
@@ -114,7 +114,6 @@ class StoreAccess:
 
     endpoint: str
     store: PlanStore
-    password_file: str  # of a private etcd; "": there is none
     environ: Mapping[str, str] = field(repr=False)  # ours, with `ADAPTDL_ETCD_*` as they are for this store
 
 
@@ -155,31 +154,29 @@ class _Found:
 
 
 def _store(options: RunOptions, environ: Mapping[str, str], stack: ExitStack) -> StoreAccess:
-    """Connect to the store; to a private one, started here, where no endpoint is given."""
-    password_file = ""
+    """Connect to the store, or keep one in this process where no endpoint is given."""
+    environ = store_environment(options, environ)
     if options.endpoint is None:
         try:
-            server = stack.enter_context(EtcdServer(guarded=options.etcd_api != "v2"))
-        except EtcdServerError as error:
-            raise LaunchError(f"--standalone: {error}") from None
-        endpoint, password_file = server.endpoint, str(server.password_file or "")
-    else:
-        endpoint = options.endpoint
-    environ = store_environment(options, environ, password_file)
+            server = stack.enter_context(LocalServer())
+        except (OSError, StoreOptionError) as error:
+            raise LaunchError(f"--standalone: the store's socket cannot be made: {error}") from None
+        return StoreAccess(server.endpoint, PlanStore(server.store), environ)
     store_options = StoreOptions.from_environment(environ)
     try:
-        store = connect(endpoint, api=options.etcd_api, options=store_options)  # type: ignore[arg-type]
+        store = connect(options.endpoint, api=options.etcd_api, options=store_options)  # type: ignore[arg-type]
     except StoreOptionError:
         raise
     except StoreError as error:
         then = " Run" if str(error).endswith("?") else "; run"
-        raise LaunchError(f"{error}{then} `adaptdl doctor --etcd {endpoint}`") from None
+        refused = "the store refuses us: " if isinstance(error, StoreAuthError) else ""
+        raise LaunchError(f"{refused}{error}{then} `adaptdl doctor --etcd {options.endpoint}`") from None
     stack.callback(store.close)
-    return StoreAccess(endpoint, store, password_file, environ)
+    return StoreAccess(options.endpoint, store, environ)
 
 
-def store_environment(options: RunOptions, environ: Mapping[str, str], password_file: str) -> dict[str, str]:
-    """`environ`, with `ADAPTDL_ETCD_*` as the command line has it, or as the private etcd needs it.
+def store_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ`, with `ADAPTDL_ETCD_*` as the command line has it, and without where there is no etcd.
 
     The coordinator that this agent may come to keep gets it: the process list is everybody's to read.
     """
@@ -192,9 +189,7 @@ def store_environment(options: RunOptions, environ: Mapping[str, str], password_
     }
     if options.endpoint is None:
         for name in (*given, "PASSWORD", "PASSWORD_FILE"):
-            found.pop(f"ADAPTDL_ETCD_{name}", None)  # these are for another etcd
-        if password_file:
-            found |= {"ADAPTDL_ETCD_USER": GUARD, "ADAPTDL_ETCD_PASSWORD_FILE": password_file}
+            found.pop(f"ADAPTDL_ETCD_{name}", None)
     else:
         found |= {f"ADAPTDL_ETCD_{name}": value for name, value in given.items() if value is not None}
     if options.etcd_timeout is not None:

@@ -21,6 +21,7 @@ from adaptdl_elastic.extensions import ExtensionError, ExtensionPoint
 
 if TYPE_CHECKING:
     from adaptdl_elastic.rendezvous.store.base import Store
+    from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
 _HERE = "adaptdl_elastic.autoscaler"
 _OWN: dict[str, tuple[str, str]] = {
@@ -140,8 +141,8 @@ class _LazyGroup(click.Group):
 def adaptdl() -> None:
     """See and steer elastic PyTorch jobs.
 
-    The etcd of the cluster is given by --etcd HOST:PORT or ADAPTDL_ETCD; without either it is the private
-    one of a standalone adaptdl-run of this user on this machine.
+    The etcd of the cluster is given by --etcd HOST:PORT or ADAPTDL_ETCD; without either it is about the
+    standalone jobs of this user on this machine.
     """
 
 
@@ -180,23 +181,29 @@ class Where:
             "ADAPTDL_ETCD"
         )
 
+    def options(self, endpoint: str) -> StoreOptions:
+        """The time-out and the credentials for an endpoint; a standalone job's store takes no credentials."""
+        from adaptdl_elastic.rendezvous.store.local_socket import is_local
+        from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
+
+        if is_local(endpoint):
+            name = "ADAPTDL_ETCD_TIMEOUT"
+            return StoreOptions.from_environment({name: os.environ.get(name, "")})
+        return StoreOptions.from_environment(ca=self.ca, cert=self.cert, key=self.key, user=self.user)
+
     def connect(self, job: str | None = None) -> tuple[Store, str]:
         """The store and the cluster; CommandError when it can not be had."""
-        from adaptdl_elastic.rendezvous.local import runtime_file
         from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreError
-        from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
+        from adaptdl_elastic.rendezvous.store.connect import connect
+        from adaptdl_elastic.rendezvous.store.local_socket import is_local
 
         endpoint, cluster = self.locate(job)
         try:
-            options = runtime_file.access(endpoint) or StoreOptions.from_environment(
-                ca=self.ca, cert=self.cert, key=self.key, user=self.user
-            )
-            return connect(endpoint, api=self.api, options=options), cluster
+            return connect(endpoint, api=self.api, options=self.options(endpoint)), cluster
         except StoreAuthError as error:
-            raise CommandError(
-                f"{error}; set ADAPTDL_ETCD_USER and ADAPTDL_ETCD_PASSWORD_FILE, "
-                f"or give --etcd-cert and --etcd-key"
-            ) from error
+            if is_local(endpoint):
+                raise CommandError(str(error)) from error
+            raise CommandError(f"the store refuses us: {error}") from error
         except StoreError as error:
             raise CommandError(str(error)) from error
 
@@ -286,10 +293,11 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:
-        from adaptdl_elastic.rendezvous.store.base import StoreError
+        from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreError
 
         if not isinstance(error, StoreError):
             raise
-        click.echo(f"adaptdl: {error}", err=True)
+        refused = "the store refuses us: " if isinstance(error, StoreAuthError) else ""
+        click.echo(f"adaptdl: {refused}{error}", err=True)
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)

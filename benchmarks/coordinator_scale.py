@@ -24,11 +24,11 @@ import time
 import urllib.request
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
 from adaptdl_elastic import sched_hints
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
@@ -43,6 +43,10 @@ from adaptdl_elastic.rendezvous.schema.records import (
 from adaptdl_elastic.rendezvous.store.base import Store, Watch
 from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.sched_hints import JobHints
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+from etcd_server import EtcdServer
 
 
 @dataclass

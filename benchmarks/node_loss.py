@@ -35,8 +35,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from cluster import JOB, Cluster  # noqa: E402
+from etcd_server import EtcdServer  # noqa: E402
 
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer  # noqa: E402
 from adaptdl_elastic.rendezvous.schema.keys import Keys  # noqa: E402
 from adaptdl_elastic.rendezvous.schema.records import LeaderRecord, Plan, Transition, decode  # noqa: E402
 from adaptdl_elastic.rendezvous.store.base import Store  # noqa: E402

@@ -23,6 +23,7 @@ import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from multiprocessing.queues import Queue
+from pathlib import Path
 from typing import Any
 
 import requests
@@ -30,11 +31,14 @@ import requests
 from adaptdl_elastic.agent.cluster.store_link import Registration, Watcher
 from adaptdl_elastic.agent.cluster.store_view import StoreView
 from adaptdl_elastic.agent.core.decisions import PlanSeen
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import Cause, NodeRecord, Placement, Plan, Transition, encode
 from adaptdl_elastic.rendezvous.store.base import Store
 from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+from etcd_server import EtcdServer
 
 JOB = "scale"
 DEADLINE = 120.0  # seconds until a step of this benchmark is given up

@@ -19,7 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # the etcd is the tests'
+
+from etcd_server import EtcdServer
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parent / ".cluster-demo"

@@ -46,12 +46,12 @@ from ec2_demo_story import (
     Story,
     Watcher,
 )
-from moto_process import Moto, make_group, running_moto  # the stage has put the tests' fakes on the path
+from etcd_server import EtcdServer  # the stage has put the tests' support on the path
+from moto_process import Moto, make_group, running_moto
 
 from adaptdl_elastic.autoscaler.providers.ec2.provider import Ec2Provider
 from adaptdl_elastic.autoscaler.scaling.autoscaler_loop import Autoscaler, LoopOptions
 from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.store.base import Store
 from adaptdl_elastic.rendezvous.store.connect import connect

@@ -2,7 +2,7 @@
 
     python examples/two_jobs.py
 
-A private etcd, one agent per job, and the coordinator that the first of them starts. What is printed is the
+An etcd, one agent per job, and the coordinator that the first of them starts. What is printed is the
 coordinator's own log: every plan with its reason.
 """
 
@@ -16,10 +16,13 @@ import tempfile
 import threading
 from pathlib import Path
 
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.store.base import Store
 from adaptdl_elastic.rendezvous.store.connect import connect
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))  # the etcd is the tests'
+
+from etcd_server import EtcdServer
 
 SCRIPT = Path(__file__).with_name("image_classification.py")
 

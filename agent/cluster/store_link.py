@@ -31,6 +31,7 @@ from adaptdl_elastic.rendezvous.store.base import (
 logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 5.0
+LOOK_SECONDS = 5.0  # between two looks whether the store answers an agent that has nothing to write
 _FIRST_RETRY, _LAST_RETRY = 0.05, 1.0  # seconds between attempts
 Post = Callable[[object], None]
 
@@ -54,17 +55,45 @@ class KeyChanged:
 
 @dataclass(frozen=True)
 class Connection:
-    """The store can, or can not, be reached, or it refuses us."""
+    """The store can, or can not, be reached, or it refuses us; refused and `up`: it has refused us before."""
 
     up: bool
     why: str = ""
     refused: bool = False
 
+    @classmethod
+    def lost(cls, error: StoreError) -> Connection:
+        """Return what an operation that failed says of the store."""
+        return cls(False, str(error), isinstance(error, StoreAuthError))
+
     def __str__(self) -> str:
         """For the person at the terminal."""
         if self.up:
-            return "the store is back"
+            return "the store lets us in again" if self.refused else "the store is back"
         return f"the store {'refuses us' if self.refused else 'is away'}, training goes on: {self.why}"
+
+
+class ConnectionMonitor:
+    """Posts a Connection whenever the store goes away, refuses us, or is back. For several threads.
+
+    Each source of news has its own name: what one of them can do does not hide what another one cannot.
+    """
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+        self._lock = threading.Lock()
+        self._news: dict[str, Connection] = {}
+        self._said = Connection(True)
+
+    def note(self, source: str, now: Connection) -> None:
+        """Take note of how the last operation of a source went."""
+        with self._lock:
+            self._news[source] = now
+            worst, said = next((one for one in self._news.values() if not one.up), now), self._said
+            if worst.up == said.up and (worst.up or worst.refused == said.refused):
+                return
+            self._said = replace(worst, refused=said.refused) if worst.up else worst
+            self._post(self._said)
 
 
 @dataclass(frozen=True)
@@ -127,14 +156,13 @@ class Watcher(threading.Thread):
 class Writer(threading.Thread):
     """Does writes in order, each again and again until the store has taken it."""
 
-    def __init__(self, post: Post) -> None:
+    def __init__(self, post: Post, monitor: ConnectionMonitor) -> None:
         super().__init__(name="store writer", daemon=True)
-        self._post = post
+        self._post, self._monitor = post, monitor
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._latest: dict[str, Callable[[], None]] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._said = Connection(True)
 
     def submit(self, work: Callable[[], None]) -> None:
         """Do this after everything that was submitted before."""
@@ -172,7 +200,7 @@ class Writer(threading.Thread):
                 logger.warning("%s", error)  # the watch of the nodes tells the agent
                 return
             except StoreError as error:
-                self._note(Connection(False, str(error), isinstance(error, StoreAuthError)))
+                self._monitor.note("writer", Connection.lost(error))
                 if self._closing.wait(delay):
                     return
                 delay = min(2 * delay, _LAST_RETRY)
@@ -180,13 +208,8 @@ class Writer(threading.Thread):
                 logger.exception("a write to the store was given up")
                 return
             else:
-                self._note(Connection(True))
+                self._monitor.note("writer", Connection(True))
                 return
-
-    def _note(self, now: Connection) -> None:
-        if (now.up, now.refused) != (self._said.up, self._said.refused):
-            self._said = now
-            self._post(now)
 
     def close(self, timeout: float) -> None:
         """Finish what was submitted, within `timeout` seconds."""
@@ -205,6 +228,8 @@ class Registration:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="registration", daemon=True)
+        self.monitor: ConnectionMonitor | None = None
+        """Hears of the store also while this agent has nothing to write."""
 
     @property
     def key(self) -> str:
@@ -271,13 +296,29 @@ class Registration:
 
     def _keep(self) -> None:
         """Register again whenever the lease was lost: the store was away for too long."""
+        wait = LOOK_SECONDS
         while not self._closing.is_set():
             lease = self._lease
-            if lease is not None and not lease.lost.wait(1.0):
+            if lease is not None and not lease.lost.wait(wait):
+                wait = LOOK_SECONDS if self._look() else _LAST_RETRY
                 continue
             if self._closing.is_set():
                 return
             self._come_back()
+
+    def _look(self) -> bool:
+        """Find out whether the store answers us."""
+        try:
+            self._store.get(self.key)
+        except StoreError as error:
+            self._note(Connection.lost(error))
+            return False
+        self._note(Connection(True))
+        return True
+
+    def _note(self, now: Connection) -> None:
+        if self.monitor is not None:
+            self.monitor.note("registration", now)
 
     def _come_back(self) -> None:
         fresh: Lease | None = None
@@ -286,11 +327,14 @@ class Registration:
             self._write(fresh)
         except (StoreError, NameTakenError) as error:
             logger.debug("registration: %s", error)
+            if isinstance(error, StoreError):
+                self._note(Connection.lost(error))
             if fresh is not None:
                 fresh.abandon()
             self._closing.wait(_LAST_RETRY)
         else:
             self._lease = fresh
+            self._note(Connection(True))
             logger.info("registered again as node %s", self.record.node)
 
     def close(self) -> None:

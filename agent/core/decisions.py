@@ -78,7 +78,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
 )
 
 OWN_STOP_AFTER = 5.0  # seconds that a draining agent waits for the coordinator's plan
-PATIENCE = 60.0  # seconds that an agent whose replicas are gone waits for a store that is away
+PATIENCE = 60.0  # seconds that an agent whose replicas are gone waits for a store that is away or refuses it
 KILL_AGAIN_AFTER = 5.0  # seconds between two SIGKILLs at what will not go
 
 
@@ -141,8 +141,8 @@ def _learn(state: State, event: Event, now: float) -> tuple[State, list[Action]]
             return _exit_now(state, STOPPED, reason)
         case Unfit(reason):
             return _exit_now(state, 1, reason)
-        case StoreAway():
-            return replace(state, away=now if state.away is None else state.away), []
+        case StoreAway(refused):
+            return replace(state, away=now if state.away is None else state.away, refused=refused), []
         case StoreBack():
             return replace(state, away=None), []
         case SpecSeen(run):
@@ -294,7 +294,8 @@ def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
         return _exit(state, status.process_exit_code, _reason_of(status))
     if state.away is not None and state.outcome is not None and now >= _lonely_until(state, state.away):
         code = {Outcome.DONE: 0, Outcome.STOPPED: STOPPED}.get(state.outcome, 1)
-        why = f"the store has been away for {PATIENCE:g} s: nobody says what became of the job"
+        what = "has refused us" if state.refused else "has been away"
+        why = f"the store {what} for {PATIENCE:g} s: nobody says what became of the job"
         return _exit(state, code, f"{state.outcome.value} here; {why}")
     newest = plan is not None and plan.generation > state.acted
     if state.departure is not None:

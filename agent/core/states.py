@@ -144,7 +144,8 @@ class State:
     departure: Departure | None = None
     outcome: Outcome | None = None  # of the last generation held here
     outcome_at: float = 0.0
-    away: float | None = None  # `now` since which the store can not be reached
+    away: float | None = None  # `now` since which the store can not be reached, or refuses us
+    refused: bool = False  # while it is away: it answers, and refuses us
     exiting: bool = False
 
 
@@ -326,7 +327,9 @@ class LeaveNow:
 
 @dataclass(frozen=True)
 class StoreAway:
-    """The store can not be reached any more."""
+    """The store can not be reached any more, or it answers and refuses us."""
+
+    refused: bool = False
 
 
 @dataclass(frozen=True)

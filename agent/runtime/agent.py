@@ -39,6 +39,7 @@ from adaptdl_elastic.agent.cluster.coordinator_host import (
 from adaptdl_elastic.agent.cluster.node_reporter import NodeReporter
 from adaptdl_elastic.agent.cluster.store_link import (
     Connection,
+    ConnectionMonitor,
     KeyChanged,
     Keyspace,
     Registration,
@@ -111,7 +112,8 @@ class ElasticAgent(SimpleElasticAgent):
         self.state = states.State(me=setting.me)
         self.exit_code, self.exit_reason = 1, ""
         self._loop = Loop()
-        self._writer = Writer(self._loop.post)
+        self._registration.monitor = ConnectionMonitor(self._loop.post)
+        self._writer = Writer(self._loop.post, self._registration.monitor)
         self._books = NodeReporter(store, keys, self._writer, setting.me)
         self._mirror = StoreView(keys, setting.me.job, setting.me.node)
         self._watchers = [Watcher(store, prefix, self._loop.post) for prefix in self._mirror.prefixes]
@@ -267,9 +269,11 @@ class ElasticAgent(SimpleElasticAgent):
             case Said(text):
                 self._say(text)
                 self._look_around()  # it may have been the coordinator's last word
-            case Connection(up):
+            case Connection(up, why, refused):
                 self._say(str(event))
-                self._decide(states.StoreBack() if up else states.StoreAway())
+                state = "back" if up else "refused" if refused else "away"
+                self._journal.emit("store", state=state, message=why)
+                self._decide(states.StoreBack() if up else states.StoreAway(refused))
                 if up:
                     self._look_around()
             case _:
@@ -349,6 +353,7 @@ class ElasticAgent(SimpleElasticAgent):
             case states.WriteRunning(generation, library, resilient):
                 self._write_running(generation, library, resilient)
             case states.WriteBroken(record):
+                self._journal.emit("peers_lost", generation=record.generation)
                 self._books.broken(record)
             case states.Lost(generation, failure):
                 self._mourn(generation, failure)
@@ -541,6 +546,8 @@ class ElasticAgent(SimpleElasticAgent):
     def _write_ended(self, record: EndedRecord) -> None:
         if self._plan is None or record.generation == self._plan.generation:
             self._journal.ended()
+        if self.state.held is None:
+            self._journal.emit("ended", generation=record.generation, outcome=record.outcome.value)
         record = replace(record, last_step=self._journal.last_step, time=time.time())
         # the last of this node's dead is no failure where those of other nodes live on
         elsewhere = self._plan is not None and self._plan.nodes > 1

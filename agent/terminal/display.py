@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,24 +83,11 @@ class Display:
         from rich.table import Table
         from rich.text import Text
 
-        # Text, not markup: rich renders this line anew, without markup, above every line of a replica.
-        latest = self._latest
+        now = time.time()
+        cells = [(self._job, "bold"), (duration(now - self._began), ""), *live_cells(self._latest, now)]
         line = Table.grid(padding=(0, 2))
-        cells: list[str | Text] = [Text(self._job, style="bold"), duration(time.time() - self._began)]
-        if "generation" in latest:
-            cells.append(Text(pluralize(latest["generation"]["replicas"], "replica"), style="green"))
-        else:
-            cells.append("starting")
-        if "batch_size" in latest:
-            event = latest["batch_size"]
-            cells += [f"batch {event['batch_size']}", f"gain {event.get('gain', 1.0):.2f}"]
-            if event.get("goodput"):
-                cells.append(f"goodput {event['goodput']:.0f}/s")
-        if "epoch" in latest:
-            cells.append(f"epoch {latest['epoch']['epoch']}")
-        if "metrics" in latest:
-            cells += [f"{k} {v:.4g}" for k, v in run_summary.numbers(latest["metrics"]).items()]
-        line.add_row(*cells)
+        # Text, not markup: rich renders this line again, without markup, above every line of a replica.
+        line.add_row(*(Text(text, style=style) for text, style in cells))
         return line
 
     def finish(self, exit_code: int, reason: str, logs: Path | None) -> None:
@@ -134,6 +121,44 @@ class Display:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+def live_cells(latest: Mapping[str, Event], now: float) -> list[tuple[str, str]]:
+    """Return the cells of the live line, text and style, out of the latest event of each kind.
+
+    The size of a job is the store's to say: while the store does not answer, it is what was last heard.
+    """
+    cells = [*_size_cells(latest, now)]
+    if "batch_size" in latest:
+        event = latest["batch_size"]
+        cells += [(f"batch {event['batch_size']}", ""), (f"gain {event.get('gain', 1.0):.2f}", "")]
+        if event.get("goodput"):
+            cells.append((f"goodput {event['goodput']:.0f}/s", ""))
+    if "epoch" in latest:
+        cells.append((f"epoch {latest['epoch']['epoch']}", ""))
+    if "metrics" in latest:
+        numbers = run_summary.numbers(latest["metrics"])
+        cells += [(f"{name} {value:.4g}", "") for name, value in numbers.items()]
+    return cells
+
+
+def _size_cells(latest: Mapping[str, Event], now: float) -> Iterator[tuple[str, str]]:
+    store = latest.get("store", {"state": "back"})
+    heard = store["state"] == "back"
+    times = {name: float(event["time"]) for name, event in latest.items()}
+    started = times.get("started", 0.0)
+    if "generation" not in latest:
+        yield "starting", ""
+    elif times.get("ended", -1.0) >= started:
+        yield "no replica here", "yellow"
+    elif times.get("peers_lost", -1.0) >= started:
+        yield "others are lost: waiting for a new plan", "yellow"
+    else:
+        size = pluralize(latest["generation"]["replicas"], "replica")
+        yield (size, "green") if heard else (f"{size} when last heard", "yellow")
+    if not heard:
+        what = "refuses us" if store["state"] == "refused" else "is away"
+        yield f"store {what} ({duration(now - store['time'])})", "red"
 
 
 def print_summary(console: Console, job: str, summary: Summary) -> None:

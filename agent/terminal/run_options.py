@@ -44,7 +44,7 @@ _HELP = {
     "and cpu stand for as many as there are (default 1)",
     "rdzv_endpoint": "etcd of the cluster, HOST:PORT[,HOST:PORT...] (default: ADAPTDL_ETCD)",
     "rdzv_id": "name of the job (default: that of the script)",
-    "standalone": "one node, with a private etcd (the default where no other node and no etcd is named)",
+    "standalone": "one node, without an etcd (the default where no other node and no etcd is named)",
     "max_restarts": "failures after which the job goes on from its checkpoint (default 3; one that comes "
     "again before the first step ends it); the loss of a node, and a death that other replicas survive, do "
     "not count",
@@ -543,7 +543,7 @@ def _ranks(text: str) -> frozenset[int] | None:
         raise OptionError(f"--local-ranks-filter={text} is not a list of numbers, as in 0,1") from None
 
 
-_OF_AN_ETCD = ("rdzv_endpoint", "etcd", "etcd_user", "etcd_ca", "etcd_cert", "etcd_key")
+_OF_AN_ETCD = ("rdzv_endpoint", "etcd", "etcd_api", "etcd_user", "etcd_ca", "etcd_cert", "etcd_key")
 
 
 def _notes_on_ignored(given: set[str], environ: Mapping[str, str]) -> Iterator[str]:

@@ -97,13 +97,11 @@ def _store(where: Where, node: str, directory: Path | None) -> list[Any]:
     from adaptdl_elastic.autoscaler.diagnostics import checks
     from adaptdl_elastic.rendezvous.schema.keys import Keys
     from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreError
-    from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
     found: list[checks.Finding] = []
     try:
         endpoint, cluster = where.locate()
-        options = StoreOptions.from_environment(ca=where.ca, cert=where.cert, key=where.key, user=where.user)
-        found = checks.check_server(endpoint, options)
+        found = checks.check_server(endpoint, where.options(endpoint))
         if all(finding.level is checks.Level.ERROR for finding in found):
             return found
         store, _ = where.connect()

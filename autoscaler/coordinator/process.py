@@ -104,6 +104,7 @@ class Coordinator:
         self._stopped = threading.Event()
         self._computing: threading.Thread | None = None  # of the last round of the policy
         self._ended = threading.Event()  # whether that round came to its end
+        self._admitted = False  # the store has let us in once
         self.leads = threading.Event()
         self.stands_by = threading.Event()
 
@@ -113,16 +114,21 @@ class Coordinator:
         self._follower.wake()
 
     def run(self) -> None:
-        """Serve until `stop`. Raises StoreAuthError when the store refuses us; outlives everything else."""
+        """Serve until `stop`; ask a store that is away, or that refuses us, again.
+
+        Raises StoreAuthError when the store has refused us from the beginning.
+        """
         delay = 0.1
         while not self._stopped.is_set():
             try:
                 self._campaign_and_lead()
                 delay = 0.1
-            except StoreAuthError:
-                raise
             except (StoreError, OSError) as error:
-                logger.warning("the store can not be used (%s); trying again in %.1f s", error, delay)
+                refused = isinstance(error, StoreAuthError)
+                if refused and not self._admitted:
+                    raise
+                what = "the store refuses us" if refused else "the store can not be used"
+                logger.warning("%s (%s); trying again in %.1f s", what, error, delay)
                 self._stopped.wait(delay)
                 delay = min(5.0, 2 * delay)
             except Exception:  # a defect: whoever leads next would meet it, too
@@ -137,6 +143,7 @@ class Coordinator:
         follower = self._follower = Follower(self._store, self._keys, self._clock)
         try:
             fence = self._claim(lease)
+            self._admitted = True
             if fence is None:
                 fence = self._stand_by(lease)
             if fence is not None:
@@ -317,7 +324,7 @@ class _Term:
                     case Say():
                         self.say(action.event, action.fields)
             except StoreAuthError:
-                raise
+                raise  # another coordinator may be let in: let go of the lease
             except StoreError as error:
                 logger.warning("could not write (%s); trying again", error)
                 self._follower.shaken()

@@ -49,7 +49,7 @@ from adaptdl_elastic.autoscaler.scaling.scaling_types import (
 from adaptdl_elastic.autoscaler.scaling.step import step
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreError
+from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreAuthError, StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,8 @@ class Autoscaler:
         except (ProviderError, StoreError) as error:
             if first:
                 raise
-            self._warn((str(error),))
+            refused = "the store refuses us: " if isinstance(error, StoreAuthError) else ""
+            self._warn((f"{refused}{error}",))
         except Exception as error:
             if first:
                 raise

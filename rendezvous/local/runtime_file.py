@@ -15,9 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from adaptdl_elastic.rendezvous.local.private_etcd import GUARD
 from adaptdl_elastic.rendezvous.schema.keys import check_name
-from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, StoreOptions, read_password
 
 
 class RuntimeFileError(RuntimeError):
@@ -32,7 +30,6 @@ class RuntimeFile:
     cluster: str
     job: str
     pid: int
-    password_file: str = ""  # of the user that the private etcd lets in
 
     @property
     def alive(self) -> bool:
@@ -141,15 +138,6 @@ def locked(job: str, directory: Path | None = None) -> Iterator[bool]:
         os.close(number)
 
 
-def access(endpoint: str, directory: Path | None = None) -> StoreOptions | None:
-    """What a standalone job's private etcd lets its owner in by; None for any other."""
-    with suppress(RuntimeFileError, StoreOptionError):
-        for record in read_all(directory):
-            if record.endpoint == endpoint and record.password_file:
-                return StoreOptions(user=GUARD, password=read_password(Path(record.password_file)))
-    return None
-
-
 def _read(path: Path) -> RuntimeFile | None:
     try:
         fields = json.loads(path.read_text())
@@ -158,7 +146,6 @@ def _read(path: Path) -> RuntimeFile | None:
             str(fields["cluster"]),
             str(fields["job"]),
             int(fields["pid"]),
-            str(fields.get("password_file", "")),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

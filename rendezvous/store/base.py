@@ -13,7 +13,9 @@ What every driver promises (tests/rendezvous/test_store_conformance.py holds the
   may share a revision. When the server has compacted what was missed, or has lost its data, the
   watch raises `CompactedError` once and ends; the caller reads the range again and watches from there.
 * **Errors.** A server that can not be reached raises `StoreUnavailableError` after the operation's
-  time-out, having tried every endpoint; wrong credentials raise `StoreAuthError` at once. What the server
+  time-out, having tried every endpoint. A server that refuses us (wrong password, no permission), or whose
+  certificate or ours is refused, raises `StoreAuthError` at once, after passwords and certificates have been
+  read from their files again. A watch that was accepted once outlives both. What the server
   would answer the same to if it were asked again (a value that is too large) raises `StoreRefusedError`.
 
 All methods are safe to call from several threads.
@@ -38,7 +40,7 @@ class StoreUnavailableError(StoreError):
 
 
 class StoreAuthError(StoreError):
-    """The store refused who we say we are."""
+    """The store refused who we say we are, or we refused its certificate."""
 
 
 class StoreRefusedError(StoreError):

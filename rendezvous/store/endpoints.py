@@ -14,7 +14,7 @@ from typing import TypeVar
 import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
 
-from adaptdl_elastic.rendezvous.store.base import StoreUnavailableError
+from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -26,24 +26,29 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two rounds over the 
 class TryAgainError(Exception):
     """This endpoint gave no answer; another one, or the same one later, may.
 
-    sent: the request may have been carried out all the same. hopeless: to ask again changes nothing.
+    sent: the request may have been carried out all the same. refused: which certificate is not accepted,
+    the server's or ours, so that to ask again changes nothing; "" for other problems.
     """
 
-    def __init__(self, problem: str, *, sent: bool = True, hopeless: bool = False) -> None:
+    def __init__(self, problem: str, *, sent: bool = True, refused: str = "") -> None:
         super().__init__(problem)
         self.problem = problem
         self.sent = sent
-        self.hopeless = hopeless
+        self.refused = refused
 
     @classmethod
     def from_error(cls, error: BaseException) -> TryAgainError:
         """What a failed request of urllib3 means."""
         if isinstance(error, urllib3.exceptions.SSLError | ssl.SSLError):
-            certificate = "CERTIFICATE_VERIFY_FAILED" in str(error) or "alert" in str(error)
-            return cls(f"TLS: {error}", hopeless=certificate)
+            refused = ""
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                refused = "the server's certificate is not trusted here"
+            elif "alert" in str(error):
+                refused = "the client certificate is not accepted"
+            return cls(f"TLS: {error}", refused=refused)
         if isinstance(error, urllib3.exceptions.NewConnectionError):
-            refused = "refused" in str(error)
-            return cls("connection refused" if refused else str(error).rpartition(": ")[2], sent=False)
+            closed = "refused" in str(error)
+            return cls("connection refused" if closed else str(error).rpartition(": ")[2], sent=False)
         if isinstance(error, urllib3.exceptions.ConnectTimeoutError):
             return cls("no connection in time", sent=False)
         if isinstance(error, urllib3.exceptions.TimeoutError | TimeoutError):
@@ -92,6 +97,8 @@ class Endpoints:
     ) -> T:
         """`attempt(endpoint, seconds)` until one does not raise TryAgainError.
 
+        Raises StoreAuthError as soon as TLS is refused at every endpoint, and StoreUnavailableError after
+        `timeout` seconds.
         on_ambiguous: called before a retry when a request may have been carried out unheard.
         """
         deadline = time.monotonic() + timeout
@@ -110,17 +117,25 @@ class Endpoints:
                     if on_ambiguous and error.sent:
                         on_ambiguous()
                 self.switch_from(endpoint)
-            hopeless = len(problems) == len(self.urls) and all(one.hopeless for one in problems.values())
-            if hopeless or time.monotonic() + pause >= deadline:
-                raise StoreUnavailableError(self._message(problems))
+            if len(problems) == len(self.urls) and all(one.refused for one in problems.values()):
+                raise StoreAuthError(
+                    f"TLS with etcd is refused ({self._said(problems)}): check the files of ADAPTDL_ETCD_CA, "
+                    f"ADAPTDL_ETCD_CERT and ADAPTDL_ETCD_KEY"
+                )
+            if time.monotonic() + pause >= deadline:
+                raise StoreUnavailableError(
+                    f"etcd can not be reached ({self._said(problems)}): is it running, and is --etcd right?"
+                )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _message(self, problems: dict[str, TryAgainError]) -> str:
-        said = "; ".join(
-            f"{url}: {problems[url].problem if url in problems else 'not tried in time'}" for url in self.urls
-        )
-        return f"etcd can not be reached ({said}): is it running, and is --etcd right?"
+    def _said(self, problems: dict[str, TryAgainError]) -> str:
+        def of(url: str) -> str:
+            if url not in problems:
+                return "not tried in time"
+            return ": ".join(filter(None, (problems[url].refused, problems[url].problem)))
+
+        return "; ".join(f"{url}: {of(url)}" for url in self.urls)
 
 
 def detect_dead_peer(sock: socket.socket) -> None:

@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import etcd
 import urllib3
@@ -36,11 +36,11 @@ from adaptdl_elastic.rendezvous.store.base import (
     Snapshot,
     Store,
     StoreAuthError,
-    StoreRefusedError,
     StoreUnavailableError,
     Watch,
 )
 from adaptdl_elastic.rendezvous.store.endpoints import Endpoints, InterruptiblePool, TryAgainError
+from adaptdl_elastic.rendezvous.store.etcd_v2_client import Client, Clients
 from adaptdl_elastic.rendezvous.store.keepalive import KeepAlive, KeptLease
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
@@ -109,12 +109,7 @@ class EtcdV2Store(Store):
     def __init__(self, endpoints: tuple[str, ...], options: StoreOptions | None = None) -> None:
         self.options = options or StoreOptions()
         self._endpoints = Endpoints(endpoints)
-        secure = any(url.startswith("https") for url in endpoints)
-        self._ssl_context = self.options.ssl_context() if secure else None
-        self._pool = urllib3.PoolManager(
-            num_pools=len(endpoints), maxsize=8, retries=False, ssl_context=self._ssl_context
-        )
-        self._clients = {url: self._client(url, self._pool) for url in endpoints}
+        self._clients = Clients(endpoints, self.options)
         self._keepalive = KeepAlive("etcd-v2-leases")
         self._watches: set[EtcdV2Watch] = set()
         self._closed = False
@@ -213,7 +208,7 @@ class EtcdV2Store(Store):
             watch.close()
         self._keepalive.close(timeout=1.0)
         self._closed = True
-        self._pool.clear()
+        self._clients.close()
 
     def check(self) -> None:
         """Ask something harmless, so that wrong credentials are found out at once."""
@@ -228,24 +223,9 @@ class EtcdV2Store(Store):
 
     # What follows speaks to the server.
 
-    def _client(self, url: str, pool: urllib3.PoolManager) -> _Client:
-        parts = urlsplit(url)
-        client = _Client(
-            host=f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname,
-            port=parts.port,
-            protocol=parts.scheme,
-            username=self.options.user,
-            password=self.options.password,
-            allow_redirect=False,
-            allow_reconnect=False,  # it would go on with the URLs that members advertise, reachable or not
-            read_timeout=self.options.timeout,
-        )
-        client.http = pool  # ours: one TLS context for all, nothing from the environment
-        return client
-
     def _run(
         self,
-        attempt: Callable[[_Client], T],
+        attempt: Callable[[Client], T],
         on_ambiguous: Callable[[], None] | None = None,
         timeout: float | None = None,
     ) -> T:
@@ -257,8 +237,8 @@ class EtcdV2Store(Store):
             raise StoreUnavailableError(_CLOSED)
 
         def once(endpoint: str, seconds: float) -> T:
-            client = self._clients[endpoint]
-            return translate(lambda: attempt(client.within(seconds)))
+            access = self._clients.current()
+            return self._clients.ask(lambda: attempt(access.clients[endpoint].within(seconds)), access)
 
         return self._endpoints.run(once, timeout or self.options.timeout, on_ambiguous)
 
@@ -348,57 +328,6 @@ class EtcdV2Store(Store):
         return lease
 
 
-class _Client(etcd.Client):  # type: ignore[misc]
-    """python-etcd's client with a time-out per request: its `write` and `delete` take none."""
-
-    _own = threading.local()
-
-    @property
-    def read_timeout(self) -> float:
-        """Seconds."""
-        return float(getattr(self._own, "seconds", 60.0))
-
-    def within(self, seconds: float) -> _Client:
-        """Itself, with this time-out for the next request of this thread."""
-        self._own.seconds = seconds
-        return self
-
-
-def translate(request: Callable[[], T]) -> T:
-    """Run one request; what python-etcd raises becomes TryAgainError or ours.
-
-    Answers are left as they are: not found, compare failed, exists already, index cleared, watch timed out.
-    """
-    try:
-        return request()
-    except (
-        etcd.EtcdCompareFailed,
-        etcd.EtcdAlreadyExist,
-        etcd.EtcdKeyNotFound,
-        etcd.EtcdEventIndexCleared,
-        etcd.EtcdWatchTimedOut,
-    ):
-        raise
-    except etcd.EtcdInsufficientPermissions:
-        raise StoreAuthError(
-            "etcd refused: the user or password is wrong, or its v2 role does not cover the prefix: check "
-            "ADAPTDL_ETCD_USER and its password (docs/security.md)"
-        ) from None
-    except (etcd.EtcdNotFile, etcd.EtcdNotDir) as error:
-        raise StoreRefusedError(
-            f"with etcd's v2 API a key can not be the directory of another: {error}"
-        ) from None
-    except etcd.EtcdConnectionFailed as error:
-        raise TryAgainError.from_error(error.cause or error) from None
-    except etcd.EtcdLeaderElectionInProgress as error:
-        raise TryAgainError(str(error)) from None
-    except etcd.EtcdException as error:
-        status = (error.payload or {}).get("status")
-        if status is None or status >= 500:  # not JSON, or a server in trouble
-            raise TryAgainError(str(error)) from None
-        raise StoreRefusedError(f"etcd: {error} (HTTP status {status})") from None
-
-
 class EtcdV2Lease(KeptLease):
     """The keys whose time to live we refresh."""
 
@@ -482,38 +411,69 @@ class EtcdV2Watch(Watch):
         self._path = _path(directory(prefix))
         self._next = start
         self._closed = threading.Event()
-        self._pool = InterruptiblePool(store._ssl_context)
+        self._access = store._clients.current()
+        self._pool = InterruptiblePool(self._access.context)
         self._endpoint = ""
+        self._admitted = False  # the server has accepted it once
+        self._told = False  # a refusal was logged, since the last good answer
         store._endpoints.on_switch(self._leave)
 
     def __iter__(self) -> Iterator[Change]:
         pause = 0.0
-        clients: dict[str, _Client] = {}
+        clients: dict[str, Client] = {}
         try:
             while not self._closed.wait(pause):
+                pause = min(2 * pause, _LONGEST_PAUSE) or 0.02
+                if self._renewed():
+                    clients.clear()
+                if self._closed.is_set():
+                    return
                 self._endpoint = self._store._endpoints.current
-                client = clients.setdefault(self._endpoint, self._store._client(self._endpoint, self._pool))
+                client = clients.get(self._endpoint)
+                if client is None:
+                    client = self._store._clients.client(self._endpoint, self._pool, self._access.password)
+                    clients[self._endpoint] = client
                 try:
-                    result = translate(functools.partial(self._poll, client))
-                    pause = 0.0
+                    result = self._store._clients.ask(functools.partial(self._poll, client), self._access)
                 except etcd.EtcdWatchTimedOut:
-                    pause = 0.0
+                    self._admitted, pause = True, 0.0
                     continue
                 except etcd.EtcdEventIndexCleared as error:
                     raise CompactedError(
                         f"changes of {self._prefix!r} from {self._next} on: {error}"
                     ) from None
+                except StoreAuthError as error:
+                    self._insist(error)
+                    continue
                 except TryAgainError as error:
-                    pause = min(2 * pause, _LONGEST_PAUSE) or 0.02
                     self._broken(error)
                     continue
+                self._admitted, self._told, pause = True, False, 0.0
                 yield from self._changes(result)
         finally:
             self._pool.interrupt()
             self._pool.clear()
             self._forget()
 
-    def _poll(self, client: _Client) -> Any:
+    def _renewed(self) -> bool:
+        """Go over to the present password and certificates, if they are others."""
+        access = self._store._clients.current()
+        if access is self._access:
+            return False
+        self._access = access
+        self._pool.clear()
+        self._pool = InterruptiblePool(access.context)
+        return True
+
+    def _insist(self, problem: StoreAuthError) -> None:
+        """Raise what refuses a watch from the beginning; return to try again where it was accepted before."""
+        if not self._admitted:
+            raise problem
+        level = logging.DEBUG if self._told else logging.WARNING
+        self._told = True
+        logger.log(level, "watch of %s: %s; trying again", self._prefix, problem)
+
+    def _poll(self, client: Client) -> Any:
         return client.read(
             self._path, wait=True, recursive=True, waitIndex=self._next, timeout=urllib3.Timeout(5.0, _POLL)
         )
@@ -539,7 +499,7 @@ class EtcdV2Watch(Watch):
         self._store._endpoints.switch_from(self._endpoint)
         try:
             newest = self._store.revision(self._prefix)
-        except StoreUnavailableError:
+        except (StoreUnavailableError, StoreAuthError):
             return
         if newest < self._next - 1:
             raise CompactedError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import http.client
 import logging
 import math
 import threading
@@ -28,8 +27,10 @@ from adaptdl_elastic.rendezvous.store.base import (
     StoreUnavailableError,
     Watch,
 )
+from adaptdl_elastic.rendezvous.store.endpoints import TryAgainError
 from adaptdl_elastic.rendezvous.store.http import Http, HttpStatusError, Json, Stream
 from adaptdl_elastic.rendezvous.store.keepalive import KeepAlive, KeptLease
+from adaptdl_elastic.rendezvous.store.login import Login
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
 logger = logging.getLogger(__name__)
@@ -122,8 +123,7 @@ class EtcdV3Store(Store):
     def __init__(self, endpoints: tuple[str, ...], options: StoreOptions | None = None) -> None:
         self.options = options or StoreOptions()
         self._http = Http(endpoints, self.options, _is_retryable)
-        self._token: str | None = None
-        self._token_lock = threading.Lock()
+        self._login = Login(self.options, self._authenticate)
         self._keepalive = KeepAlive("etcd-v3-leases")
         self._watches: set[EtcdV3Watch] = set()
         self._closed = False
@@ -244,12 +244,18 @@ class EtcdV3Store(Store):
         timeout: float | None = None,
         first_line: bool = False,
         on_ambiguous: Callable[[], None] | None = None,
+        login: bool = True,
     ) -> Json:
-        def once() -> Json:
+        """Ask the server; StoreError if it does not do it.
+
+        login: False: log in only if the server asks for it.
+        """
+
+        def once(headers: dict[str, str]) -> Json:
             return self._http.call(
                 path,
                 body,
-                headers=self._headers(),
+                headers=headers,
                 timeout=timeout,
                 first_line=first_line,
                 on_ambiguous=on_ambiguous,
@@ -258,31 +264,24 @@ class EtcdV3Store(Store):
         if self._closed and path != "/v3/lease/revoke":
             raise StoreUnavailableError(_CLOSED)
         try:
+            headers = self._login.headers() if login else self._login.at_hand()
             try:
-                return once()
+                return once(headers)
             except HttpStatusError as error:
-                if not _is_stale_token(error):
+                if not (_is_stale_token(error) or (not headers and "user name is empty" in error.message)):
                     raise
-                self._forget_token()  # they live for five minutes; one new login, not a loop
-                return once()
+                self._login.forget(headers)  # tokens live for five minutes; one new login, not a loop
+                return once(self._login.headers())
         except HttpStatusError as error:
             problem = _store_error(error)
             if isinstance(problem, LeaseLostError) and isinstance(lease, EtcdV3Lease):
                 lease.lost.set()
             raise problem from None
 
-    def _headers(self) -> dict[str, str]:
-        if self.options.user is None:
-            return {}
-        with self._token_lock:
-            if self._token is None:
-                login = {"name": self.options.user, "password": self.options.password}
-                self._token = str(self._http.call("/v3/auth/authenticate", login)["token"])
-            return {"Authorization": self._token}
-
-    def _forget_token(self) -> None:
-        with self._token_lock:
-            self._token = None
+    def _authenticate(self, user: str, password: str) -> str:
+        """Return a new token."""
+        answer = self._http.call("/v3/auth/authenticate", {"name": user, "password": password})
+        return str(answer["token"])
 
 
 class EtcdV3Lease(KeptLease):
@@ -296,8 +295,9 @@ class EtcdV3Lease(KeptLease):
     def renew(self, timeout: float) -> bool:
         """Ask the server to keep it; whether it still had it."""
         try:
+            # etcd up to 3.5 renews a lease for anybody: while the password is refused its keys stay
             answer = self._store._call(
-                "/v3/lease/keepalive", {"ID": self.id}, timeout=timeout, first_line=True
+                "/v3/lease/keepalive", {"ID": self.id}, timeout=timeout, first_line=True, login=False
             )
         except LeaseLostError:
             return False
@@ -320,7 +320,10 @@ class EtcdV3Watch(Watch):
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._stream: Stream | None = None
+        self._headers: dict[str, str] = {}  # of the present stream
         self._doubted = False  # the token, since the last good answer
+        self._admitted = False  # the server has accepted it once
+        self._told = False  # a refusal was logged, since the last good answer
         store._http.endpoints.on_switch(self._leave)
 
     def __iter__(self) -> Iterator[Change]:
@@ -345,14 +348,18 @@ class EtcdV3Watch(Watch):
         request = {"create_request": {**_span(self._prefix), "start_revision": str(self._next)}}
         endpoint = http_.endpoints.current
         try:
-            stream = Stream(http_, "/v3/watch", request, self._store._headers())
+            self._headers = self._store._login.headers()
+            stream = Stream(http_, "/v3/watch", request, self._headers)
         except HttpStatusError as error:
             if _is_retryable(error):
                 http_.endpoints.switch_from(endpoint)
                 return None
             self._refused(error)
             return None
-        except (OSError, http.client.HTTPException, StoreUnavailableError, ValueError) as error:
+        except StoreAuthError as error:
+            self._insist(error)
+            return None
+        except (TryAgainError, StoreUnavailableError, ValueError) as error:
             logger.debug("watch of %s: %s: %s", self._prefix, endpoint, error)
             http_.endpoints.switch_from(endpoint)
             return None
@@ -370,7 +377,8 @@ class EtcdV3Watch(Watch):
             fault = answer["error"]
             self._refused(HttpStatusError(500, str(fault.get("message", fault)), fault.get("grpc_code")))
             return
-        self._doubted = False
+        self._doubted = self._told = False
+        self._admitted = True
         if answer.get("created") and _revision(answer) < self._next - 1:
             self._check_history()
         changes = [self._change(event) for event in answer.get("events", [])]
@@ -408,16 +416,21 @@ class EtcdV3Watch(Watch):
         stale = _is_stale_token(error) or ("permission denied" in error.message and not self._doubted)
         if stale and self._store.options.user is not None:
             self._doubted = True
-            self._store._forget_token()
+            self._store._login.forget(self._headers)
             self._end_stream()
             return
         if error.code == _OUT_OF_RANGE:
             raise CompactedError(f"changes of {self._prefix!r}: {error.message}")
-        problem = _store_error(error)
-        if isinstance(problem, StoreAuthError):
-            raise problem
-        logger.warning("watch of %s: %s; trying again", self._prefix, error.message)
+        self._insist(_store_error(error))
         self._end_stream()
+
+    def _insist(self, problem: StoreError) -> None:
+        """Raise what refuses a watch from the beginning; return to try again where it was accepted before."""
+        if isinstance(problem, StoreAuthError) and not self._admitted:
+            raise problem
+        level = logging.DEBUG if self._told else logging.WARNING
+        self._told = True
+        logger.log(level, "watch of %s: %s; trying again", self._prefix, problem)
 
     def _leave(self, endpoint: str) -> None:
         with self._lock:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import ssl
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 import urllib3
 
+from adaptdl_elastic.rendezvous.store.credentials import renewable_tls
 from adaptdl_elastic.rendezvous.store.endpoints import Endpoints, TryAgainError, detect_dead_peer, interrupt
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
@@ -39,10 +42,10 @@ class Http:
         self.endpoints = Endpoints(urls)
         self.options = options
         self._is_retryable = is_retryable
-        self.ssl_context = options.ssl_context() if any(url.startswith("https") for url in urls) else None
-        self._pool = urllib3.PoolManager(
-            num_pools=len(urls), maxsize=8, retries=False, ssl_context=self.ssl_context
-        )
+        self.tls = renewable_tls(options, any(url.startswith("https") for url in urls))
+        self._lock = threading.Lock()
+        self._context = self.tls.value
+        self._pool = self._new_pool()
 
     def call(
         self,
@@ -62,14 +65,15 @@ class Http:
         data = None if body is None else json.dumps(body).encode()
 
         def attempt(endpoint: str, seconds: float) -> Json:
+            context, pool = self._current()
             try:
-                return self._once(endpoint + path, data, headers or {}, seconds, first_line)
+                return self._once(pool, endpoint + path, data, headers or {}, seconds, first_line)
             except HttpStatusError as error:
                 if not self._is_retryable(error):
                     raise
                 raise TryAgainError(error.message) from None
             except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
-                raise TryAgainError.from_error(error) from None
+                raise self.failed(TryAgainError.from_error(error), context) from None
 
         return self.endpoints.run(attempt, timeout or self.options.timeout, on_ambiguous)
 
@@ -78,15 +82,42 @@ class Http:
 
         Raises HttpStatusError, or what urllib3, TLS and JSON raise: for who wants to know what is wrong.
         """
-        response = self._pool.request(
+        response = self._current()[1].request(
             "GET", self.endpoints.current + path, timeout=self.options.timeout, redirect=False
         )
         return _answer(response.status, response.data), response.headers.get("Date")
 
+    def failed(self, problem: TryAgainError, context: ssl.SSLContext | None) -> TryAgainError:
+        """Read the certificates again where a connection with that context may have been refused.
+
+        Returns the problem, which is no refusal if there are other certificates to try now.
+        """
+        # a server may hang up so quickly that its refusal is not heard
+        if problem.sent and self.tls.renew(context):
+            problem.refused = ""
+        return problem
+
+    def _current(self) -> tuple[ssl.SSLContext | None, urllib3.PoolManager]:
+        with self._lock:
+            if self._context is not self.tls.value:
+                self._context = self.tls.value
+                self._pool = self._new_pool()  # requests under way keep the pool that they have
+            return self._context, self._pool
+
+    def _new_pool(self) -> urllib3.PoolManager:
+        urls = self.endpoints.urls
+        return urllib3.PoolManager(num_pools=len(urls), maxsize=8, retries=False, ssl_context=self._context)
+
+    @staticmethod
     def _once(
-        self, url: str, data: bytes | None, headers: dict[str, str], timeout: float, first_line: bool
+        pool: urllib3.PoolManager,
+        url: str,
+        data: bytes | None,
+        headers: dict[str, str],
+        timeout: float,
+        first_line: bool,
     ) -> Json:
-        response = self._pool.request(
+        response = pool.request(
             "GET" if data is None else "POST",
             url,
             body=data,
@@ -106,7 +137,8 @@ class Stream:
 
     def __init__(self, owner: Http, path: str, body: Json, headers: dict[str, str]) -> None:
         self.endpoint = owner.endpoints.current
-        self._connection = _connection(self.endpoint, owner)
+        context = owner.tls.value
+        self._connection = _connection(self.endpoint, owner.options.timeout, context)
         try:
             self._connection.connect()
             self._socket: socket.socket = self._connection.sock
@@ -118,6 +150,9 @@ class Stream:
             if self._response.status != 200:
                 _answer(self._response.status, self._response.read())
             self._socket.settimeout(None)  # from here on silence is what is expected
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            raise owner.failed(TryAgainError.from_error(error), context) from None
         except BaseException:
             self._connection.close()
             raise
@@ -149,11 +184,11 @@ class Stream:
         self._socket.close()
 
 
-def _connection(endpoint: str, owner: Http) -> http.client.HTTPConnection:
+def _connection(endpoint: str, timeout: float, context: ssl.SSLContext | None) -> http.client.HTTPConnection:
     url = urlsplit(endpoint)
-    host, port, timeout = str(url.hostname), url.port, owner.options.timeout
+    host, port = str(url.hostname), url.port
     if url.scheme == "https":
-        return http.client.HTTPSConnection(host, port, timeout=timeout, context=owner.ssl_context)
+        return http.client.HTTPSConnection(host, port, timeout=timeout, context=context)
     return http.client.HTTPConnection(host, port, timeout=timeout)
 
 

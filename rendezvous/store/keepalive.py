@@ -24,6 +24,7 @@ class KeptLease(Lease):
         self.due = time.monotonic() + ttl / 3
         self._held_until = time.monotonic() + ttl
         self._keeper = keeper
+        self._trouble: type[Exception] | None = None  # of the last attempt
 
     @abstractmethod
     def renew(self, timeout: float) -> bool:
@@ -40,11 +41,12 @@ class KeptLease(Lease):
             # a server that hangs must not keep us from asking again before the lease is over
             alive = self.renew(timeout=max(self.ttl / 3, 1.0))
         except Exception as error:  # whatever it is, the other leases go on, and this one is tried again
-            level = logging.DEBUG if isinstance(error, StoreUnavailableError) else logging.WARNING
-            logger.log(level, "lease not renewed: %s", error)
+            known = isinstance(error, StoreUnavailableError) or type(error) is self._trouble
+            logger.log(logging.DEBUG if known else logging.WARNING, "lease not renewed: %s", error)
+            self._trouble = type(error)
             self.due = time.monotonic() + min(_RETRY, self.ttl / 3)
             return
-        self.due = sent + self.ttl / 3
+        self.due, self._trouble = sent + self.ttl / 3, None
         if alive:
             self._held_until = sent + self.ttl
         else:

@@ -1,8 +1,9 @@
-"""The store as a dictionary: for tests, and for debugging everything in one process.
+"""The store as a dictionary of this process: for a standalone job (`local.store_server`), and for tests.
 
 `MemoryStore()` is a store of its own; `store.client()` is another client of the same one, with its own
 leases and watches, as a second process would be. Time is injected: a lease only runs out against
-`clock`, and only once it has been abandoned, as if its process had died.
+`clock`, and only once it has been abandoned, as if its process had died, or when it was `renewed` and then
+was not again.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class _Shared:
     changed: threading.Condition = field(default_factory=threading.Condition)
     revision: int = 1
     compacted: int = 0  # changes up to here are forgotten
+    most_changes: int | None = None  # how many changes are kept for watches, at least; None: all
     items: dict[str, KeyValue] = field(default_factory=dict)
     owner: dict[str, MemoryLease] = field(default_factory=dict)
     history: list[Change] = field(default_factory=list)
@@ -48,7 +50,7 @@ class _Shared:
         self.owner.pop(key, None)
         if lease is not None:
             self.owner[key] = lease
-        self.history.append(Change("put", key, value, self.revision))
+        self._note(Change("put", key, value, self.revision))
         self.changed.notify_all()
         return self.revision
 
@@ -59,9 +61,16 @@ class _Shared:
             for key in sorted(keys):
                 del self.items[key]
                 self.owner.pop(key, None)
-                self.history.append(Change("delete", key, None, self.revision))
+                self._note(Change("delete", key, None, self.revision))
             self.changed.notify_all()
         return len(keys)
+
+    def _note(self, change: Change) -> None:
+        self.history.append(change)
+        if self.most_changes is not None and len(self.history) >= 2 * self.most_changes:
+            surplus = len(self.history) - self.most_changes
+            self.compacted = self.history[surplus - 1].revision
+            del self.history[:surplus]
 
     def drop(self, lease: MemoryLease) -> None:
         self.leases.remove(lease)
@@ -78,7 +87,7 @@ class _Shared:
 
 
 class MemoryLease(Lease):
-    """Lives until it is revoked, or its time to live after it was abandoned."""
+    """Lives until it is revoked, or for its time to live after it was abandoned or last renewed."""
 
     def __init__(self, shared: _Shared, ttl: float) -> None:
         self.ttl = ttl
@@ -99,6 +108,16 @@ class MemoryLease(Lease):
                 self.deadline = self._shared.clock() + self.ttl
                 self._shared.changed.notify_all()
 
+    def renew(self) -> bool:
+        """Hold it for its time to live from now on and no longer; False when it is lost already."""
+        with self._shared.changed:
+            self._shared.expire()
+            if self not in self._shared.leases:
+                return False
+            self.deadline = self._shared.clock() + self.ttl
+            self._shared.changed.notify_all()
+            return True
+
     def remaining(self) -> float:
         """Seconds for which it is certain to be held."""
         if self.lost.is_set():
@@ -113,7 +132,7 @@ class MemoryWatch(Watch):
         self._shared = shared
         self._prefix = prefix
         self._next = start
-        self._closed = False
+        self._closed = self._finishing = False
 
     def __iter__(self) -> Iterator[Change]:
         while True:
@@ -137,8 +156,16 @@ class MemoryWatch(Watch):
                 found = [one for one in shared.history[first:] if one.key.startswith(self._prefix)]
                 if found:
                     return found
+                if self._finishing:
+                    return None
                 shared.changed.wait(due)
         return None
+
+    def finish(self) -> None:
+        """End the iteration once it has yielded every change that there was until now."""
+        with self._shared.changed:
+            self._finishing = True
+            self._shared.changed.notify_all()
 
     def close(self) -> None:
         """End the iteration, also one that waits in another thread."""
@@ -148,10 +175,19 @@ class MemoryWatch(Watch):
 
 
 class MemoryStore(Store):
-    """See the module's docstring; `store.Store` for what every method promises."""
+    """See the module's docstring; `store.Store` for what every method promises.
 
-    def __init__(self, clock: Clock = time.monotonic, *, _shared: _Shared | None = None) -> None:
-        self._shared = _shared or _Shared(clock)
+    most_changes: how many changes are kept for watches that come late, at least; None: all.
+    """
+
+    def __init__(
+        self,
+        clock: Clock = time.monotonic,
+        *,
+        most_changes: int | None = None,
+        _shared: _Shared | None = None,
+    ) -> None:
+        self._shared = _shared or _Shared(clock, most_changes=most_changes)
         self._leases: list[MemoryLease] = []
         self._watches: list[MemoryWatch] = []
 

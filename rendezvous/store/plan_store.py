@@ -42,7 +42,6 @@ from adaptdl_elastic.rendezvous.store.base import (
     Lease,
     Snapshot,
     Store,
-    StoreAuthError,
     StoreError,
     Watch,
 )
@@ -284,12 +283,10 @@ class _PlanWatch(Watch):
                 yield replace(change, value=value)
 
     def _patiently(self, key: str, value: str) -> str:
-        """As a watch does, outlive a server that is away."""
+        """As a watch does, outlive a server that is away or refuses us."""
         while True:
             try:
                 found = self._plans._resolve(key, value)
-            except StoreAuthError:
-                raise
             except StoreError:
                 if self._closing.wait(_RETRY):
                     return value

@@ -28,6 +28,7 @@ class StoreOptions:
     ca: PEM file that the server's certificate must be signed by (default: the system's).
     cert, key: PEM files of a client certificate.
     user, password: of an etcd user. The password is in no repr and in no log.
+    password_file: its first line is the password; it is read again when etcd refuses the password.
     """
 
     timeout: float = 5.0
@@ -36,8 +37,11 @@ class StoreOptions:
     key: Path | None = None
     user: str | None = None
     password: str | None = field(default=None, repr=False)
+    password_file: Path | None = None
 
     def __post_init__(self) -> None:
+        if self.password_file is not None and self.password is None:
+            object.__setattr__(self, "password", read_password(self.password_file))
         if not 0 < self.timeout < math.inf:
             raise StoreOptionError(
                 f"the store's time-out must be a finite, positive number of seconds, not {self.timeout:g}: "
@@ -75,12 +79,26 @@ class StoreOptions:
         if text := environ.get("ADAPTDL_ETCD_PASSWORD"):
             values["password"] = text
         if text := environ.get("ADAPTDL_ETCD_PASSWORD_FILE"):
-            values["password"] = read_password(Path(text))
+            values["password_file"] = Path(text)
+            values.pop("password", None)
         values.update({name: value for name, value in given.items() if value is not None})
         for name in ("ca", "cert", "key"):
             if isinstance(values.get(name), str):
                 values[name] = Path(str(values[name]))
         return cls(**values)  # type: ignore[arg-type]
+
+    def current_password(self) -> str | None:
+        """Return what is in the password file now, if there is one, else `password`."""
+        return self.password if self.password_file is None else read_password(self.password_file)
+
+    def certificates(self) -> tuple[bytes, ...]:
+        """Return what is in the files of the CA, the client certificate and its key now."""
+        try:
+            return tuple(path.read_bytes() for path in (self.ca, self.cert, self.key) if path is not None)
+        except OSError as error:
+            raise StoreOptionError(
+                f"the certificate file {error.filename!r} cannot be read: {error.strerror}"
+            ) from None
 
     def ssl_context(self) -> ssl.SSLContext:
         """For https endpoints. Only what is said here counts: REQUESTS_CA_BUNDLE does not."""

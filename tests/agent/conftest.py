@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
-
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
+from etcd_server import EtcdServer
 
 
 @pytest.fixture

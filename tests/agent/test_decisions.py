@@ -351,6 +351,16 @@ def test_a_store_that_never_comes_back_is_not_waited_for_for_ever() -> None:
     assert [a.code for a in agent.later(PATIENCE) if isinstance(a, d.Exit)] == [0]
 
 
+def test_a_store_that_refuses_us_to_the_end_is_not_said_to_be_away() -> None:
+    agent = Agent().running()
+    agent(d.StoreAway())
+    agent(d.StoreAway(refused=True))
+    agent.exits(0, 0)
+    (left,) = agent.later(PATIENCE)
+    assert isinstance(left, d.Exit)
+    assert "the store has refused us for 60 s" in left.reason
+
+
 def test_a_store_that_comes_back_decides() -> None:
     agent = Agent().running()
     agent(d.StoreAway())

@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from elastic_run import ElasticRun, run_agent
-
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
+from etcd_server import EtcdServer
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN, PLAIN = str(SCRIPTS / "train.py"), str(SCRIPTS / "plain.py")

@@ -8,8 +8,8 @@ import psutil
 import pytest
 from cluster import JOB, Cluster
 from elastic_run import marked
+from etcd_server import free_ports
 
-from adaptdl_elastic.rendezvous.local.private_etcd import free_ports
 from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, MasterRecord, decode
 
 TRAIN = str(Path(__file__).parent / "scripts" / "train.py")

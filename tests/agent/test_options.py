@@ -70,9 +70,9 @@ def test_an_etcd_of_ones_own(name: str) -> None:
 
 def test_a_user_of_etcd_may_be_given_as_for_adaptdl() -> None:
     found = parse("--etcd=e:1", "--etcd-user=me", ADAPTDL_ETCD_USER="them")
-    environ = store_environment(found, {"ADAPTDL_ETCD_USER": "them", "ADAPTDL_ETCD_PASSWORD": "x"}, "")
+    environ = store_environment(found, {"ADAPTDL_ETCD_USER": "them", "ADAPTDL_ETCD_PASSWORD": "x"})
     assert (environ["ADAPTDL_ETCD_USER"], environ["ADAPTDL_ETCD_PASSWORD"]) == ("me", "x")
-    alone = store_environment(parse("--standalone", "--etcd-user=me"), {"ADAPTDL_ETCD_USER": "them"}, "")
+    alone = store_environment(parse("--standalone", "--etcd-user=me"), {"ADAPTDL_ETCD_USER": "them"})
     assert "ADAPTDL_ETCD_USER" not in alone
 
 
@@ -212,7 +212,7 @@ def test_the_help_says_what_holds_here() -> None:
         assert wrong not in text
     for part in (
         "MIN:MAX",
-        "private etcd",
+        "one node, without an etcd",
         "(default 3)",
         "(default 120)",
         "usage: adaptdl-run [options] SCRIPT",

@@ -57,6 +57,34 @@ def test_it_is_printed_for_people() -> None:
         assert word in text.getvalue()
 
 
+def latest(*events: Event) -> dict[str, Event]:
+    return {event["event"]: event for event in events}
+
+
+def shown(*events: Event, now: float = 150.0) -> list[str]:
+    return [text for text, _ in display.live_cells(latest(*events), now)]
+
+
+def test_the_live_line_tells_a_store_that_refuses_us_from_one_that_is_away() -> None:
+    store: Event = {"time": 115.0, "event": "store", "state": "refused", "message": "wrong password"}
+    assert shown(*RUN[:5])[0] == "2 replicas"
+    assert shown(*RUN[:5], store)[:2] == ["2 replicas when last heard", "store refuses us (35 s)"]
+    assert shown(*RUN[:5], {**store, "state": "away"})[1] == "store is away (35 s)"
+    assert shown(*RUN[:5], {**store, "state": "back"})[0] == "2 replicas"
+    assert shown(RUN[0], store) == ["starting", "store refuses us (35 s)"]
+
+
+def test_the_live_line_does_not_show_replicas_that_are_not_there() -> None:
+    lost: Event = {"time": 112.0, "event": "peers_lost", "generation": 1}
+    ended: Event = {"time": 113.0, "event": "ended", "generation": 1, "outcome": "failed"}
+    again: Event = {"time": 114.0, "event": "started", "generation": 2, "pids": {}}
+    refused: Event = {"time": 115.0, "event": "store", "state": "refused", "message": ""}
+    assert shown(*RUN[:5], lost)[0] == "others are lost: waiting for a new plan"
+    assert shown(*RUN[:5], lost, ended)[0] == "no replica here"
+    assert shown(*RUN[:5], ended, refused)[:2] == ["no replica here", "store refuses us (35 s)"]
+    assert shown(*RUN[:5], lost, ended, again)[0] == "2 replicas"
+
+
 @given(st.lists(st.sampled_from(RUN), unique_by=id))
 def test_any_part_of_a_log_can_be_summed_up_and_printed(events: list[Event]) -> None:
     summary = run_summary.summarise(events)

@@ -16,7 +16,6 @@ from adaptdl_elastic.agent.core import states as d
 from adaptdl_elastic.agent.launch import store_environment
 from adaptdl_elastic.agent.runtime.generation_store import GenerationStore, Joined
 from adaptdl_elastic.agent.terminal.run_options import parse
-from adaptdl_elastic.rendezvous.local.private_etcd import GUARD
 
 SOON = 60.0  # seconds, for what is only waited for when a test fails
 
@@ -90,18 +89,13 @@ FOREIGN = {
 }
 
 
-def test_a_coordinator_gets_into_the_private_etcd_and_not_into_another() -> None:
+def test_a_coordinator_of_a_standalone_job_gets_no_credentials_of_an_etcd() -> None:
     before = dict(os.environ)
     options = parse(["--standalone", "--etcd-timeout=9", __file__], FOREIGN)
-    assert store_environment(options, FOREIGN, "/secret") == {
-        "ADAPTDL_ETCD_USER": GUARD,
-        "ADAPTDL_ETCD_PASSWORD_FILE": "/secret",
-        "ADAPTDL_ETCD_TIMEOUT": "9",
-        "HOME": "/h",
-    }
+    assert store_environment(options, FOREIGN) == {"ADAPTDL_ETCD_TIMEOUT": "9", "HOME": "/h"}
     assert os.environ == before
 
 
 def test_what_the_command_line_says_of_the_store_goes_before_the_environment() -> None:
     options = parse(["--etcd=e:1", "--etcd-ca=/mine", "--rdzv-id=job", __file__], FOREIGN)
-    assert store_environment(options, FOREIGN, "") == {**FOREIGN, "ADAPTDL_ETCD_CA": "/mine"}
+    assert store_environment(options, FOREIGN) == {**FOREIGN, "ADAPTDL_ETCD_CA": "/mine"}

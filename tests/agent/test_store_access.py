@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,11 +12,9 @@ import psutil
 import pytest
 import requests
 from elastic_run import ElasticRun, marked
+from etcd_server import EtcdServer, ServerTls
 
-from adaptdl_elastic.rendezvous.local import runtime_file
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer, ServerTls
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.store.base import StoreAuthError
 from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 
 TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
@@ -45,20 +42,6 @@ def test_tls_and_a_client_certificate_by_options(pems: certificates.Certificates
             assert run.wait() == 1
             (line,) = run.text().splitlines()
             assert "adaptdl doctor" in line
-
-
-def test_the_private_etcd_of_a_standalone_job_is_its_owners(tmp_path: Path) -> None:
-    train = [TRAIN, "60", "0.1"]
-    foreign = {"ADAPTDL_ETCD_CA": "/nowhere/ca.pem", "ADAPTDL_ETCD_USER": "somebody"}
-    with ElasticRun(["--standalone", "--rdzv-id=job", *train], tmp_path, foreign) as run:
-        run.wait_for_event("epoch")
-        (note,) = runtime_file.read_all(tmp_path / f"adaptdl-{os.getuid()}")
-        with pytest.raises(StoreAuthError):
-            connect(note.endpoint, options=StoreOptions())
-        listed = run.adaptdl("ls")
-        assert "job" in listed.stdout, listed.stderr
-        (tmp_path / "hurry").touch()
-        assert run.wait() == 0
 
 
 def call(etcd: EtcdServer, path: str, **body: object) -> None:

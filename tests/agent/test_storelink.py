@@ -9,10 +9,19 @@ from dataclasses import replace
 
 import pytest
 
-from adaptdl_elastic.agent.cluster.store_link import Connection, NameTakenError, Registration, Said, Writer
+from adaptdl_elastic.agent.cluster import store_link
+from adaptdl_elastic.agent.cluster.store_link import (
+    Connection,
+    ConnectionMonitor,
+    NameTakenError,
+    Registration,
+    Said,
+    Writer,
+)
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import NodeRecord, decode, encode
 from adaptdl_elastic.rendezvous.store.base import (
+    KeyValue,
     StoreAuthError,
     StoreError,
     StoreRefusedError,
@@ -93,7 +102,8 @@ class Heard:
 
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self.writer = Writer(self.queue.put)
+        self.monitor = ConnectionMonitor(self.queue.put)
+        self.writer = Writer(self.queue.put, self.monitor)
         self.writer.start()
 
     def next(self) -> object:
@@ -149,11 +159,58 @@ def test_a_store_that_is_away_or_refuses_us_is_asked_again_and_each_is_said_once
     assert told == [
         Connection(False, "no answer"),
         Connection(False, "wrong password", refused=True),
-        Connection(True),
+        Connection(True, refused=True),
     ]
     assert [str(one) for one in told] == [
         "the store is away, training goes on: no answer",
         "the store refuses us, training goes on: wrong password",
-        "the store is back",
+        "the store lets us in again",
     ]
     assert heard.queue.empty()
+
+
+def test_a_store_that_was_only_away_is_back(heard: Heard) -> None:
+    work, done = failing(StoreUnavailableError("no answer"))
+    heard.writer.submit(work)
+    assert done.wait(SOON)
+    assert [str(heard.next()) for _ in range(2)][1] == "the store is back"
+
+
+def test_what_one_source_of_news_can_do_hides_no_trouble_of_another(heard: Heard) -> None:
+    away, back = Connection(False, "no answer"), Connection(True)
+    heard.monitor.note("writer", away)
+    heard.monitor.note("registration", back)
+    heard.monitor.note("registration", Connection(False, "no", refused=True))
+    heard.monitor.note("registration", back)
+    heard.monitor.note("writer", back)
+    heard.monitor.note("writer", back)
+    assert [heard.next() for _ in range(2)] == [away, back]
+    assert heard.queue.empty()
+
+
+class Refusing(MemoryStore):
+    """Refuses reads while `refuses` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refuses = threading.Event()
+
+    def get(self, key: str) -> KeyValue | None:
+        if self.refuses.is_set():
+            raise StoreAuthError("wrong password")
+        return super().get(key)
+
+
+def test_an_agent_that_has_nothing_to_write_notices_that_it_is_refused(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_link, "LOOK_SECONDS", 0.01)
+    store = Refusing()
+    registration = Registration(store, KEYS, NODE)
+    registration.monitor = heard.monitor
+    registration.register()
+    store.refuses.set()
+    assert heard.next() == Connection(False, "wrong password", refused=True)
+    store.refuses.clear()
+    assert heard.next() == Connection(True, refused=True)
+    registration.close()

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 from coordinator_pump import Pump
+from etcd_server import EtcdServer
 
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 
 _count = itertools.count()

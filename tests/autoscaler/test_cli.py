@@ -16,6 +16,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 from coordinator_pump import share_policy
+from etcd_server import EtcdServer
 from fake_agents import FakeAgent, spec_of, submit
 
 from adaptdl_elastic import sched_hints
@@ -29,7 +30,6 @@ from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
 from adaptdl_elastic.autoscaler.diagnostics import explanation as why
 from adaptdl_elastic.autoscaler.policy.policy_types import Objective, PolicySettings
 from adaptdl_elastic.rendezvous.local import runtime_file
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
 from adaptdl_elastic.rendezvous.local.runtime_file import RuntimeFile
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from coordinator_pump import share_policy
+from etcd_server import EtcdServer
 from fake_agents import FakeAgent, spec_of, submit
 
 from adaptdl_elastic.agent.cluster.store_link import Registration
@@ -23,7 +24,6 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSet
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy
 from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobState, JobStatus, LeaderRecord, Plan

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from coordinator_pump import Pump
+from etcd_server import EtcdServer
 from forbidden import forbidden, unwritable
 from ports import free_port
 
 from adaptdl_elastic.autoscaler.cli import adaptdl
 from adaptdl_elastic.autoscaler.diagnostics import checks
 from adaptdl_elastic.autoscaler.diagnostics.checks import Finding, Level
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import CheckpointRecord, encode
 from adaptdl_elastic.rendezvous.store.base import Store, StoreAuthError

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
+from etcd_server import EtcdServer
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

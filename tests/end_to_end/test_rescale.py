@@ -92,7 +92,7 @@ def test_a_killed_replica_restarts_from_the_last_checkpoint(tmp_path: Path) -> N
 
 
 def test_an_etcd_that_goes_and_comes_back_does_not_end_the_run(tmp_path: Path) -> None:
-    from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
+    from etcd_server import EtcdServer
 
     with EtcdServer() as server:
         arguments = [f"--rdzv-endpoint={server.endpoint}", "--nproc-per-node=1:2", "--rdzv-id=storm"]

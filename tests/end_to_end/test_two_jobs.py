@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from elastic_run import ElasticRun
-
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
+from etcd_server import EtcdServer
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

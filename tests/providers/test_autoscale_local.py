@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 from elastic_run import MARK, environment, marked
+from etcd_server import EtcdServer
 
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.store.base import Store

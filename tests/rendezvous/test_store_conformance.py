@@ -181,9 +181,7 @@ def test_contended_counter_from_processes(world):
         pytest.skip("the memory store is in one process")
     key = world.prefix + "counter"
     spawn = multiprocessing.get_context("spawn")
-    workers = [
-        spawn.Process(target=_process, args=(world.real.endpoint, world.api, key, 40)) for _ in range(2)
-    ]
+    workers = [spawn.Process(target=_process, args=(world.endpoint, world.api, key, 40)) for _ in range(2)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -343,6 +341,8 @@ def test_compaction_is_reported_once_and_reading_again_goes_on(world, collect):
         newest = store.put(world.prefix + "a", str(number))
     if world.memory is not None:
         world.memory.compact()
+    elif world.local is not None:
+        world.local.store.compact()
     elif world.api == "v3":
         store.driver.compact(newest)
     seen = collect(store.watch(world.prefix, revision))

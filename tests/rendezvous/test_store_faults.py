@@ -11,8 +11,8 @@ import pytest
 import requests
 from cutting_proxy import CuttingProxy
 from etcd_binaries import etcd_binary
+from etcd_server import EtcdServer, free_ports
 
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer, free_ports
 from adaptdl_elastic.rendezvous.store.base import (
     CompactedError,
     StoreError,

@@ -9,8 +9,8 @@ import certificates
 import pytest
 import requests
 from etcd_binaries import etcd_binary
+from etcd_server import EtcdServer, ServerTls
 
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer, ServerTls
 from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreError, StoreUnavailableError
 from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError
@@ -48,12 +48,16 @@ def test_tls_with_client_certificates(api, version, pems, monkeypatch, collect):
             server.start()
             store.put("/adaptdl/v1/c/a", "3")
             assert seen.wait(3)[2].value == "3"
-        with pytest.raises(StoreUnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
+        with pytest.raises(StoreAuthError, match=r"TLS with etcd is refused .*CERTIFICATE_VERIFY_FAILED"):
             connect(
                 server.endpoint, api=api, options=StoreOptions(timeout=2, **{**ours, "ca": pems.other_ca})
             )
-        with pytest.raises(StoreUnavailableError):
-            connect(server.endpoint, api=api, options=StoreOptions(timeout=1, ca=pems.ca))
+        with pytest.raises(StoreAuthError, match="the client certificate is not accepted"):
+            connect(server.endpoint, api=api, options=StoreOptions(timeout=10, ca=pems.ca))
+        server.kill()
+        with pytest.raises(StoreUnavailableError, match="can not be reached"):
+            connect(server.endpoint, api=api, options=StoreOptions(timeout=1, **ours))
+        server.start()
         bare = server.endpoint.removeprefix("https://")
         with pytest.raises(StoreError):  # plain HTTP to a TLS port
             connect(bare, api=api, options=StoreOptions(timeout=1))

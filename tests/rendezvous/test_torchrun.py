@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from etcd_server import EtcdServer
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
 from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.rendezvous.torchrun import create_handler
 

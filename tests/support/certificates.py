@@ -33,29 +33,31 @@ class Certificates:
 
 def make(folder: Path) -> Certificates:
     """Write them all into `folder`."""
-    ca = _authority("test CA")
-    other = _authority("somebody else's CA")
+    ca = authority("test CA")
+    other = authority("somebody else's CA")
     return Certificates(
-        _write_cert(folder / "ca.pem", ca[0]),
-        _issue(folder, "server", ca, ExtendedKeyUsageOID.SERVER_AUTH),
-        _issue(folder, "client", ca, ExtendedKeyUsageOID.CLIENT_AUTH),
-        _write_cert(folder / "other.pem", other[0]),
+        write_cert(folder / "ca.pem", ca[0]),
+        issue(folder, "server", ca),
+        issue(folder, "client", ca),
+        write_cert(folder / "other.pem", other[0]),
     )
 
 
 Authority = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
 
 
-def _builder(name: str, issuer: str, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+def _named(text: str, kind: x509.ObjectIdentifier = NameOID.COMMON_NAME) -> x509.Name:
+    return x509.Name([x509.NameAttribute(kind, text)])
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey
+) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.timezone.utc)
-
-    def named(text: str) -> x509.Name:
-        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
-
     return (
         x509.CertificateBuilder()
-        .subject_name(named(name))
-        .issuer_name(named(issuer))
+        .subject_name(subject)
+        .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))
@@ -63,11 +65,12 @@ def _builder(name: str, issuer: str, key: ec.EllipticCurvePrivateKey) -> x509.Ce
     )
 
 
-def _authority(name: str) -> Authority:
+def authority(name: str) -> Authority:
+    """Make a CA of this name."""
     key = ec.generate_private_key(ec.SECP256R1())
     usage = x509.KeyUsage(True, False, False, False, False, True, True, False, False)
     certificate = (
-        _builder(name, name, key)
+        _builder(_named(name), _named(name), key)
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .add_extension(usage, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
@@ -76,13 +79,24 @@ def _authority(name: str) -> Authority:
     return certificate, key
 
 
-def _issue(folder: Path, name: str, ca: Authority, use: x509.ObjectIdentifier) -> Pair:
+def issue(folder: Path, name: str, ca: Authority, common_name: bool = True) -> Pair:
+    """Write a certificate for "server" or for a client.
+
+    Args:
+        folder: where `<name>.pem` and `<name>-key.pem` are written.
+        name: subject of the certificate.
+        ca: signs it.
+        common_name: False: the subject has an organization only, as etcd's gateway wants it of clients while
+            users are enabled.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-    # etcd dials itself with the server's certificate as a client
-    uses = [use, *([ExtendedKeyUsageOID.CLIENT_AUTH] if name == "server" else [])]
+    uses = [ExtendedKeyUsageOID.CLIENT_AUTH]
+    if name == "server":  # etcd connects to itself with the server's certificate as a client
+        uses.append(ExtendedKeyUsageOID.SERVER_AUTH)
+    subject = _named(name, NameOID.COMMON_NAME if common_name else NameOID.ORGANIZATION_NAME)
     certificate = (
-        _builder(name, "test CA", key)
+        _builder(subject, ca[0].subject, key)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca[1].public_key()), critical=False)
@@ -97,9 +111,15 @@ def _issue(folder: Path, name: str, ca: Authority, use: x509.ObjectIdentifier) -
         )
     )
     path.chmod(0o600)
-    return Pair(_write_cert(folder / f"{name}.pem", certificate), path)
+    return Pair(write_cert(folder / f"{name}.pem", certificate), path)
 
 
-def _write_cert(path: Path, certificate: x509.Certificate) -> Path:
-    path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+def write_cert(path: Path, certificate: x509.Certificate) -> Path:
+    """Write a certificate as PEM."""
+    path.write_bytes(pem(certificate))
     return path
+
+
+def pem(certificate: x509.Certificate) -> bytes:
+    """Return a certificate as PEM."""
+    return certificate.public_bytes(serialization.Encoding.PEM)

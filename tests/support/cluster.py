@@ -4,30 +4,41 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from elastic_run import ElasticRun
+from etcd_server import EtcdServer
 from history import Recorder, violations
 
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import NodeRecord, decode
 from adaptdl_elastic.rendezvous.store.base import Change, Store
-from adaptdl_elastic.rendezvous.store.connect import connect
+from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect
 
 JOB = "job"
 
 
 class Cluster:
-    """`start` nodes; `check` at the end holds what happened against the protocol."""
+    """`start` nodes; `check` at the end holds what happened against the protocol.
 
-    def __init__(self, etcd: EtcdServer, directory: Path, stack: ExitStack) -> None:
+    options: by which the test itself is let into the store. env: of the agents, and of `adaptdl`.
+    """
+
+    def __init__(
+        self,
+        etcd: EtcdServer,
+        directory: Path,
+        stack: ExitStack,
+        options: StoreOptions | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.etcd, self.directory, self._stack = etcd, directory, stack
+        self._env = dict(env or {})
         self.agents: dict[str, ElasticRun] = {}  # by node, or node#2 for its second agent
         self.saved = directory / "saved"
-        self.store: Store = stack.enter_context(connect(etcd.endpoint))
+        self.store: Store = stack.enter_context(connect(etcd.endpoint, options=options))
         self._recorder = Recorder(self.store)
         stack.callback(self._recorder.close)
 
@@ -45,14 +56,15 @@ class Cluster:
             *(f"--node-name={node}", f"--nnodes={nodes}", "--no-autoscale"),
             *(f"--checkpoint-path={self.saved}", "--checkpoint-interval=0.5", *arguments),
         ]
-        run = self._stack.enter_context(ElasticRun(command, self.directory, env))
+        run = self._stack.enter_context(ElasticRun(command, self.directory, {**self._env, **(env or {})}))
         earlier = sum(label.partition("#")[0] == node for label in self.agents)
         self.agents[f"{node}#{earlier + 1}" if earlier else node] = run
         return run
 
     def ask(self, *arguments: str) -> str:
         """The command `adaptdl`, as in another terminal."""
-        done = next(iter(self.agents.values())).adaptdl(*arguments, "--etcd", self.etcd.endpoint)
+        first = next(iter(self.agents.values()))
+        done = first.adaptdl(*arguments, "--etcd", self.etcd.endpoint, env=self._env)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

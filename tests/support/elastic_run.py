@@ -160,11 +160,13 @@ class ElasticRun:
                 found[int(rank)] = process
         return [found[rank] for rank in sorted(found)]
 
-    def adaptdl(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def adaptdl(
+        self, *arguments: str, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """The command `adaptdl`, as in another terminal."""
         return subprocess.run(
             [sys.executable, "-m", "adaptdl_elastic.autoscaler", *arguments],
-            env=environment(XDG_RUNTIME_DIR=str(self.directory)),
+            env=environment(XDG_RUNTIME_DIR=str(self.directory), **(env or {})),
             capture_output=True,
             text=True,
             timeout=PATIENCE,

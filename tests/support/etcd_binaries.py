@@ -10,7 +10,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from adaptdl_elastic.rendezvous.local.private_etcd import etcd_of_the_wheel, etcd_version
+from etcd_server import etcd_of_the_wheel, etcd_version
 
 
 @cache

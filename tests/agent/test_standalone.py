@@ -1,0 +1,92 @@
+"""A standalone job: no etcd, what dies beside it, and the commands of other terminals."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from elastic_run import ElasticRun
+
+TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
+LONG = ("60", "0.1")  # epochs, seconds per step: it lasts until it is let `hurry`
+ELASTIC = ("--standalone", "--no-autoscale", "--nproc-per-node=1:2", "--checkpoint-path=saved")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def hurry(run: ElasticRun) -> None:
+    """What the test is about has been seen: the job may come to its end."""
+    (run.directory / "hurry").touch()
+
+
+def samples(run: ElasticRun) -> dict[int, int]:
+    """Samples of each finished epoch."""
+    return {event["epoch"]: event["samples"] for event in run.of("epoch")}
+
+
+def helpers(run: ElasticRun) -> Iterator[psutil.Process]:
+    """What the agent has started beside the fork server, which has the replicas."""
+    for process in psutil.Process(run.process.pid).children():
+        with suppress(psutil.NoSuchProcess):
+            if "fork_server" not in " ".join(process.cmdline()):
+                yield process
+
+
+def says(run: ElasticRun, *arguments: str) -> str:
+    """What a command in another terminal prints."""
+    done = run.adaptdl(*arguments)
+    assert done.returncode == 0, (arguments, done.stdout, done.stderr, run.text())
+    return done.stdout
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_no_process_beside_the_agent_is_needed_for_good(seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    with ElasticRun([*ELASTIC, "--rdzv-id=job", "--nproc-per-node=2", TRAIN, *LONG], tmp_path) as run:
+        run.wait_for_event("epoch")
+        for _ in range(3):
+            for process in helpers(run):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            seen = len(run.events)
+            os.kill(chance.choice(list(run.of("started")[-1]["pids"].values())), signal.SIGKILL)
+            run.wait_for_event("replica_lost", after=seen)
+            seen = len(run.events)
+            says(run, "scale", "job", "--replicas", "2", "--wait")
+            run.wait_for_event("epoch", after=seen)
+        hurry(run)
+        assert run.wait() == 0, run.text()
+        assert samples(run) == dict.fromkeys(range(60), 200)
+        assert "store" not in run.text()
+
+
+def test_commands_of_another_terminal(tmp_path: Path) -> None:
+    foreign = {"ADAPTDL_ETCD_CA": "/nowhere/ca.pem", "ADAPTDL_ETCD_USER": "somebody"}
+    with ElasticRun([*ELASTIC, "--rdzv-id=job", TRAIN, *LONG], tmp_path, foreign) as run:
+        run.wait_for_event("generation", replicas=1)
+        assert [process.name() for process in helpers(run) if "etcd" in process.name()] == []
+        assert "running  1 " in says(run, "ls")
+        assert "job   running" in says(run, "status", "job")
+        says(run, "scale", "job", "--replicas", "2", "--wait")
+        assert says(run, "explain", "job")
+        says(run, "checkpoint", "job", "--wait")
+        assert "manual" in says(run, "events")
+        (node,) = (line.split()[0] for line in says(run, "nodes").splitlines()[1:])
+        assert "in the memory of a standalone job's agent" in run.adaptdl("doctor").stdout
+        says(run, "drain", node, "--wait")
+        assert run.wait() == 143, run.text()
+
+
+def test_a_stop_that_is_waited_for_sees_the_job_stopped(tmp_path: Path) -> None:
+    with ElasticRun([*ELASTIC, "--rdzv-id=job", TRAIN, *LONG], tmp_path) as run:
+        run.wait_for_event("epoch")
+        assert says(run, "stop", "job", "--wait") == "job is stopping\n"
+        assert run.wait() == 143
+        gone = run.adaptdl("status", "job")
+        assert gone.returncode == 1
+        assert "no standalone job runs on this machine" in gone.stderr
