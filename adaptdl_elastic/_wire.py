@@ -1,61 +1,91 @@
-"""Frames between replicas: authenticated first, unpickled only afterwards.
+"""Frames between replicas, and what they hold.
 
 A frame is 8 bytes of length, one byte of kind, and the payload. Before the first frame both sides prove
-that they know the same secret (HMAC-SHA256 over both sides' nonces, so that neither an eavesdropper's
-copy nor a reflection helps). Where no secret was given there is nothing to prove, and objects are then
-unpickled from a closed list of types: whoever reaches the port can disturb the training, as with torch's
-own store, but runs no code.
+that they know the same key (HMAC-SHA256 over both sides' nonces, so that neither an eavesdropper's copy
+nor a reflection helps). Where no secret was given there is nothing to prove.
+
+A value travels as plain data (`_codec`), whose decoding runs no code. Only *objects*, which are a user's,
+are pickled, and are marked so. They are unpickled where the receiver has asked for an object itself, and
+its peer has proved to know the key.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import io
 import os
 import pickle
 import socket
 import struct
 from typing import Any
 
+from adaptdl_elastic import _codec
+
 _HEADER = struct.Struct("!QB")
 _HELLO = struct.Struct("!4sI16s")
 _MAGIC = b"ADL1"
 _MAX_FRAME = 1 << 34
+_NONCE, _PROOF = 16, 32  # bytes
 
-_PLAIN = {
-    "builtins": {"set", "frozenset", "complex", "slice", "range", "bytearray", "int", "float", "bool", "str"},
-    "collections": {"OrderedDict", "Counter", "defaultdict", "deque"},
-    "numpy": {"dtype", "ndarray"},
-    "numpy.core.multiarray": {"_reconstruct", "scalar"},
-    "numpy._core.multiarray": {"_reconstruct", "scalar"},
-    "numpy._core.numeric": {"_frombuffer"},
-    "numpy.core.numeric": {"_frombuffer"},
-}
+REFUSAL = bytes(_PROOF)
+"""What the listening side sends instead of its proof to a peer that it refuses."""
+
+HANDSHAKE_SECONDS = 10.0
+"""How long one handshake may take."""
+
+INTRODUCTION = _HELLO.size + _PROOF
+"""Bytes that the connecting side sends in a handshake."""
+
+_PLAIN, _OBJECT = b"p", b"o"
+_NO_SECRET = (
+    "objects of any type are exchanged only between replicas that share a secret: set the same "
+    "ADAPTDL_SECRET for all of them"
+)
 
 
 class AuthenticationError(ConnectionError):
     """The other side does not know the secret."""
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _PLAIN.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(
-            f"{module}.{name} is exchanged only between replicas that share a secret: "
-            f"set the same ADAPTDL_SECRET for all of them"
-        )
+def pack(value: object, objects: bool = False) -> bytes:
+    """Return `value` as bytes.
+
+    Args:
+        value: Plain data; any object that can be pickled, if `objects`.
+        objects: It is a user's, and the receiver may run code of it.
+
+    Raises:
+        NotPlainError: It is no plain data.
+    """
+    if objects:
+        return _OBJECT + pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    return _PLAIN + _codec.encode(value)
 
 
-def dumps(value: object) -> bytes:
-    """`value` as bytes."""
-    return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+def pack_for_strangers(value: object) -> bytes:
+    """Return a user's `value` as bytes where replicas share no secret: plain data only."""
+    try:
+        return pack(value)
+    except _codec.NotPlainError as error:
+        raise _codec.NotPlainError(f"{error}; {_NO_SECRET}") from None
 
 
-def loads(data: bytes, trusted: bool) -> Any:
-    """What `dumps` made bytes of; of plain types only unless the sender has authenticated."""
-    return pickle.loads(data) if trusted else _PlainUnpickler(io.BytesIO(data)).load()
+def unpack(data: bytes | memoryview, objects: bool = False) -> Any:
+    """Return what `pack` made bytes of.
+
+    Args:
+        data: From a peer.
+        objects: The peer has authenticated, and a user's object is expected here.
+
+    Raises:
+        CodecError: It is not what `pack` makes, or an object where none is expected.
+    """
+    kind, body = bytes(data[:1]), memoryview(data)[1:]
+    if kind == _PLAIN:
+        return _codec.decode(body)
+    if kind == _OBJECT and objects:
+        return pickle.loads(body)
+    raise _codec.CodecError("an object where only plain data may come" if kind == _OBJECT else "garbage")
 
 
 def send_frame(sock: socket.socket, kind: int, payload: bytes) -> None:
@@ -92,29 +122,44 @@ def _proof(secret: bytes | None, role: bytes, ours: bytes, theirs: bytes, rank: 
     return hmac.new(secret or b"", message, hashlib.sha256).digest()
 
 
-def answer(sock: socket.socket, secret: bytes | None, timeout: float = 10.0) -> int:
-    """The listening side of the handshake: the rank of who has connected."""
-    sock.settimeout(timeout)
-    nonce = os.urandom(16)
-    sock.sendall(nonce)
-    magic, rank, theirs = _HELLO.unpack(_receive(sock, _HELLO.size))
-    proof = _receive(sock, 32)
-    if magic != _MAGIC or not hmac.compare_digest(proof, _proof(secret, b"peer", nonce, theirs, rank)):
-        raise AuthenticationError("a stranger, or a replica with another ADAPTDL_SECRET")
-    sock.sendall(_proof(secret, b"root", theirs, nonce, rank))
-    sock.settimeout(None)
-    return int(rank)
+class Answer:
+    """The listening side of one handshake; whoever has the connection sends and receives."""
+
+    def __init__(self, secret: bytes | None) -> None:
+        self.nonce = os.urandom(_NONCE)
+        """What to send first."""
+        self._secret = secret
+
+    def judge(self, introduction: bytes) -> tuple[int, bytes]:
+        """Return the rank of the connecting side, and what to send it as the last step.
+
+        Raises:
+            AuthenticationError: It does not know the secret. Then REFUSAL is what to send it.
+        """
+        magic, rank, theirs = _HELLO.unpack_from(introduction)
+        proof = introduction[_HELLO.size :]
+        if magic != _MAGIC or not hmac.compare_digest(
+            proof, _proof(self._secret, b"peer", self.nonce, theirs, rank)
+        ):
+            raise AuthenticationError("a stranger, or a replica with another ADAPTDL_SECRET")
+        return int(rank), _proof(self._secret, b"root", theirs, self.nonce, rank)
 
 
-def introduce(sock: socket.socket, secret: bytes | None, rank: int, timeout: float = 10.0) -> None:
-    """The connecting side of the handshake."""
+def introduce(
+    sock: socket.socket, secret: bytes | None, rank: int, timeout: float = HANDSHAKE_SECONDS
+) -> None:
+    """Do the connecting side of the handshake.
+
+    Raises:
+        AuthenticationError: One side does not know the secret of the other one.
+        OSError: The listening side did not answer, or had too many to answer: to try again may help.
+    """
     sock.settimeout(timeout)
-    theirs, nonce = _receive(sock, 16), os.urandom(16)
+    theirs, nonce = _receive(sock, _NONCE), os.urandom(_NONCE)
     sock.sendall(_HELLO.pack(_MAGIC, rank, nonce) + _proof(secret, b"peer", theirs, nonce, rank))
-    try:
-        proof = _receive(sock, 32)
-    except (TimeoutError, ConnectionError):
-        raise AuthenticationError("rank 0 refused this replica: is ADAPTDL_SECRET the same?") from None
+    proof = _receive(sock, _PROOF)
+    if proof == REFUSAL:
+        raise AuthenticationError("rank 0 refused this replica: is ADAPTDL_SECRET the same?")
     if not hmac.compare_digest(proof, _proof(secret, b"root", nonce, theirs, rank)):
         raise AuthenticationError("rank 0 does not know ADAPTDL_SECRET")
     sock.settimeout(None)

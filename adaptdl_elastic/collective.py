@@ -13,7 +13,7 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-from adaptdl_elastic import _frames, _session, env
+from adaptdl_elastic import _frames, _secrets, _session, env
 from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN
 from adaptdl_elastic.reducer import Future, ReduceFn, Reducer, default_reduce_fn
 
@@ -44,7 +44,7 @@ def initialize(
         replicas,
         env.master_addr() if master_addr is None else master_addr,
         env.master_port() if master_port is None else master_port,
-        secret=env.secret(),
+        secret=_secrets.generation_key(env.secret(), _secrets.REDUCER, session.job, session.generation),
         on_control=session.on_control,
         on_lost=session.on_lost,
     )
@@ -75,16 +75,21 @@ def allreduce(value: Any, reduce_fn: ReduceFn = default_reduce_fn, *, tag: str |
         RuntimeError: when a replica is gone (`reducer.PeerLostError`), or stands elsewhere in the script
             (`reducer.CollectiveMismatchError`), or the collectives are not initialized.
     """
-    return _reducer().allreduce(value, reduce_fn, _tag("allreduce", tag))
+    return _reducer().allreduce(value, reduce_fn, _tag("allreduce", tag), objects=True)
 
 
 def allreduce_async(value: Any, reduce_fn: ReduceFn = default_reduce_fn, *, tag: str | None = None) -> Future:
     """As `allreduce`, returning a `reducer.Future` whose `result()` waits."""
-    return _reducer().allreduce_async(value, reduce_fn, _tag("allreduce", tag))
+    return _reducer().allreduce_async(value, reduce_fn, _tag("allreduce", tag), objects=True)
 
 
 def broadcast(value: Any, *, tag: str | None = None) -> Any:
     """Rank 0's `value`, on every replica. What the others pass is ignored. Errors as `allreduce`."""
+    return _reducer().broadcast(value, _tag("broadcast", tag), objects=True)
+
+
+def share(value: Any, tag: str) -> Any:
+    """Return rank 0's `value`, on every replica: plain data of the library's own. Errors as `allreduce`."""
     return _reducer().broadcast(value, _tag("broadcast", tag))
 
 

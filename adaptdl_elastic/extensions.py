@@ -36,6 +36,9 @@ class ExtensionPoint:
         """Return all names: the package's own in their order, then those of other distributions."""
         return [*self.builtin, *(name for name in sorted(self._entries()) if name not in self.builtin)]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.builtin or name in self._entries()
+
     def origin(self, name: str) -> str:
         """Return the distribution that brings `name`; empty for the package's own."""
         entry = None if name in self.builtin else self._entries().get(name)

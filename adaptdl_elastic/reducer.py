@@ -27,8 +27,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from adaptdl_elastic import _wire
+from adaptdl_elastic import _codec, _wire
 from adaptdl_elastic._checks import integer, whole
+from adaptdl_elastic._door import Door
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,8 @@ def default_reduce_fn(a: Any, b: Any) -> Any:
 class Future:
     """The result of a collective that may not have finished yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, objects: bool = False) -> None:
+        self.objects = objects  # the result may be an object of the user's
         self._done = threading.Event()
         self._value: Any = None
         self._error: Exception | None = None
@@ -98,6 +100,7 @@ class _Call:
         self.contributions: dict[int, bytes] = {}
         self.reduce_fn: ReduceFn | None = None
         self.own: Any = None
+        self.objects = False  # its values may be objects of the user's
         self.tag: str | None = None  # None: rank 0 itself has not called yet
         self.future = Future()
 
@@ -110,7 +113,7 @@ class Reducer:
         replicas: How many there are.
         root_host: Host that rank 0 listens on, and the others connect to.
         root_port: Its port; 0 on rank 0 takes a free one (see `port`).
-        secret: Key that both sides must know. None: only plain types are exchanged.
+        secret: Key that both sides must know. None: only plain data are exchanged.
         timeout: Seconds until all replicas must be connected.
         on_control: Called with (sender's rank, message) for every control message, in a thread of ours.
         on_lost: Called with the rank of a replica that went without a goodbye, in a thread of ours.
@@ -140,6 +143,8 @@ class Reducer:
             raise TypeError(f"root_host={root_host!r}: give the name or address of rank 0's machine")
         self.rank, self.replicas, self.port = rank, replicas, root_port
         self.on_control, self.on_lost = on_control, on_lost
+        self.local_address = root_host
+        """This machine's address on the way to the others."""
         self._trusted = secret is not None
         self._cancelled = cancelled
         self._reader: threading.Thread | None = None
@@ -178,31 +183,21 @@ class Reducer:
             self.port = server.getsockname()[1]
             if publish is not None:
                 publish(self.port)
-            while len(self._peers) < self.replicas - 1:
-                left = deadline - time.monotonic()
-                server.settimeout(min(max(left, 0.001), _CANCEL_INTERVAL))
-                try:
-                    sock, address = server.accept()
-                except TimeoutError:
+            self.local_address = server.getsockname()[0]
+            door = Door(server, secret, range(1, self.replicas))
+            with contextlib.closing(door):
+                while door.missing:
+                    left = deadline - time.monotonic()
+                    for rank, sock in door.wait(min(max(left, 0.001), _CANCEL_INTERVAL)):
+                        self._peers[rank] = _tuned(sock)
                     self._check_cancelled()
-                    if time.monotonic() < deadline:
+                    if left > 0:
                         continue
-                    missing = sorted(set(range(1, self.replicas)) - set(self._peers))
-                    raise CollectiveError(
-                        f"ranks {missing} have not connected to {host}:{self.port} within {timeout:.0f} s"
-                    ) from None
-                self._welcome(sock, address, secret, min(max(left, 0.001), 10.0))
-
-    def _welcome(self, sock: socket.socket, address: Any, secret: bytes | None, timeout: float) -> None:
-        try:
-            rank = _wire.answer(sock, secret, timeout)
-            if not 0 < rank < self.replicas or rank in self._peers:
-                raise ConnectionError(f"a second rank {rank} of {self.replicas} replicas")
-        except OSError as error:
-            log.warning("refused a connection from %s: %s", address[0], error)
-            sock.close()
-            return
-        self._peers[rank] = _tuned(sock)
+                    if door.missing:
+                        raise CollectiveError(
+                            f"ranks {sorted(door.missing)} have not connected to {host}:{self.port} within "
+                            f"{timeout:.0f} s"
+                        )
 
     def _check_cancelled(self) -> None:
         if self._cancelled():
@@ -217,7 +212,7 @@ class Reducer:
             try:
                 sock = socket.create_connection((host, port), timeout=min(timeout, 10.0))
                 try:
-                    _wire.introduce(sock, secret, self.rank, timeout)
+                    _wire.introduce(sock, secret, self.rank, min(timeout, _wire.HANDSHAKE_SECONDS))
                 except BaseException:
                     sock.close()
                     raise
@@ -233,38 +228,59 @@ class Reducer:
                 delay = min(delay * 1.5, 0.5)
             else:
                 self._peers[0] = _tuned(sock)
+                self.local_address = sock.getsockname()[0]
                 return
 
     # -- collectives -------------------------------------------------------------------------------
 
     def allreduce(
-        self, obj: Any, reduce_fn: ReduceFn = default_reduce_fn, tag: str = "", stream: int = MAIN
+        self,
+        obj: Any,
+        reduce_fn: ReduceFn = default_reduce_fn,
+        tag: str = "",
+        stream: int = MAIN,
+        objects: bool = False,
     ) -> Any:
         """`obj` of every replica combined by `reduce_fn`, in the order of the ranks, on every replica."""
-        return self.allreduce_async(obj, reduce_fn, tag, stream).result()
+        return self.allreduce_async(obj, reduce_fn, tag, stream, objects).result()
 
     def allreduce_async(
-        self, obj: Any, reduce_fn: ReduceFn = default_reduce_fn, tag: str = "", stream: int = MAIN
+        self,
+        obj: Any,
+        reduce_fn: ReduceFn = default_reduce_fn,
+        tag: str = "",
+        stream: int = MAIN,
+        objects: bool = False,
     ) -> Future:
-        """As `allreduce`, without waiting. `reduce_fn` runs on rank 0."""
-        return self._start(obj, reduce_fn, tag, stream)
+        """As `allreduce`, without waiting. `reduce_fn` runs on rank 0.
 
-    def broadcast(self, obj: Any, tag: str = "") -> Any:
-        """Rank 0's `obj`, on every replica."""
-        return self._start(obj if self.rank == 0 else None, _first, tag).result()
+        Args:
+            obj: Plain data (see `_codec`), unless `objects`.
+            reduce_fn: Combines two values into one.
+            tag: Where in the script this is; compared between replicas.
+            stream: In which order of calls this one stands.
+            objects: `obj` and the result are objects of the user's, of any type that can be pickled.
+        """
+        return self._start(obj, reduce_fn, tag, stream, objects)
+
+    def broadcast(self, obj: Any, tag: str = "", objects: bool = False) -> Any:
+        """Rank 0's `obj`, on every replica. `objects`: as for `allreduce_async`."""
+        return self._start(obj if self.rank == 0 else None, _first, tag, objects=objects).result()
 
     def barrier(self, tag: str = "") -> None:
         """Return once every replica has called it."""
         self.broadcast(None, tag)
 
-    def _start(self, value: Any, reduce_fn: ReduceFn, tag: str, stream: int = MAIN) -> Future:
+    def _start(
+        self, value: Any, reduce_fn: ReduceFn, tag: str, stream: int = MAIN, objects: bool = False
+    ) -> Future:
         if not callable(reduce_fn):
             raise TypeError(f"reduce_fn combines two values into one, got {reduce_fn!r}")
         if self.replicas == 1:
             future = Future()
             future._set(value)
             return future
-        payload = b"" if self.rank == 0 else _wire.dumps((tag, value))
+        payload = b"" if self.rank == 0 else _codec.encode((tag, self._pack(value, objects)))
         with self._lock:
             if self._closing:  # after `abort` for the same reason as what it has ended
                 raise (PeerLostError if self._aborted else CollectiveError)(_TORN_DOWN)
@@ -275,11 +291,11 @@ class Reducer:
             sequence = self._sequences[stream]
             self._sequences[stream] += 1
             if self.rank != 0:
-                future = self._futures[sequence] = Future()
+                future = self._futures[sequence] = Future(objects)
                 lost = self._lost.get(0)
             else:
                 call = self._calls.setdefault(sequence, _Call())
-                call.own, call.reduce_fn, call.tag = value, reduce_fn, tag
+                call.own, call.reduce_fn, call.tag, call.objects = value, reduce_fn, tag, objects
                 future, lost = call.future, None
         if self.rank == 0:
             self._advance(sequence)
@@ -288,6 +304,9 @@ class Reducer:
         else:
             self._send(0, _CONTRIBUTION, sequence.to_bytes(8, "big") + payload)
         return future
+
+    def _pack(self, value: Any, objects: bool) -> bytes:
+        return _wire.pack(value, objects) if self._trusted or not objects else _wire.pack_for_strangers(value)
 
     def _advance(self, sequence: int) -> None:
         """Rank 0: finish the call if nothing is missing any more, or can come."""
@@ -304,11 +323,11 @@ class Reducer:
             if lost:
                 raise self._lost[lost[0]]
             value = self._combine(call)
-            payload = _wire.dumps(value)
+            payload = self._pack(value, call.objects)
         except Exception as error:  # the user's reduce_fn included: everybody must hear of it
             failure = error if isinstance(error, CollectiveError) else CollectiveError(f"{error!r}")
             failure.__cause__ = None if failure is error else error
-            self._spread(_FAILURE, sequence, _wire.dumps((type(failure).__name__, str(failure))))
+            self._spread(_FAILURE, sequence, _wire.pack((type(failure).__name__, str(failure))))
             call.future._set(error=failure)
             self._come_apart(failure)
         else:
@@ -319,14 +338,14 @@ class Reducer:
         assert call.reduce_fn is not None
         value = call.own
         for rank in range(1, self.replicas):
-            tag, other = _wire.loads(call.contributions[rank], self._trusted)
+            tag, packed = _codec.decode(call.contributions[rank])
             if tag != call.tag:
                 raise CollectiveMismatchError(
                     f"rank {rank} is at {tag or 'an unnamed collective'} while rank 0 is at "
                     f"{call.tag or 'an unnamed collective'}: every replica must call the same collectives "
                     f"in the same order (is one of them under a condition that differs between replicas?)"
                 )
-            value = call.reduce_fn(value, other)
+            value = call.reduce_fn(value, _wire.unpack(packed, call.objects and self._trusted))
         return value
 
     def _come_apart(self, failure: CollectiveError) -> None:
@@ -353,7 +372,7 @@ class Reducer:
             if self.on_control is not None:
                 self.on_control(self.rank, message)
         elif rank in self._peers:
-            self._send(rank, _CONTROL, _wire.dumps(message))
+            self._send(rank, _CONTROL, _codec.encode(message))
 
     def _send(self, peer: int, kind: int, payload: bytes) -> None:
         try:
@@ -398,7 +417,7 @@ class Reducer:
         elif kind in (_RESULT, _FAILURE):
             self._finish(int.from_bytes(payload[:8], "big"), kind, payload[8:])
         elif kind == _CONTROL and self.on_control is not None:
-            self.on_control(peer, _wire.loads(payload, self._trusted))
+            self.on_control(peer, _codec.decode(payload))
         elif kind == _GOODBYE:
             self._gone(
                 peer,
@@ -416,7 +435,7 @@ class Reducer:
         if future is None:
             return
         try:
-            value = _wire.loads(payload, self._trusted)
+            value = _wire.unpack(payload, kind == _RESULT and future.objects and self._trusted)
         except Exception as error:
             future._set(error=CollectiveError(str(error)))
             return

@@ -14,12 +14,12 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import adaptdl_elastic
-from adaptdl_elastic.agent.cluster import ended_run, job_joining
+from adaptdl_elastic.agent.cluster import ended_run, job_joining, run_secret
 from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
 from adaptdl_elastic.agent.cluster.store_link import Registration
 from adaptdl_elastic.agent.core.states import AgentIdentity
@@ -34,12 +34,19 @@ from adaptdl_elastic.agent.terminal.replica_output import Output, Streams
 from adaptdl_elastic.agent.terminal.run_options import MANY_REPLICAS, PROGRAM, RunOptions
 from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.rendezvous.local import runtime_file
-from adaptdl_elastic.rendezvous.local.addresses import NoPortError, address_towards, is_local, listen
+from adaptdl_elastic.rendezvous.local.addresses import (
+    NoPortError,
+    address_towards,
+    is_local,
+    is_loopback,
+    listen,
+)
 from adaptdl_elastic.rendezvous.local.store_server import LocalServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus, NodeRecord, Rescale
-from adaptdl_elastic.rendezvous.store.base import Store, StoreAuthError, StoreError
+from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreError
 from adaptdl_elastic.rendezvous.store.connect import connect
+from adaptdl_elastic.rendezvous.store.etcd_v3 import EtcdV3Store
 from adaptdl_elastic.rendezvous.store.plan_store import PlanStore
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, StoreOptions, parse_endpoints
 from adaptdl_elastic.storage import StorageError
@@ -114,6 +121,7 @@ class StoreAccess:
 
     endpoint: str
     store: PlanStore
+    confidential: bool  # only who may write it reads it: it may keep a secret
     environ: Mapping[str, str] = field(repr=False)  # ours, with `ADAPTDL_ETCD_*` as they are for this store
 
 
@@ -151,6 +159,7 @@ class _Found:
     registration: Registration
     identity: interruption.InstanceIdentity | None
     host: str
+    secret: str = field(repr=False)  # of the run
 
 
 def _store(options: RunOptions, environ: Mapping[str, str], stack: ExitStack) -> StoreAccess:
@@ -161,7 +170,7 @@ def _store(options: RunOptions, environ: Mapping[str, str], stack: ExitStack) ->
             server = stack.enter_context(LocalServer())
         except (OSError, StoreOptionError) as error:
             raise LaunchError(f"--standalone: the store's socket cannot be made: {error}") from None
-        return StoreAccess(server.endpoint, PlanStore(server.store), environ)
+        return StoreAccess(server.endpoint, PlanStore(server.store), True, environ)
     store_options = StoreOptions.from_environment(environ)
     try:
         store = connect(options.endpoint, api=options.etcd_api, options=store_options)  # type: ignore[arg-type]
@@ -172,7 +181,15 @@ def _store(options: RunOptions, environ: Mapping[str, str], stack: ExitStack) ->
         refused = "the store refuses us: " if isinstance(error, StoreAuthError) else ""
         raise LaunchError(f"{refused}{error}{then} `adaptdl doctor --etcd {options.endpoint}`") from None
     stack.callback(store.close)
-    return StoreAccess(options.endpoint, store, environ)
+    confidential = _confidential(store, options.endpoint, store_options)
+    return StoreAccess(options.endpoint, store, confidential, environ)
+
+
+def _confidential(store: PlanStore, endpoint: str, options: StoreOptions) -> bool:
+    """Whether nobody reads what is in this store but who has the password. v2 lets guests read by default."""
+    urls = parse_endpoints(endpoint, options.secure)
+    encrypted = all(url.startswith("https://") for url in urls)
+    return encrypted and options.user is not None and isinstance(store.driver, EtcdV3Store)
 
 
 def store_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[str, str]:
@@ -231,7 +248,7 @@ def _join(options: RunOptions, outfit: Outfit) -> _Found:
     if point is not None and options.max_nodes == 1:
         check_meeting_point(point, host)
     try:
-        return _take_part(options, host, outfit.access.store, outfit.keys, outfit.display.say)
+        return _take_part(options, host, outfit.access, outfit.keys, outfit.display.say)
     except StorageError as error:
         raise LaunchError(
             f"the checkpoints in {options.checkpoint_path} cannot be looked at or put aside: {error}; "
@@ -242,10 +259,14 @@ def _join(options: RunOptions, outfit: Outfit) -> _Found:
 
 
 def _take_part(
-    options: RunOptions, host: str, store: Store, keys: Keys, say: Callable[[str], None]
+    options: RunOptions, host: str, access: StoreAccess, keys: Keys, say: Callable[[str], None]
 ) -> _Found:
-    identity = interruption.discover()
+    store, identity = access.store, interruption.discover()
+    common = run_secret.common_secret(access.environ, store, keys, access.confidential)
     fresh = job_spec(options)
+    fresh = replace(fresh, secret_mark=common.mark(keys.cluster, fresh))
+    if common.one_machine and options.max_nodes > 1 and not is_loopback(host):
+        say(f"nodes of other machines cannot join this one: ADAPTDL_SECRET is not set; {run_secret.REMEDY}")
     start = ended_run.StartOptions(options.once, options.anew)
 
     def busy() -> bool:
@@ -258,10 +279,19 @@ def _take_part(
             spec = job_joining.join_job(store, keys, fresh, record.version, say, start)
             if spec.run != fresh.run:
                 registration.update(run=spec.run)
+                _check_secret(spec, common, keys)
         except BaseException:
             registration.close()
             raise
-        return _Found(spec, registration, identity, host)
+        return _Found(spec, registration, identity, host, common.of_run(keys.cluster, spec))
+
+
+def _check_secret(spec: JobSpec, common: run_secret.CommonSecret, keys: Keys) -> None:
+    """Refuse to join a run whose replicas would refuse ours."""
+    if spec.secret_mark not in ("", common.mark(keys.cluster, spec)):
+        raise job_joining.JoinError(
+            f"job {spec.job!r} runs with another secret than this node's; {run_secret.REMEDY}"
+        )
 
 
 def _node_record(
@@ -444,6 +474,7 @@ def _setting(options: RunOptions, found: _Found, outfit: Outfit) -> AgentConfig:
             threads=options.threads,
             rescale=options.rescale,
             virtual_local_rank=options.virtual_local_rank,
+            secret=found.secret,
         ),
         coordinator=_coordinator_command(options, outfit.access),
         max_restarts=found.spec.max_restarts,
@@ -483,8 +514,13 @@ def ignore_signals() -> None:
 
 
 def start_fork_server() -> ForkServer:
-    """A fork server with this process's environment, but for how to get into the store: no replica has to."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("ADAPTDL_ETCD_")}
+    """A fork server with this process's environment, but for how to get into the store: no replica has to.
+
+    Nor does a replica need the secret of other runs: it gets that of its own.
+    """
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith("ADAPTDL_ETCD_") and k != "ADAPTDL_SECRET"
+    }
     environment.setdefault("OMP_NUM_THREADS", "1")  # no pool of threads before the fork
     return ForkServer.start(environment)
 

@@ -75,7 +75,9 @@ def _usage(error: click.UsageError) -> str:
 
 def refuse(names: Collection[str], why: str) -> None:
     """OptionError where one of these parameters of the command was typed: it would be lost silently."""
-    context = click.get_current_context()
+    context = click.get_current_context(silent=True)
+    if context is None:
+        return
     for parameter in context.command.params:
         typed = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
         if typed and parameter.name in names:
@@ -105,7 +107,7 @@ class _LazyGroup(click.Group):
         return COMMANDS.names()
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS.names():
+        if cmd_name not in COMMANDS:
             return None
         try:
             command = COMMANDS.load(cmd_name)
@@ -123,10 +125,9 @@ class _LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
-        names = COMMANDS.names()
-        if name in names or name.startswith("-") or ctx.resilient_parsing:
+        if name in COMMANDS or name.startswith("-") or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
-        close = difflib.get_close_matches(name, names, 1)
+        close = difflib.get_close_matches(name, COMMANDS.names(), 1)
         raise OptionError(f"there is no command {name!r}" + (f" (did you mean {close[0]}?)" if close else ""))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -147,8 +148,17 @@ def adaptdl() -> None:
 
 
 @dataclass(frozen=True)
+class Place:
+    """A store, a cluster in it, and the name of the standalone job whose store it is ("": it is an etcd)."""
+
+    endpoint: str
+    cluster: str
+    job: str = ""
+
+
+@dataclass(frozen=True)
 class Where:
-    """Which store, and which cluster in it."""
+    """Which store, and which cluster in it, as the command line and the environment say."""
 
     etcd: str | None = None
     api: Literal["auto", "v2", "v3"] = "auto"
@@ -158,28 +168,44 @@ class Where:
     key: str | None = None
     user: str | None = None
 
-    def locate(self, job: str | None = None) -> tuple[str, str]:
-        """(endpoint, cluster); CommandError when nothing says where."""
+    def places(self, job: str | None = None) -> list[Place]:
+        """Return every store that a command is about: the etcd that was given, or those of standalone jobs.
+
+        Args:
+            job: only the store of the standalone job of this name.
+
+        Raises:
+            CommandError: there is none.
+        """
         endpoint = self.etcd or os.environ.get("ADAPTDL_ETCD")
         cluster = self.cluster or os.environ.get("ADAPTDL_CLUSTER")
         if endpoint:
-            return endpoint, cluster or "default"
+            refuse(("standalone_job",), "is for standalone jobs: leave it away where an etcd is given")
+            return [Place(endpoint, cluster or "default")]
         from adaptdl_elastic.rendezvous.local import runtime_file
 
         try:
-            found = runtime_file.find(job)
-            others = runtime_file.read_all() if found is None else []
+            notes = sorted(runtime_file.read_all(), key=lambda note: note.job)
         except runtime_file.RuntimeFileError as error:
             raise CommandError(str(error)) from error
-        if found is not None:
-            return found.endpoint, cluster or found.cluster
-        if others:
-            names = ", ".join(sorted(one.job for one in others))
+        found = [Place(n.endpoint, cluster or n.cluster, n.job) for n in notes if job in (None, n.job)]
+        if found:
+            return found
+        if notes:
+            names = ", ".join(note.job for note in notes)
             raise CommandError(f"no job {job!r} runs standalone on this machine; those that do: {names}")
         raise CommandError(
             "no etcd was given, and no standalone job runs on this machine: give --etcd HOST:PORT or set "
             "ADAPTDL_ETCD"
         )
+
+    def locate(self, job: str | None = None) -> Place:
+        """Return the one store that a command is about; CommandError when there is none, or several are."""
+        found = self.places(job)
+        if len(found) > 1:
+            names = ", ".join(place.job for place in found)
+            raise CommandError(f"{len(found)} standalone jobs run on this machine: {names}; {_which_job()}")
+        return found[0]
 
     def options(self, endpoint: str) -> StoreOptions:
         """The time-out and the credentials for an endpoint; a standalone job's store takes no credentials."""
@@ -193,19 +219,36 @@ class Where:
 
     def connect(self, job: str | None = None) -> tuple[Store, str]:
         """The store and the cluster; CommandError when it can not be had."""
+        place = self.locate(job)
+        return self.open(place), place.cluster
+
+    def open(self, place: Place) -> Store:
+        """Connect to one of `places`; CommandError when that cannot be done."""
         from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreError
         from adaptdl_elastic.rendezvous.store.connect import connect
         from adaptdl_elastic.rendezvous.store.local_socket import is_local
 
-        endpoint, cluster = self.locate(job)
         try:
-            return connect(endpoint, api=self.api, options=self.options(endpoint)), cluster
+            return connect(place.endpoint, api=self.api, options=self.options(place.endpoint))
         except StoreAuthError as error:
-            if is_local(endpoint):
+            if is_local(place.endpoint):
                 raise CommandError(str(error)) from error
             raise CommandError(f"the store refuses us: {error}") from error
         except StoreError as error:
             raise CommandError(str(error)) from error
+
+
+def _which_job() -> str:
+    """Return what to do where several standalone jobs could be meant: some commands have `--job`."""
+    context = click.get_current_context(silent=True)
+    chooses = context is not None and any(one.name == "standalone_job" for one in context.command.params)
+    return "say which with --job NAME" if chooses else "give --etcd HOST:PORT of an etcd"
+
+
+def standalone_job_option(command: F) -> F:
+    """`--job`, as the parameter `standalone_job`: which of several standalone jobs is meant."""
+    text = "The standalone job that is meant, where several run on this machine."
+    return click.option("--job", "standalone_job", metavar="NAME", default=None, help=text)(command)
 
 
 def store_options(command: F) -> F:

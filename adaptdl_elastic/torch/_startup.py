@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import gc
+import ipaddress
 import json
+import logging
 import os
-import secrets
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch.distributed
 
-from adaptdl_elastic import checkpoint, collective, env
+from adaptdl_elastic import _secrets, checkpoint, collective, env
 from adaptdl_elastic._checks import whole
+from adaptdl_elastic._private import RuntimeFileError
 from adaptdl_elastic._session import Identity, Session
 from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.reducer import Reducer
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._elastic.join import begin_joining
 from adaptdl_elastic.torch._process_group import backends, capability
-from adaptdl_elastic.torch._process_group.setup import connect_torch, listening_host, make_group
+from adaptdl_elastic.torch._process_group.setup import (
+    connect_torch,
+    listening_host,
+    make_group,
+    reducer_key,
+)
+from adaptdl_elastic.torch._process_group.signed_store import signed
+from adaptdl_elastic.torch._process_group.store import open_store
+
+log = logging.getLogger(__name__)
 
 dist: Any = torch.distributed  # its stub does not export the stores
 _ADDRESS = "adaptdl/address"
@@ -115,7 +126,7 @@ def _meet(session: Session, backend: str, init_method: str | None) -> None:
         _by_hand(session, backend, init_method)
     session.start()
     capability.compare(session)
-    checkpoint.agree(lambda value: collective.broadcast(value, tag="checkpoint"))
+    checkpoint.agree(lambda value: collective.share(value, "checkpoint"))
 
 
 def _alone(session: Session, backend: str, init_method: str | None) -> None:
@@ -131,8 +142,9 @@ def _launched(session: Session, backend: str, init_method: str | None) -> None:
     store, _, _ = next(dist.rendezvous(init_method or "env://", session.rank, session.replicas))
     store = dist.PrefixStore(f"adaptdl/{session.generation}", store)
     if os.environ.get(environment.ADAPTDL_MASTER_PORT):
-        _connect(session, env.master_addr(), env.master_port(), env.secret())
+        _connect(session, env.master_addr(), env.master_port())
     else:
+        _find_secret(session)
         _connect_through(session, store)
     connect_torch(session, backend, store)
 
@@ -154,35 +166,67 @@ def _by_hand(session: Session, backend: str, init_method: str | None) -> None:
             f"{session.replicas} replicas and no ADAPTDL_MASTER_PORT: say where rank 0 listens by "
             f"ADAPTDL_MASTER_ADDR and ADAPTDL_MASTER_PORT, or start the script with adaptdl-run"
         )
-    _connect(session, host, port, env.secret())
+    _connect(session, host, port)
     if init_method is not None:
         given = {"rank": session.rank, "world_size": session.replicas}
         make_group(session, backend, None, init_method=init_method, **given)
         return
-    store: Any = None
-    if session.rank == 0:
-        store = dist.TCPStore(host, 0, session.replicas, is_master=True, wait_for_workers=False)
-    found = collective.broadcast(None if store is None else store.port, tag="store")
+    store: Any = open_store(host) if session.rank == 0 else None
+    found = collective.share(None if store is None else store.port, "store")
     if store is None:
-        store = dist.TCPStore(host, found, session.replicas, is_master=False, wait_for_workers=False)
-    make_group(session, backend, None, store=store, rank=session.rank, world_size=session.replicas)
+        store = dist.TCPStore(host, found, is_master=False, wait_for_workers=False)
+    connect_torch(session, backend, store)
+
+
+def _find_secret(session: Session) -> None:
+    """Give replicas of torchrun's agents a common secret where `ADAPTDL_SECRET` is not set.
+
+    It is derived from this user's on this machine. Replicas of another machine have another one, and their
+    signatures are refused.
+
+    Raises:
+        RuntimeError: There is none, and the replicas are on several machines.
+    """
+    if env.secret() is not None:
+        return
+    remedy = "set the same ADAPTDL_SECRET on all nodes (openssl rand -hex 24)"
+    one_machine = session.nodes == 1 or _is_loopback(os.environ[environment.MASTER_ADDR])
+    try:
+        common = _secrets.machine_secret()
+    except RuntimeFileError as error:
+        if not one_machine:
+            raise RuntimeError(f"replicas of several nodes need a secret: {remedy}") from None
+        log.warning("replicas cannot prove who they are to each other: %s; or %s", error, remedy)
+        return
+    if not one_machine and session.rank == 0:
+        log.warning("ADAPTDL_SECRET is not set, so replicas of other machines are refused: %s", remedy)
+    os.environ[environment.SECRET] = _secrets.derive(common, "torchrun", session.job).hex()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _connect_through(session: Session, store: Any) -> None:
-    """Rank 0 takes a free port and tells the others through torch's store, with a key of its own."""
+    """Rank 0 takes a free port and tells the others through torch's store."""
+    key = _secrets.generation_key(env.secret(), _secrets.MEETING, session.job, session.generation)
+    store = signed(store, key)
     if session.rank == 0:
-        host, key = listening_host(), env.secret() or secrets.token_hex(16).encode()
+        host = listening_host()
 
         def publish(port: int) -> None:
-            store.set(_ADDRESS, json.dumps([host, port, key.decode()]))
+            store.set(_ADDRESS, json.dumps([host, port]))
 
-        _connect(session, host, 0, key, publish)
+        _connect(session, host, 0, publish)
     else:
-        host, port, text = json.loads(store.get(_ADDRESS))
-        _connect(session, host, port, text.encode())
+        host, port = json.loads(store.get(_ADDRESS))
+        _connect(session, host, port)
 
 
-def _connect(session: Session, host: str, port: int, key: bytes | None, publish: Any = None) -> None:
+def _connect(session: Session, host: str, port: int, publish: Any = None) -> None:
     if session.reducer is not None:
         if session.reducer.replicas == session.replicas:
             return  # collective.initialize was called by the script
@@ -192,7 +236,7 @@ def _connect(session: Session, host: str, port: int, key: bytes | None, publish:
         session.replicas,
         host,
         port,
-        secret=key,
+        secret=reducer_key(session),
         on_control=session.on_control,
         on_lost=session.on_lost,
         publish=publish,

@@ -226,6 +226,8 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
     match event:
         case ReplicaStarted(_, local_rank, pid):
             held = _change(held, local_rank, pid=pid)
+        case ReplicaHello() if held.joining:
+            pass  # it is not warm before it says `ready`, and runs nothing before it has joined
         case ReplicaHello(_, local_rank):
             if held.plain:
                 actions.append(WriteRunning(held.generation, library=True))

@@ -28,6 +28,7 @@ class PendingNotice:
         if INSISTS in status.reason:
             told = status.reason in self._insisted
             self._insisted.add(status.reason)
+            self._reason = self._told = self.due = None
             return None if told else status.reason
         if status.state is not JobState.PENDING or not status.reason:
             self._reason = self._told = self.due = None

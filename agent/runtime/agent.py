@@ -55,7 +55,7 @@ from adaptdl_elastic.agent.runtime import failure_reports
 from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
 from adaptdl_elastic.agent.runtime.event_loop import Count, Loop, Signalled
 from adaptdl_elastic.agent.runtime.fork_server import Exited, ForkServer, Spawned
-from adaptdl_elastic.agent.runtime.generation_store import GenerationStore, Joined
+from adaptdl_elastic.agent.runtime.generation_store import GenerationStore
 from adaptdl_elastic.agent.runtime.replica_environment import replica_environment
 from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
 from adaptdl_elastic.agent.runtime.run_result import run_result
@@ -119,8 +119,7 @@ class ElasticAgent(SimpleElasticAgent):
         self._watchers = [Watcher(store, prefix, self._loop.post) for prefix in self._mirror.prefixes]
         self._replicas: dict[int, ReplicaHandle] = {}  # by their number at the fork server
         self._numbers = 0
-        self._meeting = GenerationStore(setting.host, setting.ports, self._loop.post)
-        self._joining: states.StartReplicas | None = None
+        self._meeting = GenerationStore(setting.host, setting.ports)
         self._plan: Plan | None = None  # of the held generation
         log, holder = output.directory / "coordinator.log", Holder(setting.me.node, setting.me.agent)
         self._coordinator = CoordinatorHost(
@@ -262,8 +261,6 @@ class ElasticAgent(SimpleElasticAgent):
                 self._look_around()
             case Signalled(number):
                 self._on_signal(signal.Signals(number))
-            case Joined():
-                self._joined(event)
             case Notice():
                 self._on_notice(event)
             case Said(text):
@@ -379,8 +376,13 @@ class ElasticAgent(SimpleElasticAgent):
         if not start.join:
             self._meeting.forget(start.plan.generation)
             self._say_restart(start.plan)
-        self._joining = start
-        self._meeting.join(start)
+        if not start.join or not self._replicas:
+            self._last_exits.clear()
+            self._plan = start.plan
+        for local_rank in start.local_ranks:
+            self._spawn(start, local_rank)
+        if self._plan is start.plan:
+            self._initialize_workers(self._worker_group)
 
     def _say_restart(self, plan: Plan) -> None:
         """Tell the person at the terminal that a generation starts because the one before was lost."""
@@ -393,22 +395,6 @@ class ElasticAgent(SimpleElasticAgent):
         else:
             self._say(f"starting again, from {origin} ({plan.reason}; not counted as a restart)")
 
-    def _joined(self, joined: Joined) -> None:
-        start = joined.start
-        if self._joining is not start:
-            return  # given up meanwhile
-        self._joining = None
-        if joined.secret is None:
-            self._never_started(start, 1, joined.why)
-            return
-        if not start.join or not self._replicas:
-            self._last_exits.clear()
-            self._plan = start.plan
-        for local_rank in start.local_ranks:
-            self._spawn(start, local_rank, joined.secret)
-        if self._plan is start.plan:
-            self._initialize_workers(self._worker_group)
-
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         met, used = time.perf_counter(), self._plan.restarts if self._plan is not None else 0
         self._remaining_restarts = max(0, self._setting.max_restarts - used)
@@ -419,13 +405,13 @@ class ElasticAgent(SimpleElasticAgent):
         )
         worker_group.state = WorkerState.HEALTHY
 
-    def _spawn(self, start: states.StartReplicas, local_rank: int, secret: str) -> None:
+    def _spawn(self, start: states.StartReplicas, local_rank: int) -> None:
         plan = start.plan
         rank = plan.rank_by_slot(self._setting.me.node)[local_rank]
         self._numbers += 1
         destination = self._output.open(plan.generation, local_rank, rank)
         handle = ReplicaHandle(self._numbers, plan.generation, local_rank, rank, destination.error_file)
-        environment = self._environment(plan, start.master, local_rank, secret, destination.error_file)
+        environment = self._environment(plan, start.master, local_rank, destination.error_file)
         if start.join:
             environment[JOIN] = "1"
         reports = str(Path(destination.error_file).parent)
@@ -442,7 +428,7 @@ class ElasticAgent(SimpleElasticAgent):
         self._loop.add(handle, partial(self._channel_news, handle))
 
     def _environment(
-        self, plan: Plan, master: MasterRecord, local_rank: int, secret: str, error_file: str
+        self, plan: Plan, master: MasterRecord, local_rank: int, error_file: str
     ) -> dict[str, str]:
         checkpoint = self._mirror.checkpoint
         return replica_environment(
@@ -450,7 +436,6 @@ class ElasticAgent(SimpleElasticAgent):
             plan,
             master,
             local_rank,
-            secret,
             checkpoint.id if checkpoint is not None else None,
             error_file,
             os.environ,
@@ -466,8 +451,7 @@ class ElasticAgent(SimpleElasticAgent):
         for handle in self._replicas.values():
             rank, environment = mine.get(handle.local_rank), dict[str, str]()
             if rank is not None:
-                secret = self._meeting.secret or ""
-                environment = self._environment(plan, master, handle.local_rank, secret, handle.error_file)
+                environment = self._environment(plan, master, handle.local_rank, handle.error_file)
             message: messages.Plan
             if numbers is None:
                 message = inplace_change.recovery_message(plan, master, rank)
@@ -477,13 +461,18 @@ class ElasticAgent(SimpleElasticAgent):
             handle.send(replace(message, environ=environment))
 
     def _withdraw(self, plan: Plan, reason: str) -> None:
-        start, self._joining = self._joining, None
-        if start is not None:
-            self._never_started(start, -signal.SIGKILL)
-        self._say(f"generation {plan.generation} is withdrawn, training goes on: {reason}")
+        goes_on = "" if self._is_to_stop else ", training goes on"
+        self._say(f"generation {plan.generation} is withdrawn{goes_on}: {reason}")
         for handle in self._replicas.values():
             if handle.generation != plan.generation:
                 handle.send(WithdrawPlan(plan.generation, reason))
+
+    @property
+    def _is_to_stop(self) -> bool:
+        """Whether the replicas here are about to stop: the node leaves, or the newest plan ends them."""
+        newest = self.state.plan
+        ends = newest is not None and newest.transition in (Transition.RESTART, Transition.ABORT)
+        return self.state.departure is not None or ends
 
     def _adopt(self, plan: Plan) -> None:
         """The replicas have gone over: their handles follow."""
@@ -505,30 +494,16 @@ class ElasticAgent(SimpleElasticAgent):
             if early is not None:
                 self._heard_step(handle, *early)
 
-    def _never_started(self, start: states.StartReplicas, code: int, why: str = "") -> None:
-        for local_rank in start.local_ranks:
-            self._loop.post(states.ReplicaExited(start.plan.generation, local_rank, code, time.time(), why))
-
-    def _give_up_joining(self, code: int) -> bool:
-        start, self._joining = self._joining, None
-        if start is not None:
-            self._never_started(start, code)
-        return start is not None and not start.join
-
     def _held(self, local_ranks: tuple[int, ...]) -> list[ReplicaHandle]:
         return [h for h in self._replicas.values() if h.local_rank in local_ranks]
 
     def _ask_to_stop(self, local_ranks: tuple[int, ...], plain: tuple[int, ...], reason: str) -> None:
-        if self._give_up_joining(STOPPED):
-            return
         for handle in self._held((*local_ranks, *plain)):
             handle.send(Stop(reason))  # one that cannot hear it is about to end
         for handle in self._held(plain):  # after the message, which `channel.say_finished` looks for
             self._forks.signal(handle.number, signal.SIGTERM)
 
     def _kill(self, local_ranks: tuple[int, ...], reason: str) -> None:
-        if self._give_up_joining(-signal.SIGKILL):
-            return
         logger.info("killing local ranks %s: %s", local_ranks, reason)
         for handle in self._held(local_ranks):
             self._forks.signal(handle.number, signal.SIGKILL)

@@ -1,50 +1,29 @@
 """Where the replicas of a generation meet: a TCPStore that the agent of rank 0 keeps.
 
-The key that the library's collectives authenticate with is never in etcd. It is `ADAPTDL_SECRET` where
-the agents' environment says it, and then it does not leave the nodes. Else it is made by the first agent of
-rank 0 and travels in that TCPStore, which torch opens to whoever can connect. It stays the same for the
-run, because replicas that go over to another generation in place keep theirs.
+Whoever reaches its port reads and writes it: torch asks nobody who they are. So nothing secret is in it,
+and replicas believe only values that one of them has signed (`signed_store` of the library).
 """
 
 from __future__ import annotations
 
-import os
-import secrets
 import socket
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from adaptdl_elastic.agent.core.states import StartReplicas
 from adaptdl_elastic.agent.runtime.agent_config import MeetingPoint
-from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.rendezvous.local.addresses import NoPortError, is_local, listen, reserve
 from adaptdl_elastic.rendezvous.schema.records import MasterRecord
 
-_SECRET = "adaptdl/secret"
 _JOIN_SECONDS = 30.0
 
 
-@dataclass(frozen=True)
-class Joined:
-    """The secret of a generation came, or did not."""
-
-    start: StartReplicas
-    secret: str | None
-    why: str = ""
-
-
 class GenerationStore:
-    """Keeps the stores of the newest generations, and the secret."""
+    """Keeps the stores of the newest generations."""
 
-    def __init__(self, host: str, ports: tuple[int, int] | None, post: Callable[[object], None]) -> None:
-        self._host, self._ports, self._post = host, ports, post
+    def __init__(self, host: str, ports: tuple[int, int] | None) -> None:
+        self._host, self._ports = host, ports
         self._stores: dict[int, tuple[TCPStore, socket.socket]] = {}
-        self.secret = os.environ.get(environment.SECRET) or None
-        self._given = self.secret is not None
 
     def open(self, generation: int, wanted: MeetingPoint | None = None) -> MasterRecord:
         """Keep the store of a generation; NoPortError when nothing is free to listen on.
@@ -71,34 +50,9 @@ class GenerationStore:
             timeout=timedelta(seconds=_JOIN_SECONDS),
             master_listen_fd=sock.detach(),
         )
-        self.secret = self.secret or secrets.token_hex(16)
-        store.set(_SECRET, "" if self._given else self.secret)
         kept = reserve(host, self._ports)  # for rank 0, which will listen there when it has started
         self._stores[generation] = store, kept
         return MasterRecord(generation, host, port, int(kept.getsockname()[1]))
-
-    def join(self, start: StartReplicas) -> None:
-        """Post `Joined` once the secret is known: at once, or from a thread that asks rank 0's node."""
-        if self.secret is not None:
-            self._post(Joined(start, self.secret))
-        else:
-            threading.Thread(target=self._ask, args=(start,), name="join", daemon=True).start()
-
-    def _ask(self, start: StartReplicas) -> None:
-        master = start.master
-        try:
-            store = TCPStore(
-                master.host, master.port, is_master=False, timeout=timedelta(seconds=_JOIN_SECONDS)
-            )
-            secret = store.get(_SECRET).decode()
-        except RuntimeError as error:  # torch's DistError and its kin
-            why = str(error).splitlines()[0]
-            where = f"{master.host}:{master.port}"
-            self._post(Joined(start, None, f"can not reach rank 0's node at {where}: {why}"))
-        else:
-            self.secret = secret or None
-            given = f"rank 0's node ({master.host}) has an ADAPTDL_SECRET: set the same on this node"
-            self._post(Joined(start, self.secret, "" if secret else given))
 
     def forget(self, before: int) -> None:
         """Close the stores of older generations."""

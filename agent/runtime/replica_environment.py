@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from adaptdl_elastic._private import RuntimeFileError, private_directory
 from adaptdl_elastic.protocol import environment
-from adaptdl_elastic.rendezvous.local.runtime_file import RuntimeFileError, private_directory
 from adaptdl_elastic.rendezvous.local.scratch_directory import Shared, sweep
 from adaptdl_elastic.rendezvous.schema.records import MasterRecord, Plan
 
@@ -28,6 +28,7 @@ class JobEnvironment:
     threads: int | None
     rescale: str = "auto"
     virtual_local_rank: bool = False
+    secret: str = field(default="", repr=False)  # of the run
 
 
 def replica_environment(
@@ -35,7 +36,6 @@ def replica_environment(
     plan: Plan,
     master: MasterRecord,
     local_rank: int,
-    secret: str,
     checkpoint: str | None,
     error_file: str,
     inherited: Mapping[str, str],
@@ -75,7 +75,7 @@ def replica_environment(
         environment.CHECKPOINT_ID: checkpoint or "",
         environment.SHARE_PATH: job.share_path,
         environment.RESCALE: job.rescale,
-        environment.SECRET: secret,
+        environment.SECRET: job.secret,
     }
     if job.rescale == "restart":  # else the library decides, which may want to survive an error
         values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")

@@ -15,9 +15,11 @@ from adaptdl_elastic.autoscaler.cli import (
     CommandError,
     Finite,
     OptionError,
+    Place,
     Where,
     json_option,
     refuse,
+    standalone_job_option,
     store_options,
 )
 from adaptdl_elastic.rendezvous.schema import records
@@ -133,11 +135,10 @@ def coordinator(
 @store_options
 def nodes(where: Where, as_json: bool) -> None:
     """Show the nodes of the cluster and who uses them."""
-    from adaptdl_elastic.autoscaler.commands.tables import load, node_rows
+    from adaptdl_elastic.autoscaler.commands.tables import load_all, node_rows
     from adaptdl_elastic.autoscaler.coordinator.slots import Ledger
 
-    view = load(where)
-    rows = node_rows(view, Ledger(view))
+    rows = [row for _, view in load_all(where) for row in node_rows(view, Ledger(view))]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
@@ -169,9 +170,17 @@ def nodes(where: Where, as_json: bool) -> None:
 )
 @click.option("--wait", is_flag=True, help="Until no replica is left on it.")
 @click.option("--timeout", type=Finite(min=0), default=300.0, show_default=True, help="Seconds to --wait.")
+@standalone_job_option
 @store_options
 def drain(
-    node: str, where: Where, reason: str, deadline: float | None, cancel: bool, wait: bool, timeout: float
+    node: str,
+    where: Where,
+    reason: str,
+    deadline: float | None,
+    cancel: bool,
+    wait: bool,
+    timeout: float,
+    standalone_job: str | None,
 ) -> None:
     """Move every replica off NODE in an orderly way.
 
@@ -188,9 +197,9 @@ def drain(
         check_name("node", node)
     except ValueError as error:
         raise OptionError(str(error)) from error
-    store, cluster = where.connect()
-    keys = Keys(cluster)
-    with store:
+    place = _place_of(where, node, standalone_job)
+    keys = Keys(place.cluster)
+    with where.open(place) as store:
         view = read(store, keys)
         known = {name for agents in view.nodes.values() for name in agents}
         if cancel:
@@ -200,7 +209,7 @@ def drain(
             return
         if node not in known:
             there = f"; its nodes are: {', '.join(sorted(known))}" if known else ", and no other"
-            raise CommandError(f"there is no node {node!r} in cluster {cluster!r}{there}")
+            raise CommandError(f"there is no node {node!r} in cluster {place.cluster!r}{there}")
         now = time.time()
         request = records.DrainRequest(
             node, reason, deadline=None if deadline is None else now + deadline, created=now
@@ -209,6 +218,25 @@ def drain(
         click.echo(f"{node} is being drained")
         if wait and not wait_until(store, keys, lambda v: not _busy(Ledger(v), v, node), timeout):
             raise CommandError(f"{node} still has replicas after {timeout:g} s; see adaptdl nodes")
+
+
+def _place_of(where: Where, node: str, job: str | None) -> Place:
+    """Return the store that has a node; several standalone jobs are each a store of their own."""
+    from adaptdl_elastic.autoscaler.commands.tables import load_all
+
+    if len(where.places(job)) == 1:
+        return where.locate(job)
+    views = load_all(where, job)
+    found = [
+        place for place, view in views if node in view.drains or any(node in a for a in view.nodes.values())
+    ]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(place.job for place in found)
+        raise CommandError(f"the standalone jobs {names} all run on {node}; say which with --job NAME")
+    known = sorted({name for _, view in views for agents in view.nodes.values() for name in agents})
+    raise CommandError(f"no standalone job runs on node {node!r}; they run on: {', '.join(known) or 'none'}")
 
 
 def _busy(ledger: Any, view: Any, node: str) -> bool:
@@ -221,10 +249,11 @@ def _busy(ledger: Any, view: Any, node: str) -> bool:
 @store_options
 def events(where: Where, as_json: bool, tail: int) -> None:
     """Show what the coordinator did of late."""
-    store, cluster = where.connect()
-    keys = Keys(cluster)
-    with store:
-        items = store.range(keys.events).items[-tail:]
+    from adaptdl_elastic.autoscaler.commands.tables import ask_all, clock
+
+    answers = ask_all(where, lambda store, place: store.range(Keys(place.cluster).events).items)
+    merged = [item for _, items in answers for item in items]
+    items = sorted(merged, key=lambda item: item.key.rpartition("/")[2])[-tail:]
     if not items and not as_json:
         click.echo("no events yet")
     for item in items:
@@ -237,18 +266,8 @@ def events(where: Where, as_json: bool, tail: int) -> None:
         if as_json:
             click.echo(json.dumps(event))
             continue
-        when = _clock(event.pop("time", 0))
+        when = clock(event.pop("time", 0))
         name = event.pop("event", "?")
         event.pop("fence", None)
         text = "  ".join(f"{key}={value}" for key, value in event.items() if value not in (None, "", {}, []))
         click.echo(f"{when}  {name!s:<10}  {text}", file=sys.stdout)
-
-
-def _clock(seconds: object) -> str:
-    """Local time; with its date where that is not today's."""
-    try:
-        then = time.localtime(seconds)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError, OSError):  # not of our writing
-        return "--:--:--"
-    today = time.localtime()[:3]
-    return time.strftime("%H:%M:%S" if then[:3] == today else "%Y-%m-%d %H:%M:%S", then)

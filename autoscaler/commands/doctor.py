@@ -16,6 +16,7 @@ from adaptdl_elastic.autoscaler.cli import (
     Where,
     json_option,
     refuse,
+    standalone_job_option,
     store_options,
 )
 
@@ -36,6 +37,7 @@ _SIGNS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "error": ("FAIL"
 @click.option("--profile", default=None, help="Credentials to use.")
 @click.option("--queue-url", default=None, help="Its queue of interruption notices.")
 @json_option
+@standalone_job_option
 @store_options
 def doctor(
     where: Where,
@@ -48,13 +50,14 @@ def doctor(
     region: str | None,
     profile: str | None,
     queue_url: str | None,
+    standalone_job: str | None,
 ) -> int:
     """Check this node and the store; every finding names its remedy. Exit code 1 when something fails."""
     from adaptdl_elastic.autoscaler.diagnostics import checks
 
     if not asgs:
         refuse(("region", "profile", "queue_url"), "is for --aws")
-    endpoint = _endpoint(where)
+    endpoint = _endpoint(where, standalone_job)
     found = [*checks.check_versions(), *checks.check_limits(), *checks.check_address(local_addr, endpoint)]
     if port_range is not None:
         found += checks.check_ports(*_ports(port_range), checks.announced(local_addr, endpoint))
@@ -62,7 +65,7 @@ def doctor(
     if checkpoint_path is not None and "://" not in checkpoint_path:
         directory = Path(checkpoint_path).absolute()
         found += checks.check_directory(directory)
-    found += _store(where, node or socket.gethostname(), directory)
+    found += _store(where, standalone_job, node or socket.gethostname(), directory)
     if asgs:
         found += _aws(asgs, region, profile, queue_url)
     if as_json:
@@ -85,26 +88,27 @@ def _ports(text: str) -> tuple[int, int]:
     return low, high
 
 
-def _endpoint(where: Where) -> str | None:
+def _endpoint(where: Where, job: str | None) -> str | None:
     try:
-        return where.locate()[0]
+        return where.locate(job).endpoint
     except CommandError:
         return None  # it is said with what concerns the store
 
 
-def _store(where: Where, node: str, directory: Path | None) -> list[Any]:
+def _store(where: Where, job: str | None, node: str, directory: Path | None) -> list[Any]:
     from adaptdl_elastic.autoscaler.commands.tables import read
     from adaptdl_elastic.autoscaler.diagnostics import checks
     from adaptdl_elastic.rendezvous.schema.keys import Keys
     from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreError
 
     found: list[checks.Finding] = []
+    place = None
     try:
-        endpoint, cluster = where.locate()
-        found = checks.check_server(endpoint, where.options(endpoint))
+        place = where.locate(job)
+        found = checks.check_server(place.endpoint, where.options(place.endpoint))
         if all(finding.level is checks.Level.ERROR for finding in found):
             return found
-        store, _ = where.connect()
+        store = where.open(place)
     except CommandError as problem:
         if isinstance(problem.__cause__, StoreAuthError):
             remedy = (
@@ -113,12 +117,15 @@ def _store(where: Where, node: str, directory: Path | None) -> list[Any]:
             )
             return [*found, checks.error("rights", str(problem.__cause__), remedy)]
         remedy = "give --etcd HOST:PORT of an etcd that runs"
-        remedy = "is this etcd's port for clients (2379)?" if found else remedy
+        if found:
+            remedy = "is this etcd's port for clients (2379)?"
+        if place is not None and place.job:
+            remedy = f"see what its agent does: adaptdl status {place.job}"
         return [*found, checks.error("store", problem.message, remedy)]
     except StoreError as problem:
         return [checks.error("store", str(problem), "correct the option or variable named")]
     with store:
-        keys = Keys(cluster)
+        keys = Keys(place.cluster)
         try:
             found += checks.check_rights(store, keys)
             view = read(store, keys)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import click
 from pydantic import TypeAdapter, ValidationError
 
-from adaptdl_elastic.autoscaler.cli import Where, json_option, store_options
-from adaptdl_elastic.autoscaler.commands.tables import find_job, read
+from adaptdl_elastic.autoscaler.cli import CommandError, Where, json_option, store_options
+from adaptdl_elastic.autoscaler.commands.tables import find_job, is_lost, read, why_lost
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.autoscaler.policy.policy_types import PolicySettings
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -29,7 +29,10 @@ def explain(job: str, where: Where, as_json: bool) -> None:
     store, cluster = where.connect(job)
     with store:
         view, settings = read(store, Keys(cluster)), leaders_settings(store, Keys(cluster))
-    found = why.explain(view, find_job(view, job, where.locate(job)[1]), allocate, settings)
+    asked = find_job(view, job, cluster)
+    if is_lost(view, asked):
+        raise CommandError(f"{job} has nothing: {why_lost(asked)}")
+    found = why.explain(view, asked, allocate, settings)
     if as_json:
         click.echo(json.dumps(why.as_json(found), indent=2))
     else:

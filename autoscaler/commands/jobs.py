@@ -23,15 +23,19 @@ from adaptdl_elastic.autoscaler.cli import (
 )
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View
 from adaptdl_elastic.autoscaler.commands.tables import (
+    LOST,
     Row,
     cost_text,
     find_job,
+    is_lost,
     job_row,
     load,
+    load_all,
     read,
     show,
     show_table,
     wait_until,
+    why_lost,
 )
 from adaptdl_elastic.autoscaler.coordinator.slots import fewest
 from adaptdl_elastic.rendezvous.schema import records
@@ -50,8 +54,13 @@ _ENDED = tuple(state.value for state in records.JobState if state.ended)
 @store_options
 def ls(where: Where, as_json: bool, everything: bool) -> None:
     """Show what runs: jobs, their size, batch size, goodput and progress."""
-    view = load(where)
-    rows = [job_row(view, job) for _, job in sorted(view.jobs.items()) if job.spec is not None]
+    rows = [
+        job_row(view, job)
+        for _, view in load_all(where)
+        for job in view.jobs.values()
+        if job.spec is not None
+    ]
+    rows.sort(key=lambda row: row["job"])
     if not everything:
         rows = [row for row in rows if row["state"] not in _ENDED]
     if as_json:
@@ -95,8 +104,7 @@ def ls(where: Where, as_json: bool, everything: bool) -> None:
 @store_options
 def status(job: str, where: Where, as_json: bool) -> None:
     """Show one job in detail."""
-    view = load(where, job)
-    found = find_job(view, job, where.locate(job)[1])
+    view, found = load(where, job)
     row = {**job_row(view, found), **_details(view, found)}
     if as_json:
         click.echo(json.dumps(row, indent=2))
@@ -233,6 +241,8 @@ def _not_ended(name: str) -> Callable[[View, JobView], None]:
         status = job.status_now
         if status is not None and status.state.ended:
             raise CommandError(f"{name} has already ended: {status.state.value} ({status.reason})")
+        if is_lost(view, job):
+            raise CommandError(f"{name} cannot be asked for anything: {why_lost(job)}")
 
     return check
 
@@ -315,6 +325,8 @@ def _batch(row: Row) -> str:
 
 def _size(row: Row) -> str:
     if not row["replicas"]:
+        if row["state"] == LOST:
+            return "none"
         return "none: it has ended" if row["state"] in _ENDED else "no replica yet"
     size = f"{pluralize(row['replicas'], 'replica')} on {pluralize(row['nodes'], 'node')}"
     return f"{size}   {_places(row)}"

@@ -6,17 +6,24 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
-from adaptdl_elastic.autoscaler.cli import CommandError, Where
+import click
+
+from adaptdl_elastic.autoscaler.cli import CommandError, Place, Where
 from adaptdl_elastic.autoscaler.cluster_view import BILL_SECONDS, ClusterCache, JobView, View, view_of
 from adaptdl_elastic.autoscaler.coordinator.job_phase import this_run
 from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, in_plan
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import JobState
-from adaptdl_elastic.rendezvous.store.base import CompactedError, Store
+from adaptdl_elastic.rendezvous.schema.records import JobState, JobStatus
+from adaptdl_elastic.rendezvous.store.base import CompactedError, Store, StoreError
+from adaptdl_elastic.rendezvous.store.local_socket import JobEndedError
+
+LOST = "lost"
+"""The state of a job that was running when its last agent and the last coordinator died."""
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 _LEAST_WIDTH = 12  # of the last column of a table, where it is cut
 
@@ -26,11 +33,45 @@ def read(store: Store, keys: Keys) -> View:
     return view_of(keys, store.range(keys.root), time.monotonic(), time.time())
 
 
-def load(where: Where, job: str | None = None) -> View:
-    """Connect, read, and hang up."""
-    store, cluster = where.connect(job)
+def load(where: Where, name: str) -> tuple[View, JobView]:
+    """Read the store of a job; what it says of all, and of this job. CommandError when there is none."""
+    store, cluster = where.connect(name)
     with store:
-        return read(store, Keys(cluster))
+        view = read(store, Keys(cluster))
+    return view, find_job(view, name, cluster)
+
+
+def ask_all(where: Where, ask: Callable[[Store, Place], T], job: str | None = None) -> list[tuple[Place, T]]:
+    """Ask every store that a command is about.
+
+    A standalone job that ends meanwhile is left out. One that does not answer is told of on stderr, unless it
+    is the only one.
+
+    Args:
+        where: the stores, as the command line says.
+        ask: what to ask of one store.
+        job: only the standalone job of this name.
+
+    Raises:
+        CommandError, StoreError: the only store does not answer.
+    """
+    places = where.places(job)
+    answers = []
+    for place in places:
+        try:
+            with where.open(place) as store:
+                answers.append((place, ask(store, place)))
+        except (CommandError, StoreError) as error:
+            if len(places) == 1:
+                raise
+            if not isinstance(error.__cause__ or error, JobEndedError):
+                click.echo(f"adaptdl: {place.job}: {error}", err=True)
+    return answers
+
+
+def load_all(where: Where, job: str | None = None) -> list[tuple[Place, View]]:
+    """Read every store that a command is about, as `ask_all` does."""
+    return ask_all(where, lambda store, place: read(store, Keys(place.cluster)), job)
 
 
 def wait_until(store: Store, keys: Keys, done: Callable[[View], bool], timeout: float) -> bool:
@@ -70,6 +111,34 @@ def find_job(view: View, name: str, cluster: str) -> JobView:
     return job
 
 
+def is_lost(view: View, job: JobView) -> bool:
+    """Return whether a job that has not ended has no agent, and there is no coordinator that would say so.
+
+    What the store says of such a job is what it was when the last of them died.
+    """
+    return not job.over and view.leader is None and not view.agents(job.job)
+
+
+def why_lost(job: JobView) -> str:
+    """Return what is known of a lost job, and what to do."""
+    status, hints, spec = job.status_now, job.hints, job.spec
+    signs = [status.updated if status else 0.0, hints.record.time if hints else 0.0]
+    signs += [job.checkpoint.record.time if job.checkpoint else 0.0, spec.record.created if spec else 0.0]
+    signs += [one.record.time for table in (job.running, job.ended) for one in table.values()]
+    goes_on = "goes on from its last checkpoint" if job.checkpoint else "starts it again"
+    return f"no agent answers (last heard of at {clock(max(signs))}); the same command {goes_on}"
+
+
+def clock(seconds: object) -> str:
+    """Local time; with its date where that is not today's."""
+    try:
+        then = time.localtime(seconds)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, OSError):  # not of our writing
+        return "--:--:--"
+    today = time.localtime()[:3]
+    return time.strftime("%H:%M:%S" if then[:3] == today else "%Y-%m-%d %H:%M:%S", then)
+
+
 def job_row(view: View, job: JobView) -> Row:
     """One job as `adaptdl ls --json` shows it."""
     spec = job.spec.record if job.spec else None
@@ -78,12 +147,13 @@ def job_row(view: View, job: JobView) -> Row:
     plan = this_run(job)
     if hints is not None and plan is not None and hints.generation < plan.first:
         hints = None  # of an earlier run
-    running = status is not None and not status.state.ended
+    lost = is_lost(view, job)
+    running = status is not None and not status.state.ended and not lost
     done = status is not None and status.state is JobState.DONE
     pauses = status.pauses if status else ()
     return {
         "job": job.job,
-        "state": status.state.value if status else "pending",
+        "state": _state(status, lost),
         "generation": plan.generation if plan else None,
         "replicas": plan.replicas if plan and running else 0,
         "nodes": plan.nodes if plan and running else 0,
@@ -105,7 +175,11 @@ def job_row(view: View, job: JobView) -> Row:
         "progress": 1.0 if done else hints.progress if hints else None,
         "step": hints.step if hints else None,
         "cause": plan.cause.value if plan else None,
-        "reason": status.reason if status else "the coordinator has not seen it yet",
+        "reason": why_lost(job)
+        if lost
+        else status.reason
+        if status
+        else "the coordinator has not seen it yet",
         "last_pause": (status.last_pause if status else None) or (pauses[-1] if pauses else None),
         "restarts_used": status.restarts_used if status else 0,
         "max_restarts": spec.max_restarts if spec else None,
@@ -114,6 +188,12 @@ def job_row(view: View, job: JobView) -> Row:
         "checkpoint": job.checkpoint.record.id if job.checkpoint else None,
         "cost": cost_row(view, job.job),
     }
+
+
+def _state(status: JobStatus | None, lost: bool) -> str:
+    if status is None or status.state is JobState.PENDING:
+        return JobState.PENDING.value
+    return LOST if lost else status.state.value
 
 
 def cost_row(view: View, job: str) -> Row | None:

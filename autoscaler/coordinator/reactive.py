@@ -37,6 +37,8 @@ def see_to(draft: DecisionBuilder, job: JobView, condition: Condition) -> None:
         _mend(draft, job, condition, condition.plan)
     else:
         draft.wake(condition.health.settled_at)
+        if _left_before_it_began(draft, job, condition, condition.plan):
+            return
         if _drain(draft, job, condition, condition.plan):
             return
         if condition.phase is Phase.STEADY:
@@ -126,6 +128,21 @@ def _wrongly_counted(draft: DecisionBuilder, job: JobView, plan: Plan, lost: tup
     silent = {one.node for one in plan.leaving if (one.generation, one.node) not in job.ended}
     never_ran = {node for node in lost if (plan.generation, node) not in job.running}
     return plan.cause is Cause.FAILURE and bool(silent & never_ran)
+
+
+def _left_before_it_began(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> bool:
+    """Plan without nodes that left a generation before they started its processes; return whether one did.
+
+    The replicas of the other nodes wait for theirs, and would do so for ever. Nothing of it has been trained.
+    """
+    health, starts = condition.health, plan.transition in (Transition.RESTART, Transition.ABORT)
+    if not starts or not (health.running or health.starting):
+        return False
+    gone = [node for node in health.stopped if (plan.generation, node) not in job.running]
+    if not gone:
+        return False
+    why = f"{', '.join(gone)} left before it had started"
+    return draft.replan(job, plan, Cause.DRAIN, Transition.ABORT, why)
 
 
 def _drain(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> bool:

@@ -184,10 +184,15 @@ def _end(failure: Failure) -> str:
 
 
 def _resilient(job: JobView, plan: Plan, generation: int, node: str) -> bool:
-    """Whether the death of others does not end this node's replicas."""
+    """Return True if the death of others does not end this node's replicas.
+
+    Survivors of a change in place are the processes of the generation before, and keep what that one said.
+    Replicas that a restart has started have to say it themselves.
+    """
     if plan.transition is Transition.RECOVER or (generation, node) in job.broken:
         return True
-    heard = [job.running.get((g, node)) for g in {generation, before(plan)}]
+    same = (generation, before(plan)) if plan.transition is Transition.INPLACE else (generation,)
+    heard = [job.running.get((g, node)) for g in same]
     return any(seen is not None and seen.record.resilient for seen in heard)
 
 

@@ -21,7 +21,7 @@ def address_towards(urls: tuple[str, ...]) -> str:
     that nobody knows here, or be on this very machine: a loopback address is only the last resort.
     """
     found = [address for url in urls for address in _local_addresses(url)]
-    return next((one for one in found if not _is_loopback(one)), found[0] if found else "127.0.0.1")
+    return next((one for one in found if not is_loopback(one)), found[0] if found else "127.0.0.1")
 
 
 def _local_addresses(url: str) -> list[str]:
@@ -41,7 +41,8 @@ def _local_addresses(url: str) -> list[str]:
     return found
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach `address`."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:

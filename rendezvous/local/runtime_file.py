@@ -8,18 +8,16 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from adaptdl_elastic._private import RuntimeFileError, check_private, private_directory, runtime_directory
 from adaptdl_elastic.rendezvous.schema.keys import check_name
 
-
-class RuntimeFileError(RuntimeError):
-    """The runtime directory can not be trusted or used."""
+__all__ = ["RuntimeFile", "RuntimeFileError", "find", "locked", "read_all", "remove", "write"]
 
 
 @dataclass(frozen=True)
@@ -41,24 +39,6 @@ class RuntimeFile:
         except PermissionError:
             return True
         return True
-
-
-def runtime_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """`${XDG_RUNTIME_DIR:-/tmp}/adaptdl-<uid>`; nothing is created."""
-    return Path(environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"adaptdl-{os.getuid()}"
-
-
-def private_directory(directory: Path | None = None) -> Path:
-    """The runtime directory, made if need be; RuntimeFileError when it can not be used or trusted."""
-    directory = directory or runtime_directory()
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_private(directory)
-    except OSError as error:
-        raise RuntimeFileError(
-            f"{directory} can not be used ({error.strerror}): set XDG_RUNTIME_DIR to a directory of your own"
-        ) from None
-    return directory
 
 
 def write(record: RuntimeFile, directory: Path | None = None) -> Path:
@@ -90,7 +70,7 @@ def read_all(directory: Path | None = None) -> list[RuntimeFile]:
     directory = directory or runtime_directory()
     if not directory.is_dir():
         return []
-    _check_private(directory)
+    check_private(directory)
     dated = []
     for path in directory.glob("*.json"):
         record = _read(path)
@@ -99,12 +79,9 @@ def read_all(directory: Path | None = None) -> list[RuntimeFile]:
     return [record for _, record in sorted(dated, key=lambda pair: pair[0], reverse=True)]
 
 
-def find(job: str | None = None, directory: Path | None = None) -> RuntimeFile | None:
-    """The note of `job`, or of the only (else the newest) job that runs; None when there is none."""
-    for record in read_all(directory):
-        if job is None or record.job == job:
-            return record
-    return None
+def find(job: str, directory: Path | None = None) -> RuntimeFile | None:
+    """The note of a job that runs; None when there is none."""
+    return next((record for record in read_all(directory) if record.job == job), None)
 
 
 @contextmanager
@@ -149,13 +126,3 @@ def _read(path: Path) -> RuntimeFile | None:
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _check_private(directory: Path) -> None:
-    # /tmp is everybody's: a directory that somebody else made there first is a trap
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise RuntimeFileError(
-            f"{directory} must be a directory of your own that nobody else can enter; "
-            f"remove it, or set XDG_RUNTIME_DIR to one that is"
-        )

@@ -17,6 +17,7 @@ coordinator/host                        leased: the agent that keeps a coordinat
 coordinator/second                      leased: the agent of another node that keeps one that stands by
 coordinator/leader                      LeaderRecord, leased: the coordinator that decides
 coordinator/standby/<id>                LeaderRecord, leased: one that follows the store and waits to lead
+secret                                  what agents derive secrets of runs from, where etcd may keep one
 archiving/<job>                         leased: an agent puts the checkpoints of a finished run aside
 drains/<node>                           DrainRequest: take this node's replicas away; deleted by its writer
 autoscaler/leader                       LeaderRecord, leased: the autoscaler that buys and releases nodes
@@ -99,6 +100,11 @@ class Keys:
     def torchrun(self, run_id: str, *parts: str) -> str:
         """A key of a plain torchrun run; without parts its prefix."""
         return f"{self.root}torchrun/{check_name('--rdzv-id', run_id)}/" + "/".join(parts)
+
+    @property
+    def secret(self) -> str:
+        """A secret that all agents have in common. Kept only where nobody else reads the store."""
+        return f"{self.root}secret"
 
     @property
     def coordinator_host(self) -> str:

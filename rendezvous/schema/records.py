@@ -152,6 +152,7 @@ class JobSpec:
     autoscale: bool = True  # False: only a person changes the size
     weight: float = 1.0
     profile_key: str = ""  # jobs with the same key share profiles (the script's digest)
+    secret_mark: str = ""  # by which agents see whether they have the run's secret; it does not tell it
     created: float = 0.0
 
 

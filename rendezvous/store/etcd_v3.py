@@ -310,6 +310,10 @@ class EtcdV3Lease(KeptLease):
         self._store._call("/v3/lease/revoke", {"ID": self.id}, timeout=timeout)
 
 
+_DENIALS_DOUBTED = 3
+"""Refusals in a row after which a watch believes that its user lacks a permission."""
+
+
 class EtcdV3Watch(Watch):
     """One stream; when it breaks, a new one from the revision after the last that was seen."""
 
@@ -321,7 +325,7 @@ class EtcdV3Watch(Watch):
         self._lock = threading.Lock()
         self._stream: Stream | None = None
         self._headers: dict[str, str] = {}  # of the present stream
-        self._doubted = False  # the token, since the last good answer
+        self._denials = 0  # answers "permission denied" since the last good answer
         self._admitted = False  # the server has accepted it once
         self._told = False  # a refusal was logged, since the last good answer
         store._http.endpoints.on_switch(self._leave)
@@ -377,7 +381,7 @@ class EtcdV3Watch(Watch):
             fault = answer["error"]
             self._refused(HttpStatusError(500, str(fault.get("message", fault)), fault.get("grpc_code")))
             return
-        self._doubted = self._told = False
+        self._denials, self._told = 0, False
         self._admitted = True
         if answer.get("created") and _revision(answer) < self._next - 1:
             self._check_history()
@@ -413,9 +417,10 @@ class EtcdV3Watch(Watch):
     def _refused(self, error: HttpStatusError) -> None:
         """Raise, or return to try again."""
         # a 3.5 that was restarted, and so forgot its tokens, calls an old one a lack of permission
-        stale = _is_stale_token(error) or ("permission denied" in error.message and not self._doubted)
+        denied = "permission denied" in error.message
+        stale = _is_stale_token(error) or (denied and self._denials < _DENIALS_DOUBTED)
         if stale and self._store.options.user is not None:
-            self._doubted = True
+            self._denials += denied
             self._store._login.forget(self._headers)
             self._end_stream()
             return

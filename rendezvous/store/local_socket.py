@@ -43,6 +43,10 @@ _ERRORS: dict[str, type[StoreError]] = {
 }
 
 
+class JobEndedError(StoreUnavailableError):
+    """The agent that kept the store has ended, and the standalone job with it."""
+
+
 def is_local(endpoint: str) -> bool:
     """Return whether an endpoint is the socket of a standalone job and not an etcd."""
     return endpoint.startswith(SCHEME)
@@ -97,7 +101,7 @@ class _Connection:
     def _unavailable(self, error: OSError | None = None) -> StoreUnavailableError:
         if isinstance(error, TimeoutError):
             return StoreUnavailableError(f"the agent of the standalone job at {self._path} does not answer")
-        return StoreUnavailableError(
+        return JobEndedError(
             f"the standalone job at {self._path} has ended, and its store with it"
             + (f" ({error.strerror})" if error is not None and error.strerror else "")
         )

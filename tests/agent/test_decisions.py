@@ -269,6 +269,25 @@ def test_a_change_of_what_has_just_finished_is_not_run() -> None:
     ]
 
 
+def test_a_newcomer_is_not_ready_and_does_not_run_when_it_says_hello() -> None:
+    agent = Agent(rescale_timeout=60.0)
+    there = Leaving("there", 1, "agent-there", 0)
+    agent(d.PlanSeen(plan(1, ("there", 1), ("here", 1), leaving=[there], transition=Transition.INPLACE)))
+    assert kinds(agent(master(1))) == ["StartReplicas"]
+    assert agent(d.ReplicaHello(1, 0)) == [], "it has a long way to where the others are"
+    assert agent(d.ReplicaReady(1, 0)) == [d.WriteReady(1)]
+    assert agent(d.ReplicaSwitched(1, 0)) == [d.WriteRunning(1, library=True)]
+
+
+def test_a_newcomer_that_said_hello_and_is_not_ready_in_time_is_late() -> None:
+    agent = Agent(rescale_timeout=60.0)
+    there = Leaving("there", 1, "agent-there", 0)
+    agent(d.PlanSeen(plan(1, ("there", 1), ("here", 1), leaving=[there], transition=Transition.INPLACE)))
+    agent(master(1))
+    agent(d.ReplicaHello(1, 0))
+    assert agent.later(60.0) == [d.Kill((0,), "not ready in time")]
+
+
 def test_a_leaving_node_is_taken_out_by_the_coordinator() -> None:
     agent = Agent().running()
     assert agent(d.Leave("SIGTERM", 99.0)) == [d.WriteDraining("SIGTERM", 99.0)]

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 
 import pytest
 from cluster import JOB, Cluster
+from elastic_run import marked
+
+from adaptdl_elastic.agent.cluster.store_link import LEASE_SECONDS
+from adaptdl_elastic.rendezvous.schema.keys import Keys
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN, PLAIN = str(SCRIPTS / "train.py"), str(SCRIPTS / "plain.py")
 LONG = ("60", "0.1")  # epochs, seconds per step
+SLACK = 5.0  # seconds of a busy machine
 pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -77,3 +84,26 @@ def test_a_node_that_comes_when_the_job_is_done_does_not_train_it_again(cluster:
     assert "another run begins" in again.text()
     assert "rank 0 of 1" in again.text()
     assert cluster.violations() == []
+
+
+def test_a_job_whose_only_node_was_killed_is_lost_within_the_lease_and_a_second(cluster: Cluster) -> None:
+    only = cluster.start("only", TRAIN, *LONG)
+    only.wait_for_event("epoch")
+    assert json.loads(cluster.ask("ls", "--json"))[0]["state"] == "running"
+    keys = Keys()
+    leased = [keys.node("only", JOB), keys.coordinator_leader]
+    revision = cluster.store.range(keys.root).revision
+    for process in marked(only.mark):  # all of the machine at once: nobody can say goodbye
+        process.kill()
+    killed = time.monotonic()
+    with cluster.store.watch(keys.root, revision + 1) as changes:
+        while any(cluster.store.get(key) for key in leased):
+            next(iter(changes))
+    assert time.monotonic() - killed < LEASE_SECONDS + 1 + SLACK
+    (row,) = json.loads(cluster.ask("ls", "--json"))
+    assert (row["state"], row["replicas"], row["nodes"]) == ("lost", 0, 0)
+    assert row["reason"].startswith("no agent answers (last heard of at ")
+    again = cluster.start("only", TRAIN, *LONG)
+    again.wait_for_event("epoch")
+    assert json.loads(cluster.ask("ls", "--json"))[0]["state"] == "running"
+    cluster.finish(again)

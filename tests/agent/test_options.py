@@ -213,7 +213,7 @@ def test_the_help_says_what_holds_here() -> None:
     for part in (
         "MIN:MAX",
         "one node, without an etcd",
-        "(default 3;",
+        "(default 3; one that comes again before the first step ends it)",
         "(default 120)",
         "usage: adaptdl-run [options] SCRIPT",
     ):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from elastic_run import ElasticRun
+from elastic_run import PATIENCE, ElasticRun
 
 TRAIN = str(Path(__file__).parent / "scripts" / "train.py")
 LONG = ("60", "0.1")  # epochs, seconds per step: it lasts until it is let `hurry`
@@ -90,3 +91,72 @@ def test_a_stop_that_is_waited_for_sees_the_job_stopped(tmp_path: Path) -> None:
         gone = run.adaptdl("status", "job")
         assert gone.returncode == 1
         assert "no standalone job runs on this machine" in gone.stderr
+
+
+SLOW_NEWCOMER = f"""
+import os, pathlib, runpy, time
+if "ADAPTDL_JOIN" in os.environ:
+    pathlib.Path("joining").touch()
+    time.sleep(1000)
+runpy.run_path({TRAIN!r}, run_name="__main__")
+"""
+
+
+def wait_for_file(path: Path, run: ElasticRun) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not path.exists():
+        assert time.monotonic() < deadline, run.text()
+        assert run.process.poll() is None, run.text()
+        time.sleep(0.05)
+
+
+def test_a_change_that_ctrl_c_withdraws_does_not_say_that_training_goes_on(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SLOW_NEWCOMER)
+    with ElasticRun([*ELASTIC, "--rdzv-id=job", str(script), *LONG], tmp_path) as run:
+        run.wait_for_event("epoch")
+        says(run, "scale", "job", "--replicas", "2")
+        wait_for_file(tmp_path / "joining", run)
+        run.interrupt()
+        assert run.wait() == 143, run.text()
+        lines = [line for line in run.text().splitlines() if line.startswith("adaptdl-run: ")]
+        assert len(lines) == 3, lines
+        assert lines[0].startswith("adaptdl-run: SIGINT: saving and stopping")
+        assert lines[1].startswith("adaptdl-run: generation 1 is withdrawn: ")
+        assert "(exit code 143" in lines[2]
+        assert "training goes on" not in run.text()
+
+
+def test_a_change_that_fails_says_that_training_goes_on(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SLOW_NEWCOMER)
+    arguments = [*ELASTIC, "--rescale-timeout=2", "--rdzv-id=job", str(script), *LONG]
+    with ElasticRun(arguments, tmp_path) as run:
+        run.wait_for_event("epoch")
+        says(run, "scale", "job", "--replicas", "2")
+        wait_for_file(tmp_path / "joining", run)
+        run.wait_for_event("generation", generation=2)
+        assert "generation 1 is withdrawn, training goes on: " in run.text()
+        hurry(run)
+
+
+def test_two_jobs_of_one_user(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        runs = {}
+        for name in ("first", "second"):
+            arguments = [*ELASTIC[:-1], f"--checkpoint-path=saved-{name}", f"--rdzv-id={name}", TRAIN, *LONG]
+            runs[name] = stack.enter_context(ElasticRun(arguments, tmp_path))
+        for run in runs.values():
+            run.wait_for_event("epoch")
+        listed = [line.split()[:2] for line in says(run, "ls").splitlines()[1:]]
+        assert listed == [["first", "running"], ["second", "running"]]
+        says(run, "scale", "first", "--replicas", "2", "--wait")
+        assert "size          2 replicas" in says(run, "status", "first")
+        assert "size          1 replica " in says(run, "status", "second")
+        (node, *_) = (line.split()[0] for line in says(run, "nodes").splitlines()[1:])
+        assert "the standalone jobs first, second all run on" in run.adaptdl("drain", node).stderr
+        says(run, "stop", "first", "--wait")
+        assert runs["first"].wait() == 143
+        assert [line.split()[0] for line in says(run, "ls").splitlines()[1:]] == ["second"]
+        says(run, "drain", node, "--wait")
+        assert runs["second"].wait() == 143

@@ -55,3 +55,11 @@ def test_why_a_size_is_kept_is_said_at_once_and_once() -> None:
     assert waiting.hear(insists, 0.0) == insists.reason
     assert waiting.hear(RUNNING, 1.0) is None
     assert waiting.hear(insists, 2.0) is None
+
+
+def test_who_keeps_its_size_waits_for_nothing() -> None:
+    notice = PendingNotice()
+    assert notice.hear(None, 0.0) is None
+    insists = JobStatus("job", "run-1", JobState.RUNNING, reason=f"keeps 2: {INSISTS}")
+    assert notice.hear(insists, 1.0) == insists.reason
+    assert notice.due is None

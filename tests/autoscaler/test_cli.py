@@ -20,11 +20,10 @@ from etcd_server import EtcdServer
 from fake_agents import FakeAgent, spec_of, submit
 
 from adaptdl_elastic import sched_hints
-from adaptdl_elastic.autoscaler.cli import CommandError, Where, adaptdl
-from adaptdl_elastic.autoscaler.commands.cluster import _clock
+from adaptdl_elastic.autoscaler.cli import CommandError, Place, Where, adaptdl
 from adaptdl_elastic.autoscaler.commands.explain import leaders_settings
 from adaptdl_elastic.autoscaler.commands.jobs import has_stopped
-from adaptdl_elastic.autoscaler.commands.tables import layout, read
+from adaptdl_elastic.autoscaler.commands.tables import clock, layout, read
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
 from adaptdl_elastic.autoscaler.diagnostics import explanation as why
@@ -40,6 +39,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
     JobState,
     JobStatus,
     LeaderRecord,
+    NodeRecord,
     Plan,
     encode,
 )
@@ -239,6 +239,7 @@ def test_stop_waits_for_this_run_whatever_the_status_of_an_earlier_one_says(
     where = ["--etcd", etcd.endpoint, "--cluster", keys.cluster]
     with connect(etcd.endpoint) as store:  # no coordinator has looked at the new run yet
         submit(store, keys, replace(spec_of("a"), run="new"))
+        store.put(keys.node("n0", "a"), encode(NodeRecord("n0", "a", "new", "x", "127.0.0.1", 1)))
         earlier = JobStatus("a", "old", JobState.STOPPED)
         store.put(keys.job("a", "status"), encode(earlier))
         result = CliRunner().invoke(adaptdl, ["stop", "a", "--wait", "--timeout", "0.2", *where])
@@ -424,8 +425,8 @@ def test_help_says_what_every_option_is_for_and_where_the_store_is_last() -> Non
 
 def test_events_of_another_day_have_their_date() -> None:
     now = time.time()
-    assert len(_clock(now)) == len("00:00:00")
-    assert _clock(now - 3 * 86400) == time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now - 3 * 86400))
+    assert len(clock(now)) == len("00:00:00")
+    assert clock(now - 3 * 86400) == time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now - 3 * 86400))
 
 
 @pytest.mark.etcd
@@ -463,10 +464,10 @@ def test_a_standalone_job_is_found_by_its_note(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(CommandError, match="give --etcd HOST:PORT or set ADAPTDL_ETCD"):
         Where().locate()
     runtime_file.write(RuntimeFile("127.0.0.1:4711", "solo", "mnist", os.getpid()))
-    assert Where().locate("mnist") == ("127.0.0.1:4711", "solo")
-    assert Where().locate() == ("127.0.0.1:4711", "solo")
+    assert Where().locate("mnist") == Place("127.0.0.1:4711", "solo", "mnist")
+    assert Where().locate() == Place("127.0.0.1:4711", "solo", "mnist")
     with pytest.raises(CommandError, match="those that do: mnist"):
         Where().locate("cifar")
     monkeypatch.setenv("ADAPTDL_ETCD", "etcd0:2379")
-    assert Where().locate("mnist") == ("etcd0:2379", "default")
-    assert Where(etcd="other:1", cluster="c").locate("mnist") == ("other:1", "c")
+    assert Where().locate("mnist") == Place("etcd0:2379", "default")
+    assert Where(etcd="other:1", cluster="c").locate("mnist") == Place("other:1", "c")

@@ -11,13 +11,38 @@ from fake_agents import FakeAgent
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
     DrainRequest,
+    EndedRecord,
     JobState,
     Leaving,
+    Outcome,
     Transition,
     encode,
 )
 
 # -- failures
+
+
+def test_a_node_that_leaves_before_it_has_started_is_planned_without(pump: Pump) -> None:
+    elastic(pump)
+    was = pump.plan("a")
+    pump.ask("a", replicas=2)
+    pump.decide()
+    plan = pump.plan("a")
+    assert plan.generation == was.generation + 1
+    leaver, stayer = (next(a for a in pump.agents if a.node == p.node) for p in plan.placements)
+    leaver.step()  # its replicas of the generation before are gone
+    leaver.waiting = None  # it is on its way out, and answers for the one that it does not start
+    answer = EndedRecord(leaver.node, plan.generation, Outcome.STOPPED, 143)
+    key = pump.keys.generation("a", plan.generation, "ended", leaver.node)
+    pump.store.put(key, encode(answer))
+    leaver.leave()
+    pump.settle()
+    after = next(one for one in pump.plans if one.generation == plan.generation + 1)
+    assert (after.cause, after.transition) == (Cause.DRAIN, Transition.ABORT), (
+        "at once, whatever the policy says"
+    )
+    assert leaver.node not in {placement.node for placement in after.placements}
+    assert stayer.running == pump.plan("a").generation
 
 
 def test_a_failure_restarts_at_once_and_counts(pump: Pump) -> None:

@@ -83,6 +83,22 @@ def test_survivors_go_on_at_once_and_for_nothing(pump: Pump) -> None:
     assert pump.plan("a").generation == plan.generation
 
 
+def test_replicas_that_a_restart_has_just_started_do_not_survive_what_those_before_them_would(
+    pump: Pump,
+) -> None:
+    was = resilient(pump, nodes=3, slots=1)
+    for agent in pump.agents:
+        agent.resilient = False  # the next ones have not said it yet
+    pump.ask("a", replicas=2)
+    pump.settle()
+    assert (pump.plan("a").generation, pump.plan("a").transition) == (was.generation + 1, Transition.RESTART)
+    next(agent for agent in pump.agents if agent.running is not None).vanish()
+    pump.clock.now += SETTLED
+    pump.decide()
+    plan = pump.plan("a")
+    assert (plan.transition, plan.cause, plan.restarts) == (Transition.ABORT, Cause.NODE_LOST, 0)
+
+
 def test_two_deaths_at_once_are_one_recovery(pump: Pump) -> None:
     resilient(pump)
     pump.agents[0].lose(0)

@@ -11,6 +11,7 @@ from fresh import Script
 from ports import free_port
 
 from adaptdl_elastic import _session, collective
+from adaptdl_elastic._secrets import REDUCER, generation_key
 from adaptdl_elastic.reducer import CollectiveMismatchError, Reducer
 
 
@@ -36,7 +37,8 @@ def other(script: Script) -> Iterator[Callable[[Callable[[Reducer], Any]], threa
 
     def start(does: Callable[[Reducer], Any]) -> threading.Thread:
         def run() -> None:
-            reducer = Reducer(1, 2, "127.0.0.1", port, secret=b"s")
+            key = generation_key(b"s", REDUCER, "", 0)
+            reducer = Reducer(1, 2, "127.0.0.1", port, secret=key)
             try:
                 does(reducer)
             except BaseException as error:
@@ -83,9 +85,9 @@ def test_to_initialize_twice_or_tear_down_nothing_is_refused() -> None:
 
 def test_by_the_environment_or_by_arguments(other: Any) -> None:
     def sums(reducer: Reducer) -> None:
-        assert reducer.allreduce([2], tag="allreduce a") == [1, 2]
-        assert reducer.broadcast(None, tag="broadcast b") == "rank 0's"
-        reducer.allreduce(5, max, tag="allreduce c")
+        assert reducer.allreduce([2], tag="allreduce a", objects=True) == [1, 2]
+        assert reducer.broadcast(None, tag="broadcast b", objects=True) == "rank 0's"
+        reducer.allreduce(5, max, tag="allreduce c", objects=True)
 
     other(sums)
     collective.initialize()

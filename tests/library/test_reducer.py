@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from adaptdl_elastic import _wire
+from adaptdl_elastic import _door, _wire
+from adaptdl_elastic._codec import CodecError
 from adaptdl_elastic.reducer import (
     AGREEMENT,
     LOOPS,
@@ -228,14 +229,111 @@ def test_a_stranger_is_refused_and_disturbs_nobody() -> None:
     results[0].close()
 
 
-def test_nothing_is_unpickled_before_the_sender_has_authenticated(tmp_path: Any) -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return (open, (str(tmp_path / "owned"), "w"))
+def test_silent_connections_and_garbage_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One handshake after the other would take 10 s for each of them."""
+    monkeypatch.setattr(_door, "HANDSHAKE_SECONDS", 1000.0)  # no stranger is sent away meanwhile
+    results: list[Any] = []
+    thread, port = _listening(3, b"right", results)
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+    garbage = socket.create_connection(("127.0.0.1", port))
+    garbage.sendall(os.urandom(4096))
+    began = time.monotonic()
+    peers = [
+        Future(),
+        Future(),
+    ]
+    for rank in (1, 2):
+        threading.Thread(
+            target=lambda rank=rank: peers[rank - 1]._set(
+                Reducer(rank, 3, "127.0.0.1", port, secret=b"right")
+            )
+        ).start()
+    joined = [peer.result(60) for peer in peers]
+    thread.join(60)
+    assert time.monotonic() - began < 5.0
+    for each in [*joined, *results, *strangers, garbage]:
+        each.close()
 
-    with pytest.raises(pickle.UnpicklingError, match="ADAPTDL_SECRET"):
-        _wire.loads(_wire.dumps(Evil()), trusted=False)
+
+def test_a_crowd_of_strangers_is_bounded_and_a_replica_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_door, "STRANGERS", 5)
+    monkeypatch.setattr(_door, "HANDSHAKE_SECONDS", 1000.0)
+    results: list[Any] = []
+    thread, port = _listening(2, b"right", results)
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+    for stranger in strangers[:14]:  # the oldest, beyond 5 and the one that is expected
+        stranger.settimeout(60)
+        while stranger.recv(64):
+            pass
+    peer = Reducer(1, 2, "127.0.0.1", port, secret=b"right")
+    thread.join(60)
+    for each in [peer, *results, *strangers]:
+        each.close()
+
+
+def test_who_says_nothing_is_sent_away_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_door, "HANDSHAKE_SECONDS", 0.05)
+    results: list[Any] = []
+    thread, port = _listening(2, b"right", results)
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as stranger:
+        while stranger.recv(64):  # first a nonce, then the end
+            pass
+    monkeypatch.undo()
+    peer = Reducer(1, 2, "127.0.0.1", port, secret=b"right")
+    thread.join(60)
+    peer.close()
+    results[0].close()
+
+
+class Evil:
+    """Touches a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return (open, (self.path, "w"))
+
+
+def test_what_is_no_object_is_not_unpickled_even_for_a_peer_that_knows_the_secret(tmp_path: Path) -> None:
+    evil = _wire.pack(Evil(tmp_path / "owned"), objects=True)
+    with pytest.raises(CodecError, match="an object where only plain data may come"):
+        _wire.unpack(evil)
     assert not (tmp_path / "owned").exists()
+    _wire.unpack(evil, objects=True).close()
+    assert (tmp_path / "owned").exists()
+
+
+def test_a_call_of_the_librarys_own_takes_no_objects_of_others(world: Any, tmp_path: Path) -> None:
+    def call(reducer: Reducer) -> Any:
+        objects = reducer.rank == 1
+        return reducer.allreduce(Evil(tmp_path / "owned") if objects else 1, tag="x", objects=objects)
+
+    for error in world(2).everywhere(call):
+        assert isinstance(error, CollectiveError)
+        assert "an object where only plain data may come" in str(error)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_without_a_secret_objects_are_not_exchanged(world: Any, tmp_path: Path) -> None:
+    def call(reducer: Reducer) -> Any:
+        evil = Evil(tmp_path / "owned")
+        return reducer.allreduce(evil if reducer.rank else 1, lambda a, b: b, objects=True)
+
+    w = world(2, secret=None)
+    waiting = w.reducers[0].allreduce_async(1)
+    with pytest.raises(TypeError, match=r"Evil is no plain data.*the same ADAPTDL_SECRET"):
+        call(w.reducers[1])
+    assert w.reducers[1].allreduce(2) == 3
+    assert waiting.result(60) == 3
+    assert not (tmp_path / "owned").exists()
+
+
+def test_an_object_of_the_users_travels_where_there_is_a_secret(world: Any) -> None:
+    def call(reducer: Reducer) -> Any:
+        return reducer.allreduce(Path("a"), lambda a, b: a / b, objects=True)
+
+    assert world(2).everywhere(call) == [Path("a/a")] * 2
 
 
 def test_without_a_secret_plain_values_and_arrays_travel(world: Any) -> None:

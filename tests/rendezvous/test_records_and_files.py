@@ -109,7 +109,7 @@ def test_a_runtime_file_comes_back(tmp_path: Path):
     folder = tmp_path / "adaptdl"
     mine = runtime_file.RuntimeFile("127.0.0.1:1", "default", "job", os.getpid())
     dead = runtime_file.RuntimeFile("127.0.0.1:2", "default", "dead", 2**22 - 3)
-    assert runtime_file.find(directory=folder) is None
+    assert runtime_file.read_all(folder) == []
     path = runtime_file.write(mine, folder)
     runtime_file.write(dead, folder)
     (folder / "junk.json").write_text("junk")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from faultsim.agents import Job
 from faultsim.replica import Script
 from faultsim.run import run
 from faultsim.world import World
+from planted_defects import PLANTED, Planted, edited
 
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, Rescale
 
@@ -63,3 +65,8 @@ def test_without_faults_nothing_is_lost_and_the_job_is_done(rescale: Rescale) ->
 def test_no_defect_is_found(seed: int) -> None:
     found = run(seed)
     assert found.defects == [], "\n".join([*found.lines[-60:], *found.defects])
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
+def test_every_planted_defect_still_finds_the_guard_that_it_takes_out(planted: Planted) -> None:
+    ast.parse(edited(planted))

@@ -177,7 +177,7 @@ class Pump:
                     self.said.append((event, dict(fields)))
         return written
 
-    def resolve_batch_size(self, limit: int = 200) -> Pump:
+    def settle(self, limit: int = 200) -> Pump:
         """Coordinator and agents take turns until nothing moves."""
         for _ in range(limit):
             moved = self.decide() > 0
@@ -192,9 +192,9 @@ class Pump:
         end = self.clock.now + seconds
         while self.wake_at < end:
             self.clock.now = max(self.clock.now, self.wake_at) + 1e-6
-            self.resolve_batch_size()
+            self.settle()
         self.clock.now = end
-        return self.resolve_batch_size()
+        return self.settle()
 
     def take_over(self) -> Pump:
         """Another coordinator leads: a higher fence, and nothing in its memory."""
@@ -246,7 +246,7 @@ def start(pump: Pump, nodes: int = 2, slots: int = 1, **changes: object) -> None
     pump.job("a", min_nodes=nodes, min_replicas=size, max_replicas=size, **changes)
     for index in range(nodes):
         pump.node(f"n{index}", "a", slots)
-    pump.resolve_batch_size()
+    pump.settle()
     assert pump.plan("a").replicas == size
 
 
@@ -255,5 +255,5 @@ def elastic(pump: Pump, nodes: int = 3, **changes: object) -> None:
     pump.job("a", max_replicas=nodes, max_nodes=nodes, **changes)
     for index in range(nodes):
         pump.node(f"n{index}", "a")
-    pump.resolve_batch_size()
+    pump.settle()
     assert pump.plan("a").replicas == nodes

@@ -15,8 +15,8 @@ from types import TracebackType
 
 import certificates
 import urllib3
+from etcd_server import EtcdServer, ServerTls
 
-from adaptdl_elastic.rendezvous.local.private_etcd import EtcdServer, ServerTls
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 

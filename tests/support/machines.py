@@ -22,8 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 import psutil
-
-from adaptdl_elastic.rendezvous.local.private_etcd import tied
+from etcd_server import tied
 
 ROOT = Path(__file__).resolve().parents[2]
 CLEAN = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}

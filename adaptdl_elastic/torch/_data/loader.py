@@ -293,7 +293,7 @@ class AdaptiveDataLoaderHelper:
                     )
                 best = session.metrics.best_batch_size() if session.rank == 0 else None
                 chosen = None if best is None else (best.atomic_bsz, best.accumulation_steps)
-                chosen = collective.broadcast(chosen, tag="batch size")
+                chosen = collective.share(chosen, "batch size")
                 if chosen is not None:
                     self._atomic, self._accum = chosen
                 session.consensus.handlers["batch_size"] = self._change
@@ -517,9 +517,7 @@ class AdaptiveDataLoaderHelper:
                 )
             done = True
         safe = session.recovery
-        return safe.restart_loop_on_peer_loss(
-            lambda: bool(collective.broadcast(done, tag="end of epoch")), self
-        )
+        return safe.restart_loop_on_peer_loss(lambda: bool(collective.share(done, "end of epoch")), self)
 
     def _effort(self) -> tuple[float, int]:
         """Progress of the models, and how often they were to be stepped."""
@@ -568,6 +566,6 @@ def initial_seed(loader: AdaptiveDataLoaderHelper, generator: torch.Generator | 
     if known is None:
         own = generator.initial_seed() if generator is not None else torch.initial_seed()
         mine, safe = own & (2**63 - 1), _session.current().recovery
-        known = safe.restart_loop_on_peer_loss(lambda: int(collective.broadcast(mine, tag="seed")), loader)
+        known = safe.restart_loop_on_peer_loss(lambda: int(collective.share(mine, "seed")), loader)
         state.seeds[loader.key] = known
     return known

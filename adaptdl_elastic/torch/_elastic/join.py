@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from adaptdl_elastic import checkpoint, collective
+from adaptdl_elastic import _codec, checkpoint, collective
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.protocol.messages import Ready
@@ -36,7 +36,7 @@ class Newcomer:
         """Go on from where the others were when rank 0 looked last."""
         again = step is not None
         step = step or self._next()
-        states = step["preview"]
+        states = regroup.unpack_states(step["preview"])
         if again:  # our own way there is to be gone, not jumped over
             states.pop("adaptdl-loops", None)
         epoch, loop = step["at"]
@@ -46,7 +46,7 @@ class Newcomer:
     def _next(self) -> dict[str, Any]:
         key = f"step/{self._attempt}"
         self._store.wait([key], FOREVER)
-        step = regroup.open_sealed(self._store.get(key))
+        step: dict[str, Any] = _codec.decode(self._store.get(key))
         if "refused" in step:
             collective.give_up(step["refused"])
         return step

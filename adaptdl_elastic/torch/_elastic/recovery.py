@@ -225,7 +225,7 @@ class Recovery:
     def _end(self, sums: OwnSums | None) -> Future:
         assert self._session.reducer is not None
         tag = f"end of data loop {self._place()}"
-        return self._session.reducer.allreduce_async(sums, both_sums, tag, LOOPS)
+        return self._session.reducer.allreduce_async(sums, both_sums, tag, LOOPS, objects=True)
 
     def between_loops(self) -> None:
         """All replicas are about to enter a data loop or an epoch."""
@@ -387,7 +387,8 @@ class Recovery:
         session = self._session
         assert session.reducer is not None
         mine = self._standing(helper)
-        everybody: list[SurvivorReport] = session.reducer.allreduce([mine], tag="standing")
+        found = session.reducer.allreduce([vars(mine)], tag="standing")
+        everybody = [SurvivorReport(**one) for one in found]
         log.info("the survivors stand at %s", everybody)
         top = _newest(everybody)
         if self._failed and mine.step == top:  # before others get it from us
@@ -486,7 +487,7 @@ class Recovery:
         if not uneven:
             return
         own = {n: s for n, s in known_sums(session).items() if n in uneven and s[2] == newest[n]}
-        found: Sums = session.reducer.allreduce(own, lambda a, b: {**b, **a}, tag="sums")
+        found: Sums = session.reducer.allreduce(own, lambda a, b: {**b, **a}, tag="sums", objects=True)
         for name, (results, _, syncs) in found.items():
             state: Any = session.states.get(name)
             if name not in own and state is not None:

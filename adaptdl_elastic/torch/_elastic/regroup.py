@@ -1,24 +1,21 @@
 """Becoming another generation within the process: what a planned change and a recovery have in common.
 
 `become` leaves torch's present group, `form` connects all of the new generation, `finish` is what each of
-them does last. What newcomers are told through the store is signed (`seal`).
+them does last. What newcomers are told goes through a store whose values are signed
+(`store.generation_store`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import logging
 import os
-import pickle
-import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-from adaptdl_elastic import env
+from adaptdl_elastic import _codec, _wire, env
 from adaptdl_elastic._interfaces import Position
 from adaptdl_elastic._session import Identity, Session
 from adaptdl_elastic.protocol.messages import Plan, Switched
@@ -27,6 +24,7 @@ from adaptdl_elastic.torch._process_group.setup import (
     connect_torch,
     leave_torch,
     listening_host,
+    reducer_key,
     relax_torch,
 )
 from adaptdl_elastic.torch._process_group.store import PATIENCE, CancellableStore
@@ -59,21 +57,20 @@ def form(
     """
     key = f"go/{session.generation}"
     if session.rank == 0:
-        host, secret = listening_host(), secrets.token_hex(16)
+        host = listening_host()
 
         def publish(port: int) -> None:
-            store.set(key, json.dumps([host, port, secret]))
-            store.set(f"step/{attempt + 1}", seal({"go": True}))
+            store.set(key, json.dumps([host, port]))
+            store.set(f"step/{attempt + 1}", _codec.encode({"go": True}))
 
-        reducer = _reducer(session, host, 0, secret, publish, cancelled, patience)
+        reducer = _reducer(session, host, 0, publish, cancelled, patience)
     else:
         why = "there is another plan"
         CancellableStore(store, lambda: why if cancelled() else None, patience).wait([key])
-        host, port, secret = json.loads(store.get(key))
-        reducer = _reducer(session, host, port, secret, None, cancelled)
+        host, port = json.loads(store.get(key))
+        reducer = _reducer(session, host, port, None, cancelled)
     assert session.backend is not None
     session.reducer = reducer
-    reducer.barrier(tag="formed")  # all live: torch's group will not wait in vain
     connect_torch(session, session.backend, store, timedelta(seconds=TRANSFER))
 
 
@@ -81,7 +78,6 @@ def _reducer(
     session: Session,
     host: str,
     port: int,
-    secret: str,
     publish: Any,
     cancelled: Callable[[], bool],
     patience: timedelta = timedelta(seconds=PATIENCE),
@@ -91,7 +87,7 @@ def _reducer(
         session.replicas,
         host,
         port,
-        secret=secret.encode(),
+        secret=reducer_key(session),
         timeout=patience.total_seconds(),
         on_control=session.on_control,
         on_lost=session.on_lost,
@@ -126,20 +122,19 @@ def tell_switched(session: Session, generation: int) -> None:
     session.send(Switched(generation, session.last_step_time))
 
 
-def seal(step: dict[str, Any]) -> bytes:
-    """A step for the newcomers, so that whoever else writes into the store can not run code in them."""
-    data = pickle.dumps(step)
-    return _sign(data) + data
+def pack_states(states: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return what States' `snapshot` gave, for newcomers. What is in a State is the user's."""
+    return {name: _pack(state) for name, state in states.items()}
 
 
-def open_sealed(sealed: bytes) -> dict[str, Any]:
-    """Return what was sealed; RuntimeError if that was by a process that does not know the secret."""
-    signature, data = sealed[:32], sealed[32:]
-    if not hmac.compare_digest(signature, _sign(data)):
-        raise RuntimeError("the preview was not written by a replica that knows ADAPTDL_SECRET")
-    found: dict[str, Any] = pickle.loads(data)
-    return found
+def _pack(state: Any) -> bytes:
+    try:
+        return _wire.pack(state)
+    except _codec.NotPlainError:
+        return _wire.pack(state, objects=True)
 
 
-def _sign(data: bytes) -> bytes:
-    return hmac.new(env.secret() or b"", data, hashlib.sha256).digest()
+def unpack_states(states: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return what `pack_states` was given. `states` come from a store whose values are signed."""
+    trusted = env.secret() is not None
+    return {name: _wire.unpack(state, objects=trusted) for name, state in states.items()}

@@ -46,7 +46,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from adaptdl_elastic import checkpoint
+from adaptdl_elastic import _codec, checkpoint
 from adaptdl_elastic._interfaces import Command
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.protocol.messages import ChangePlan
@@ -173,8 +173,8 @@ class Rescaler:
         try:
             store = plan.meeting()
             store.set(f"preview/{attempt}", json.dumps(at))
-            step = {"preview": {**self._past, **checkpoint.snapshot_states(names)}, "at": at}
-            store.set(f"step/{attempt}", regroup.seal(step))
+            states = regroup.pack_states({**self._past, **checkpoint.snapshot_states(names)})
+            store.set(f"step/{attempt}", _codec.encode({"preview": states, "at": at}))
         except RuntimeError as error:  # the store is gone with its agent: training goes on
             log.warning("generation %d can not begin in place: %s", plan.generation, error)
 
@@ -247,7 +247,7 @@ class Rescaler:
         with contextlib.suppress(RuntimeError):  # the store is gone, and nobody waits
             store = plan.meeting()
             for attempt in (plan.attempt, plan.attempt + 1):  # the one they wait for
-                store.set(f"step/{attempt}", regroup.seal({"refused": why}))
+                store.set(f"step/{attempt}", _codec.encode({"refused": why}))
 
     def _met(self, plan: Plan, command: Command) -> bool:
         """Rank 0: whether the newcomers wait where the script is, or come there within moments."""
@@ -276,7 +276,8 @@ class Rescaler:
             return True
         plan.called_off = True
         with contextlib.suppress(RuntimeError):  # the store is gone, and nobody waits
-            plan.meeting().set(f"step/{command['attempt'] + 1}", regroup.seal({"elsewhere": here.key}))
+            elsewhere = _codec.encode({"elsewhere": here.key})
+            plan.meeting().set(f"step/{command['attempt'] + 1}", elsewhere)
         return False
 
     def _plan(self, generation: int) -> Plan:

@@ -87,7 +87,7 @@ def take(session: Session) -> None:
 def _describe(session: Session, what: Any) -> Any:
     """What the first donor says there is; the others pass None."""
     assert session.reducer is not None
-    return session.reducer.allreduce(what, lambda a, b: b if a is None else a, tag="states")
+    return session.reducer.allreduce(what, lambda a, b: b if a is None else a, tag="states", objects=True)
 
 
 def _targets(session: Session, described: dict[str, tuple[str, Any]]) -> list[torch.Tensor]:

@@ -38,6 +38,7 @@ import torch.distributed
 from adaptdl_elastic.protocol.environment import describes_replica
 from adaptdl_elastic.torch._process_group import backends
 from adaptdl_elastic.torch._process_group.backends import Nccl, base, gloo, nccl
+from adaptdl_elastic.torch._process_group.store import open_store
 
 dist: Any = torch.distributed
 log = logging.getLogger(__name__)
@@ -205,7 +206,7 @@ def _alone(kind: type[Nccl], backend: str) -> None:
 
 def _together(backend: str, module: str) -> None:
     """A world of two, of which one is killed in a collective, and another one then takes its place."""
-    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    stores = [open_store("127.0.0.1") for _ in range(2)]
     ports = ",".join(str(store.port) for store in stores)
     command = [sys.executable, "-m", _NAME, backend, "--import", module, "--asked"]
     command += ["--ports", ports, "--role"]

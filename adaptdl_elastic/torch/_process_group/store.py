@@ -1,7 +1,8 @@
-"""A store of torch's in which to wait ends as soon as a replica is gone."""
+"""Stores of torch's: where a generation meets, and one in which to wait ends when a replica is gone."""
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,6 +10,9 @@ from typing import Any
 
 import torch.distributed
 from typing_extensions import override
+
+from adaptdl_elastic import _secrets, env
+from adaptdl_elastic.torch._process_group.signed_store import signed
 
 dist: Any = torch.distributed  # its stub does not export the stores
 
@@ -22,11 +26,20 @@ LOOK = 0.005  # seconds from one look into the store to the next: what that may 
 
 
 def generation_store(host: str, port: int, generation: int) -> Any:
-    """Return the store where generation `generation` meets."""
+    """Return the store where generation `generation` meets. Strangers cannot write its values."""
     store = dist.TCPStore(
         host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE)
     )
-    return dist.PrefixStore(f"adaptdl/{generation}", store)
+    key = _secrets.generation_key(env.secret(), _secrets.MEETING, env.job_id() or "", generation)
+    return signed(dist.PrefixStore(f"adaptdl/{generation}", store), key)
+
+
+def open_store(host: str) -> Any:
+    """Return a TCPStore that this process keeps, on any free port of `host` and on no other interface."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.create_server((host, 0), family=family)
+    port = sock.getsockname()[1]
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=sock.detach())
 
 
 class CancellableStore(dist.Store):  # type: ignore[misc]

@@ -166,12 +166,17 @@ class Control:
         self._between = True
         self._clock += 1
 
-    def renew(self) -> None:
-        """A new generation has begun."""
+    def renew(self, position: int, recovered: bool) -> None:
+        """A new generation has begun, in which the boundary at `position` has been passed.
+
+        With `recovered` the old generation broke off, and its changes of size with it.
+        """
         self._between = False
-        self._position = self._replica.step - 1
-        both = (*(self._running or ()), *self._wanted)
-        self._wanted, self._running = [one for one in both if one["kind"] in _KEPT], None
+        self._position = position
+        if recovered:
+            both = (*(self._running or ()), *self._wanted)
+            self._wanted = [one for one in both if one["kind"] in _KEPT]
+        self._running = None
         self._number += 1
         self._clock += 1
         clock = self._clock

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from adaptdl_elastic.rendezvous.schema.records import DrainRequest, JobRequest, JobState, encode
 from faultsim.agents import AgentProcess, CoordinatorProcess
-from faultsim.client import Line
 from faultsim.kernel import Process
 from faultsim.node import Machine
 from faultsim.replica import Replica
@@ -176,7 +176,7 @@ class Faults:
         if isinstance(victim, Replica):
             self._world.truth.job(victim.job).deaths += 1  # it may be taken to hang
         victim.stop()
-        self._later(seconds, victim.go_on)
+        self._later(seconds, partial(self._go_on, victim))
         return True
 
     def stop_machine(self) -> bool:
@@ -193,7 +193,7 @@ class Faults:
                 self._world.truth.job(victim.job).deaths += 1
             victim.stop()
         for victim in victims:
-            self._later(seconds, victim.go_on)
+            self._later(seconds, partial(self._go_on, victim))
         return True
 
     # -- the network and the store
@@ -209,7 +209,7 @@ class Faults:
         self._note(f"cuts {[one.name for one in victims]} off for {seconds:.2f} s")
         for machine in victims:
             machine.line.cut, machine.line.refused = True, refused
-            self._later(seconds, lambda machine=machine: setattr(machine.line, "cut", False))  # type: ignore[misc]
+            self._later(seconds, partial(self._mend, machine))
         return True
 
     def bad_line(self) -> bool:
@@ -224,7 +224,7 @@ class Faults:
         line.lost_requests, line.lost_answers = 0.3 * chance.random(), 0.4 * chance.random()
         line.late_requests = 0.1 * chance.random()
         line.seconds = chance.choice([0.001, 0.05, 0.4])
-        self._later(seconds, lambda: mend(line))
+        self._later(seconds, partial(self._mend, machine))
         return True
 
     def store_down(self) -> bool:
@@ -236,8 +236,25 @@ class Faults:
         renew = self._chance.random() < 0.5
         self._note(f"takes the store away for {seconds:.2f} s")
         etcd.go_down()
-        self._later(seconds, lambda: None if etcd.up else etcd.come_back(renew))
+        self._later(seconds, partial(self._bring_back, renew))
         return True
+
+    def _go_on(self, process: Process) -> None:
+        process.go_on()
+        process.machine.troubled_at = self._kernel.now  # type: ignore[attr-defined]
+
+    def _mend(self, machine: Machine) -> None:
+        line = machine.line
+        line.cut = False
+        line.lost_requests = line.lost_answers = line.late_requests = 0.0
+        line.seconds = 0.001
+        machine.troubled_at = self._kernel.now
+
+    def _bring_back(self, renew: bool) -> None:
+        if not self._world.etcd.up:
+            self._world.etcd.come_back(renew)
+        for machine in self._world.machines.values():
+            machine.troubled_at = self._kernel.now
 
     def compact(self) -> bool:
         """The store forgets its history."""
@@ -306,18 +323,16 @@ class Faults:
         """No faults any more: everything that was broken works again, and everybody is there."""
         self.healed = self._world.calm = True
         self._note("heals")
-        if not self._world.etcd.up:
-            self._world.etcd.come_back(True)
+        self._bring_back(True)
         self._world.kill_before.clear()
         for key in [key for key in self._world.etcd.items if key.startswith(self._world.keys.drains)]:
             self._world.etcd.delete([key])
         for machine in self._world.machines.values():
-            mend(machine.line)
-            machine.line.cut = False
+            self._mend(machine)
             machine.up = True
             for process in machine.processes:
                 if process.alive and process.stopped:
-                    process.go_on()
+                    self._go_on(process)
         for _ in range(3):
             self._kernel.after(20.0 * self._chance.random(), self._everybody)
         self._kernel.after(21.0, self._everybody)
@@ -327,12 +342,6 @@ class Faults:
         for machine in self._world.machines.values():
             for job in sorted(self._world.jobs):
                 self.start_agent(machine, job)
-
-
-def mend(line: Line) -> None:
-    """Nothing is lost any more."""
-    line.lost_requests = line.lost_answers = line.late_requests = 0.0
-    line.seconds = 0.001
 
 
 KINDS: dict[str, Callable[[Faults], bool]] = {

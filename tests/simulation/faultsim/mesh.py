@@ -38,10 +38,13 @@ class _Collective:
 class Mesh:
     """One generation's replicas, as they are connected with each other."""
 
-    def __init__(self, kernel: Kernel, size: int, label: str) -> None:
-        self.kernel, self.size, self.label = kernel, size, label
+    def __init__(self, kernel: Kernel, size: int, generation: int) -> None:
+        self.kernel, self.size, self.generation = kernel, size, generation
+        self.label = f"generation {generation}"
+        self.number = next(kernel.numbers)
         self.members: dict[int, Replica] = {}
         self.left: set[int] = set()  # ranks that have said goodbye
+        self._arrivals: dict[tuple[int, int], float] = {}
         self._collectives: dict[Hashable, _Collective] = {}
 
     def enter(
@@ -94,14 +97,13 @@ class Mesh:
 
     def tell(self, sender: Replica, rank: int, call: Callable[[Replica], None]) -> None:
         """Have `call` done by a member's control thread, if it still is one by then."""
-        delay = CONTROL_SECONDS * self.kernel.random.expovariate(1.0)
         member = self.members.get(rank)
         if member is not None:
-            self.kernel.after(delay, self._told, member, call)
-
-    def _told(self, member: Replica, call: Callable[[Replica], None]) -> None:
-        if member.alive and member.mesh is self:
-            member.spawn(lambda: call(member) if member.mesh is self else None, "control")
+            delay = CONTROL_SECONDS * self.kernel.random.expovariate(1.0)
+            line = sender.mesh_rank, rank
+            arrival = max(self._arrivals.get(line, 0.0), self.kernel.now + delay)  # none overtakes another
+            self._arrivals[line] = arrival
+            self.kernel.at(arrival, member.inbox.put, (self, call))
 
     def leave(self, replica: Replica) -> None:
         """Say goodbye: its end is no loss."""

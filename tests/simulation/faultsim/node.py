@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adaptdl_elastic.agent.core.states import StartReplicas
 from adaptdl_elastic.agent.runtime.fork_server import Exited, Spawned
-from adaptdl_elastic.agent.runtime.generation_store import Joined
 from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
 from adaptdl_elastic.protocol.messages import (
     AgentMessage,
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from faultsim.world import World
 
 CHANNEL_SECONDS = 0.0005  # from one end of a channel to the other, on average
-FORK_SECONDS = 0.05  # until a replica is there, at most
+FORK_SECONDS = 0.02  # until a replica is there, on average
 DEATH_SECONDS = 0.05  # until the kernel has killed the replicas of an agent that died, at most
 MOST_ROUNDS = 500  # of a loop at one moment
 SIGKILL = 9
@@ -52,6 +50,7 @@ class Machine:
     clock_offset: float = 0.0
     wall_offset: float = 0.0
     up: bool = True
+    troubled_at: float = float("-inf")  # when it was last stopped or cut off
     line: Line = field(default_factory=Line)
     processes: list[Process] = field(default_factory=list)
 
@@ -165,14 +164,6 @@ class Wire:
         self.replica_hears: Callable[[AgentMessage], None] = lambda message: None
         self.replica_alive = True
         self._down = OneWay(kernel, lambda line: self.replica_hears(decode_order(line)))
-        self._up = OneWay(kernel, self._arrive)
-
-    def _arrive(self, line: bytes | None) -> None:
-        if line is None:
-            self.hung_up = True
-        else:
-            self.to_agent.append(decode_report(line))
-        self.on_readable()
 
     def down(self, message: AgentMessage) -> bool:
         """From the agent; False where nobody is there any more."""
@@ -182,11 +173,13 @@ class Wire:
         return True
 
     def up(self, message: ReplicaMessage | None) -> None:
-        """From the replica; None: it has gone."""
+        """From the replica; None: it has gone. It can be read at once, as from a socket."""
         if message is None:
-            self._up.send(None, 0.0)
+            self.hung_up = True
         else:
-            self._up.send(encode(message))
+            self.to_agent.append(decode_report(encode(message)))
+        delay = CHANNEL_SECONDS * self.kernel.random.expovariate(1.0)
+        self.kernel.after(delay, lambda: self.on_readable())
 
 
 class Handle(ReplicaHandle):
@@ -262,6 +255,7 @@ class Forks:
         self._signalled: set[int] = set()
         self.on_readable: Callable[[], None] = lambda: None
         self._pipe = OneWay(self._kernel, self._arrive)
+        self._requests = OneWay(self._kernel, lambda request: request[0](*request[1:]))
         self._closed = False
         agent.at_end.append(self._agent_died)
 
@@ -274,9 +268,8 @@ class Forks:
         self.on_readable()
 
     def spawn(self, number: int, command: Any, stdout: object, stderr: object, channel: int) -> None:
-        delay = FORK_SECONDS * self._kernel.random.random()
         wire = self._agent.wires[channel]  # type: ignore[attr-defined]
-        self._kernel.after(delay, self._fork, number, dict(command.env), wire)
+        self._requests.send((self._fork, number, dict(command.env), wire), FORK_SECONDS)
 
     def _fork(self, number: int, environ: dict[str, str], wire: Wire) -> None:
         if self._closed or not self._machine.up or not self._agent.alive:
@@ -292,10 +285,7 @@ class Forks:
         self._pipe.send(Exited(number, process.exit_code, number in self._signalled, threads.Time.time()))
 
     def signal(self, number: int, what: int) -> None:
-        process = self._replicas.get(number)
-        if process is not None:
-            delay = CHANNEL_SECONDS * self._kernel.random.random()
-            self._kernel.after(delay, self._deliver, number, int(what))
+        self._requests.send((self._deliver, number, int(what)))
 
     def _deliver(self, number: int, what: int) -> None:
         process = self._replicas.get(number)
@@ -344,11 +334,9 @@ class Output:
 class MeetingPoint:
     """A TCPStore that an agent keeps for one generation."""
 
-    def __init__(
-        self, kernel: Kernel, owner: Process, machine: Machine, generation: int, secret: str
-    ) -> None:
+    def __init__(self, kernel: Kernel, owner: Process, machine: Machine, generation: int) -> None:
         self.kernel, self.owner, self.machine = kernel, owner, machine
-        self.generation, self.secret = generation, secret
+        self.generation = generation
         self.closed = False
         self.values: dict[str, Any] = {}
         self.meshes: dict[Any, Any] = {}  # groups that have been formed here
@@ -359,42 +347,21 @@ class MeetingPoint:
 
 
 class Meeting:
-    """As `meeting.Meeting`."""
+    """As `generation_store.GenerationStore`."""
 
-    def __init__(self, host: str, ports: tuple[int, int] | None, post: Callable[[object], None]) -> None:
-        self._host, self._post = host, post
+    def __init__(self, host: str, ports: tuple[int, int] | None) -> None:
+        self._host = host
         self._kernel = threads.kernel()
         self._process = self._kernel.running().process
         self._machine: Machine = self._process.machine  # type: ignore[attr-defined]
         self._points: dict[int, MeetingPoint] = {}
-        self.secret: str | None = None
 
-    def open(self, generation: int) -> MasterRecord:
-        self.secret = self.secret or threads.Secrets.token_hex(4)
+    def open(self, generation: int, wanted: object = None) -> MasterRecord:
         port = next(self._kernel.numbers)
-        point = MeetingPoint(self._kernel, self._process, self._machine, generation, self.secret)
+        point = MeetingPoint(self._kernel, self._process, self._machine, generation)
         self._points[generation] = point
         self._machine.world.points[self._host, port] = point
         return MasterRecord(generation, self._host, port, 0)
-
-    def join(self, start: StartReplicas) -> None:
-        if self.secret is not None:
-            self._post(Joined(start, self.secret))
-        else:
-            self._process.spawn(lambda: self._ask(start), "join")
-
-    def _ask(self, start: StartReplicas) -> None:
-        master, until = start.master, self._kernel.now + JOIN_SECONDS
-        while self._kernel.now < until:
-            self._kernel.sleep(0.002 + 0.01 * self._kernel.random.random())
-            point = self._machine.world.points.get((master.host, master.port))
-            if point is not None and point.answers:
-                self.secret = point.secret
-                self._post(Joined(start, self.secret))
-                return
-            refused = point is not None and point.machine.up
-            self._kernel.sleep(0.5 if refused else 1.0)
-        self._post(Joined(start, None, f"can not reach rank 0's node at {master.host}:{master.port}"))
 
     def forget(self, before: int) -> None:
         for generation in [g for g in self._points if g < before]:

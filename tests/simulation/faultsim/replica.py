@@ -84,7 +84,9 @@ class Replica(Process):
         self.last_step_time: float | None = None
         self._reported = float("-inf")
         self._first_step = True
-        self._unread: list[messages.AgentMessage] = []  # messages that came before its hello
+        self._passed = False  # the boundary before the step to come
+        self._unread: threads.SimpleQueue[messages.AgentMessage] = threads.SimpleQueue()
+        self.inbox: threads.SimpleQueue[tuple[Mesh, Callable[[Replica], None]]] = threads.SimpleQueue()
         self._plans: list[messages.RecoveryPlan] = []  # to go on without the dead
         self.bell = threads.Condition()
         self.control = Control(self)
@@ -93,6 +95,7 @@ class Replica(Process):
         self.at_end += [self._gone]
         machine.processes.append(self)
         self.spawn(self._main, "main")
+        self.spawn(self._listen, "control")
 
     @property
     def formed(self) -> Mesh:
@@ -132,12 +135,21 @@ class Replica(Process):
         self.wire.up(message)
 
     def _hears(self, message: messages.AgentMessage) -> None:
-        if self.alive and self.hello_said:
-            self.spawn(lambda: self._on_message(message), "channel")
-        elif self.alive:  # the library reads the channel from its hello on, and nobody else does
-            self._unread.append(message)
+        if self.alive:
+            self._unread.put(message)
 
-    def _on_message(self, message: messages.AgentMessage) -> None:
+    def _listen(self) -> None:
+        """The control thread: what other replicas of the generation say, in order."""
+        while True:
+            mesh, call = self.inbox.get()
+            if mesh is self.mesh:
+                call(self)
+
+    def _read_channel(self) -> None:
+        while True:
+            self._obey(self._unread.get())
+
+    def _obey(self, message: messages.AgentMessage) -> None:
         match message:
             case messages.Stop(reason):
                 self.control.request({"kind": "stop", "reason": reason})
@@ -155,9 +167,7 @@ class Replica(Process):
     def _hello(self) -> None:
         self.hello_said = True
         self.send(messages.Hello("1", 1))
-        unread, self._unread = self._unread, []
-        for message in unread:
-            self.spawn(lambda message=message: self._on_message(message), "channel")  # type: ignore[misc]
+        self.spawn(self._read_channel, "channel")
 
     def signal(self, number: int) -> None:
         """What a signal does to it."""
@@ -191,7 +201,7 @@ class Replica(Process):
         except (PeerLost, NotFormed) as error:
             self.kernel.exit(1, f"({error})")
         self.ends = True  # SIGTERM has no effect any more
-        if not any(isinstance(message, messages.Stop) for message in self._unread):
+        if not self._unread.any(lambda message: isinstance(message, messages.Stop)):
             self.send(messages.Finished())
         self.kernel.sleep(0.01 * self.kernel.random.random())
         self.kernel.exit(0)
@@ -225,9 +235,7 @@ class Replica(Process):
     def _meet_first(self) -> None:
         """The start of a generation of new processes."""
         point = self.connect(self.environ["MASTER_ADDR"], int(self.environ["MASTER_PORT"]))
-        mesh = point.meshes.setdefault(
-            "start", Mesh(self.kernel, self.size, f"generation {point.generation}")
-        )
+        mesh = point.meshes.setdefault("start", Mesh(self.kernel, self.size, point.generation))
         mesh.enter(self, self.rank, None, lambda: False)
         found: tuple[int, str] | None = None
         if self.rank == 0:
@@ -251,19 +259,21 @@ class Replica(Process):
                 raise NotFormed(f"no store at {host}:{port}")
             self.kernel.sleep(0.5)
 
-    def enter_generation(self) -> None:
+    def enter_generation(self, passed: bool = False, recovered: bool = False) -> None:
         """What is done whenever a generation has begun: from here on deaths are survived, if they can be."""
-        self._first_step = True
+        self._first_step, self._passed = True, passed
         self.armed = self.script.resilient and self.environ.get("ADAPTDL_RESCALE") != "restart"
         if self.armed:
             self.send(messages.Resilient(self.generation))
         self.spawn(lambda: self._report_hints(self.generation), "hints")
-        self.control.renew()
+        self.control.renew(self.step if passed else self.step - 1, recovered)
 
     def _train(self) -> None:
         script = self.script
         while self.step < script.steps:
-            self.control.boundary(self.step)
+            if not self._passed:  # else this generation began at it
+                self.control.boundary(self.step)
+            self._passed = False
             self.kernel.sleep(self.draw(script.step_seconds))
             values = self.formed.gather(("step", self.step + 1), (self.step, self.chain))
             self.world.truth.commit(self, self.formed, values)
@@ -362,7 +372,7 @@ class Replica(Process):
         standing = self.formed.gather("standing", (self.step, self.chain))
         self.step, self.chain = self.world.truth.agree(self, standing)
         self.formed.gather("recovered", None)
-        self.finish_switch()
+        self.finish_switch(recovered=True)
 
     def become(self, plan: messages.Plan, rank: int) -> None:
         """Be `rank` of another generation."""
@@ -374,14 +384,14 @@ class Replica(Process):
     def form(self, point: MeetingPoint, patience: float | None, cancelled: Callable[[], bool]) -> None:
         """Connect with all of this generation."""
         key = ("go", self.generation)
-        mesh = point.meshes.setdefault(key, Mesh(self.kernel, self.size, f"generation {self.generation}"))
+        mesh = point.meshes.setdefault(key, Mesh(self.kernel, self.size, self.generation))
         mesh.enter(self, self.rank, patience, cancelled)
 
-    def finish_switch(self) -> None:
+    def finish_switch(self, recovered: bool = False) -> None:
         """What everybody in a new generation does last."""
         self.formed.gather("switched", None)
         self.send(messages.Switched(self.generation, self.last_step_time))
-        self.enter_generation()
+        self.enter_generation(passed=True, recovered=recovered)
 
 
 __all__ = ["CAN_NOT_JOIN", "STOPPED", "Exit", "Replica", "Script"]

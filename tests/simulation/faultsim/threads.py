@@ -248,6 +248,10 @@ class SimpleQueue(Generic[T]):
     def empty(self) -> bool:
         return not self._items
 
+    def any(self, predicate: Callable[[T], bool]) -> bool:
+        """Whether something like that waits to be taken."""
+        return any(predicate(item) for item in self._items)
+
 
 class Threading:
     """Takes the place of the module `threading`."""

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from faultsim.world import World
 
 
+HEARS_SECONDS = 8.0  # after trouble on a machine, until its agents know what is in the store
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """What was saved."""
@@ -67,12 +70,10 @@ class JobTruth:
 
     checkpoints: list[Checkpoint] = field(default_factory=list)
     note: bytes | None = None  # beside them
-    parents: dict[str, tuple[str, int]] = field(default_factory=dict)  # state → the one before, its step
+    chains: dict[str, bool] = field(default_factory=dict)  # states; True: of a generation that was given up
     newest: int = 0  # step that is committed, in the line that goes on
     committed_at: float = 0.0
-    mesh: Any = None  # that committed last
-    meshes: set[int] = field(default_factory=set)  # those whose time is over
-    ended: set[str] = field(default_factory=set)  # replicas that came to the script's end, of the newest mesh
+    mesh: Mesh | None = None  # of the newest generation that has taken a step
     finished: bool = False  # all replicas of a generation did
     lost_steps: int = 0
     losses: int = 0  # restarts that lost steps
@@ -144,41 +145,48 @@ class Truth:
             self._kernel.defect(
                 f"replicas of {mesh.label} train from different states: {sorted(values.items())}"
             )
-        step, chain = values[replica.mesh_rank]
+        step, _ = values[replica.mesh_rank]
         job = self.job(replica.job)
-        after = f"{step + 1}.{id_of(mesh, job)}"
+        after = f"{step + 1}.{mesh.number}"
         replica.step, replica.chain = step + 1, after
-        if after in job.parents:
+        if after in job.chains:
             return  # another replica of it was first
+        aside = mesh is not job.mesh and not self._begins(job, mesh, replica, step)
+        job.chains[after] = aside
+        if aside:
+            return
         if job.finished:
             self._kernel.defect(f"{replica.name} takes step {step + 1} of a job that is finished")
-        if mesh is not job.mesh:
-            self._begins(job, mesh, replica, step, chain)
-        job.parents[after] = chain, step
         job.newest, job.committed_at = step + 1, self._kernel.now
         self._kernel.note(f"job {replica.job}: step {step + 1} on {mesh.size} replicas")
 
-    def _begins(self, job: JobTruth, mesh: Mesh, replica: Replica, step: int, chain: str) -> None:
-        number = id_of(mesh, job)
-        if number in job.meshes:
-            self._kernel.defect(f"{mesh.label} takes step {step + 1} after a later generation has begun to")
-        if job.mesh is not None:
-            job.meshes.add(id_of(job.mesh, job))
+    def _begins(self, job: JobTruth, mesh: Mesh, replica: Replica, step: int) -> bool:
+        """Another generation takes a step; False: one whose agents could not hear that its time is over."""
+        if job.mesh is not None and mesh.generation <= job.mesh.generation:
+            if not any(self._cut_off(member) for member in mesh.members.values()):
+                self._kernel.defect(
+                    f"{mesh.label} takes step {step + 1} after generation {job.mesh.generation} has begun to"
+                )
+            return False
         job.mesh = mesh
-        job.ended.clear()
         lost = job.newest - step
-        if lost <= 0:
-            return
-        job.lost_steps += lost
-        job.losses += 1
-        if not job.excuses:
-            self._kernel.defect(f"{lost} steps of job {replica.job} are lost, and there was no fault")
-        job.excuses = 0
+        if lost > 0:
+            job.lost_steps += lost
+            job.losses += 1
+            if not job.excuses:
+                self._kernel.defect(f"{lost} steps of job {replica.job} are lost, and there was no fault")
+            job.excuses = 0
+        return True
+
+    def _cut_off(self, replica: Replica) -> bool:
+        """Whether its agent cannot have heard of all that is in the store."""
+        agent, line = replica.agent, replica.machine.line
+        recent = self._kernel.now - replica.machine.troubled_at < HEARS_SECONDS
+        return agent.stopped or line.cut or recent or not self._counts(replica) or not self._world.etcd.up
 
     def finished(self, replica: Replica) -> None:
         """A replica has come to the end of its script."""
         job = self.job(replica.job)
-        job.ended.add(replica.name)
         if replica.mesh is job.mesh and replica.rank == 0 and replica.step >= replica.script.steps:
             job.finished = True
 
@@ -195,20 +203,24 @@ class Truth:
     def save(self, replica: Replica, step: int, chain: str) -> str:
         """A checkpoint is written; its id."""
         job = self.job(replica.job)
-        if job.mesh is not None and replica.mesh is not None and id_of(replica.mesh, job) in job.meshes:
-            self._kernel.defect(f"{replica.name} saves step {step} after a later generation has begun")
-        number = f"{len(job.checkpoints):08d}"
+        number = f"{len(job.checkpoints) + 1:08d}"
         job.checkpoints.append(Checkpoint(number, step, chain, self._kernel.now))
         return number
 
     def load(self, replica: Replica, recorded: str) -> tuple[int, str] | None:
         """The newest checkpoint; None where the one that the store names is not there."""
-        checkpoints = self.job(replica.job).checkpoints
+        job = self.job(replica.job)
+        checkpoints = job.checkpoints
         if recorded and not any(one.number >= recorded for one in checkpoints):
             return None
         if not checkpoints:
             return 0, ""
-        return checkpoints[-1].step, checkpoints[-1].chain
+        found = checkpoints[-1]
+        if job.chains.get(found.chain) and any(not job.chains.get(one.chain) for one in checkpoints):
+            self._kernel.defect(
+                f"{replica.name} goes on from step {found.step} of a generation that was given up"
+            )
+        return found.step, found.chain
 
     def agree(self, replica: Replica, standing: Mapping[int, tuple[int, str]]) -> tuple[int, str]:
         """What survivors go on from: the newest state of any of them."""
@@ -271,13 +283,3 @@ class Truth:
             self._kernel.defect(
                 f"a failure of job {name} makes {plan.restarts} restarts of {before.restarts}"
             )
-
-
-def id_of(mesh: Any, job: JobTruth) -> int:
-    """A number that tells one formed generation of a job from the others."""
-    known: dict[int, Any] = job.__dict__.setdefault("numbers", {})
-    found: int | None = getattr(mesh, "number", None)
-    if found is None:
-        found = mesh.number = len(known) + 1
-        known[found] = mesh
-    return found

@@ -78,11 +78,12 @@ class World:
         self.machines[name] = machine
         return machine
 
-    def start_agent(self, machine: Machine, job: str) -> AgentProcess:
-        """Start an agent."""
+    def start_agent(self, machine: Machine, job: str) -> None:
+        """Start an agent, if its machine runs."""
+        if not machine.up:
+            return
         agent = AgentProcess(machine, self.jobs[job], next(self.kernel.numbers))
         self.agents.append(agent)
-        return agent
 
     def start_coordinator(self, machine: Machine, parent_gone: threads.Event) -> CoordinatorProcess:
         """Start a coordinator for an agent."""

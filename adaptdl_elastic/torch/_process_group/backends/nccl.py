@@ -30,6 +30,7 @@ _TRANSFER = timedelta(seconds=60)  # that one tensor may take from one replica t
 ABORT_SECONDS = 60.0
 """How long an abort may take before the process ends."""
 _LAUNCH = 1.0  # seconds that a thread may take to queue a collective, before it is aborted all the same
+_DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _SPIN, _PAUSE = 50, 0.00005  # looks without a pause at whether a collective has ended, then seconds between
 
@@ -52,7 +53,7 @@ class Nccl(Group):
         # 0: errors and time limits are left to us. 1 and 3 end the process; 2 aborts behind our back.
         _HANDLING: "0",
         # Else a thread of torch's has every process write what it was doing, and ends it afterwards.
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        _DUMP: "0",
         # The watchdog sleeps four times as long after an error, once for each operation under way.
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
     }
@@ -124,6 +125,8 @@ class Nccl(Group):
 
     @override
     def forming(self) -> None:
+        # Else a thread of torch's asks the store, whose signatures are Python's, also while the process ends.
+        os.environ.setdefault(_DUMP, self.variables.get(_DUMP, "0"))
         if self._beside is not None:
             self._beside.forming()
 

@@ -1,0 +1,96 @@
+"""The secret of a run, and the keys that are derived from it.
+
+A run has one secret. Its agents and its replicas know it, and nobody else does. Agents derive it from a
+secret that they have in common:
+
+1. `ADAPTDL_SECRET` of their environment;
+2. else the one in etcd, where etcd is reached with TLS and a password;
+3. else the one in a file of this user's on this machine (`machine_secret`), for nodes of one machine.
+
+A replica inherits the secret of its run as `ADAPTDL_SECRET`. Every key is an HMAC of it over what the key
+is for (`derive`). Neither a secret nor a key is ever written to a place that other users can read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import tempfile
+from pathlib import Path
+
+from adaptdl_elastic._private import RuntimeFileError, private_directory
+
+FILE = "secret"
+"""Name of the file in the private directory that holds this machine's secret."""
+
+REDUCER, MEETING, TORCH = "reducer", "meeting", "torch"
+"""What a replica's keys are for: the handshake of collectives, values in a store, the keys of torch."""
+
+_MARK_BYTES = 8
+
+
+def derive(secret: bytes, *words: str | int) -> bytes:
+    """Return the key of 32 bytes that `secret` has for `words`. Different words give unrelated keys."""
+    parts = [str(word).encode() for word in words]
+    message = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    return hmac.new(secret, message, hashlib.sha256).digest()
+
+
+def run_secret(common: bytes, cluster: str, job: str, run: str) -> str:
+    """Return what the replicas of one run inherit as `ADAPTDL_SECRET`."""
+    return derive(common, "run", cluster, job, run).hex()
+
+
+def mark(secret: str) -> str:
+    """Return a text by which agents see that they have the same secret. It tells nothing of the secret."""
+    return derive(secret.encode(), "mark")[:_MARK_BYTES].hex()
+
+
+def generation_key(secret: bytes | None, purpose: str, job: str, generation: int) -> bytes | None:
+    """Return a replica's key for `purpose` in one generation; None where there is no secret."""
+    return None if secret is None else derive(secret, purpose, job, generation)
+
+
+def machine_secret(directory: Path | None = None) -> bytes:
+    """Return the secret of this user on this machine, and make it if there is none.
+
+    Args:
+        directory: Where its file is; None: the runtime directory.
+
+    Raises:
+        RuntimeFileError: The directory or the file cannot be used, or another user could have written it.
+    """
+    path = private_directory(directory) / FILE
+    try:
+        if not path.exists():
+            _make(path)
+        return _read(path)
+    except OSError as error:
+        raise RuntimeFileError(
+            f"{path} can not be used ({error.strerror}): remove it, or set ADAPTDL_SECRET"
+        ) from None
+
+
+def _make(path: Path) -> None:
+    """Write a new secret, unless another process has been faster."""
+    number, name = tempfile.mkstemp(dir=path.parent, prefix=".")  # mode 0600
+    try:
+        with os.fdopen(number, "w") as file:
+            file.write(secrets.token_hex(32))
+        os.link(name, path)
+    except FileExistsError:
+        pass
+    finally:
+        Path(name).unlink()
+
+
+def _read(path: Path) -> bytes:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        found, text = os.fstat(file.fileno()), file.read()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or len(text) != 64:
+        raise RuntimeFileError(
+            f"{path} must be a secret of your own that nobody else can read: remove it, or set ADAPTDL_SECRET"
+        )
+    return text

@@ -1,0 +1,113 @@
+"""A store of torch's in which a stranger can write what it likes, and nobody believes it.
+
+torch's TCPStore asks nobody who they are. Whoever reaches its port reads and writes every key. So every
+value is written with a signature (HMAC-SHA256 by a key that only the replicas of this generation have)
+over the name of the key and the value. A value that was changed, moved from another key, or kept from
+another generation is an error that says so. A stranger can still delete keys, count counters up
+(`add` has no place for a signature), and overwrite values: then a group does not form, and its members
+end with that error or with their time limit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed
+
+dist: Any = torch.distributed  # its stub does not export the stores
+
+_SIGNATURE_BYTES = 32
+
+
+class ForgedValueError(RuntimeError):
+    """A value in a store was not written by a replica that knows the secret."""
+
+
+class SignedStore(dist.Store):  # type: ignore[misc]
+    """`store`, whose values only holders of `key` can write.
+
+    Torch calls these methods from C++, so keep a reference as long as a group that uses it lives.
+
+    Args:
+        store: Where everything is kept.
+        key: Of one generation and one purpose.
+    """
+
+    def __init__(self, store: Any, key: bytes) -> None:
+        super().__init__()
+        self._store, self._key = store, key
+        self._clones: list[Any] = []  # torch does not keep their Python side
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, self._sign(key, value))
+
+    def get(self, key: str) -> bytes:
+        return self._verify(key, self._store.get(key))
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        known = self._sign(key, expected) if expected else ""
+        found = self._store.compare_set(key, known, self._sign(key, desired))
+        return self._verify(key, found) if found else b""
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: list[str], values: list[Any]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(key, amount))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._store.check(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            self._store.wait(keys)
+        else:
+            self._store.wait(keys, timeout)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._store.delete_key(key))
+
+    def num_keys(self) -> int:
+        return int(self._store.num_keys())
+
+    deleteKey, getNumKeys = delete_key, num_keys
+
+    def clone(self) -> SignedStore:
+        copy = SignedStore(self._store.clone(), self._key)
+        self._clones.append(copy)
+        return copy
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def _sign(self, key: str, value: Any) -> bytes:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        return self._signature(key, data) + data
+
+    def _verify(self, key: str, signed: bytes) -> bytes:
+        signature, data = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self._signature(key, data)):
+            raise ForgedValueError(
+                f"{key!r} in the store where the replicas meet was not written by one of them: a stranger "
+                f"reaches its port, or the nodes do not have the same ADAPTDL_SECRET (openssl rand -hex 24)"
+            )
+        return data
+
+    def _signature(self, key: str, data: bytes) -> bytes:
+        name = key.encode()
+        return hmac.new(self._key, len(name).to_bytes(4, "big") + name + data, hashlib.sha256).digest()
+
+
+def signed(store: Any, key: bytes | None) -> Any:
+    """Return `store` with signed values; as it is where there is no key."""
+    return store if key is None else SignedStore(store, key)

@@ -1,0 +1,186 @@
+"""Commands that find the stores of standalone jobs by their notes; the jobs' records are written by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from adaptdl_elastic.autoscaler.cli import adaptdl
+from adaptdl_elastic.rendezvous.local import runtime_file
+from adaptdl_elastic.rendezvous.local.runtime_file import RuntimeFile
+from adaptdl_elastic.rendezvous.local.store_server import LocalServer
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import (
+    CheckpointRecord,
+    DrainRequest,
+    JobSpec,
+    JobState,
+    JobStatus,
+    LeaderRecord,
+    NodeRecord,
+    encode,
+)
+
+KEYS = Keys()
+
+
+class Jobs:
+    """The standalone jobs of a user."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self.servers: dict[str, LocalServer] = {}
+
+    def start(self, name: str, node: str = "host", state: JobState = JobState.RUNNING) -> LocalServer:
+        """A job as its agent and its coordinator have written it."""
+        server = self.servers[name] = self._stack.enter_context(LocalServer())
+        store = server.store
+        store.put(KEYS.node(node, name), encode(NodeRecord(node, name, "r", "a", "127.0.0.1", 2)))
+        store.put(KEYS.job(name, "spec"), encode(JobSpec(name, "r", created=1000.0)))
+        status = JobStatus(name, "r", state, reason=f"why {name}", updated=2000.0)
+        store.put(KEYS.job(name, "status"), encode(status))
+        store.put(KEYS.coordinator_leader, encode(LeaderRecord("c")))
+        event = {"time": 0, "event": "state", "job": name}
+        store.put(f"{KEYS.events}{len(self.servers):013d}-abc", json.dumps(event))
+        runtime_file.write(RuntimeFile(server.endpoint, KEYS.cluster, name, os.getpid()))
+        return server
+
+    def run(self, *arguments: str) -> Result:
+        return CliRunner().invoke(adaptdl, arguments)
+
+    def says(self, *arguments: str) -> str:
+        result = self.run(*arguments)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    def complains(self, *arguments: str) -> str:
+        """The one line of a command that fails."""
+        result = self.run(*arguments)
+        assert result.exit_code != 0
+        (line,) = result.output.splitlines()
+        return line
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("ADAPTDL_ETCD", raising=False)
+    with ExitStack() as stack:
+        yield Jobs(stack)
+
+
+def test_all_jobs_are_listed_and_each_is_found_by_its_name(jobs: Jobs) -> None:
+    jobs.start("second")
+    jobs.start("first")
+    assert [row["job"] for row in json.loads(jobs.says("ls", "--json"))] == ["first", "second"]
+    for name in ("first", "second"):
+        assert json.loads(jobs.says("status", name, "--json"))["reason"] == f"why {name}"
+        assert jobs.says("stop", name) == f"{name} is stopping\n"
+        assert jobs.servers[name].store.get(KEYS.job(name, "request")) is not None
+    assert [line.split()[-1] for line in jobs.says("events").splitlines()] == ["job=second", "job=first"]
+    assert [line.split()[-1] for line in jobs.says("events", "--tail=1").splitlines()] == ["job=first"]
+    assert [row["jobs"] for row in json.loads(jobs.says("nodes", "--json"))] == [{"first": 0}, {"second": 0}]
+    assert "no job 'third' runs standalone on this machine; those that do: first, second" in jobs.complains(
+        "status", "third"
+    )
+
+
+def test_a_node_of_several_jobs_is_not_drained_for_one_of_them_by_guess(jobs: Jobs) -> None:
+    jobs.start("first")
+    jobs.start("second")
+    jobs.start("third", node="other")
+    line = jobs.complains("drain", "host")
+    assert "the standalone jobs first, second all run on host; say which with --job NAME" in line
+    assert "no standalone job runs on node 'nowhere'; they run on: host, other" in jobs.complains(
+        "drain", "nowhere"
+    )
+    assert jobs.says("drain", "other") == "other is being drained\n"
+    assert jobs.says("drain", "host", "--job", "second") == "host is being drained\n"
+    drained = {name: server.store.get(KEYS.drain("host")) for name, server in jobs.servers.items()}
+    assert [name for name, request in drained.items() if request is not None] == ["second"]
+
+
+def test_a_drain_is_cancelled_where_it_was_asked_for(jobs: Jobs) -> None:
+    jobs.start("first")
+    asked = jobs.start("second", node="other").store
+    asked.delete(KEYS.node("other", "second"))  # its agent has left
+    asked.put(KEYS.drain("other"), encode(DrainRequest("other", "why")))
+    assert jobs.says("drain", "other", "--cancel") == "other may be used again\n"
+    assert asked.get(KEYS.drain("other")) is None
+
+
+def test_what_concerns_one_store_asks_which_is_meant(jobs: Jobs) -> None:
+    jobs.start("first")
+    jobs.start("second")
+    said = jobs.run("doctor").output
+    assert "2 standalone jobs run on this machine: first, second; say which with --job NAME" in said
+    assert "in the memory of a standalone job's agent" in jobs.run("doctor", "--job", "first").output
+    line = jobs.complains("coordinator")
+    assert "2 standalone jobs run on this machine: first, second; give --etcd HOST:PORT of an etcd" in line
+    line = jobs.complains("drain", "host", "--job", "first", "--etcd", "127.0.0.1:1")
+    assert "--job is for standalone jobs: leave it away where an etcd is given" in line
+
+
+def test_a_job_that_ends_meanwhile_or_hangs_hides_no_other(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs.start("ended")
+    jobs.start("hangs")
+    jobs.start("runs")
+    jobs.servers["ended"].close()  # its note is still there
+    monkeypatch.setenv("ADAPTDL_ETCD_TIMEOUT", "0.3")
+    with jobs.servers["hangs"].store._shared.changed:
+        result = jobs.run("ls", "--json")
+    assert [row["job"] for row in json.loads(result.stdout)] == ["runs"]
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("adaptdl: hangs: ")
+    assert line.endswith("does not answer")
+
+
+@pytest.mark.parametrize("state", [JobState.RUNNING, JobState.STOPPING])
+def test_a_job_of_which_nothing_lives_is_lost(jobs: Jobs, state: JobState) -> None:
+    store = jobs.start("mnist", state=state).store
+    assert state.value in jobs.says("ls")
+    store.delete(KEYS.node("host", "mnist"))
+    assert state.value in jobs.says("ls")  # the coordinator says what there is to say
+    store.delete(KEYS.coordinator_leader)
+    last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(2000.0))
+    why = f"no agent answers (last heard of at {last}); the same command starts it again"
+    row = json.loads(jobs.says("ls", "--json"))[0]
+    assert (row["state"], row["replicas"], row["nodes"], row["placements"], row["reason"]) == (
+        "lost",
+        0,
+        0,
+        {},
+        why,
+    )
+    assert "size          none\n" in jobs.says("status", "mnist")
+    for command in (["scale", "mnist", "--replicas=1"], ["stop", "mnist"], ["checkpoint", "mnist"]):
+        assert jobs.complains(*command) == f"adaptdl: mnist cannot be asked for anything: {why}"
+    assert jobs.complains("explain", "mnist") == f"adaptdl: mnist has nothing: {why}"
+    store.put(KEYS.job("mnist", "checkpoint"), encode(CheckpointRecord("1", "/", time=3000.0)))
+    last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(3000.0))
+    assert f"(last heard of at {last}); the same command goes on from its last checkpoint" in jobs.says("ls")
+
+
+def test_a_job_that_waits_for_nodes_is_not_lost_without_any(jobs: Jobs) -> None:
+    store = jobs.start("mnist", state=JobState.PENDING).store
+    store.delete(KEYS.node("host", "mnist"))
+    store.delete(KEYS.coordinator_leader)
+    row = json.loads(jobs.says("ls", "--json"))[0]
+    assert row["state"] == "pending"
+    assert "the same command starts it again" in row["reason"]
+
+
+def test_a_job_that_has_ended_is_not_lost(jobs: Jobs) -> None:
+    store = jobs.start("mnist", state=JobState.DONE).store
+    store.delete(KEYS.node("host", "mnist"))
+    store.delete(KEYS.coordinator_leader)
+    assert json.loads(jobs.says("ls", "--all", "--json"))[0]["state"] == "done"

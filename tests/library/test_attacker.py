@@ -1,0 +1,93 @@
+"""A stranger beside replicas that change in place: no code of it runs, and nobody believes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_agent
+import psutil
+import pytest
+from attacker import Attacker
+from fake_agent import FakeAgent
+
+SIZE, BATCH = 2003, 8
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
+    with fake_agent.starter(tmp_path, "step", size=SIZE, batch=BATCH, pace=0.2) as start:
+        yield start
+
+
+@pytest.fixture
+def attack(tmp_path: Path) -> Iterator[Callable[[FakeAgent], Attacker]]:
+    made: list[Attacker] = []
+
+    def begin(job: FakeAgent) -> Attacker:
+        made.append(
+            Attacker(
+                tmp_path,
+                lambda: [store.port for store in job.stores],
+                lambda: [psutil.Process(one.process.pid) for one in job.all if one.process.is_alive()],
+            )
+        )
+        return made[-1]
+
+    yield begin
+    for each in made:
+        each.close()
+
+
+def forged(job: FakeAgent, attacker: Attacker) -> bool:
+    """Wait until a replica has refused a forged value, or has run code of the attacker's."""
+    while not attacker.owned.exists():
+        _, message, _ = job.messages.get(timeout=fake_agent.PATIENCE)
+        if "was not written by one of them" in message.get("reason", ""):
+            return True
+    return False
+
+
+def test_survivors_are_not_led_to_a_stranger(start: Any, attack: Any) -> None:
+    """They believed an address and a key of the stranger's, and unpickled its reply."""
+    job = start(3)
+    attacker = attack(job)
+    attacker.do(attacker.send_replicas_here, attacker.impersonate)
+    job.kill(2)
+    job.plan_recovery()
+    refused = forged(job, attacker)
+    assert not attacker.owned.exists()
+    assert refused
+    attacker.close()
+    job.plan_recovery()  # as the agents do: training goes on
+    job.wait_for("switched", 2)
+    job.finish()
+
+
+def test_who_only_reads_and_talks_changes_nothing(start: Any, attack: Any) -> None:
+    job = start(2)
+    attacker = attack(job)
+    attacker.do(attacker.read_all, attacker.impersonate)
+    job.rescale(3)
+    job.recover(1)
+    job.rescale(1)
+    job.finish()
+    assert not attacker.owned.exists()
+    assert any("go/" in key for key in attacker.read)
+    for key, value in attacker.read.items():
+        assert b"secret" not in value, key
+
+
+def test_a_newcomer_refuses_a_forged_preview_and_training_goes_on(start: Any, attack: Any) -> None:
+    job = start(1)
+    attacker = attack(job)
+    attacker.do(attacker.forge_previews)
+    job.plan(2)
+    (newcomer,) = job.pending
+    assert newcomer.join() == 1
+    assert not attacker.owned.exists()
+    assert "was not written by one of them: a stranger reaches its port" in newcomer.text()
+    attacker.close()
+    job.withdraw()
+    job.finish()

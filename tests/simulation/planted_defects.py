@@ -1,0 +1,185 @@
+"""Twenty protocol defects, each of which takes one guard out of the product that a real fault needs.
+
+Each is a textual edit for a temporary copy of the tree. A search text that is not there exactly once is an
+error, so a rename breaks this list loudly. The list was committed before the first run against it.
+`was_real`: the defect was in this product before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Planted:
+    """One defect."""
+
+    name: str
+    what: str
+    path: str
+    search: str
+    replace: str
+    was_real: bool = False
+
+
+_AGENT, _CORE = "agent/core/decisions.py", "autoscaler/coordinator"
+
+PLANTED: tuple[Planted, ...] = (
+    Planted(
+        "hello-is-ready",
+        "a newcomer counts as ready and running at its hello",
+        _AGENT,
+        "        case ReplicaHello() if held.joining:\n            pass",
+        "        case ReplicaHello() if False:\n            pass",
+        True,
+    ),
+    Planted(
+        "deposed-leader-writes",
+        "a leader goes on after another one was elected",
+        f"{_CORE}/decide.py",
+        "view.leader is not None and view.leader.revision > fence",
+        "False",
+        True,
+    ),
+    Planted(
+        "resilient-by-heritage",
+        "restarted replicas inherit what those before had said",
+        f"{_CORE}/survivors.py",
+        "(generation, before(plan)) if plan.transition is Transition.INPLACE",
+        "(generation, before(plan)) if True",
+        True,
+    ),
+    Planted(
+        "leaver-is-waited-for",
+        "a node that left before it started is not planned without",
+        f"{_CORE}/reactive.py",
+        "    if not gone:\n        return False\n    why = f\"{', '.join(gone)} left",
+        "    if True:\n        return False\n    why = f\"{', '.join(gone)} left",
+        True,
+    ),
+    Planted(
+        "policy-while-missing",
+        "the policy is asked while an agent is missing",
+        f"{_CORE}/rounds.py",
+        "if held_up_since is not None:",
+        "if False:",
+        True,
+    ),
+    Planted(
+        "spins-when-insisting",
+        "an agent that keeps its size on purpose is always due",
+        "agent/core/pending_notice.py",
+        "status.reason)\n            self._reason = self._told = self.due = None",
+        "status.reason)",
+        True,
+    ),
+    Planted(
+        "no-fence",
+        "a new leader does not write plans again with its fence",
+        f"{_CORE}/fence.py",
+        "if plan.fence != fence:",
+        "if False:",
+    ),
+    Planted(
+        "starts-early",
+        "a generation starts before those that leave have left",
+        _AGENT,
+        "def _all_gone(state: State, plan: Plan) -> bool:\n",
+        "def _all_gone(state: State, plan: Plan) -> bool:\n    return True\n",
+    ),
+    Planted(
+        "older-plans-count",
+        "an agent takes a plan that is older than the one it has",
+        _AGENT,
+        "if before is not None and plan.generation <= before.generation:",
+        "if False:",
+    ),
+    Planted(
+        "foreign-run",
+        "an agent acts on the plan of another run",
+        _AGENT,
+        "if plan.run != state.me.run or plan.claim:",
+        "if plan.claim:",
+    ),
+    Planted(
+        "claims-are-plans",
+        "an agent acts on a claim",
+        _AGENT,
+        "if plan.run != state.me.run or plan.claim:",
+        "if plan.run != state.me.run:",
+    ),
+    Planted(
+        "name-taken",
+        "an agent whose name another one has goes on",
+        _AGENT,
+        "if agents.get(state.me.node, state.me.agent) == state.me.agent:",
+        "if True:",
+    ),
+    Planted(
+        "stop-without-end",
+        "replicas that do not stop in time are waited for",
+        _AGENT,
+        "if held.phase is Phase.STOPPING and held.until is not None and now >= held.until:",
+        "if False:",
+    ),
+    Planted(
+        "older-run-stays",
+        "an agent of an older run stays",
+        _AGENT,
+        "            if run == state.me.run:",
+        "            if True:",
+    ),
+    Planted(
+        "unheard-plans",
+        "an agent does not answer for a plan that it never saw",
+        _AGENT,
+        "        if generation not in _under_way(state) and (generation, state.me.node) not in state.ended:",
+        "        if False:",
+    ),
+    Planted(
+        "silence-for-ever",
+        "a silent node is never given up",
+        f"{_CORE}/job_phase.py",
+        "if silent and view.now >= heard_by:",
+        "if False:",
+    ),
+    Planted(
+        "writes-without-lease",
+        "a leader writes when its lease may be over",
+        f"{_CORE}/process.py",
+        "if self._lease.lost.is_set() or self._lease.remaining() <= 0:",
+        "if False:",
+    ),
+    Planted(
+        "no-second-registration",
+        "a lapsed registration is not made again",
+        "agent/cluster/store_link.py",
+        "            self._come_back()\n",
+        "            return\n",
+    ),
+    Planted(
+        "watch-ends-at-compaction",
+        "a watch whose history is forgotten ends",
+        "agent/cluster/store_link.py",
+        "            except CompactedError:\n                continue",
+        "            except CompactedError:\n                return",
+    ),
+    Planted(
+        "hung-replicas-stay",
+        "a replica that does not answer is left alone",
+        "agent/core/hang_detection.py",
+        "if replica.pinged is not None and now >= replica.pinged + half:",
+        "if False:",
+    ),
+)
+
+
+def edited(planted: Planted, root: Path = ROOT) -> str:
+    """Return the text of the file with the defect in it; ValueError when the guard is not there once."""
+    text = (root / planted.path).read_text()
+    if text.count(planted.search) != 1:
+        raise ValueError(f"{planted.name}: found {text.count(planted.search)} times in {planted.path}")
+    return text.replace(planted.search, planted.replace)
