@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -55,8 +55,6 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 logger = logging.getLogger(__name__)
-
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # what one machine needs: sizes change within seconds of a reason to
 _STANDALONE_INTERVAL = "3"
@@ -385,7 +383,7 @@ def _run(options: RunOptions, found: _Found, outfit: Outfit) -> int:
     try:
         agent.run()
     finally:
-        ignore_signals()
+        ignore_signals(options.signals)
         if watcher is not None:
             watcher.stop()
         try:
@@ -478,6 +476,7 @@ def _setting(options: RunOptions, found: _Found, outfit: Outfit) -> AgentConfig:
         ),
         coordinator=_coordinator_command(options, outfit.access),
         max_restarts=found.spec.max_restarts,
+        signals=options.signals,
     )
 
 
@@ -504,12 +503,12 @@ def _coordinator_command(options: RunOptions, access: StoreAccess) -> Coordinato
     return CoordinatorCommand(tuple(arguments), access.environ)
 
 
-def ignore_signals() -> None:
+def ignore_signals(numbers: Iterable[signal.Signals]) -> None:
     """From here on there is nothing left to stop, and the exit code stands.
 
     Python gives its handlers back while it ends, and then a late signal would be the process's end.
     """
-    for number in STOPPING:
+    for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 
 

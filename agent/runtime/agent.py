@@ -172,7 +172,7 @@ class ElasticAgent(SimpleElasticAgent):
             self._torch_events.close()
 
     def _invoke_run(self, role: str = "default") -> RunResult:
-        self._loop.on_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+        self._loop.on_signals(self._setting.signals)
         self._loop.add(self._forks, self._fork_news)
         self._writer.start()
         for watcher in self._watchers:

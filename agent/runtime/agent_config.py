@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 
 from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
@@ -38,3 +39,4 @@ class AgentConfig:
     coordinator: CoordinatorCommand
     max_restarts: int
     meeting_point: MeetingPoint | None = None
+    signals: tuple[signal.Signals, ...] = ()  # that make the agent save and leave

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,6 @@ _NO_MEANING = {
     "node_rank": "the coordinator gives out ranks",
     "monitor_interval": "the agent waits for events and does not poll",
     "start_method": "replicas are forked from a warm server, or executed with --no-python",
-    "signals_to_handle": "SIGINT, SIGTERM and SIGHUP stop in an orderly way, a second one at once",
     "logs_specs": "logs are written as --log-dir, --redirects and --tee say",
     "shutdown_timeout": "--checkpoint-timeout says how long a stop may take",
     "numa_binding": "replicas are not bound to CPUs",
@@ -51,6 +51,8 @@ _HELP = {
     "role": "set as ROLE_NAME for every replica",
     "run_path": "run the script with runpy.run_path, as is done anyway; goes before --no-python",
     "log_dir": "directory for the logs of replicas",
+    "signals_to_handle": "signals that save a checkpoint and stop, the second one at once, separated by "
+    "commas (default SIGTERM,SIGINT,SIGHUP,SIGQUIT); Slurm's --signal=USR1@120 wants SIGUSR1 among them",
     "master_addr": "address at which replicas meet, for scripts that name it (init_method=tcp://ADDR:PORT); "
     "only its own node can keep a store there (default: the address of the node of rank 0)",
     "master_port": "port at which replicas meet, for scripts that name it (default: any free one, or within "
@@ -114,6 +116,7 @@ class RunOptions:
     threads: int | None  # OMP_NUM_THREADS of a replica, unless the environment says it
     virtual_local_rank: bool
     event_log_handler: str
+    signals: tuple[signal.Signals, ...]  # that stop in an orderly way
     notes: tuple[str, ...] = ()  # one line each, for the person who typed it
 
     @property
@@ -383,6 +386,7 @@ def check(
         threads=None if "OMP_NUM_THREADS" in environ or slots == 1 else 1,
         virtual_local_rank=bool(getattr(args, "virtual_local_rank", False)),
         event_log_handler=getattr(args, "event_log_handler", "null"),
+        signals=parse_signals(getattr(args, "signals_to_handle", _SIGNALS)),
         notes=(*notes, *_notes(args, given, master_port, slots)),
     )
 
@@ -506,6 +510,23 @@ def parse_ports(text: str) -> tuple[int, int]:
     if match is None or not 1024 <= int(match[1]) <= int(match[2]) <= 65535:
         raise OptionError(f"--port-range={text} is not LOW:HIGH between 1024 and 65535, as in 29500:29600")
     return int(match[1]), int(match[2])
+
+
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # torchrun's default
+
+
+def parse_signals(text: str) -> tuple[signal.Signals, ...]:
+    """Return the signals of a list of names, as in SIGTERM,SIGUSR1."""
+    found = []
+    for name in text.split(","):
+        number = signal.Signals.__members__.get(name.strip())
+        if number is None or number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
+            raise OptionError(
+                f"--signals-to-handle={text}: {name.strip()!r} is not a signal that can be handled; give "
+                f"names separated by commas, as in {_SIGNALS}"
+            )
+        found.append(number)
+    return tuple(dict.fromkeys(found))
 
 
 _OFF_AT_ZERO = ("checkpoint_interval", "hang_timeout")

@@ -94,7 +94,7 @@ HONOURED = {
     *("help", "nnodes", "nproc_per_node", "rdzv_endpoint", "rdzv_id", "standalone", "max_restarts", "role"),
     *("event_log_handler", "module", "no_python", "run_path", "log_dir", "redirects", "tee", "local_addr"),
     *("local_ranks_filter", "virtual_local_rank", "training_script", "training_script_args"),
-    *("master_addr", "master_port"),
+    *("master_addr", "master_port", "signals_to_handle"),
 }
 
 
@@ -262,6 +262,8 @@ def test_everything_after_the_script_is_the_scripts() -> None:
         (["--checkpoint-interval=nan"], "--checkpoint-interval=nan", "0 switches it off"),
         (["--no-python", "-m"], "--no-python and --module", "exclude each other"),
         (["--local-ranks-filter=a"], "--local-ranks-filter=a", "as in 0,1"),
+        (["--signals-to-handle=SIGTERM,USR1"], "'USR1' is not a signal", "as in SIGTERM,SIGINT"),
+        (["--signals-to-handle=SIGKILL"], "'SIGKILL' is not a signal that can be handled", "as in SIGTERM"),
         (["--master-port=0"], "--master-port=0", "between 1 and 65535"),
         (["--port-range=9:3"], "--port-range=9:3", "as in 29500:29600"),
         (["--weight=0"], "--weight=0", "must be above 0"),

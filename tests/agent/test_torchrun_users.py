@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -203,6 +204,17 @@ def test_as_many_replicas_as_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(run_options.OptionError, match="--nproc-per-node=gpu: Cuda is not available"):
         run_options.parse(["--nproc-per-node=gpu", USER], {})
+
+
+def test_a_signal_that_was_named_saves_and_stops(tmp_path: Path) -> None:
+    """Slurm sends SIGUSR1 before the time of a job is over, if it is asked to."""
+    arguments = ("--standalone", "--rdzv-id=job", "--signals-to-handle=SIGTERM,SIGUSR1")
+    with ElasticRun([*arguments, "--checkpoint-path=saved", TRAIN, "60", "0.1"], tmp_path) as run:
+        run.wait_for_event("generation")
+        run.process.send_signal(signal.SIGUSR1)
+        assert run.wait() == 143, run.text()
+        assert "SIGUSR1: saving and stopping" in run.text()
+        assert list((tmp_path / "saved").glob("*-g00000-*"))
 
 
 # What is written ---------------------------------------------------------------------------------
