@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from adaptdl_elastic import _session, checkpoint, collective
-from adaptdl_elastic._checks import flag, integer
+from adaptdl_elastic._checks import flag, integer, whole
 from adaptdl_elastic._interfaces import Command, ElasticLoader
 from adaptdl_elastic.torch._data.checks import check_bounds, check_writer
 from adaptdl_elastic.torch._data.partition import Window, share
@@ -56,7 +56,6 @@ class AdaptiveDataLoaderHelper:
             )
         self.batch_size = batch_size = size
         self.sample_dimension: int | None = None  # of the batches, along which samples lie; None: not known
-        self.end_index: int = 0
         self._registry = registry()
         self.key = self._registry.key()
         self._registry.unrepeatable += 1
@@ -96,6 +95,15 @@ class AdaptiveDataLoaderHelper:
     @current_index.setter
     def current_index(self, index: int) -> None:
         self._running().index = index
+
+    @property
+    def end_index(self) -> int:
+        """Samples of one pass, over all replicas: what was set last, also before a restart. 0: not known."""
+        return script_position().end_indices.get(self.key, 0)
+
+    @end_index.setter
+    def end_index(self, index: int) -> None:
+        script_position().end_indices[self.key] = whole("end_index", index, 0)
 
     def _running(self) -> ScriptPosition:
         if self._loops is None:
