@@ -477,6 +477,9 @@ class Survivor(Protocol):
     def begin_window(self, index: int) -> None:
         """The first batch of a training window is about to be handed out."""
 
+    def before_step(self, left_out: bool) -> None:
+        """An `optimizer.step()` of the window under way steps now, or does nothing (`left_out`)."""
+
     def mark(self) -> None:
         """All replicas have just synchronised their accumulators, or stand at the beginning of a loop."""
 

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
 from adaptdl_elastic.agent.cluster.store_link import Registration
 from adaptdl_elastic.agent.core.states import AgentIdentity
 from adaptdl_elastic.agent.machine import interruption
-from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
+from adaptdl_elastic.agent.runtime.agent_config import AgentConfig, MeetingPoint
 from adaptdl_elastic.agent.runtime.fork_server import ForkServer
 from adaptdl_elastic.agent.runtime.forked_child import Command
 from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment, SharePath
@@ -34,7 +34,13 @@ from adaptdl_elastic.agent.terminal.replica_output import Output, Streams
 from adaptdl_elastic.agent.terminal.run_options import MANY_REPLICAS, PROGRAM, RunOptions
 from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.rendezvous.local import runtime_file
-from adaptdl_elastic.rendezvous.local.addresses import address_towards, is_loopback, listen
+from adaptdl_elastic.rendezvous.local.addresses import (
+    NoPortError,
+    address_towards,
+    is_local,
+    is_loopback,
+    listen,
+)
 from adaptdl_elastic.rendezvous.local.store_server import LocalServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus, NodeRecord, Rescale
@@ -49,8 +55,6 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 logger = logging.getLogger(__name__)
-
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # what one machine needs: sizes change within seconds of a reason to
 _STANDALONE_INTERVAL = "3"
@@ -96,6 +100,7 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
         # Before anything is leased: while torch's libraries are loaded no other thread of ours runs: on a
         # busy machine for longer than a lease.
         importlib.import_module("adaptdl_elastic.agent.runtime.agent")
+        _check_event_handler(options.event_log_handler)
         outfit = Outfit(access, Keys(options.cluster), fork_server, output, events, display, share)
         try:
             found = _join(options, outfit)
@@ -237,6 +242,9 @@ def _join(options: RunOptions, outfit: Outfit) -> _Found:
     if not (options.local_addr or options.standalone):
         host = address_towards(parse_endpoints(outfit.access.endpoint))
     listen(host, options.port_range).close()  # a replica will have to: find out now
+    point = _meeting_point(options)
+    if point is not None and options.max_nodes == 1:
+        check_meeting_point(point, host)
     try:
         return _take_part(options, host, outfit.access, outfit.keys, outfit.display.say)
     except StorageError as error:
@@ -375,7 +383,7 @@ def _run(options: RunOptions, found: _Found, outfit: Outfit) -> int:
     try:
         agent.run()
     finally:
-        ignore_signals()
+        ignore_signals(options.signals)
         if watcher is not None:
             watcher.stop()
         try:
@@ -404,6 +412,39 @@ def _note_end(
         ended_run.write_note(spec, status, options.checkpoint_path, say, even_if_empty=options.once)
 
 
+def _check_event_handler(name: str) -> None:
+    from adaptdl_elastic.agent.runtime.torch_events import is_known
+
+    if not is_known(name):
+        raise LaunchError(
+            f"--event-log-handler={name} is no handler of torch.distributed.elastic.events: give one that is "
+            f"registered there, as null or console"
+        )
+
+
+def _meeting_point(options: RunOptions) -> MeetingPoint | None:
+    if options.master_port is None:
+        return None
+    return MeetingPoint(options.master_addr, options.master_port)
+
+
+def check_meeting_point(point: MeetingPoint, host: str) -> None:
+    """Find out now that the only node cannot keep a store there.
+
+    Raises:
+        LaunchError: The address is another machine's.
+        NoPortError: The port is taken.
+    """
+    if point.host is not None and not is_local(point.host):
+        raise LaunchError(
+            f"{point}: {point.host} is not an address of this machine, the only node of the job"
+        )
+    try:
+        listen(point.host or host, (point.port, point.port)).close()
+    except NoPortError as error:
+        raise NoPortError(f"{point}: {error}") from None
+
+
 def _setting(options: RunOptions, found: _Found, outfit: Outfit) -> AgentConfig:
     record = found.registration.record
     return AgentConfig(
@@ -418,6 +459,7 @@ def _setting(options: RunOptions, found: _Found, outfit: Outfit) -> AgentConfig:
         ),
         host=found.host,
         ports=options.port_range,
+        meeting_point=_meeting_point(options),
         command=Command(options.mode, options.command, str(Path.cwd()), {}, options.threads),
         environment=JobEnvironment(
             node=record.node,
@@ -434,6 +476,7 @@ def _setting(options: RunOptions, found: _Found, outfit: Outfit) -> AgentConfig:
         ),
         coordinator=_coordinator_command(options, outfit.access),
         max_restarts=found.spec.max_restarts,
+        signals=options.signals,
     )
 
 
@@ -460,12 +503,12 @@ def _coordinator_command(options: RunOptions, access: StoreAccess) -> Coordinato
     return CoordinatorCommand(tuple(arguments), access.environ)
 
 
-def ignore_signals() -> None:
+def ignore_signals(numbers: Iterable[signal.Signals]) -> None:
     """From here on there is nothing left to stop, and the exit code stands.
 
     Python gives its handlers back while it ends, and then a late signal would be the process's end.
     """
-    for number in STOPPING:
+    for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 
 

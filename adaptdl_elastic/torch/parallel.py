@@ -524,11 +524,13 @@ class AdaptiveDataParallel(DistributedDataParallel):
             )
         if self._hook.failure is not None:
             self.irreparable = grad_scaler.why_irreparable(self._mp_scaler)
+            current_session().recovery.before_step(left_out=True)
             return False
         loader = current_dataloader()
         if loader is not None and not loader.training:  # of a model in eval(), to freeze its BatchNorm
             loader.train()
         self._sampler.collect()
+        current_session().recovery.before_step(left_out=False)
         return True
 
     def end_step(self, factor: float | Array) -> None:
@@ -567,6 +569,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
     def skipped_step(self) -> None:
         """For GradScaler: gradients were inf or nan, and the optimizer did not step."""
         if self.failure is not None:
+            current_session().recovery.before_step(left_out=True)
             return
         self._sampler.drop()
         self._window.reset()

@@ -250,7 +250,7 @@ def check_server(endpoint: str, options: StoreOptions) -> list[Finding]:
         http = Http((url,), options, lambda _: False)
         try:
             started = time.time()
-            said, date = http.look("/version")
+            said, date = http.get_once("/version")
             took = time.time() - started
         except (HttpStatusError, urllib3.exceptions.HTTPError, OSError, ValueError) as problem:
             found.append(_unreachable(url, problem, options))
