@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OptionError as error:
         print(f"adaptdl-run: error: {error}", file=sys.stderr)
         return 2
-    from adaptdl_elastic.agent.launch import STOPPING, LaunchError, complain, ignore_signals, launch
+    from adaptdl_elastic.agent.launch import LaunchError, complain, ignore_signals, launch
     from adaptdl_elastic.agent.terminal.replica_output import NoOutputError, StreamOptionError
     from adaptdl_elastic.rendezvous.local.addresses import NoPortError
     from adaptdl_elastic.rendezvous.local.runtime_file import RuntimeFileError
@@ -28,9 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     for note in options.notes:
         complain(note)
-    # until the agent handles signals itself, there is nothing to save
-    for number in STOPPING:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # keep ignored signals ignored, as `nohup` needs
+    # a signal that comes before the agent listens has nothing to save yet
+    for number in options.signals:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, lambda number, frame: sys.exit(130 if number == signal.SIGINT else STOPPED))
     try:
         return launch(options, complain)
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     finally:
-        ignore_signals()
+        ignore_signals(options.signals)
 
 
 def _log_level() -> int:

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
 from adaptdl_elastic.agent.cluster.store_link import Registration
 from adaptdl_elastic.agent.core.states import AgentIdentity
 from adaptdl_elastic.agent.machine import interruption
-from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
+from adaptdl_elastic.agent.runtime.agent_config import AgentConfig, MeetingPoint
 from adaptdl_elastic.agent.runtime.fork_server import ForkServer
 from adaptdl_elastic.agent.runtime.forked_child import Command
 from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment, SharePath
@@ -34,7 +34,13 @@ from adaptdl_elastic.agent.terminal.replica_output import Output, Streams
 from adaptdl_elastic.agent.terminal.run_options import MANY_REPLICAS, PROGRAM, RunOptions
 from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.rendezvous.local import runtime_file
-from adaptdl_elastic.rendezvous.local.addresses import address_towards, is_loopback, listen
+from adaptdl_elastic.rendezvous.local.addresses import (
+    NoPortError,
+    address_towards,
+    is_local,
+    is_loopback,
+    listen,
+)
 from adaptdl_elastic.rendezvous.local.store_server import LocalServer
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, JobStatus, NodeRecord, Rescale
@@ -50,9 +56,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-# seconds between policy rounds of a standalone job
+# what one machine needs: sizes change within seconds of a reason to
 _STANDALONE_INTERVAL = "3"
 
 
@@ -96,7 +100,8 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
         # Import torch before a lease is taken: while it is loaded no other thread of this process runs, on a
         # busy machine for longer than a lease lasts.
         importlib.import_module("adaptdl_elastic.agent.runtime.agent")
-        parts = AgentParts(access, Keys(options.cluster), fork_server, output, events, display, share)
+        _check_event_handler(options.event_log_handler)
+        outfit = Outfit(access, Keys(options.cluster), fork_server, output, events, display, share)
         try:
             found = _join(options, parts)
         except ended_run.JobEndedError as ended:
@@ -237,8 +242,11 @@ def _join(options: RunOptions, parts: AgentParts) -> _Found:
     """Register this node and join the job, or begin it; LaunchError if that is impossible."""
     host = options.local_addr or "127.0.0.1"
     if not (options.local_addr or options.standalone):
-        host = address_towards(parse_endpoints(parts.access.endpoint))
-    listen(host, options.port_range).close()  # a replica here will have to listen, so check it now
+        host = address_towards(parse_endpoints(outfit.access.endpoint))
+    listen(host, options.port_range).close()  # a replica will have to: find out now
+    point = _meeting_point(options)
+    if point is not None and options.max_nodes == 1:
+        check_meeting_point(point, host)
     try:
         return _take_part(options, host, parts.access, parts.keys, parts.display.say)
     except StorageError as error:
@@ -379,7 +387,7 @@ def _run(options: RunOptions, found: _Found, parts: AgentParts) -> int:
     try:
         agent.run()
     finally:
-        ignore_signals()
+        ignore_signals(options.signals)
         if watcher is not None:
             watcher.stop()
         try:
@@ -409,7 +417,40 @@ def _note_end(
         ended_run.write_note(spec, status, options.checkpoint_path, say, even_if_empty=options.once)
 
 
-def _agent_config(options: RunOptions, found: _Found, parts: AgentParts) -> AgentConfig:
+def _check_event_handler(name: str) -> None:
+    from adaptdl_elastic.agent.runtime.torch_events import is_known
+
+    if not is_known(name):
+        raise LaunchError(
+            f"--event-log-handler={name} is no handler of torch.distributed.elastic.events: give one that is "
+            f"registered there, as null or console"
+        )
+
+
+def _meeting_point(options: RunOptions) -> MeetingPoint | None:
+    if options.master_port is None:
+        return None
+    return MeetingPoint(options.master_addr, options.master_port)
+
+
+def check_meeting_point(point: MeetingPoint, host: str) -> None:
+    """Find out now that the only node cannot keep a store there.
+
+    Raises:
+        LaunchError: The address is another machine's.
+        NoPortError: The port is taken.
+    """
+    if point.host is not None and not is_local(point.host):
+        raise LaunchError(
+            f"{point}: {point.host} is not an address of this machine, the only node of the job"
+        )
+    try:
+        listen(point.host or host, (point.port, point.port)).close()
+    except NoPortError as error:
+        raise NoPortError(f"{point}: {error}") from None
+
+
+def _setting(options: RunOptions, found: _Found, outfit: Outfit) -> AgentConfig:
     record = found.registration.record
     return AgentConfig(
         me=AgentIdentity(
@@ -423,6 +464,7 @@ def _agent_config(options: RunOptions, found: _Found, parts: AgentParts) -> Agen
         ),
         host=found.host,
         ports=options.port_range,
+        meeting_point=_meeting_point(options),
         command=Command(options.mode, options.command, str(Path.cwd()), {}, options.threads),
         environment=JobEnvironment(
             node=record.node,
@@ -439,6 +481,7 @@ def _agent_config(options: RunOptions, found: _Found, parts: AgentParts) -> Agen
         ),
         coordinator=_coordinator_command(options, parts.access),
         max_restarts=found.spec.max_restarts,
+        signals=options.signals,
     )
 
 
@@ -465,12 +508,12 @@ def _coordinator_command(options: RunOptions, access: StoreAccess) -> Coordinato
     return CoordinatorCommand(tuple(arguments), access.environ)
 
 
-def ignore_signals() -> None:
-    """Ignore signals from now on: nothing is left to stop, and the exit code is final.
+def ignore_signals(numbers: Iterable[signal.Signals]) -> None:
+    """From here on there is nothing left to stop, and the exit code stands.
 
     While Python exits it restores the default handlers, by which a late signal would kill the process.
     """
-    for number in STOPPING:
+    for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -7,12 +7,14 @@ and one loop waits for messages, exits, the store, signals and timers.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import select
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -57,7 +59,8 @@ from adaptdl_elastic.agent.runtime.generation_store import GenerationStore
 from adaptdl_elastic.agent.runtime.replica_environment import replica_environment
 from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
 from adaptdl_elastic.agent.runtime.run_result import run_result
-from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
+from adaptdl_elastic.agent.runtime.torch_events import TorchEvents
+from adaptdl_elastic.agent.terminal.event_recorder import Journal
 from adaptdl_elastic.agent.terminal.replica_output import NoOutputError, Output
 from adaptdl_elastic.protocol import messages
 from adaptdl_elastic.protocol.channel import STOPPED
@@ -134,6 +137,8 @@ class ElasticAgent(SimpleElasticAgent):
         self._survived_losses: set[tuple[int, int]] = set()
         self._pending_notice = PendingNotice()
         self._last_exits: list[tuple[ReplicaHandle, int]] = []
+        self._plan_seen = (-1, 0.0)  # the newest plan's generation, and when it was seen first
+        self._torch_events = TorchEvents(spec.event_log_handler)
 
     @property
     def post(self) -> Callable[[object], None]:
@@ -154,9 +159,22 @@ class ElasticAgent(SimpleElasticAgent):
 
     # Methods of SimpleElasticAgent
 
+    def run(self, role: str = "default") -> RunResult:
+        """Run until the job, or this node's part in it, is over."""
+        try:
+            result: RunResult = super().run(role)
+        except BaseException:
+            self._torch_events.send(self, "FAILED", raw_error=traceback.format_exc())
+            raise
+        else:
+            self._torch_events.send(self, "SUCCEEDED")  # as torchrun says it, whatever became of the workers
+            return result
+        finally:
+            self._torch_events.close()
+
     def _invoke_run(self, role: str = "default") -> RunResult:
-        self._loop.on_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-        self._loop.add(self._fork_server, self._on_fork_server)
+        self._loop.on_signals(self._setting.signals)
+        self._loop.add(self._forks, self._fork_news)
         self._writer.start()
         for watcher in self._watchers:
             watcher.start()
@@ -181,8 +199,8 @@ class ElasticAgent(SimpleElasticAgent):
         group.group_rank = plan.index(self._config.me.node)  # type: ignore[assignment]
         group.group_world_size = plan.nodes  # type: ignore[assignment]
         group.workers = [
-            Worker(i, rank, rank, plan.replicas, plan.replicas)
-            for i, rank in enumerate(plan.ranks(self._config.me.node))
+            Worker(slot, rank, rank, plan.replicas, plan.replicas)
+            for slot, rank in plan.rank_by_slot(self._setting.me.node).items()
         ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -196,9 +214,16 @@ class ElasticAgent(SimpleElasticAgent):
         return RunResult(WorkerState.HEALTHY if self._replicas else WorkerState.STOPPED)
 
     def _record_worker_events(self, result: RunResult) -> None:
-        # every such event looks up this host's name, and DNS may not answer
-        if self._worker_group.spec.event_log_handler != "null":
-            super()._record_worker_events(result)
+        for worker in self._worker_group.workers:
+            failure = result.failures.get(worker.global_rank)
+            self._torch_events.send(
+                self,
+                self._get_worker_state(worker, result),
+                worker,
+                raw_error=json.dumps(failure.error_file_data) if failure else None,
+                exit_code=failure.exitcode if failure else None,
+                worker_pid=failure.pid if failure else None,
+            )
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """End all processes and threads of the agent, however `run` ends."""
@@ -253,6 +278,8 @@ class ElasticAgent(SimpleElasticAgent):
                 self._decide(event)  # type: ignore[arg-type]
 
     def _decide(self, event: states.Event) -> None:
+        if isinstance(event, states.PlanSeen) and event.plan.generation > self._plan_seen[0]:
+            self._plan_seen = event.plan.generation, time.perf_counter()
         self.state, actions = decisions.decide(self.state, event, time.monotonic())
         for action in actions:
             self._act(action)
@@ -341,8 +368,12 @@ class ElasticAgent(SimpleElasticAgent):
                 self.exit_code, self.exit_reason = code, reason
 
     def _open_master(self, generation: int) -> None:
-        record = self._generation_store.open(generation)
-        self._reporter.master(record)
+        # beside replicas that run, and go over, the place that a script names is taken
+        wanted = self._setting.meeting_point if self.state.held is None else None
+        record = self._meeting.open(generation, wanted)
+        if wanted is not None and wanted.host not in (None, record.host):
+            self._say(f"{wanted} is not here, where rank 0 is: replicas meet at {record.host}:{record.port}")
+        self._books.master(record)
         self._decide(states.MasterSeen(record))
 
     def _start(self, start: states.StartReplicas) -> None:
@@ -369,10 +400,13 @@ class ElasticAgent(SimpleElasticAgent):
             self._say(f"starting again, from {origin} ({plan.reason}; not counted as a restart)")
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        met, used = time.perf_counter(), self._plan.restarts if self._plan is not None else 0
+        self._remaining_restarts = max(0, self._setting.max_restarts - used)
         self._rendezvous(worker_group)
-        slots = () if self._plan is None else self._plan.slots(self._config.me.node)
-        for local_rank, number in self._start_workers(worker_group).items():
-            worker_group.workers[slots.index(local_rank)].id = number
+        assigned = time.perf_counter()
+        self._torch_events.rendezvous(
+            self, 1e3 * (met - self._plan_seen[1]), assigned_ms=1e3 * (assigned - met)
+        )
         worker_group.state = WorkerState.HEALTHY
 
     def _spawn(self, start: states.StartReplicas, local_rank: int) -> None:
@@ -457,9 +491,8 @@ class ElasticAgent(SimpleElasticAgent):
             self._say(f"training goes on with {size}, without a restart: {plan.reason}")
         self._generation_store.forget(plan.generation)
         self._initialize_workers(self._worker_group)
-        pids = {h.rank: h.pid for h in members if h.pid is not None}
-        self._recorder.started(plan, pids, self._view.last_step_before(plan))
-        self._recorder.hello()
+        self._all_started(plan, members)
+        self._journal.hello()
         for handle in members:
             early, handle.early_step, handle.switched = handle.early_step, None, False
             if early is not None:
@@ -540,8 +573,14 @@ class ElasticAgent(SimpleElasticAgent):
         plan = self._plan
         mine = [h for h in self._replicas.values() if h.generation == handle.generation]
         if plan is not None and plan.generation == handle.generation and all(h.pid is not None for h in mine):
-            pids = {h.rank: h.pid for h in mine if h.pid is not None}
-            self._recorder.started(plan, pids, self._view.last_step_before(plan))
+            self._all_started(plan, mine)
+
+    def _all_started(self, plan: Plan, members: list[ReplicaHandle]) -> None:
+        pids = {h.rank: h.pid for h in members if h.pid is not None}
+        self._journal.started(plan, pids, self._mirror.last_step_before(plan))
+        for worker in self._worker_group.workers:
+            worker.id = pids.get(worker.global_rank)
+        self._torch_events.started(self, self._worker_group.workers)
 
     def _exited(
         self, handle: ReplicaHandle, code: int, signalled: bool = True, when: float | None = None

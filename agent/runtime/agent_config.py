@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 
 from adaptdl_elastic.agent.cluster.coordinator_host import CoordinatorCommand
 from adaptdl_elastic.agent.core.states import AgentIdentity
 from adaptdl_elastic.agent.runtime.forked_child import Command
 from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Where replicas are to meet because a script names it: `--master-addr` and `--master-port`.
+
+    host: None for the address of the node of rank 0.
+    """
+
+    host: str | None
+    port: int
+
+    def __str__(self) -> str:
+        """As it was given on the command line."""
+        address = f"--master-addr={self.host} " if self.host is not None else ""
+        return f"{address}--master-port={self.port}"
 
 
 @dataclass(frozen=True)
@@ -21,3 +38,5 @@ class AgentConfig:
     environment: JobEnvironment
     coordinator: CoordinatorCommand
     max_restarts: int
+    meeting_point: MeetingPoint | None = None
+    signals: tuple[signal.Signals, ...] = ()  # that make the agent save and leave

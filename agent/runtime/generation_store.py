@@ -12,7 +12,8 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from adaptdl_elastic.rendezvous.local.addresses import listen, reserve
+from adaptdl_elastic.agent.runtime.agent_config import MeetingPoint
+from adaptdl_elastic.rendezvous.local.addresses import NoPortError, is_local, listen, reserve
 from adaptdl_elastic.rendezvous.schema.records import MasterRecord
 
 _JOIN_SECONDS = 30.0
@@ -25,22 +26,34 @@ class GenerationStore:
         self._host, self._ports = host, ports
         self._stores: dict[int, tuple[TCPStore, socket.socket]] = {}
 
-    def open(self, generation: int) -> MasterRecord:
-        """Open the store of a generation and return its address; NoPortError if no port is free."""
-        sock = listen(self._host, self._ports)
+    def open(self, generation: int, wanted: MeetingPoint | None = None) -> MasterRecord:
+        """Keep the store of a generation; NoPortError when nothing is free to listen on.
+
+        Args:
+            generation: Its number.
+            wanted: Where it should be. An address of another node is passed over: rank 0 is here.
+        """
+        host, ports = self._host, self._ports
+        if wanted is not None:
+            self.forget(generation)  # the one before may have been there
+            host = wanted.host if wanted.host is not None and is_local(wanted.host) else host
+            ports = (wanted.port, wanted.port)
+        try:
+            sock = listen(host, ports)
+        except NoPortError as error:
+            raise NoPortError(f"{wanted}: {error}") if wanted is not None else error from None
         port = int(sock.getsockname()[1])
         store = TCPStore(
-            self._host,
+            host,
             port,
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=_JOIN_SECONDS),
             master_listen_fd=sock.detach(),
         )
-        # a port for rank 0, which will listen there when it has started
-        kept = reserve(self._host, self._ports)
+        kept = reserve(host, self._ports)  # for rank 0, which will listen there when it has started
         self._stores[generation] = store, kept
-        return MasterRecord(generation, self._host, port, int(kept.getsockname()[1]))
+        return MasterRecord(generation, host, port, int(kept.getsockname()[1]))
 
     def forget(self, before: int) -> None:
         """Close the stores of generations before `before`."""

@@ -8,8 +8,9 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,11 +29,8 @@ _NO_MEANING = {
     "rdzv_backend": "plans come from the coordinator, through etcd",
     "rdzv_conf": "torch's rendezvous is not used; --etcd-timeout and --rescale-timeout are what it would set",
     "node_rank": "the coordinator gives out ranks",
-    "master_addr": "the node of rank 0 publishes its address",
-    "master_port": "the node of rank 0 publishes its port; --port-range confines it",
     "monitor_interval": "the agent waits for events and does not poll",
     "start_method": "replicas are forked from a warm server, or executed with --no-python",
-    "signals_to_handle": "SIGINT, SIGTERM and SIGHUP stop in an orderly way, a second one at once",
     "logs_specs": "logs are written as --log-dir, --redirects and --tee say",
     "shutdown_timeout": "--checkpoint-timeout says how long a stop may take",
     "numa_binding": "replicas are not bound to CPUs",
@@ -53,6 +51,12 @@ _HELP = {
     "role": "set as ROLE_NAME for every replica",
     "run_path": "run the script with runpy.run_path, as is done anyway; goes before --no-python",
     "log_dir": "directory for the logs of replicas",
+    "signals_to_handle": "signals that save a checkpoint and stop, the second one at once, separated by "
+    "commas (default SIGTERM,SIGINT,SIGHUP,SIGQUIT); Slurm's --signal=USR1@120 wants SIGUSR1 among them",
+    "master_addr": "address at which replicas meet, for scripts that name it (init_method=tcp://ADDR:PORT); "
+    "only its own node can keep a store there (default: the address of the node of rank 0)",
+    "master_port": "port at which replicas meet, for scripts that name it (default: any free one, or within "
+    "--port-range; 29500 where several nodes are given a --master-addr)",
     "local_addr": "address that other nodes reach this one by (default: that of the route to etcd)",
     "training_script": "what every replica runs, followed by its own arguments",
 }
@@ -85,6 +89,8 @@ class RunOptions:
     cluster: str
     node_name: str | None
     local_addr: str | None
+    master_addr: str | None  # where a generation meets, if somebody wants to know it beforehand
+    master_port: int | None
     port_range: tuple[int, int] | None
     checkpoint_path: str
     checkpoint_timeout: float
@@ -110,7 +116,8 @@ class RunOptions:
     threads: int | None  # OMP_NUM_THREADS of a replica, unless the environment sets it
     virtual_local_rank: bool
     event_log_handler: str
-    notes: tuple[str, ...] = ()  # one line each, to print for the user
+    signals: tuple[signal.Signals, ...]  # that stop in an orderly way
+    notes: tuple[str, ...] = ()  # one line each, for the person who typed it
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -124,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
     made.prog = PROGRAM
     made.usage = f"{PROGRAM} [options] SCRIPT [arguments of the script]"
     made.error = partial(_refuse, made)  # type: ignore[method-assign,assignment]
-    made.allow_abbrev = False  # otherwise an abbreviated option could not be recognised as given
+    _prefer_torchruns(made)
     made.description = (
         "Run a PyTorch job whose replicas, batch size and learning rate adapt while it runs. "
         "Takes what torchrun takes, and options of its own."
@@ -132,6 +139,23 @@ def parser() -> argparse.ArgumentParser:
     made.set_defaults(max_restarts=os.environ.get("PET_MAX_RESTARTS", "3"))  # argparse converts it
     _arrange(made)
     return made
+
+
+def _prefer_torchruns(made: argparse.ArgumentParser) -> None:
+    """Let a shortened option mean what it means to torchrun, whatever options are added from now on.
+
+    Both spellings of one option (`--nproc-per-node`, `--nproc_per_node`) are no ambiguity.
+    """
+    theirs = list(made._actions)
+    matches = made._get_option_tuples
+
+    def chosen(word: str) -> list[Any]:
+        found: dict[int, Any] = {}
+        for match in matches(word):
+            found.setdefault(id(match[0]), match)
+        return [match for match in found.values() if match[0] in theirs] or list(found.values())
+
+    made._get_option_tuples = chosen  # type: ignore[method-assign,assignment]
 
 
 def _arrange(made: argparse.ArgumentParser) -> None:
@@ -260,23 +284,19 @@ def _add_ours(group: Any) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> RunOptions:
-    """Return the checked options.
-
-    Raises:
-        OptionError: an option is invalid.
-        SystemExit: for --help.
-    """
-    made = parser()
-    args = made.parse_args(arguments)
+    """The checked options; OptionError when they can not be used, SystemExit for --help and the unknown."""
     typed = list(sys.argv[1:] if arguments is None else arguments)
-    ours = typed[: len(typed) - len(args.training_script_args)]
-    return check(args, _given(made, ours), environ)
+    args = parser().parse_args(typed)
+    return check(args, _given(typed), environ)
 
 
-def _given(made: argparse.ArgumentParser, typed: Sequence[str]) -> set[str]:
-    """Return the destinations of the options that were given."""
-    names = {name: action.dest for action in made._actions for name in action.option_strings}
-    return {names[word.partition("=")[0]] for word in typed if word.partition("=")[0] in names}
+def _given(typed: Sequence[str]) -> set[str]:
+    """Return which options were typed, by their destination."""
+    made = parser()
+    made._defaults.clear()
+    for action in made._actions:
+        action.default = argparse.SUPPRESS
+    return set(vars(made.parse_args(typed)))
 
 
 def check(
@@ -287,6 +307,11 @@ def check(
     job = _job(args)
     min_nodes, max_nodes = parse_range("--nnodes", args.nnodes)
     min_slots, slots = parse_slots(args.nproc_per_node, slots_of or count_devices)
+    notes = list(_notes_on_ignored(given, environ))
+    if _is_c10d_alone(args, max_nodes):
+        notes = _notes_on_c10d(args, notes)
+        args = argparse.Namespace(**{**vars(args), "standalone": True, "rdzv_endpoint": ""})
+        given = given - {"rdzv_endpoint"}
     endpoint = args.etcd or args.rdzv_endpoint or environ.get("ADAPTDL_ETCD") or None
     if args.etcd and args.rdzv_endpoint and args.etcd != args.rdzv_endpoint:
         raise OptionError(f"--etcd {args.etcd} and --rdzv-endpoint {args.rdzv_endpoint} differ: give one")
@@ -307,6 +332,7 @@ def check(
             raise OptionError(str(error)) from None
     if args.once and args.anew:
         raise OptionError("--once and --anew exclude each other: give --anew to train again, else --once")
+    master_addr, master_port = _meeting_point(args, given, environ, max_nodes)
     path = args.checkpoint_path or environ.get(environment.CHECKPOINT_PATH) or str(Path(".adaptdl") / job)
     if "://" not in path:
         path = str(Path(path).absolute())
@@ -333,6 +359,8 @@ def check(
         cluster=check_option("--cluster", args.cluster or environ.get("ADAPTDL_CLUSTER") or "default"),
         node_name=check_option("--node-name", args.node_name) if args.node_name else None,
         local_addr=args.local_addr,
+        master_addr=master_addr,
+        master_port=master_port,
         port_range=parse_ports(args.port_range) if args.port_range else None,
         checkpoint_path=path,
         checkpoint_timeout=args.checkpoint_timeout,
@@ -358,8 +386,49 @@ def check(
         threads=None if "OMP_NUM_THREADS" in environ or slots == 1 else 1,
         virtual_local_rank=bool(getattr(args, "virtual_local_rank", False)),
         event_log_handler=getattr(args, "event_log_handler", "null"),
-        notes=_notes(args, given, environ, standalone, slots),
+        signals=parse_signals(getattr(args, "signals_to_handle", _SIGNALS)),
+        notes=(*notes, *_notes(args, given, master_port, slots)),
     )
+
+
+def _is_c10d_alone(args: argparse.Namespace, max_nodes: int) -> bool:
+    """Return whether torchrun would keep the store itself, on this machine and for it alone.
+
+    So its users write what is --standalone: `--nnodes=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:0`.
+    """
+    host = (args.rdzv_endpoint or "").rpartition(":")[0]
+    here = host in ("localhost", "127.0.0.1", "[::1]")
+    return here and max_nodes == 1 and args.rdzv_backend == "c10d" and not args.etcd
+
+
+def _notes_on_c10d(args: argparse.Namespace, notes: list[str]) -> list[str]:
+    kept = [note for note in notes if "RDZV_BACKEND" not in note and "--rdzv-backend" not in note]
+    if args.rdzv_endpoint.endswith(":0") or args.standalone:
+        return kept
+    return [
+        *kept,
+        f"--rdzv-endpoint={args.rdzv_endpoint} has no effect with --rdzv-backend=c10d and one node, which "
+        f"is --standalone; if it is an etcd, leave --rdzv-backend away",
+    ]
+
+
+_TORCHS_PORT = 29500
+
+
+def _meeting_point(
+    args: argparse.Namespace, given: set[str], environ: Mapping[str, str], max_nodes: int
+) -> tuple[str | None, int | None]:
+    """Return --master-addr and --master-port, where torchrun would heed them; None: no wishes."""
+    named = "master_addr" in given or bool(environ.get("PET_MASTER_ADDR"))
+    address = args.master_addr.strip("[]") if named else None
+    port = args.master_port
+    if port is None and address is not None and max_nodes > 1 and not args.standalone:
+        port = _TORCHS_PORT
+    if port is None:
+        return None, None
+    if not 1 <= port <= 65535:
+        raise OptionError(f"--master-port={port} is not a port: give a number between 1 and 65535")
+    return address, port
 
 
 def _mode(args: argparse.Namespace) -> str:
@@ -443,6 +512,23 @@ def parse_ports(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # torchrun's default
+
+
+def parse_signals(text: str) -> tuple[signal.Signals, ...]:
+    """Return the signals of a list of names, as in SIGTERM,SIGUSR1."""
+    found = []
+    for name in text.split(","):
+        number = signal.Signals.__members__.get(name.strip())
+        if number is None or number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
+            raise OptionError(
+                f"--signals-to-handle={text}: {name.strip()!r} is not a signal that can be handled; give "
+                f"names separated by commas, as in {_SIGNALS}"
+            )
+        found.append(number)
+    return tuple(dict.fromkeys(found))
+
+
 _OFF_AT_ZERO = ("checkpoint_interval", "hang_timeout")
 
 
@@ -481,21 +567,28 @@ def _ranks(text: str) -> frozenset[int] | None:
 _OF_AN_ETCD = ("rdzv_endpoint", "etcd", "etcd_api", "etcd_user", "etcd_ca", "etcd_cert", "etcd_key")
 
 
-def _notes(
-    args: argparse.Namespace, given: set[str], environ: Mapping[str, str], standalone: bool, slots: int
-) -> tuple[str, ...]:
-    notes = [f"--{n.replace('_', '-')} has no effect: {why}" for n, why in _NO_MEANING.items() if n in given]
+def _notes_on_ignored(given: set[str], environ: Mapping[str, str]) -> Iterator[str]:
+    """Tell of torchrun's options that have no meaning here, and of the variables they are read from."""
     for name, why in _NO_MEANING.items():
-        variable = f"PET_{name.upper()}"  # torchrun reads options from these variables, too
+        if name in given:
+            yield f"--{name.replace('_', '-')} has no effect: {why}"
+    for name, why in _NO_MEANING.items():
+        variable = f"PET_{name.upper()}"
         if name not in given and environ.get(variable):
-            notes.append(f"{variable} has no effect: {why}")
+            yield f"{variable} has no effect: {why}"
+
+
+def _notes(args: argparse.Namespace, given: set[str], master_port: int | None, slots: int) -> Iterator[str]:
+    if "master_addr" in given and master_port is None:
+        yield "--master-addr has no effect without --master-port: replicas meet at any free port"
     if args.standalone:
-        lost = (name for name in _OF_AN_ETCD if name in given)
-        notes += [f"--{n.replace('_', '-')}={getattr(args, n)} has no effect with --standalone" for n in lost]
+        for name in _OF_AN_ETCD:
+            if name in given:
+                option = name.replace("_", "-")
+                yield f"--{option}={getattr(args, name)} has no effect with --standalone"
     shown = _ranks(args.local_ranks_filter)
     if shown is not None and not any(rank < slots for rank in shown):
-        notes.append(
+        yield (
             f"--local-ranks-filter={args.local_ranks_filter} shows nothing: "
             f"local ranks here are 0 to {slots - 1}"
         )
-    return tuple(notes)

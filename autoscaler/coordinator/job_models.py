@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -66,7 +65,7 @@ def attained(hints: JobHints | None) -> float:
 
 @dataclass(frozen=True)
 class _Told:
-    """A measurement, who has reported it, and when."""
+    """A measurement, the job that has reported it, and the time of that report."""
 
     seen: float
     job: str
@@ -78,11 +77,10 @@ class Curve:
     """What jobs of one script have found out together."""
 
     told: Mapping[_Key, tuple[_Told, ...]]  # by configuration, of at most two jobs, the latest first
-    widest: JobHints  # the report of whichever has been on the most replicas
-    totals: tuple[float, ...] = ()  # samples that those which are done came to
+    totals: tuple[float, ...] = ()  # samples of the jobs that are done
 
     def besides(self, job: str) -> dict[_Key, ProfileEntry]:
-        """What others than `job` have measured, by whoever reported last."""
+        """Return what other jobs than `job` have measured. The latest report of a configuration counts."""
         found: dict[_Key, ProfileEntry] = {}
         for at, told in self.told.items():
             for one in told:
@@ -91,51 +89,61 @@ class Curve:
         return found
 
 
+@dataclass(frozen=True)
+class Report:
+    """The last report of a job."""
+
+    job: str
+    hints: JobHints
+    seen: float  # when it came, on any clock that is the same for all reports
+    done: bool = False  # whether the job has ended well
+
+
 def curves(view: View) -> dict[str, Curve]:
     """By `profile_key`: jobs of one script with the same arguments share what they know, ended ones too."""
-    entries: dict[str, dict[_Key, tuple[_Told, ...]]] = {}
-    widest: dict[str, tuple[int, float, JobHints]] = {}
-    totals: dict[str, tuple[float, ...]] = {}
+    reports: dict[str, list[Report]] = {}
     for job in view.jobs.values():
         key = job.spec.record.profile_key if job.spec else ""
         hints = own_hints(job)
         if not key or hints is None or hints.perf_params is None or job.hints is None:
             continue
-        pool, seen = entries.setdefault(key, {}), job.hints.seen
-        for entry in hints.profile:
-            told = (*pool.get(_key(entry), ()), _Told(seen, job.job, entry))
-            pool[_key(entry)] = tuple(sorted(told, key=lambda one: (-one.seen, -one.entry.optim_count))[:2])
-        if job.status_now is not None and job.status_now.state is JobState.DONE:
-            totals[key] = (*totals.get(key, ()), attained(hints) + (hints.remaining_samples or 0.0))
-        reach = hints.max_profiled_replicas, seen
-        if key not in widest or widest[key][:2] < reach:
-            widest[key] = (*reach, hints)
-    return {key: Curve(entries[key], hints, totals.get(key, ())) for key, (_, _, hints) in widest.items()}
+        done = job.status_now is not None and job.status_now.state is JobState.DONE
+        reports.setdefault(key, []).append(Report(job.job, hints, job.hints.seen, done))
+    return {key: curve_of(found) for key, found in reports.items()}
+
+
+def curve_of(reports: Sequence[Report]) -> Curve:
+    """Return what the reports of one script's jobs say together. There is at least one."""
+    told: dict[_Key, tuple[_Told, ...]] = {}
+    for report in reports:
+        for entry in report.hints.profile:
+            both = (*told.get(_key(entry), ()), _Told(report.seen, report.job, entry))
+            told[_key(entry)] = tuple(sorted(both, key=lambda one: (-one.seen, -one.entry.optim_count))[:2])
+    ended = [report.hints for report in reports if report.done]
+    totals = tuple(attained(hints) + (hints.remaining_samples or 0.0) for hints in ended)
+    return Curve(told, totals)
 
 
 def informed(job: str, hints: JobHints | None, curve: Curve | None) -> JobHints | None:
-    """A job's own report, enriched by what others like it have measured; theirs where it has none yet.
+    """Return a job's own report with step times that only other jobs of its script have measured.
 
-    What it has measured itself counts, however much others have: it may run on another machine, or have
-    changed its behaviour. What it has not is told at its own pace.
+    What a job has measured itself counts, however often others have measured the same: it may run on another
+    machine, or have changed its behaviour. Step times of others are converted to its own pace. Before its
+    first measurement a job borrows nothing, and others' sizes do not count as tried: it tries sizes itself,
+    each at most twice as large as the largest before. In replays both make completion times shorter.
     """
-    if curve is None:
+    if curve is None or hints is None or hints.perf_params is None or hints.grad_params is None:
         return hints
-    others = curve.besides(job)
-    if hints is None or hints.perf_params is None or hints.grad_params is None:
-        unknown: dict[str, Any] = {"samples_done": None, "remaining_samples": None, "progress": None}
-        return replace(curve.widest, profile=tuple(others.values()), **unknown)
     own = {_key(entry): entry for entry in hints.profile}
-    profile = (*hints.profile, *_at_pace(own, others))
-    reached = max(hints.max_profiled_replicas, curve.widest.max_profiled_replicas)
-    return replace(hints, profile=profile, max_profiled_replicas=reached)
+    return replace(hints, profile=(*hints.profile, *_at_pace(own, curve.besides(job))))
 
 
 def _at_pace(own: Mapping[_Key, ProfileEntry], others: Mapping[_Key, ProfileEntry]) -> Iterable[ProfileEntry]:
-    """What only others have measured, times how much longer this job takes where both have.
+    """Yield what only others have measured, times the ratio of this job's step times to theirs.
 
-    Between numbers of replicas the logarithm of that ratio is interpolated in log R, beyond them the nearest
-    is taken; where only one node, or only several, can be compared, that has to do for the other.
+    The ratio is known where both have measured. Between those numbers of replicas its logarithm is
+    interpolated in log R, beyond them the nearest is taken. Where only one node, or only several, can be
+    compared, that ratio is used for the other as well.
     """
     ratios: dict[bool, dict[int, list[float]]] = {False: {}, True: {}}
     for (nodes, replicas, _), entry in own.items():

@@ -52,6 +52,17 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+def is_local(host: str) -> bool:
+    """Return whether a name or address is one of this machine's, so that it can be listened on."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.bind((host, 0))
+    except OSError:  # socket.gaierror is one
+        return False
+    return True
+
+
 def listen(host: str, ports: Ports) -> socket.socket:
     """Return a listening socket on one interface, within the range of ports if there is one.
 

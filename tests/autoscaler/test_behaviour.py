@@ -130,13 +130,14 @@ def test_among_others_the_latest_report_counts(pump: Pump) -> None:
     report(pump, "second", GOOD_PERF, profile=(measured(GOOD_PERF, 4, 10),))
     pump.settle()
     running(pump, "young", profile_key="k")
+    report(pump, "young", GOOD_PERF)
     infos = {info.name: info for info in pump.question().jobs}
     model = infos["young"].model
     assert model is not None
     assert model.corrections is not None
-    (found,) = model.corrections.one
+    own, found = model.corrections.one
     step = measured(GOOD_PERF, 4, 10)
     function = GoodputFunction(model.perf_params, GradParams(1.0, 1.0), 128)
     predicted = 4 * 128 / function.throughput(1, 4, 128, 0) / step.optim_step_time
-    assert found[0] == 4
+    assert (own[0], found[0]) == (1, 4)
     assert float(predicted) == pytest.approx(math.exp(found[1]))
