@@ -28,9 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     for note in options.notes:
         complain(note)
-    # a signal that comes before the agent listens has nothing to save yet
+    # until the agent handles signals itself, there is nothing to save
     for number in options.signals:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # keep ignored signals ignored, as `nohup` needs
             signal.signal(number, lambda number, frame: sys.exit(130 if number == signal.SIGINT else STOPPED))
     try:
         return launch(options, complain)

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# what one machine needs: sizes change within seconds of a reason to
+# seconds between policy rounds of a standalone job
 _STANDALONE_INTERVAL = "3"
 
 
@@ -101,7 +101,7 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
         # busy machine for longer than a lease lasts.
         importlib.import_module("adaptdl_elastic.agent.runtime.agent")
         _check_event_handler(options.event_log_handler)
-        outfit = Outfit(access, Keys(options.cluster), fork_server, output, events, display, share)
+        parts = AgentParts(access, Keys(options.cluster), fork_server, output, events, display, share)
         try:
             found = _join(options, parts)
         except ended_run.JobEndedError as ended:
@@ -242,8 +242,8 @@ def _join(options: RunOptions, parts: AgentParts) -> _Found:
     """Register this node and join the job, or begin it; LaunchError if that is impossible."""
     host = options.local_addr or "127.0.0.1"
     if not (options.local_addr or options.standalone):
-        host = address_towards(parse_endpoints(outfit.access.endpoint))
-    listen(host, options.port_range).close()  # a replica will have to: find out now
+        host = address_towards(parse_endpoints(parts.access.endpoint))
+    listen(host, options.port_range).close()  # a replica here will have to listen, so check it now
     point = _meeting_point(options)
     if point is not None and options.max_nodes == 1:
         check_meeting_point(point, host)
@@ -434,11 +434,11 @@ def _meeting_point(options: RunOptions) -> MeetingPoint | None:
 
 
 def check_meeting_point(point: MeetingPoint, host: str) -> None:
-    """Find out now that the only node cannot keep a store there.
+    """Check at the start that the only node of a job can serve its store at the given address.
 
     Raises:
-        LaunchError: The address is another machine's.
-        NoPortError: The port is taken.
+        LaunchError: the address belongs to another machine.
+        NoPortError: the port is in use.
     """
     if point.host is not None and not is_local(point.host):
         raise LaunchError(
@@ -450,7 +450,7 @@ def check_meeting_point(point: MeetingPoint, host: str) -> None:
         raise NoPortError(f"{point}: {error}") from None
 
 
-def _setting(options: RunOptions, found: _Found, outfit: Outfit) -> AgentConfig:
+def _agent_config(options: RunOptions, found: _Found, parts: AgentParts) -> AgentConfig:
     record = found.registration.record
     return AgentConfig(
         me=AgentIdentity(
@@ -509,7 +509,7 @@ def _coordinator_command(options: RunOptions, access: StoreAccess) -> Coordinato
 
 
 def ignore_signals(numbers: Iterable[signal.Signals]) -> None:
-    """From here on there is nothing left to stop, and the exit code stands.
+    """Ignore these signals from now on: nothing is left to stop, and the exit code is final.
 
     While Python exits it restores the default handlers, by which a late signal would kill the process.
     """

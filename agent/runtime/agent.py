@@ -60,7 +60,7 @@ from adaptdl_elastic.agent.runtime.replica_environment import replica_environmen
 from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
 from adaptdl_elastic.agent.runtime.run_result import run_result
 from adaptdl_elastic.agent.runtime.torch_events import TorchEvents
-from adaptdl_elastic.agent.terminal.event_recorder import Journal
+from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
 from adaptdl_elastic.agent.terminal.replica_output import NoOutputError, Output
 from adaptdl_elastic.protocol import messages
 from adaptdl_elastic.protocol.channel import STOPPED
@@ -137,7 +137,8 @@ class ElasticAgent(SimpleElasticAgent):
         self._survived_losses: set[tuple[int, int]] = set()
         self._pending_notice = PendingNotice()
         self._last_exits: list[tuple[ReplicaHandle, int]] = []
-        self._plan_seen = (-1, 0.0)  # the newest plan's generation, and when it was seen first
+        # generation of the newest plan, and time.perf_counter() when it was first seen
+        self._plan_seen = (-1, 0.0)
         self._torch_events = TorchEvents(spec.event_log_handler)
 
     @property
@@ -167,14 +168,14 @@ class ElasticAgent(SimpleElasticAgent):
             self._torch_events.send(self, "FAILED", raw_error=traceback.format_exc())
             raise
         else:
-            self._torch_events.send(self, "SUCCEEDED")  # as torchrun says it, whatever became of the workers
+            self._torch_events.send(self, "SUCCEEDED")  # torchrun records this, too, even if workers failed
             return result
         finally:
             self._torch_events.close()
 
     def _invoke_run(self, role: str = "default") -> RunResult:
-        self._loop.on_signals(self._setting.signals)
-        self._loop.add(self._forks, self._fork_news)
+        self._loop.on_signals(self._config.signals)
+        self._loop.add(self._fork_server, self._on_fork_server)
         self._writer.start()
         for watcher in self._watchers:
             watcher.start()
@@ -200,7 +201,7 @@ class ElasticAgent(SimpleElasticAgent):
         group.group_world_size = plan.nodes  # type: ignore[assignment]
         group.workers = [
             Worker(slot, rank, rank, plan.replicas, plan.replicas)
-            for slot, rank in plan.rank_by_slot(self._setting.me.node).items()
+            for slot, rank in plan.rank_by_slot(self._config.me.node).items()
         ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -368,12 +369,12 @@ class ElasticAgent(SimpleElasticAgent):
                 self.exit_code, self.exit_reason = code, reason
 
     def _open_master(self, generation: int) -> None:
-        # beside replicas that run, and go over, the place that a script names is taken
-        wanted = self._setting.meeting_point if self.state.held is None else None
-        record = self._meeting.open(generation, wanted)
+        # while replicas of the previous generation run, they may still use the port that the user asked for
+        wanted = self._config.meeting_point if self.state.held is None else None
+        record = self._generation_store.open(generation, wanted)
         if wanted is not None and wanted.host not in (None, record.host):
             self._say(f"{wanted} is not here, where rank 0 is: replicas meet at {record.host}:{record.port}")
-        self._books.master(record)
+        self._reporter.master(record)
         self._decide(states.MasterSeen(record))
 
     def _start(self, start: states.StartReplicas) -> None:
@@ -401,7 +402,7 @@ class ElasticAgent(SimpleElasticAgent):
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         met, used = time.perf_counter(), self._plan.restarts if self._plan is not None else 0
-        self._remaining_restarts = max(0, self._setting.max_restarts - used)
+        self._remaining_restarts = max(0, self._config.max_restarts - used)
         self._rendezvous(worker_group)
         assigned = time.perf_counter()
         self._torch_events.rendezvous(
@@ -492,7 +493,7 @@ class ElasticAgent(SimpleElasticAgent):
         self._generation_store.forget(plan.generation)
         self._initialize_workers(self._worker_group)
         self._all_started(plan, members)
-        self._journal.hello()
+        self._recorder.hello()
         for handle in members:
             early, handle.early_step, handle.switched = handle.early_step, None, False
             if early is not None:
@@ -577,7 +578,7 @@ class ElasticAgent(SimpleElasticAgent):
 
     def _all_started(self, plan: Plan, members: list[ReplicaHandle]) -> None:
         pids = {h.rank: h.pid for h in members if h.pid is not None}
-        self._journal.started(plan, pids, self._mirror.last_step_before(plan))
+        self._recorder.started(plan, pids, self._view.last_step_before(plan))
         for worker in self._worker_group.workers:
             worker.id = pids.get(worker.global_rank)
         self._torch_events.started(self, self._worker_group.workers)

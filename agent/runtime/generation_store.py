@@ -27,15 +27,18 @@ class GenerationStore:
         self._stores: dict[int, tuple[TCPStore, socket.socket]] = {}
 
     def open(self, generation: int, wanted: MeetingPoint | None = None) -> MasterRecord:
-        """Keep the store of a generation; NoPortError when nothing is free to listen on.
+        """Open the store of a generation and return its address.
 
         Args:
-            generation: Its number.
-            wanted: Where it should be. An address of another node is passed over: rank 0 is here.
+            generation: number of the generation.
+            wanted: address that the user asked for. A host that is another node is ignored: rank 0 is here.
+
+        Raises:
+            NoPortError: no port is free.
         """
         host, ports = self._host, self._ports
         if wanted is not None:
-            self.forget(generation)  # the one before may have been there
+            self.forget(generation)  # an older store may use that port
             host = wanted.host if wanted.host is not None and is_local(wanted.host) else host
             ports = (wanted.port, wanted.port)
         try:
@@ -51,7 +54,7 @@ class GenerationStore:
             timeout=timedelta(seconds=_JOIN_SECONDS),
             master_listen_fd=sock.detach(),
         )
-        kept = reserve(host, self._ports)  # for rank 0, which will listen there when it has started
+        kept = reserve(host, self._ports)  # a port for rank 0, which will listen there when it has started
         self._stores[generation] = store, kept
         return MasterRecord(generation, host, port, int(kept.getsockname()[1]))
 

@@ -89,7 +89,7 @@ class RunOptions:
     cluster: str
     node_name: str | None
     local_addr: str | None
-    master_addr: str | None  # where a generation meets, if somebody wants to know it beforehand
+    master_addr: str | None  # address at which generations meet, if the user asks for one
     master_port: int | None
     port_range: tuple[int, int] | None
     checkpoint_path: str
@@ -116,8 +116,8 @@ class RunOptions:
     threads: int | None  # OMP_NUM_THREADS of a replica, unless the environment sets it
     virtual_local_rank: bool
     event_log_handler: str
-    signals: tuple[signal.Signals, ...]  # that stop in an orderly way
-    notes: tuple[str, ...] = ()  # one line each, for the person who typed it
+    signals: tuple[signal.Signals, ...]  # signals at which the agent saves and leaves
+    notes: tuple[str, ...] = ()  # one line each, to print for the user
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -142,9 +142,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _prefer_torchruns(made: argparse.ArgumentParser) -> None:
-    """Let a shortened option mean what it means to torchrun, whatever options are added from now on.
+    """Resolve an abbreviated option as torchrun does, whatever options are added here.
 
-    Both spellings of one option (`--nproc-per-node`, `--nproc_per_node`) are no ambiguity.
+    Both spellings of one option (`--nproc-per-node`, `--nproc_per_node`) are not ambiguous.
     """
     theirs = list(made._actions)
     matches = made._get_option_tuples
@@ -284,14 +284,19 @@ def _add_ours(group: Any) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> RunOptions:
-    """The checked options; OptionError when they can not be used, SystemExit for --help and the unknown."""
+    """Return the checked options.
+
+    Raises:
+        OptionError: an option is invalid.
+        SystemExit: for --help.
+    """
     typed = list(sys.argv[1:] if arguments is None else arguments)
     args = parser().parse_args(typed)
     return check(args, _given(typed), environ)
 
 
 def _given(typed: Sequence[str]) -> set[str]:
-    """Return which options were typed, by their destination."""
+    """Return the destinations of the options that were given."""
     made = parser()
     made._defaults.clear()
     for action in made._actions:
@@ -392,9 +397,9 @@ def check(
 
 
 def _is_c10d_alone(args: argparse.Namespace, max_nodes: int) -> bool:
-    """Return whether torchrun would keep the store itself, on this machine and for it alone.
+    """Return whether torchrun would serve the store itself, for this machine alone.
 
-    So its users write what is --standalone: `--nnodes=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:0`.
+    This stands for --standalone, as in `--nnodes=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:0`.
     """
     host = (args.rdzv_endpoint or "").rpartition(":")[0]
     here = host in ("localhost", "127.0.0.1", "[::1]")
@@ -418,7 +423,7 @@ _TORCHS_PORT = 29500
 def _meeting_point(
     args: argparse.Namespace, given: set[str], environ: Mapping[str, str], max_nodes: int
 ) -> tuple[str | None, int | None]:
-    """Return --master-addr and --master-port, where torchrun would heed them; None: no wishes."""
+    """Return --master-addr and --master-port if torchrun would use them; None for those not given."""
     named = "master_addr" in given or bool(environ.get("PET_MASTER_ADDR"))
     address = args.master_addr.strip("[]") if named else None
     port = args.master_port
@@ -568,7 +573,7 @@ _OF_AN_ETCD = ("rdzv_endpoint", "etcd", "etcd_api", "etcd_user", "etcd_ca", "etc
 
 
 def _notes_on_ignored(given: set[str], environ: Mapping[str, str]) -> Iterator[str]:
-    """Tell of torchrun's options that have no meaning here, and of the variables they are read from."""
+    """Return notes about torchrun's options that have no effect, also when set by environment variables."""
     for name, why in _NO_MEANING.items():
         if name in given:
             yield f"--{name.replace('_', '-')} has no effect: {why}"
