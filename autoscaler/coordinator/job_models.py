@@ -77,6 +77,7 @@ class Curve:
     """What jobs of one script have found out together."""
 
     told: Mapping[_Key, tuple[_Told, ...]]  # by configuration, of at most two jobs, the latest first
+    widest: JobHints  # of the job that has run on the most replicas
     totals: tuple[float, ...] = ()  # samples of the jobs that are done
 
     def besides(self, job: str) -> dict[_Key, ProfileEntry]:
@@ -119,23 +120,29 @@ def curve_of(reports: Sequence[Report]) -> Curve:
         for entry in report.hints.profile:
             both = (*told.get(_key(entry), ()), _Told(report.seen, report.job, entry))
             told[_key(entry)] = tuple(sorted(both, key=lambda one: (-one.seen, -one.entry.optim_count))[:2])
+    widest = max(reports, key=lambda report: (report.hints.max_profiled_replicas, report.seen))
     ended = [report.hints for report in reports if report.done]
     totals = tuple(attained(hints) + (hints.remaining_samples or 0.0) for hints in ended)
-    return Curve(told, totals)
+    return Curve(told, widest.hints, totals)
 
 
 def informed(job: str, hints: JobHints | None, curve: Curve | None) -> JobHints | None:
-    """Return a job's own report with step times that only other jobs of its script have measured.
+    """Return a job's own report with what only other jobs of its script have measured.
 
     What a job has measured itself counts, however often others have measured the same: it may run on another
-    machine, or have changed its behaviour. Step times of others are converted to its own pace. Before its
-    first measurement a job borrows nothing, and others' sizes do not count as tried: it tries sizes itself,
-    each at most twice as large as the largest before. In replays both make completion times shorter.
+    machine, or have changed its behaviour. Step times of others are converted to its own pace. θ is that of
+    the job that has run on the most replicas, since it says best how they scale beyond that; at measured
+    sizes the measurements correct it. Before its first measurement a job borrows nothing, and others' sizes
+    do not count as tried: it tries sizes itself, each at most twice as large as the largest before. In
+    replays each of these makes completion times shorter.
     """
     if curve is None or hints is None or hints.perf_params is None or hints.grad_params is None:
         return hints
     own = {_key(entry): entry for entry in hints.profile}
-    return replace(hints, profile=(*hints.profile, *_at_pace(own, curve.besides(job))))
+    profile = (*hints.profile, *_at_pace(own, curve.besides(job)))
+    wider = curve.widest.max_profiled_replicas > hints.max_profiled_replicas
+    theta = curve.widest.perf_params if wider else hints.perf_params
+    return replace(hints, profile=profile, perf_params=theta or hints.perf_params)
 
 
 def _at_pace(own: Mapping[_Key, ProfileEntry], others: Mapping[_Key, ProfileEntry]) -> Iterable[ProfileEntry]:
