@@ -98,6 +98,9 @@ class ElasticModel(Protocol):
     name: str
     """Also the name of the `checkpoint.State` that holds its parameters and all that belongs to them."""
 
+    own_random_streams: bool
+    """Whether replicas that train it draw random numbers of their own in data loops."""
+
     @property
     def module(self) -> torch.nn.Module:
         """The script's module."""
@@ -473,6 +476,9 @@ class Survivor(Protocol):
 
     def begin_window(self, index: int) -> None:
         """The first batch of a training window is about to be handed out."""
+
+    def before_step(self, left_out: bool) -> None:
+        """An `optimizer.step()` of the window under way steps now, or does nothing (`left_out`)."""
 
     def mark(self) -> None:
         """All replicas have just synchronised their accumulators, or stand at the beginning of a loop."""

@@ -164,7 +164,8 @@ class GoodputFunction:
         Returns:
             (goodput, atomic batch size, accumulation steps). Goodput is 0 where no batch size
                 fits the bounds (the smallest atomic batch on every replica exceeds the maximum, or the
-                largest one is too small to reach the initial batch size without accumulation).
+                largest one is too small to reach the initial batch size without accumulation);
+                accumulation steps are 0 there, too.
 
         Raises:
             ValueError: for num_nodes < 1, fewer replicas than nodes, parts of a replica, or bounds below 1,
@@ -203,6 +204,7 @@ class GoodputFunction:
         )
         goodput = np.where(valid, self._evaluate(nodes, replicas, atomic, accum), 0.0)
         best = np.argmax(goodput, axis=0)[np.newaxis]
+        accum = np.where(valid, accum, 0.0)
         picked = [np.take_along_axis(x, best, axis=0)[0] for x in (goodput, atomic, accum)]
         return _in_kind(picked[0]), _in_kind(picked[1].astype(int)), _in_kind(picked[2].astype(int))
 

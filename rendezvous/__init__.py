@@ -1,6 +1,7 @@
-"""The shared truth of a cluster: a store, the records in it, and generations.
+"""The shared store of a cluster: drivers, keys, records, and the plug-in for plain torchrun.
 
-A *store* (`store.Store`) is etcd through its v2 or v3 API, or a dictionary for tests. What is kept
-there is described by `keys` (where) and `records` (what). A *generation* is one fixed membership of
-a job; it is defined by a *plan*, which only the elected coordinator writes, and every agent watches.
+A *store* (`store.base.Store`) is an etcd, reached through its v2 or v3 API, or a dictionary in memory.
+`schema.keys` says where something is kept, `schema.records` what is kept there. A *generation* is one fixed
+membership of a job. A *plan* defines it: only the leading coordinator writes plans, and every agent watches
+them.
 """

@@ -1,8 +1,8 @@
-"""Words that agents and coordinator have in common."""
+"""Wording that agents and coordinator share."""
 
 from __future__ import annotations
 
 
 def pluralize(number: int, what: str) -> str:
-    """`1 slot`, `2 slots`."""
+    """Return a number with its noun: `1 slot`, `2 slots`."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -50,6 +50,28 @@ def test_importing_it_does_not_import_torch(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
+def test_the_library_s_modules_need_no_import_of_their_own() -> None:
+    code = (
+        "import sys, adaptdl_elastic, adaptdl_elastic.torch\n"
+        "names = 'checkpoint collective env goodput reducer sched_hints utils'.split()\n"
+        "assert set(names) <= set(dir(adaptdl_elastic))\n"
+        "for name in names:\n"
+        "    assert getattr(adaptdl_elastic, name) is sys.modules['adaptdl_elastic.' + name]\n"
+        "assert adaptdl_elastic.env.num_replicas() == 1\n"
+        "assert not hasattr(adaptdl_elastic, 'envs')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_naming_the_environment_does_not_import_torch() -> None:
+    code = (
+        "import sys, adaptdl_elastic\n"
+        "adaptdl_elastic.env, adaptdl_elastic.goodput\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
 def test_importing_the_library_changes_nothing_global() -> None:
     code = (
         "import logging, multiprocessing, signal\n"

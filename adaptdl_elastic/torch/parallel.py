@@ -59,6 +59,10 @@ class AdaptiveDataParallel(DistributedDataParallel):
         CheckpointError: when the saved state does not fit.
     """
 
+    own_random_streams: bool = True
+    """Whether replicas draw random numbers of their own in data loops (dropout, noise), though all begin from
+    the script's seed. Set it to False to have all replicas draw the same."""
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -520,11 +524,13 @@ class AdaptiveDataParallel(DistributedDataParallel):
             )
         if self._hook.failure is not None:
             self.irreparable = grad_scaler.why_irreparable(self._mp_scaler)
+            current_session().recovery.before_step(left_out=True)
             return False
         loader = current_dataloader()
         if loader is not None and not loader.training:  # of a model in eval(), to freeze its BatchNorm
             loader.train()
         self._sampler.collect()
+        current_session().recovery.before_step(left_out=False)
         return True
 
     def end_step(self, factor: float | Array) -> None:
@@ -563,6 +569,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
     def skipped_step(self) -> None:
         """For GradScaler: gradients were inf or nan, and the optimizer did not step."""
         if self.failure is not None:
+            current_session().recovery.before_step(left_out=True)
             return
         self._sampler.drop()
         self._window.reset()

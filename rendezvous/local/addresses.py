@@ -1,4 +1,4 @@
-"""By which address others reach this machine, and ports on it to listen on."""
+"""Find the address at which other machines reach this one, and listen on ports of it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import random
 import socket
 from urllib.parse import urlsplit
 
-Ports = tuple[int, int] | None  # first and last of a range; None: whatever is free
+Ports = tuple[int, int] | None  # first and last port of a range; None: any free port
 
 
 class NoPortError(RuntimeError):
-    """Nothing is free to listen on; the message says where, and which options say so."""
+    """No port is free to listen on; the message names the address and the options that choose it."""
 
 
 def address_towards(urls: tuple[str, ...]) -> str:
-    """The address of this machine on the way to the store: other nodes reach it there.
+    """Return the address at which other nodes reach this machine: the one of its route to the store.
 
-    urls: endpoints, as `parse_endpoints` gives them. They are asked in turn, because one may have a name
-    that nobody knows here, or be on this very machine: a loopback address is only the last resort.
+    The endpoints are tried in turn, because the name of one may not resolve here, or lead to this machine. A
+    loopback address is returned only if no endpoint gives another one.
+
+    Args:
+        urls: endpoints, as `parse_endpoints` returns them.
     """
     found = [address for url in urls for address in _local_addresses(url)]
     return next((one for one in found if not is_loopback(one)), found[0] if found else "127.0.0.1")
@@ -29,28 +32,43 @@ def _local_addresses(url: str) -> list[str]:
     found = []
     try:
         infos = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)
-    except (OSError, ValueError):  # ValueError: what can not be a host's name
+    except (OSError, ValueError):  # ValueError: not a valid host name
         return []
     for family, kind, protocol, _, address in infos:
         try:
             with socket.socket(family, kind, protocol) as sock:
-                sock.connect(address)  # sends nothing
+                sock.connect(address)  # UDP: this only chooses a route
                 found.append(str(sock.getsockname()[0]))
-        except OSError:  # no way there
+        except OSError:  # no route to the endpoint
             continue
     return found
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach `address`."""
+    """Return whether only this machine can reach `address`."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
         return False
 
 
+def is_local(host: str) -> bool:
+    """Return whether a host name or address belongs to this machine, so that it can listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.bind((host, 0))
+    except OSError:  # also socket.gaierror
+        return False
+    return True
+
+
 def listen(host: str, ports: Ports) -> socket.socket:
-    """A listening socket on one interface, within the range of ports if there is one."""
+    """Return a listening socket on one interface, within the range of ports if there is one.
+
+    Raises:
+        NoPortError: no port is free.
+    """
     sock = reserve(host, ports)
     try:
         sock.listen(2048)
@@ -61,11 +79,14 @@ def listen(host: str, ports: Ports) -> socket.socket:
 
 
 def reserve(host: str, ports: Ports) -> socket.socket:
-    """A socket that keeps a port for somebody else of this machine until it is closed.
+    """Return a bound socket that keeps a port for a server of this machine until the socket is closed.
 
-    Nobody gets the port by chance meanwhile: neither who asks for any port, nor who connects, nor
-    another `reserve` that has others to choose from. Who names it, and sets SO_REUSEADDR as servers do,
-    can listen there.
+    Meanwhile the kernel gives the port to no other process by chance: neither as an ephemeral port, nor to
+    another `reserve` with a choice of ports. A server that names the port and sets SO_REUSEADDR can listen on
+    it.
+
+    Raises:
+        NoPortError: no port is free.
     """
     candidates = [0]
     if ports is not None:
@@ -73,7 +94,7 @@ def reserve(host: str, ports: Ports) -> socket.socket:
         random.shuffle(candidates)  # agents of several jobs on a node do not all try the same one first
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     problem = OSError()
-    # at first only what nobody keeps; then also where connections of a dead process linger
+    # try ports that no socket uses first, then those with connections of a dead process in TIME_WAIT
     for reuse in (0, 1):
         for port in candidates:
             sock = socket.socket(family, socket.SOCK_STREAM)

@@ -1,6 +1,6 @@
-"""The note a standalone run leaves, so that `adaptdl` finds the store of a job on this machine.
+"""The note that a standalone job leaves on its machine, by which `adaptdl` finds the job's store.
 
-`${XDG_RUNTIME_DIR:-/tmp}/adaptdl-<uid>/<job>.json`, readable by its owner only.
+The note is `${XDG_RUNTIME_DIR:-/tmp}/adaptdl-<uid>/<job>.json`. Only its owner can read it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["RuntimeFile", "RuntimeFileError", "find", "locked", "read_all", "rem
 
 @dataclass(frozen=True)
 class RuntimeFile:
-    """Where the store of a standalone job is, and who keeps it."""
+    """The endpoint of a standalone job's store, and the process that serves it."""
 
     endpoint: str
     cluster: str
@@ -31,7 +31,7 @@ class RuntimeFile:
 
     @property
     def alive(self) -> bool:
-        """Whether the process that wrote it still lives."""
+        """Whether the process that wrote the note is alive."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -42,7 +42,7 @@ class RuntimeFile:
 
 
 def write(record: RuntimeFile, directory: Path | None = None) -> Path:
-    """Write the note of one job, over an older one; the path. Notes of processes that are gone go."""
+    """Write the note of one job over an older one, remove notes of dead processes, and return its path."""
     directory = private_directory(directory)
     for other in directory.glob("*.json"):
         found = _read(other)
@@ -57,7 +57,7 @@ def write(record: RuntimeFile, directory: Path | None = None) -> Path:
 
 
 def remove(job: str, pid: int, directory: Path | None = None) -> None:
-    """Remove the note of one job if it is still that of `pid`; harmless when it is gone."""
+    """Remove the note of one job if the process `pid` wrote it; do nothing if there is none."""
     directory = directory or runtime_directory()
     path = directory / f"{check_name('job', job)}.json"
     record = _read(path)
@@ -66,7 +66,7 @@ def remove(job: str, pid: int, directory: Path | None = None) -> None:
 
 
 def read_all(directory: Path | None = None) -> list[RuntimeFile]:
-    """The notes of all standalone jobs of this user that still run, the newest first."""
+    """Return the notes of this user's running standalone jobs, the newest first."""
     directory = directory or runtime_directory()
     if not directory.is_dir():
         return []
@@ -80,15 +80,15 @@ def read_all(directory: Path | None = None) -> list[RuntimeFile]:
 
 
 def find(job: str, directory: Path | None = None) -> RuntimeFile | None:
-    """The note of a job that runs; None when there is none."""
+    """Return the note of a running job, or None."""
     return next((record for record in read_all(directory) if record.job == job), None)
 
 
 @contextmanager
 def locked(job: str, directory: Path | None = None) -> Iterator[bool]:
-    """Whether nobody else of this user has the lock of this standalone job; it is held until the end.
+    """Hold this user's lock of a standalone job; yield False if another process holds it.
 
-    The kernel frees it when its holder dies, however that goes.
+    The kernel frees the lock when the process that holds it ends, however it ends.
     """
     path = private_directory(directory) / f"{check_name('job', job)}.lock"
     while True:
@@ -107,7 +107,7 @@ def locked(job: str, directory: Path | None = None) -> Iterator[bool]:
         with suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(number)):
                 break
-        os.close(number)  # whoever had it has removed it meanwhile
+        os.close(number)  # the process that held the lock has removed the file meanwhile
     try:
         yield True
     finally:

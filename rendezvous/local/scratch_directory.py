@@ -1,6 +1,7 @@
-"""Directories of a process that are swept away when it can not do so itself any more.
+"""Directories of a process that are removed later if the process was killed before it could remove them.
 
-A directory is locked (flock) by who works with it; a kill gives the lock back, whatever else it leaves.
+A process locks its directory (flock) while it uses it. The kernel releases the lock of a killed process, and
+`sweep` removes directories that are not locked.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Scratch:
             self._lock = _lock(self.path)
             if self._lock is not None and self.path.is_dir():
                 return
-            self._unlock()  # swept away before it was locked
+            self._unlock()  # removed by another process's `sweep` before it was locked
 
     def _unlock(self) -> None:
         if self._lock is not None:
@@ -32,14 +33,14 @@ class Scratch:
             self._lock = None
 
     def close(self, keep: bool = False) -> None:
-        """Remove it, unless it is to be kept, and let go of it."""
+        """Release the directory; remove it unless `keep`."""
         if not keep:
             shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
 
 
 class Shared:
-    """A directory of this path, mode 0700, that is swept away when nobody works with it any more."""
+    """A directory at `path`, mode 0700, that several processes may use and `sweep` removes when none does."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,22 +49,22 @@ class Shared:
             self._lock = _lock(path, fcntl.LOCK_SH)
             if self._lock is not None and path.is_dir():
                 return
-            self.close()  # somebody is sweeping it away
+            self.close()  # another process is about to remove it
 
     def close(self, keep: bool = True) -> None:
-        """Let go of it; unless it is to be kept, the last one removes it."""
+        """Release the directory; unless `keep`, remove it if no other process uses it."""
         number, self._lock = self._lock, None
         if number is None:
             return
         if not keep:
-            with suppress(OSError):  # others work with it
+            with suppress(OSError):  # other processes use it
                 fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(self.path, ignore_errors=True)
         os.close(number)
 
 
 def _lock(path: Path, how: int = fcntl.LOCK_EX) -> int | None:
-    """A descriptor that holds the directory's lock; None when somebody else does, or it is gone."""
+    """Return a descriptor that holds the directory's lock; None if another process does, or it is gone."""
     try:
         number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -83,7 +84,15 @@ def sweep(
     older_than: float = 0.0,
     clock: Callable[[], float] = time.time,
 ) -> None:
-    """Remove our `<base>/<prefix>…` that nobody works with, but for the `keep` newest and what is younger."""
+    """Remove this user's directories `<base>/<prefix>…` that no process uses.
+
+    Args:
+        prefix: how the names of the directories begin.
+        base: the parent directory; None: the one for temporary files.
+        keep: how many of the newest to keep.
+        older_than: seconds; directories changed later than that are kept.
+        clock: seconds since the epoch.
+    """
     found = []
     for path in (base or Path(tempfile.gettempdir())).glob(f"{prefix}*"):
         with suppress(OSError):

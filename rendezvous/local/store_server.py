@@ -1,7 +1,7 @@
 """Serve a store in this process's memory to other processes of the same user: see `store.local_socket`.
 
-Each connection has a thread; one that watches has a second, which sends. A client that stops reading holds
-up its own thread and nothing else: the history of changes is bounded, and a watch that falls behind it ends
+Each connection has a thread. A connection that watches has a second thread, which sends. A client that stops
+reading blocks only its own thread: the history of changes is bounded, and a watch that falls behind it ends
 with CompactedError.
 """
 
@@ -30,16 +30,19 @@ from adaptdl_elastic.rendezvous.store.memory import MemoryLease, MemoryStore, Me
 
 logger = logging.getLogger(__name__)
 
-MOST_CHANGES = 10_000  # kept for watches that come late
+MOST_CHANGES = 10_000  # changes kept for watches that begin at an earlier revision
 _MAX_REQUEST_BYTES = 64 << 20
 _SCRATCH = "adaptdl-store-"
 _BACKLOG = 128
-_ACCEPT_RETRY_SECONDS = 0.2  # when no descriptor is left
-_FINISH_SECONDS = 1.0  # for watches to be sent what has happened before the end
+_ACCEPT_RETRY_SECONDS = 0.2  # pause when accept fails, for example without a free descriptor
+_FINISH_SECONDS = 1.0  # time for watches to send the last changes before the server ends
 
 
 class LocalServer:
-    """`with LocalServer() as server: connect(server.endpoint)`; `server.store` is the store itself."""
+    """A server of one store on a unix socket: `with LocalServer() as server: connect(server.endpoint)`.
+
+    `server.store` is the store itself.
+    """
 
     def __init__(self) -> None:
         self.store = MemoryStore(most_changes=MOST_CHANGES)
@@ -64,7 +67,7 @@ class LocalServer:
         self._acceptor.start()
 
     def close(self) -> None:
-        """Send to every watch what has happened, and end all connections."""
+        """Send the remaining changes to every watch, then end all connections."""
         self._closing.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
@@ -111,7 +114,7 @@ class LocalServer:
         client = self.store.client()
         try:
             user = peer_uid(connection)
-            if user != os.geteuid():  # the directory's mode should have kept it out
+            if user != os.geteuid():  # the mode of the directory should have prevented this
                 logger.warning("user %d has connected to the store and is not let in", user)
                 return
             with connection.makefile("rb") as lines:
@@ -140,12 +143,15 @@ class LocalServer:
                 connection.sendall(answer)
 
     def _stream(self, connection: socket.socket, watch: MemoryWatch) -> None:
-        """Send the changes of a watch from a thread of its own, so that this one sees the client go."""
+        """Send the changes of a watch from another thread.
+
+        This thread goes on reading, so that it notices when the client disconnects.
+        """
         connection.sendall(encode_line({"result": None}))
         thread = threading.Thread(
             target=self._send_changes, args=(connection, watch), name="local-store-watch", daemon=True
         )
-        with self._lock:  # `close` joins what it finds here
+        with self._lock:  # `close` joins the threads that it finds here
             self._watches[watch] = thread
             thread.start()
 
@@ -197,7 +203,7 @@ class LocalServer:
 
     def _lease(self, client: MemoryStore, ttl: float) -> int:
         lease = client.lease(ttl)
-        lease.renew()  # from now on it runs out unless its holder is heard of
+        lease.renew()  # from now on the lease expires unless its holder renews it
         with self._lock:
             for lost in [number for number, one in self._leases.items() if one.lost.is_set()]:
                 del self._leases[lost]
@@ -212,7 +218,11 @@ class LocalServer:
             lease.revoke()
 
     def _held(self, number: object) -> MemoryLease | None:
-        """The lease of a request, None where it names none; LeaseLostError when it is unknown."""
+        """Return the lease that a request names, or None if it names none.
+
+        Raises:
+            LeaseLostError: the lease is unknown or lost.
+        """
         if number is None:
             return None
         lease = self._leases.get(number) if isinstance(number, int) else None

@@ -1,4 +1,4 @@
-"""What is kept in the store, and under which keys.
+"""The records in the store, and their keys.
 
 | question | module |
 |---|---|

@@ -1,22 +1,22 @@
-"""One interface to the shared truth, whatever keeps it.
+"""The interface of the shared store, and the guarantees that every driver gives.
 
-What every driver promises (tests/rendezvous/test_store_conformance.py holds them to it):
+tests/rendezvous/test_store_conformance.py tests every driver for them:
 
-* **Revisions.** Every change in the store has a revision, an integer that only grows.
-* **Compare-and-swap.** `compare_and_swap` changes one key if its `mod_revision` is the expected one
-  (0: the key does not exist) and otherwise changes nothing.
-* **Leases.** Keys put under a lease vanish when it has not been kept alive for its time to live. A
-  `Lease` keeps itself alive in the background; `Lease.lost` is set when the server has dropped it.
-  To put a key under a lease that is lost raises `LeaseLostError`: take a new one.
-* **Watches.** `watch(prefix, start_revision)` yields every change from that revision on, in order,
-  across reconnects and server restarts, without polling. Changes made at once (a lease that ran out)
-  may share a revision. When the server has compacted what was missed, or has lost its data, the
-  watch raises `CompactedError` once and ends; the caller reads the range again and watches from there.
-* **Errors.** A server that can not be reached raises `StoreUnavailableError` after the operation's
-  time-out, having tried every endpoint. A server that refuses us (wrong password, no permission), or whose
-  certificate or ours is refused, raises `StoreAuthError` at once, after passwords and certificates have been
-  read from their files again. A watch that was accepted once outlives both. What the server
-  would answer the same to if it were asked again (a value that is too large) raises `StoreRefusedError`.
+* **Revisions.** Every change in the store has a revision, an integer that never decreases.
+* **Compare-and-swap.** `compare_and_swap` changes one key if its `mod_revision` is the expected one (0: the
+  key does not exist), and otherwise changes nothing.
+* **Leases.** Keys put under a lease are deleted when it has not been renewed for its time to live. A `Lease`
+  renews itself in the background. `Lease.lost` is set when the server has dropped it. Putting a key under a
+  lost lease raises `LeaseLostError`; the caller takes a new lease.
+* **Watches.** `watch(prefix, start_revision)` yields every change from that revision on, in order, across
+  reconnects and server restarts, without polling. Changes made together (by a lease that expired) may share a
+  revision. If the server has compacted changes that the watch still needs, or has lost its data, the watch
+  raises `CompactedError` once and ends; the caller reads the range again and watches from there.
+* **Errors.** If no endpoint can be reached, an operation raises `StoreUnavailableError` after its time-out.
+  If the server refuses the client (wrong password, no permission), or one side refuses the other's
+  certificate, it raises `StoreAuthError` at once, after passwords and certificates have been read from their
+  files again. A watch that was accepted once goes on through both. A request that the server would refuse
+  every time (a value that is too large) raises `StoreRefusedError`.
 
 All methods are safe to call from several threads.
 """
@@ -32,7 +32,7 @@ from typing import Literal
 
 
 class StoreError(Exception):
-    """Something is wrong between us and the store."""
+    """Base class of the errors of the store and of the connection to it."""
 
 
 class StoreUnavailableError(StoreError):
@@ -40,24 +40,24 @@ class StoreUnavailableError(StoreError):
 
 
 class StoreAuthError(StoreError):
-    """The store refused who we say we are, or we refused its certificate."""
+    """The store refused the client's credentials, or a certificate was refused by either side."""
 
 
 class StoreRefusedError(StoreError):
-    """The store will not do this, however often it is asked."""
+    """The store refuses this operation, and would refuse it again."""
 
 
 class LeaseLostError(StoreError):
-    """A key was to be put under a lease that the store no longer knows; nothing was written."""
+    """A key was put under a lease that the store no longer knows; nothing was written."""
 
 
 class CompactedError(StoreError):
-    """The history that a watch asked for is gone; read the range again."""
+    """Changes that a watch needs are no longer in the store's history; read the range again."""
 
 
 @dataclass(frozen=True)
 class KeyValue:
-    """One key as it stands at `mod_revision`."""
+    """A key and its value as of `mod_revision`."""
 
     key: str
     value: str
@@ -67,7 +67,7 @@ class KeyValue:
 
 @dataclass(frozen=True)
 class Change:
-    """One change of one key. A deletion (or an expiry) carries the key and no value."""
+    """A change of one key. For a deletion or an expiry `value` is None."""
 
     kind: Literal["put", "delete"]
     key: str
@@ -77,43 +77,43 @@ class Change:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The keys under a prefix at `revision`; watch from `revision + 1` to miss nothing."""
+    """The keys under a prefix as of `revision`; a watch from `revision + 1` continues without a gap."""
 
     items: tuple[KeyValue, ...]
     revision: int
 
 
 class Lease(ABC):
-    """Keeps the keys that were put under it alive until it is revoked, or lost."""
+    """A lease, renewed in the background until it is revoked or lost; its keys live as long."""
 
     ttl: float
     lost: threading.Event
 
     @abstractmethod
     def revoke(self) -> None:
-        """Let go: its keys vanish now. Harmless when already lost."""
+        """End the lease and delete its keys; do nothing if it is lost already."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Keep it alive no longer, without a word to the server, as if this process had died."""
+        """Stop renewing the lease without telling the server, as if this process had died."""
 
     @abstractmethod
     def remaining(self) -> float:
-        """Seconds for which it is certain to be held: from the last answer of the server, 0 when lost.
+        """Return the seconds for which the lease is certain to last, counted from the server's last answer.
 
-        It may be held longer: while the server is away nobody can say, and `lost` is not set.
+        0 if it is lost. It may last longer: while the server is away, `lost` is not set.
         """
 
 
 class Watch(ABC):
-    """A stream of changes; iterate it in one thread, `close` it from any."""
+    """A stream of changes. One thread iterates over it; any thread may `close` it."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Change]: ...
 
     @abstractmethod
     def close(self) -> None:
-        """End the iteration, also one that waits in another thread."""
+        """End the iteration, even while another thread waits in it."""
 
     def __enter__(self) -> Watch:
         return self
@@ -125,48 +125,55 @@ class Watch(ABC):
 
 
 class Store(ABC):
-    """See the module's docstring for what every method promises."""
+    """A store; the module's docstring lists the guarantees of its methods."""
 
     @abstractmethod
     def get(self, key: str) -> KeyValue | None:
-        """The key, or None when it does not exist. Linearizable."""
+        """Return the key, or None if it does not exist. Linearizable."""
 
     @abstractmethod
     def range(self, prefix: str) -> Snapshot:
-        """Every key that begins with `prefix`, sorted, as of one revision."""
+        """Return every key that begins with `prefix`, sorted, as of one revision."""
 
     @abstractmethod
     def put(self, key: str, value: str, lease: Lease | None = None) -> int:
-        """Write whatever was there before; the new `mod_revision`."""
+        """Write the key whatever it held before; return the new `mod_revision`."""
 
     @abstractmethod
     def compare_and_swap(
         self, key: str, value: str | None, expected_revision: int, lease: Lease | None = None
     ) -> int | None:
-        """Write (None: delete) if the key's mod_revision is expected_revision (0: it does not exist).
+        """Write the key (None: delete it) if its mod_revision is the expected one.
 
-        Returns the new revision, or None when the comparison failed.
+        Args:
+            key: the key.
+            value: the new value; None deletes the key.
+            expected_revision: the mod_revision to compare with; 0: the key does not exist.
+            lease: the lease that the key is put under.
+
+        Returns:
+            The new revision, or None if the comparison failed.
         """
 
     @abstractmethod
     def delete(self, key: str) -> bool:
-        """Delete one key; whether it existed."""
+        """Delete one key; return whether it existed."""
 
     @abstractmethod
     def delete_prefix(self, prefix: str) -> int:
-        """Delete every key that begins with `prefix`; how many there were."""
+        """Delete every key that begins with `prefix`; return how many there were."""
 
     @abstractmethod
     def lease(self, ttl: float) -> Lease:
-        """A new lease of `ttl` seconds, kept alive in the background."""
+        """Return a new lease of `ttl` seconds, renewed in the background."""
 
     @abstractmethod
     def watch(self, prefix: str, start_revision: int = 0) -> Watch:
-        """Changes under `prefix` from `start_revision` on (0: from now on)."""
+        """Return the changes under `prefix` from `start_revision` on (0: from now on)."""
 
     @abstractmethod
     def close(self) -> None:
-        """Revoke its leases, end its watches, and drop its connections."""
+        """Revoke the client's leases, end its watches, and close its connections."""
 
     def __enter__(self) -> Store:
         return self

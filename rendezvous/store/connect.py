@@ -1,4 +1,4 @@
-"""Connect to a store: find out which API an etcd speaks, or find a standalone job's own."""
+"""Connect to a store: choose the driver that fits the endpoint and the API that the server speaks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,22 @@ from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, Sto
 __all__ = ["API_NAMES", "Api", "StoreOptionError", "StoreOptions", "connect"]
 
 Api = Literal["auto", "v2", "v3"]
-API_NAMES = ("auto", "v2", "v3")  # for --etcd-api
+API_NAMES = ("auto", "v2", "v3")  # values of --etcd-api
 
 
 def connect(endpoint: str, *, api: Api = "auto", options: StoreOptions | None = None) -> PlanStore:
-    """The store at `host:port[,host:port…]` (`https://…` for TLS); v3 is preferred where both answer.
+    """Return the store at `host:port[,host:port…]` or `unix:/path`.
 
-    `unix:/path` is the socket of a standalone job: of the options only the time-out means anything to it.
-    Options default to what the environment says (`StoreOptions.from_environment`). Raises
-    StoreUnavailableError when nobody answers in time, StoreAuthError when we are refused, and
-    StoreOptionError for an endpoint that is none.
+    Args:
+        endpoint: `host:port[,host:port…]` of an etcd (`https://…` for TLS), or `unix:/path`, the socket of a
+            standalone job, for which only the time-out of the options matters.
+        api: which API to use; "auto" prefers v3 if the server answers on both.
+        options: time-out and credentials; None: from the environment (`StoreOptions.from_environment`).
+
+    Raises:
+        StoreUnavailableError: no endpoint answers in time.
+        StoreAuthError: the credentials are refused.
+        StoreOptionError: the endpoint or the API is invalid.
     """
     if api not in API_NAMES:
         raise StoreOptionError(f"--etcd-api is {api!r}; it can be {', '.join(API_NAMES)}")
@@ -73,14 +79,14 @@ def _find_api(endpoints: tuple[str, ...], options: StoreOptions, wanted: Api) ->
 
 def _credentials(options: StoreOptions, api: str) -> dict[str, str]:
     """Return the headers of a probe."""
-    # the v2 API hangs up on a client certificate without a common name that comes without a user
+    # the v2 API closes a connection with a client certificate without a common name unless a user is given
     if api != "v2" or options.user is None:
         return {}
     return urllib3.make_headers(basic_auth=f"{options.user}:{options.current_password()}")
 
 
 def _answers(http: Http, path: str, body: dict[str, object] | None, headers: dict[str, str]) -> bool:
-    # 404 is what a server answers that has no such API; anything else is for the driver to deal with
+    # 404 means that the server has no such API; all other errors are left to the driver
     try:
         http.call(path, body, headers=headers)
     except HttpStatusError as error:

@@ -1,7 +1,7 @@
-"""Passwords and certificates that are replaced in their files while a store is in use.
+"""Passwords and certificates that may be replaced in their files while a store is in use.
 
-What a store was given at its start is used until the server refuses it; then the files are read again. So it
-does not matter whether an administrator replaces a file before or after the server learns of it.
+A credential is used until the server refuses it; then its files are read again. So an administrator may
+replace a file before or after the server learns of the new credential.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 class Renewable(Generic[T]):
-    """One credential. Safe to use from several threads.
+    """A credential that can be read again from its files. Safe to use from several threads.
 
     Args:
-        read: returns what the files hold; StoreOptionError if they cannot be read.
-        make: makes the credential of that; StoreOptionError if it cannot be used.
+        read: returns the content of the files; raises StoreOptionError if they cannot be read.
+        make: makes the credential from that content; raises StoreOptionError if it cannot be used.
     """
 
     def __init__(self, read: Callable[[], Any], make: Callable[[Any], T]) -> None:
@@ -30,10 +30,10 @@ class Renewable(Generic[T]):
         self._content = read()
         self.value = make(self._content)
         self.problem = ""
-        """Why the files' present content is not used."""
+        """Why the present content of the files is not used; "" if it is."""
 
     def renew(self, refused: T) -> bool:
-        """Read the files again; return True if `value` is another one now than the one that was refused."""
+        """Read the files again; return whether `value` now differs from the one that was refused."""
         with self._lock:
             if self.value is not refused:
                 return True  # another thread has renewed it
@@ -49,12 +49,12 @@ class Renewable(Generic[T]):
 
 
 def renewable_password(options: StoreOptions) -> Renewable[str | None]:
-    """Return the password of an etcd user; None if there is none."""
+    """Return the password of an etcd user; its value is None if there is none."""
     return Renewable(options.current_password, lambda password: password)
 
 
 def renewable_tls(options: StoreOptions, secure: bool) -> Renewable[ssl.SSLContext | None]:
-    """Return a TLS context of the certificates; None if no endpoint is `secure`."""
+    """Return the TLS context made from the certificates; its value is None if no endpoint is `secure`."""
     if not secure:
         return Renewable(lambda: None, lambda _: None)
     return Renewable(options.certificates, lambda _: options.ssl_context())

@@ -1,4 +1,4 @@
-"""Several endpoints of one store, tried in turn within a time-out."""
+"""Try several endpoints of one store in turn within a time-out."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two rounds over the endpoints
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two passes over the endpoints
 
 
 class TryAgainError(Exception):
-    """This endpoint gave no answer; another one, or the same one later, may.
+    """An endpoint gave no answer; another endpoint, or the same one later, may give one.
 
-    sent: the request may have been carried out all the same. refused: which certificate is not accepted,
-    the server's or ours, so that to ask again changes nothing; "" for other problems.
+    Args:
+        problem: what went wrong, for messages.
+        sent: the request was sent, so it may have been carried out.
+        refused: which certificate was refused (the server's or the client's), so that a retry is useless; ""
+            for other problems.
     """
 
     def __init__(self, problem: str, *, sent: bool = True, refused: str = "") -> None:
@@ -38,7 +41,7 @@ class TryAgainError(Exception):
 
     @classmethod
     def from_error(cls, error: BaseException) -> TryAgainError:
-        """What a failed request of urllib3 means."""
+        """Translate the error of a failed urllib3 request."""
         if isinstance(error, urllib3.exceptions.SSLError | ssl.SSLError):
             refused = ""
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
@@ -57,7 +60,7 @@ class TryAgainError(Exception):
 
 
 class Endpoints:
-    """Which endpoint to use now. Safe to use from several threads."""
+    """The endpoints of one store and the one in use. Safe to use from several threads."""
 
     def __init__(self, urls: tuple[str, ...]) -> None:
         self.urls = urls
@@ -67,11 +70,11 @@ class Endpoints:
 
     @property
     def current(self) -> str:
-        """The endpoint that answered last."""
+        """The endpoint in use."""
         return self.urls[self._current]
 
     def switch_from(self, endpoint: str) -> None:
-        """`endpoint` did not answer: go on with the next one, and tell those who wait on it."""
+        """Go on with the next endpoint because `endpoint` did not answer; tell the listeners."""
         with self._lock:
             if len(self.urls) == 1 or self.urls[self._current] != endpoint:
                 return
@@ -82,7 +85,7 @@ class Endpoints:
             listener(endpoint)
 
     def on_switch(self, listener: Callable[[str], None], add: bool = True) -> None:
-        """Call `listener(endpoint)` whenever an endpoint was given up; or no longer."""
+        """Call `listener(endpoint)` whenever an endpoint is given up; `add=False` removes the listener."""
         with self._lock:
             if add:
                 self._on_switch.append(listener)
@@ -95,11 +98,16 @@ class Endpoints:
         timeout: float,
         on_ambiguous: Callable[[], None] | None = None,
     ) -> T:
-        """`attempt(endpoint, seconds)` until one does not raise TryAgainError.
+        """Call `attempt(endpoint, seconds)` on one endpoint after the other until it raises no TryAgainError.
 
-        Raises StoreAuthError as soon as TLS is refused at every endpoint, and StoreUnavailableError after
-        `timeout` seconds.
-        on_ambiguous: called before a retry when a request may have been carried out unheard.
+        Args:
+            attempt: makes the request, within so many seconds.
+            timeout: seconds for all attempts together.
+            on_ambiguous: called before a retry if the failed request may have been carried out.
+
+        Raises:
+            StoreAuthError: every endpoint refused the TLS connection.
+            StoreUnavailableError: no endpoint answered within the time-out.
         """
         deadline = time.monotonic() + timeout
         pause = _FIRST_PAUSE
@@ -119,17 +127,17 @@ class Endpoints:
                 self.switch_from(endpoint)
             if len(problems) == len(self.urls) and all(one.refused for one in problems.values()):
                 raise StoreAuthError(
-                    f"TLS with etcd is refused ({self._said(problems)}): check the files of ADAPTDL_ETCD_CA, "
+                    f"TLS with etcd is refused ({self._list(problems)}): check the files of ADAPTDL_ETCD_CA, "
                     f"ADAPTDL_ETCD_CERT and ADAPTDL_ETCD_KEY"
                 )
             if time.monotonic() + pause >= deadline:
                 raise StoreUnavailableError(
-                    f"etcd can not be reached ({self._said(problems)}): is it running, and is --etcd right?"
+                    f"etcd can not be reached ({self._list(problems)}): is it running, and is --etcd right?"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _said(self, problems: dict[str, TryAgainError]) -> str:
+    def _list(self, problems: dict[str, TryAgainError]) -> str:
         def of(url: str) -> str:
             if url not in problems:
                 return "not tried in time"
@@ -139,21 +147,21 @@ class Endpoints:
 
 
 def detect_dead_peer(sock: socket.socket) -> None:
-    """For a connection on which silence is normal.
+    """Configure TCP keep-alive on a connection that may be silent for long.
 
-    A host that vanished without a word is found out by the kernel in 2 + 3 x 1 s; a server that merely
-    hangs still has a kernel that answers.
+    The kernel then detects a host that vanished within 2 + 3 x 1 s. A server process that hangs is not
+    detected, since its kernel still answers.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):  # not on every system
+        if hasattr(socket, name):  # not defined on every system
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def interrupt(sock: socket.socket) -> None:
     """Make a read that waits in another thread return. The reader closes the socket."""
     with contextlib.suppress(OSError):
-        # not SSLSocket.shutdown, which would take the TLS object away under the reader
+        # SSLSocket.shutdown would remove the TLS object while the reader uses it
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
@@ -192,7 +200,7 @@ class InterruptiblePool(urllib3.PoolManager):
                 interrupt(sock)
 
     def interrupt(self, for_good: bool = True) -> None:
-        """End what waits; `for_good`: also what will be asked from now on."""
+        """End the reads that wait; with `for_good`, end all later ones, too."""
         self._closed = self._closed or for_good
         for sock in list(self._sockets):
             interrupt(sock)

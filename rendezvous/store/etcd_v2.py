@@ -1,15 +1,16 @@
-"""etcd through its v2 API, with python-etcd: servers up to 3.5 that run with `--enable-v2`.
+r"""etcd through its v2 API, with python-etcd: servers up to 3.5 that run with `--enable-v2`.
 
-What v2 does not have is made from what it has:
+How the guarantees of a store are built on v2:
 
-* **Prefixes.** Keys are files in directories; a prefix is a directory, listed and filtered. Names that
-  begin with `_` are hidden by the server, and a key can not be the directory of another one.
-* **Leases.** A key has a time to live, which its owner refreshes. A refresh is silent, but it changes the
-  key's index, which compare-and-swap goes by. So a leased value carries a head, `\\x01LEASE REVISION\\n`:
-  written with revision 0 (it is the index of that very write), then at once a second time with the
-  revision spelled out. Readers take the revision from the head, watches skip the second write.
-* **Watches.** One request per event, from an index on. The server remembers the last 1,000 events, of
-  all keys together; who comes later gets CompactedError, who waits quietly may too, and reads again.
+* **Prefixes.** Keys are files in directories. A prefix is a directory, which is listed and filtered. The
+  server hides names that begin with `_`, and a key cannot be the directory of another one.
+* **Leases.** A key has a time to live, which its owner refreshes. A refresh is no event, but it changes the
+  key's index, which compare-and-swap compares. So a leased value begins with a header `\x01LEASE
+  REVISION\n`. It is first written with revision 0 (meaning: the index of that write), then at once with the
+  revision as a number. Readers take the revision from the header; watches skip the second write.
+* **Watches.** One request per event, from an index on. The server remembers the last 1,000 events of all keys
+  together. A watch that falls behind them gets CompactedError, and so may one without events; the caller
+  reads the range again.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MARK = "\x01"
-_POLL = 30.0  # seconds one watch request waits: a dead connection is found out at the latest then
+_POLL = 30.0  # seconds that one watch request waits, and so until a dead connection is noticed
 _CLOSED = "this store has been closed"
-_LONGEST_PAUSE = 1.0  # seconds between two attempts of a watch to come back
+_LONGEST_PAUSE = 1.0  # seconds between two attempts of a watch to reconnect
 
 
 @dataclass(frozen=True)
@@ -63,30 +64,30 @@ class Node:
     index: int
     revision: int
     created: int
-    lease: str  # "" for none
+    lease: str  # id; "" for none
 
     @classmethod
     def of(cls, result: Any) -> Node:
-        """From python-etcd's EtcdResult."""
+        """Convert python-etcd's EtcdResult."""
         value, lease, revision = open_value(result.value or "")
         index = int(result.modifiedIndex)
         return cls(result.key, value, index, revision or index, int(result.createdIndex), lease)
 
     @property
     def key_value(self) -> KeyValue:
-        """As the store's callers see it."""
+        """The key as callers of the store see it."""
         return KeyValue(self.key, self.value, self.created, self.revision)
 
 
 def close_value(value: str, lease: str = "", revision: int = 0) -> str:
-    """The value with a head, where it needs one."""
+    """Return the value with a header if it needs one."""
     if not lease and not value.startswith(_MARK):
         return value
     return f"{_MARK}{lease or '-'} {revision}\n{value}"
 
 
 def open_value(text: str) -> tuple[str, str, int]:
-    """(value, lease, revision) of what is in a file; anything may be."""
+    """Return (value, lease, revision) of the content of a file, which may be any text."""
     head, newline, value = text.partition("\n")
     words = head[1:].split(" ")
     if not (text.startswith(_MARK) and newline and len(words) == 2 and words[1].isdecimal()):
@@ -95,7 +96,7 @@ def open_value(text: str) -> tuple[str, str, int]:
 
 
 def directory(prefix: str) -> str:
-    """The directory that holds every key that begins with `prefix`."""
+    """Return the directory that holds every key that begins with `prefix`."""
     return prefix.rpartition("/")[0] or "/"
 
 
@@ -104,7 +105,7 @@ def _path(key: str) -> str:
 
 
 class EtcdV2Store(Store):
-    """See `store.Store` for what every method promises."""
+    """A store on etcd's v2 API; `store.base` lists the guarantees of its methods."""
 
     def __init__(self, endpoints: tuple[str, ...], options: StoreOptions | None = None) -> None:
         self.options = options or StoreOptions()
@@ -115,19 +116,19 @@ class EtcdV2Store(Store):
         self._closed = False
 
     def get(self, key: str) -> KeyValue | None:
-        """The key, or None when it does not exist. Linearizable."""
+        """Return the key, or None if it does not exist. Linearizable."""
         node = self._read(key)
         return node.key_value if node else None
 
     def range(self, prefix: str) -> Snapshot:
-        """Every key that begins with `prefix`, sorted, as of one revision."""
+        """Return every key that begins with `prefix`, sorted, as of one revision."""
         nodes, index = self._list(prefix)
         return Snapshot(tuple(node.key_value for node in nodes), index)
 
     def put(self, key: str, value: str, lease: Lease | None = None) -> int:
-        """Write whatever was there before; the new `mod_revision`."""
+        """Write the key whatever it held before; return the new `mod_revision`."""
         held = self._held(lease)
-        while True:  # to update keeps the index of the key's creation, to set would not
+        while True:  # an update keeps the index of the key's creation; a plain set would not
             for exists in (True, False):
                 try:
                     return self._write(key, value, held, prevExist=exists)
@@ -137,7 +138,10 @@ class EtcdV2Store(Store):
     def compare_and_swap(
         self, key: str, value: str | None, expected_revision: int, lease: Lease | None = None
     ) -> int | None:
-        """Write (None: delete) if the key's mod_revision is the expected one; the new revision or None."""
+        """Write the key (None: delete it) if its mod_revision is the expected one.
+
+        Returns the new revision, or None if the comparison failed.
+        """
         held = self._held(lease)
         unheard: list[bool] = []
 
@@ -165,10 +169,10 @@ class EtcdV2Store(Store):
                 return node.revision
             if node is None or node.revision != expected_revision:
                 return None
-            condition = {"prevIndex": node.index}  # only refreshed since
+            condition = {"prevIndex": node.index}  # only refreshed since then
 
     def delete(self, key: str) -> bool:
-        """Delete one key; whether it existed."""
+        """Delete one key; return whether it existed."""
         try:
             self._remove(key)
         except etcd.EtcdKeyNotFound:
@@ -176,18 +180,18 @@ class EtcdV2Store(Store):
         return True
 
     def delete_prefix(self, prefix: str) -> int:
-        """Delete every key that begins with `prefix`; how many there were."""
+        """Delete every key that begins with `prefix`; return how many there were."""
         nodes, _ = self._list(prefix)
         return sum(self.delete(node.key) for node in nodes)
 
     def lease(self, ttl: float) -> EtcdV2Lease:
-        """A new lease, kept alive in the background. etcd counts whole seconds: `ttl` is rounded up."""
+        """Return a new lease, renewed in the background. etcd counts whole seconds: `ttl` is rounded up."""
         lease = EtcdV2Lease(self, float(math.ceil(ttl)))
         self._keepalive.add(lease)
         return lease
 
     def watch(self, prefix: str, start_revision: int = 0) -> EtcdV2Watch:
-        """Changes under `prefix` from `start_revision` on (0: from now on)."""
+        """Return the changes under `prefix` from `start_revision` on (0: from now on)."""
         if self._closed:
             raise StoreUnavailableError(_CLOSED)
         watch = EtcdV2Watch(self, prefix, start_revision or self.revision(prefix) + 1)
@@ -195,7 +199,7 @@ class EtcdV2Store(Store):
         return watch
 
     def revision(self, prefix: str) -> int:
-        """The store's newest revision; `prefix` is one that we may read."""
+        """Return the store's newest revision; the user must be allowed to read `prefix`."""
         try:
             result = self._run(lambda client: client.read(_path(directory(prefix)), quorum=True))
         except etcd.EtcdKeyNotFound as error:
@@ -203,7 +207,7 @@ class EtcdV2Store(Store):
         return int(result.etcd_index)
 
     def close(self) -> None:
-        """Revoke its leases, end its watches, and drop its connections."""
+        """Revoke the client's leases, end its watches, and close its connections."""
         for watch in list(self._watches):
             watch.close()
         self._keepalive.close(timeout=1.0)
@@ -211,17 +215,17 @@ class EtcdV2Store(Store):
         self._clients.close()
 
     def check(self) -> None:
-        """Ask something harmless, so that wrong credentials are found out at once."""
+        """Make one read, so that wrong credentials are noticed at once."""
         if self.options.user is None:
             self.revision("/adaptdl/v1/")
             return
-        # v2 says the same to a wrong password as to a right one whose role is limited to another prefix
+        # v2 answers the same to a wrong password as to a user whose role covers another prefix only
         try:
             self.revision("/adaptdl/v1/")
         except StoreAuthError as error:
             logger.debug("not allowed to read /adaptdl/v1/: %s", error)
 
-    # What follows speaks to the server.
+    # Requests to the server
 
     def _run(
         self,
@@ -229,9 +233,9 @@ class EtcdV2Store(Store):
         on_ambiguous: Callable[[], None] | None = None,
         timeout: float | None = None,
     ) -> T:
-        """`attempt(client)` on one endpoint after the other; python-etcd's errors become ours.
+        """Call `attempt(client)` on one endpoint after the other, and translate python-etcd's errors.
 
-        Those that are answers (not found, compare failed, exists already) are left as they are.
+        Errors that are answers (not found, compare failed, exists already) are raised unchanged.
         """
         if self._closed:
             raise StoreUnavailableError(_CLOSED)
@@ -277,9 +281,15 @@ class EtcdV2Store(Store):
         return revision
 
     def _settle(self, key: str, value: str, lease: EtcdV2Lease, revision: int, index: int) -> None:
-        """The second write of a leased key: spell its revision out; from then on the lease keeps it.
+        """Write a leased key again with its revision in the header, and let the lease refresh it from now on.
 
-        index: where it was last seen. Nothing happens when somebody else has changed it since.
+        Args:
+            key: the key.
+            value: its value without the header.
+            lease: the lease that it belongs to.
+            revision: the revision for the header.
+            index: the server's index of the last known write. If another client has changed the key since,
+                nothing is written.
         """
         while True:
             try:
@@ -290,11 +300,11 @@ class EtcdV2Store(Store):
             if node is None or node.lease != lease.id or node.value != value:
                 return
             index = node.index
-            if node.revision == revision:  # we have, and the answer was lost
+            if node.revision == revision:  # this write was made, and its answer was lost
                 break
-            if node.revision != node.index:  # spelled out by another thread that put the same
+            if node.revision != node.index:  # written by another thread that put the same value
                 return
-            # else only refreshed since
+            # otherwise it was only refreshed since
         lease.attach(key, index)
 
     def _put_text(
@@ -305,7 +315,7 @@ class EtcdV2Store(Store):
         on_ambiguous: Callable[[], None] | None = None,
         **condition: Any,
     ) -> int:
-        """The index of one write."""
+        """Write the text of a file; return its index."""
         ttl = int(lease.ttl) if lease else None
         result = self._run(lambda client: client.write(_path(key), text, ttl=ttl, **condition), on_ambiguous)
         return int(result.modifiedIndex)
@@ -329,22 +339,22 @@ class EtcdV2Store(Store):
 
 
 class EtcdV2Lease(KeptLease):
-    """The keys whose time to live we refresh."""
+    """A set of keys whose time to live this process refreshes."""
 
     def __init__(self, store: EtcdV2Store, ttl: float) -> None:
         super().__init__(store._keepalive, ttl)
         self.id = uuid.uuid4().hex
         self._store = store
         self._lock = threading.Lock()
-        self._keys: dict[str, int] = {}  # the index at which we last wrote or refreshed it
+        self._keys: dict[str, int] = {}  # key → index of the last write or refresh
 
     def attach(self, key: str, index: int) -> None:
-        """This key is now ours to refresh."""
+        """Refresh this key from now on."""
         with self._lock:
             self._keys[key] = index
 
     def renew(self, timeout: float) -> bool:
-        """Refresh every key; False when one has run out, and takes the others with it."""
+        """Refresh every key; return False if one has expired, and then delete the others."""
         with self._lock:
             keys = dict(self._keys)
         for key, index in keys.items():
@@ -353,13 +363,13 @@ class EtcdV2Lease(KeptLease):
             if self._ran_out(key, timeout):
                 self.let_go(timeout)
                 return False
-            with self._lock:  # somebody deleted it, or put it without this lease
+            with self._lock:  # another client deleted it, or put it without this lease
                 if self._keys.get(key) == index:
                     del self._keys[key]
         return True
 
     def _ran_out(self, key: str, timeout: float) -> bool:
-        """Why a key is no longer ours: what happened to it after our last refresh."""
+        """Return whether a key expired; read the event that followed the last refresh."""
         with self._lock:
             index = self._keys.get(key, 0) + 1
         try:
@@ -367,7 +377,8 @@ class EtcdV2Lease(KeptLease):
                 lambda client: client.read(_path(key), wait=True, waitIndex=index), timeout=min(timeout, 1.0)
             )
         except (etcd.EtcdEventIndexCleared, etcd.EtcdWatchTimedOut, etcd.EtcdKeyNotFound):
-            return self.remaining() <= 0  # forgotten: it ran out if it can have
+            # the server has forgotten the event: it expired if there was time for it
+            return self.remaining() <= 0
         return str(event.action) == "expire"
 
     def _refresh(self, key: str, index: int, timeout: float) -> bool:
@@ -377,7 +388,7 @@ class EtcdV2Lease(KeptLease):
             node = self._store._read(key)
             if node is None or node.lease != self.id:
                 return False
-            index = node.index  # put again, in the same moment, by another thread of ours
+            index = node.index  # another thread of this process has just put the key again
         return True
 
     def _refreshed(self, key: str, index: int, timeout: float) -> bool:
@@ -393,7 +404,7 @@ class EtcdV2Lease(KeptLease):
         return True
 
     def let_go(self, timeout: float) -> None:
-        """Delete what is left of its keys."""
+        """Delete the lease's remaining keys."""
         with self._lock:
             keys, self._keys = self._keys, {}
         for key in keys:
@@ -403,7 +414,7 @@ class EtcdV2Lease(KeptLease):
 
 
 class EtcdV2Watch(Watch):
-    """One long request per event, from the index after the last that was seen."""
+    """A watch that makes one long request per event, from the index after the last event."""
 
     def __init__(self, store: EtcdV2Store, prefix: str, start: int) -> None:
         self._store = store
@@ -414,8 +425,8 @@ class EtcdV2Watch(Watch):
         self._access = store._clients.current()
         self._pool = InterruptiblePool(self._access.context)
         self._endpoint = ""
-        self._admitted = False  # the server has accepted it once
-        self._told = False  # a refusal was logged, since the last good answer
+        self._admitted = False  # the server has accepted this watch once
+        self._told = False  # a refusal was logged since the last good answer
         store._endpoints.on_switch(self._leave)
 
     def __iter__(self) -> Iterator[Change]:
@@ -443,7 +454,7 @@ class EtcdV2Watch(Watch):
                         f"changes of {self._prefix!r} from {self._next} on: {error}"
                     ) from None
                 except StoreAuthError as error:
-                    self._insist(error)
+                    self._raise_unless_admitted(error)
                     continue
                 except TryAgainError as error:
                     self._broken(error)
@@ -456,7 +467,7 @@ class EtcdV2Watch(Watch):
             self._forget()
 
     def _renewed(self) -> bool:
-        """Go over to the present password and certificates, if they are others."""
+        """Use the present password and certificates; return whether they are new."""
         access = self._store._clients.current()
         if access is self._access:
             return False
@@ -465,8 +476,8 @@ class EtcdV2Watch(Watch):
         self._pool = InterruptiblePool(access.context)
         return True
 
-    def _insist(self, problem: StoreAuthError) -> None:
-        """Raise what refuses a watch from the beginning; return to try again where it was accepted before."""
+    def _raise_unless_admitted(self, problem: StoreAuthError) -> None:
+        """Raise the refusal of a watch that was never accepted; else log it, and the caller tries again."""
         if not self._admitted:
             raise problem
         level = logging.DEBUG if self._told else logging.WARNING
@@ -480,7 +491,8 @@ class EtcdV2Watch(Watch):
 
     def _changes(self, result: Any) -> Iterator[Change]:
         if result.dir:
-            if result.action in ("delete", "expire"):  # by a stranger: we never delete directories
+            # another program deleted it: this driver never deletes directories
+            if result.action in ("delete", "expire"):
                 raise CompactedError(f"the directory {result.key!r} was deleted with all that was in it")
         elif result.key.startswith(self._prefix):
             index = int(result.modifiedIndex)
@@ -488,7 +500,7 @@ class EtcdV2Watch(Watch):
                 yield Change("delete", result.key, None, index)
             else:
                 node = Node.of(result)
-                if node.revision == index:  # else only the head was written
+                if node.revision == index:  # otherwise only the header was written
                     yield Change("put", node.key, node.value, index)
         self._next = int(result.modifiedIndex) + 1
 
@@ -515,7 +527,7 @@ class EtcdV2Watch(Watch):
         self._store._watches.discard(self)
 
     def close(self) -> None:
-        """End the iteration, also one that waits in another thread."""
+        """End the iteration, even while another thread waits in it."""
         self._closed.set()
         self._pool.interrupt()
         self._forget()

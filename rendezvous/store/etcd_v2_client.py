@@ -1,4 +1,4 @@
-"""python-etcd's clients for `etcd_v2`: time-outs, errors, and credentials that may be replaced."""
+"""python-etcd's clients for `etcd_v2`: time-outs, translated errors, and credentials that may be replaced."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ T = TypeVar("T")
 
 
 class Client(etcd.Client):  # type: ignore[misc]
-    """python-etcd's client with a time-out per request: its `write` and `delete` take none."""
+    """python-etcd's client with a time-out per request; its `write` and `delete` have no argument for it."""
 
     _own = threading.local()
 
     @property
     def read_timeout(self) -> float:
-        """Seconds."""
+        """The time-out of this thread's next request, in seconds."""
         return float(getattr(self._own, "seconds", 60.0))
 
     def within(self, seconds: float) -> Client:
-        """Itself, with this time-out for the next request of this thread."""
+        """Set the time-out of this thread's next request; return the client itself."""
         self._own.seconds = seconds
         return self
 
 
 @dataclass(frozen=True)
 class Access:
-    """Clients of one password and one set of certificates, by endpoint."""
+    """Clients made with one password and one set of certificates, by endpoint."""
 
     password: str | None = field(repr=False)
     context: ssl.SSLContext | None
@@ -47,9 +47,10 @@ class Access:
 
 
 def translate(request: Callable[[], T]) -> T:
-    """Run one request; what python-etcd raises becomes TryAgainError or ours.
+    """Run one request; raise TryAgainError or a StoreError for python-etcd's errors.
 
-    Answers are left as they are: not found, compare failed, exists already, index cleared, watch timed out.
+    Errors that are answers are raised unchanged: not found, compare failed, exists already, index cleared,
+    watch timed out.
     """
     try:
         return request()
@@ -76,13 +77,13 @@ def translate(request: Callable[[], T]) -> T:
         raise TryAgainError(str(error)) from None
     except etcd.EtcdException as error:
         status = (error.payload or {}).get("status")
-        if status is None or status >= 500:  # not JSON, or a server in trouble
+        if status is None or status >= 500:  # not JSON, or an internal error of the server
             raise TryAgainError(str(error)) from None
         raise StoreRefusedError(f"etcd: {error} (HTTP status {status})") from None
 
 
 class Clients:
-    """Clients of every endpoint, with the present password and certificates.
+    """The clients of all endpoints, with the present password and certificates.
 
     Safe to use from several threads.
     """
@@ -95,7 +96,7 @@ class Clients:
         self._access = self._new()
 
     def close(self) -> None:
-        """Drop the connections."""
+        """Close the connections."""
         self._access.pool.clear()
 
     def _new(self) -> Access:
@@ -109,11 +110,11 @@ class Clients:
         with self._lock:
             access = self._access
             if access.password is not self._password.value or access.context is not self._tls.value:
-                self._access = self._new()  # requests under way keep the pool that they have
+                self._access = self._new()  # requests under way keep the old pool
             return self._access
 
     def ask(self, request: Callable[[], T], access: Access) -> T:
-        """Run one request as `translate` does; what was refused may be tried again with other credentials."""
+        """Run one request as `translate` does; raise TryAgainError if a refused credential was replaced."""
         try:
             return translate(request)
         except StoreAuthError as error:
@@ -123,7 +124,7 @@ class Clients:
             where = f"; {file} is read again" if file is not None else ""
             raise StoreAuthError(f"{error}{where}" + (f"; {problem}" if problem else "")) from None
         except TryAgainError as error:
-            # a server may hang up so quickly that its refusal is not heard
+            # a server may close the connection before its refusal of a certificate is read
             if error.sent and self._tls.renew(access.context):
                 error.refused = ""
             raise
@@ -138,8 +139,9 @@ class Clients:
             username=self._options.user,
             password=password,
             allow_redirect=False,
-            allow_reconnect=False,  # it would go on with the URLs that members advertise, reachable or not
+            # a reconnect would use the URLs that the members advertise, which may not be reachable
+            allow_reconnect=False,
             read_timeout=self._options.timeout,
         )
-        client.http = pool  # ours: one TLS context for all, nothing from the environment
+        client.http = pool  # replaced: one TLS context for all, and no settings from the environment
         return client

@@ -1,7 +1,7 @@
-"""etcd through its v3 API, as the JSON gateway that every server from 3.4 on has built in.
+"""etcd through its v3 API, by the JSON gateway that is built into every server from 3.4 on.
 
-Numbers of 64 bits travel as strings, keys and values as base64. A lost answer is asked for again; for a
-compare-and-swap that may have been carried out unheard, the key is read to see whether it was.
+64-bit numbers are sent as strings, keys and values as base64. A request whose answer was lost is repeated. If
+a compare-and-swap may have been carried out before, the key is read to find out.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 _NO_USER = "this etcd asks for a user: set ADAPTDL_ETCD_USER and ADAPTDL_ETCD_PASSWORD_FILE"
 _CLOSED = "this store has been closed"
-_LONGEST_PAUSE = 1.0  # seconds between two attempts of a watch to come back
+_LONGEST_PAUSE = 1.0  # seconds between two attempts of a watch to reconnect
 # gRPC status codes (google.golang.org/grpc/codes)
 _RESOURCE_EXHAUSTED, _OUT_OF_RANGE, _UNAVAILABLE, _UNAUTHENTICATED = 8, 11, 14, 16
-_PASSING = (408, 429)  # of HTTP's 4xx: what may be answered otherwise later
+_PASSING = (408, 429)  # HTTP statuses 4xx that may change when the request is repeated
 
 
 def _b64(text: str) -> str:
@@ -48,11 +48,12 @@ def _b64(text: str) -> str:
 
 
 def _text(data: str) -> str:
-    return base64.b64decode(data).decode(errors="replace")  # anybody may have put anything there
+    # other programs may have stored bytes that are not UTF-8
+    return base64.b64decode(data).decode(errors="replace")
 
 
 def range_end(prefix: str) -> bytes:
-    """The first key after all those that begin with `prefix`; a zero byte when there is none."""
+    """Return the first key after all that begin with `prefix`; a zero byte if there is none."""
     data = bytearray(prefix.encode())
     while data and data[-1] == 0xFF:
         data.pop()
@@ -90,7 +91,7 @@ def _is_stale_token(error: HttpStatusError) -> bool:
 
 
 def _store_error(error: HttpStatusError) -> StoreError:
-    """What the server said, in our words where there is a remedy."""
+    """Translate the server's error; name the remedy if there is one."""
     said = error.message
     if "lease not found" in said:
         return LeaseLostError("the lease is lost: take a new one and put the key again")
@@ -118,7 +119,7 @@ def _store_error(error: HttpStatusError) -> StoreError:
 
 
 class EtcdV3Store(Store):
-    """See `store.Store` for what every method promises."""
+    """A store on etcd's v3 API; `store.base` lists the guarantees of its methods."""
 
     def __init__(self, endpoints: tuple[str, ...], options: StoreOptions | None = None) -> None:
         self.options = options or StoreOptions()
@@ -129,24 +130,27 @@ class EtcdV3Store(Store):
         self._closed = False
 
     def get(self, key: str) -> KeyValue | None:
-        """The key, or None when it does not exist. Linearizable."""
+        """Return the key, or None if it does not exist. Linearizable."""
         items = self._call("/v3/kv/range", {"key": _b64(key)}).get("kvs", [])
         return _key_value(items[0]) if items else None
 
     def range(self, prefix: str) -> Snapshot:
-        """Every key that begins with `prefix`, sorted, as of one revision."""
+        """Return every key that begins with `prefix`, sorted, as of one revision."""
         answer = self._call("/v3/kv/range", _span(prefix))
         return Snapshot(tuple(_key_value(item) for item in answer.get("kvs", [])), _revision(answer))
 
     def put(self, key: str, value: str, lease: Lease | None = None) -> int:
-        """Write whatever was there before; the new `mod_revision`."""
+        """Write the key whatever it held before; return the new `mod_revision`."""
         body = self._put_body(key, value, lease)
         return _revision(self._call("/v3/kv/put", body, lease=lease))
 
     def compare_and_swap(
         self, key: str, value: str | None, expected_revision: int, lease: Lease | None = None
     ) -> int | None:
-        """Write (None: delete) if the key's mod_revision is the expected one; the new revision or None."""
+        """Write the key (None: delete it) if its mod_revision is the expected one.
+
+        Returns the new revision, or None if the comparison failed.
+        """
         if value is None:
             change: Json = {"request_delete_range": {"key": _b64(key)}}
         else:
@@ -164,7 +168,7 @@ class EtcdV3Store(Store):
             return _revision(answer)
         if not unheard:
             return None
-        # An earlier attempt may have been the one that changed it.
+        # The key may have been changed by an earlier attempt whose answer was lost.
         found = answer["responses"][0]["response_range"].get("kvs", [])
         if value is None:
             return None if found else _revision(answer)
@@ -177,22 +181,22 @@ class EtcdV3Store(Store):
         return int(found[0]["mod_revision"]) if ours else None
 
     def delete(self, key: str) -> bool:
-        """Delete one key; whether it existed."""
+        """Delete one key; return whether it existed."""
         return int(self._call("/v3/kv/deleterange", {"key": _b64(key)}).get("deleted", 0)) > 0
 
     def delete_prefix(self, prefix: str) -> int:
-        """Delete every key that begins with `prefix`; how many there were."""
+        """Delete every key that begins with `prefix`; return how many there were."""
         return int(self._call("/v3/kv/deleterange", _span(prefix)).get("deleted", 0))
 
     def lease(self, ttl: float) -> EtcdV3Lease:
-        """A new lease, kept alive in the background. etcd counts whole seconds: `ttl` is rounded up."""
+        """Return a new lease, renewed in the background. etcd counts whole seconds: `ttl` is rounded up."""
         answer = self._call("/v3/lease/grant", {"TTL": str(math.ceil(ttl))})
         lease = EtcdV3Lease(self, str(answer["ID"]), float(answer["TTL"]))
         self._keepalive.add(lease)
         return lease
 
     def watch(self, prefix: str, start_revision: int = 0) -> EtcdV3Watch:
-        """Changes under `prefix` from `start_revision` on (0: from now on)."""
+        """Return the changes under `prefix` from `start_revision` on (0: from now on)."""
         if self._closed:
             raise StoreUnavailableError(_CLOSED)
         start = start_revision or self.revision(prefix) + 1
@@ -201,15 +205,15 @@ class EtcdV3Store(Store):
         return watch
 
     def revision(self, prefix: str) -> int:
-        """The store's newest revision; `prefix` is one that we may read."""
+        """Return the store's newest revision; the user must be allowed to read `prefix`."""
         return _revision(self._call("/v3/kv/range", {**_span(prefix), "count_only": True}))
 
     def compact(self, revision: int) -> None:
-        """Let the server forget the history before `revision`."""
+        """Make the server forget the history before `revision`."""
         self._call("/v3/kv/compaction", {"revision": str(revision), "physical": True})
 
     def close(self) -> None:
-        """Revoke its leases, end its watches, and drop its connections."""
+        """Revoke the client's leases, end its watches, and close its connections."""
         self._closed = True
         for watch in list(self._watches):
             watch.close()
@@ -217,11 +221,11 @@ class EtcdV3Store(Store):
         self._http.close()
 
     def check(self) -> None:
-        """Ask something harmless, so that wrong credentials are found out at once."""
+        """Make one read, so that wrong credentials are noticed at once."""
         try:
             self._call("/v3/kv/range", {"key": _b64("/adaptdl/v1/"), "count_only": True})
         except StoreAuthError as error:
-            # a role that is limited to another prefix is fine; to be nobody is not
+            # a role for another prefix is accepted; a missing user is not
             if self.options.user is None:
                 raise StoreAuthError(_NO_USER) from error
             if "may not do this" not in str(error):
@@ -246,9 +250,19 @@ class EtcdV3Store(Store):
         on_ambiguous: Callable[[], None] | None = None,
         login: bool = True,
     ) -> Json:
-        """Ask the server; StoreError if it does not do it.
+        """Make a request.
 
-        login: False: log in only if the server asks for it.
+        Args:
+            path: path of the API.
+            body: the request.
+            lease: marked as lost if the server does not know it.
+            timeout: seconds; None: those of the options.
+            first_line: the answer is a stream of which only the first line is read.
+            on_ambiguous: called before a retry if the failed request may have been carried out.
+            login: False: log in only if the server asks for it.
+
+        Raises:
+            StoreError: the request failed.
         """
 
         def once(headers: dict[str, str]) -> Json:
@@ -264,13 +278,13 @@ class EtcdV3Store(Store):
         if self._closed and path != "/v3/lease/revoke":
             raise StoreUnavailableError(_CLOSED)
         try:
-            headers = self._login.headers() if login else self._login.at_hand()
+            headers = self._login.headers() if login else self._login.cached_headers()
             try:
                 return once(headers)
             except HttpStatusError as error:
                 if not (_is_stale_token(error) or (not headers and "user name is empty" in error.message)):
                     raise
-                self._login.forget(headers)  # tokens live for five minutes; one new login, not a loop
+                self._login.forget(headers)  # tokens expire after five minutes; log in again once
                 return once(self._login.headers())
         except HttpStatusError as error:
             problem = _store_error(error)
@@ -293,9 +307,9 @@ class EtcdV3Lease(KeptLease):
         self._store = store
 
     def renew(self, timeout: float) -> bool:
-        """Ask the server to keep it; whether it still had it."""
+        """Ask the server to renew the lease; return whether it still had it."""
         try:
-            # etcd up to 3.5 renews a lease for anybody: while the password is refused its keys stay
+            # etcd up to 3.5 renews a lease without a login, so keys stay while the password is refused
             answer = self._store._call(
                 "/v3/lease/keepalive", {"ID": self.id}, timeout=timeout, first_line=True, login=False
             )
@@ -303,19 +317,19 @@ class EtcdV3Lease(KeptLease):
             return False
         if "result" not in answer:
             raise StoreUnavailableError("etcd broke off its answer to a keep-alive")
-        return int(answer["result"].get("TTL", 0)) > 0  # zeros are left out
+        return int(answer["result"].get("TTL", 0)) > 0  # etcd leaves zeros out of its answers
 
     def let_go(self, timeout: float) -> None:
-        """Revoke it on the server."""
+        """Revoke the lease on the server."""
         self._store._call("/v3/lease/revoke", {"ID": self.id}, timeout=timeout)
 
 
 _DENIALS_DOUBTED = 3
-"""Refusals in a row after which a watch believes that its user lacks a permission."""
+"""Number of refusals in a row that a watch takes for a stale token, not for a missing permission."""
 
 
 class EtcdV3Watch(Watch):
-    """One stream; when it breaks, a new one from the revision after the last that was seen."""
+    """A watch that opens a new stream after a break, from the revision after the last change."""
 
     def __init__(self, store: EtcdV3Store, prefix: str, start: int) -> None:
         self._store = store
@@ -324,10 +338,10 @@ class EtcdV3Watch(Watch):
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._stream: Stream | None = None
-        self._headers: dict[str, str] = {}  # of the present stream
+        self._headers: dict[str, str] = {}  # headers that the present stream was opened with
         self._denials = 0  # answers "permission denied" since the last good answer
-        self._admitted = False  # the server has accepted it once
-        self._told = False  # a refusal was logged, since the last good answer
+        self._admitted = False  # the server has accepted this watch once
+        self._told = False  # a refusal was logged since the last good answer
         store._http.endpoints.on_switch(self._leave)
 
     def __iter__(self) -> Iterator[Change]:
@@ -361,7 +375,7 @@ class EtcdV3Watch(Watch):
             self._refused(error)
             return None
         except StoreAuthError as error:
-            self._insist(error)
+            self._raise_unless_admitted(error)
             return None
         except (TryAgainError, StoreUnavailableError, ValueError) as error:
             logger.debug("watch of %s: %s: %s", self._prefix, endpoint, error)
@@ -398,7 +412,7 @@ class EtcdV3Watch(Watch):
         return Change("put", item.key, item.value, item.mod_revision)
 
     def _check_history(self) -> None:
-        # The member may only lag behind. Ask them all: has what we saw never happened?
+        # This member may only lag behind; a linearizable read tells whether the seen revisions are lost.
         newest = self._store.revision(self._prefix)
         if newest < self._next - 1:
             raise CompactedError(
@@ -415,8 +429,8 @@ class EtcdV3Watch(Watch):
         self._refused(HttpStatusError(500, str(answer.get("cancel_reason", "watch cancelled"))))
 
     def _refused(self, error: HttpStatusError) -> None:
-        """Raise, or return to try again."""
-        # a 3.5 that was restarted, and so forgot its tokens, calls an old one a lack of permission
+        """Raise the server's refusal, or return to try again."""
+        # etcd 3.5 forgets its tokens at a restart and then reports an old token as a missing permission
         denied = "permission denied" in error.message
         stale = _is_stale_token(error) or (denied and self._denials < _DENIALS_DOUBTED)
         if stale and self._store.options.user is not None:
@@ -426,11 +440,11 @@ class EtcdV3Watch(Watch):
             return
         if error.code == _OUT_OF_RANGE:
             raise CompactedError(f"changes of {self._prefix!r}: {error.message}")
-        self._insist(_store_error(error))
+        self._raise_unless_admitted(_store_error(error))
         self._end_stream()
 
-    def _insist(self, problem: StoreError) -> None:
-        """Raise what refuses a watch from the beginning; return to try again where it was accepted before."""
+    def _raise_unless_admitted(self, problem: StoreError) -> None:
+        """Raise the refusal of a watch that was never accepted; else log it, and the caller tries again."""
         if isinstance(problem, StoreAuthError) and not self._admitted:
             raise problem
         level = logging.DEBUG if self._told else logging.WARNING
@@ -458,7 +472,7 @@ class EtcdV3Watch(Watch):
         self._store._watches.discard(self)
 
     def close(self) -> None:
-        """End the iteration, also one that waits in another thread."""
+        """End the iteration, even while another thread waits in it."""
         self._closed.set()
         self._end_stream()
         self._forget()

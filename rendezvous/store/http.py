@@ -1,6 +1,6 @@
-"""JSON over HTTP to an etcd's v3 gateway.
+"""JSON over HTTP to etcd's v3 gateway.
 
-Nothing here is taken from the environment: no proxies, no CA bundles, no .netrc.
+No settings are taken from the environment: no proxies, no CA bundles, no .netrc.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Json = dict[str, Any]
 
 
 class HttpStatusError(Exception):
-    """The server answered, with an error."""
+    """The server answered with an error."""
 
     def __init__(self, status: int, message: str, code: int | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
-        self.code = code  # gRPC's, where the server sent one
+        self.code = code  # gRPC status code, if the server sent one
 
 
 class Http:
-    """Requests to several endpoints of one etcd. Safe to use from several threads, not across a fork."""
+    """Requests to several endpoints of one etcd. Safe to use from several threads, but not after a fork."""
 
     def __init__(
         self, urls: tuple[str, ...], options: StoreOptions, is_retryable: Callable[[HttpStatusError], bool]
@@ -57,10 +57,18 @@ class Http:
         first_line: bool = False,
         on_ambiguous: Callable[[], None] | None = None,
     ) -> Json:
-        """POST (GET without a body) and return the answer; HttpStatusError for an answer that is an error.
+        """POST a request (GET without a body) and return the answer.
 
-        first_line: the answer is a stream; return its first line.
-        on_ambiguous: called before a retry when a request may have been carried out unheard.
+        Args:
+            path: path of the API.
+            body: the request as JSON.
+            headers: additional HTTP headers.
+            timeout: seconds; None: those of the options.
+            first_line: the answer is a stream of which only the first line is read.
+            on_ambiguous: called before a retry if the failed request may have been carried out.
+
+        Raises:
+            HttpStatusError: the answer is an error.
         """
         data = None if body is None else json.dumps(body).encode()
 
@@ -77,10 +85,10 @@ class Http:
 
         return self.endpoints.run(attempt, timeout or self.options.timeout, on_ambiguous)
 
-    def look(self, path: str) -> tuple[Json, str | None]:
-        """One GET at the first endpoint: the answer, and what the server takes the date for.
+    def get_once(self, path: str) -> tuple[Json, str | None]:
+        """GET once from the endpoint in use; return the answer and the server's Date header.
 
-        Raises HttpStatusError, or what urllib3, TLS and JSON raise: for who wants to know what is wrong.
+        For diagnostics: errors of HTTP, urllib3, TLS and JSON are raised unchanged.
         """
         response = self._current()[1].request(
             "GET", self.endpoints.current + path, timeout=self.options.timeout, redirect=False
@@ -88,11 +96,11 @@ class Http:
         return _answer(response.status, response.data), response.headers.get("Date")
 
     def failed(self, problem: TryAgainError, context: ssl.SSLContext | None) -> TryAgainError:
-        """Read the certificates again where a connection with that context may have been refused.
+        """Read the certificates again if the connection may have been refused because of them.
 
-        Returns the problem, which is no refusal if there are other certificates to try now.
+        Returns the problem; it is no refusal any more if the certificates have been replaced.
         """
-        # a server may hang up so quickly that its refusal is not heard
+        # a server may close the connection before its refusal of a certificate is read
         if problem.sent and self.tls.renew(context):
             problem.refused = ""
         return problem
@@ -101,7 +109,7 @@ class Http:
         with self._lock:
             if self._context is not self.tls.value:
                 self._context = self.tls.value
-                self._pool = self._new_pool()  # requests under way keep the pool that they have
+                self._pool = self._new_pool()  # requests under way keep the old pool
             return self._context, self._pool
 
     def _new_pool(self) -> urllib3.PoolManager:
@@ -128,12 +136,12 @@ class Http:
         return _answer(response.status, response.data.partition(b"\n")[0] if first_line else response.data)
 
     def close(self) -> None:
-        """Drop the connections."""
+        """Close the connections."""
         self._pool.clear()
 
 
 class Stream:
-    """One request whose answer is a stream of JSON lines; `close` from any thread ends the reading."""
+    """A request whose answer is a stream of JSON lines; `close` from any thread ends the reading."""
 
     def __init__(self, owner: Http, path: str, body: Json, headers: dict[str, str]) -> None:
         self.endpoint = owner.endpoints.current
@@ -149,7 +157,7 @@ class Stream:
             self._response = self._connection.getresponse()
             if self._response.status != 200:
                 _answer(self._response.status, self._response.read())
-            self._socket.settimeout(None)  # from here on silence is what is expected
+            self._socket.settimeout(None)  # from here on the stream may be silent for long
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
             raise owner.failed(TryAgainError.from_error(error), context) from None
@@ -158,27 +166,27 @@ class Stream:
             raise
 
     def __iter__(self) -> Iterator[Json]:
-        """Every whole line until the server, the network or `close` ends it."""
+        """Yield every complete line until the server, the network or `close` ends the stream."""
         while True:
             try:
                 line = self._response.readline()
             except (OSError, ValueError, AttributeError, http.client.HTTPException):
                 return
-            if not line.endswith(b"\n"):  # cut off in the middle: what follows is asked for again
+            if not line.endswith(b"\n"):  # cut off in the middle: the caller asks for the rest again
                 return
             try:
                 answer = json.loads(line) if line.strip() else None
-            except ValueError:  # not etcd's: a proxy in between that says something
+            except ValueError:  # not from etcd but from a proxy between
                 return
             if isinstance(answer, dict):
                 yield answer
 
     def close(self) -> None:
-        """End the reading, also one that waits in another thread."""
+        """End the reading, even while another thread waits in it."""
         interrupt(self._socket)
 
     def release(self) -> None:
-        """Free what it holds; for the reader, when it is done."""
+        """Free the connection; called by the reader at the end."""
         self._response.close()
         self._connection.close()
         self._socket.close()
@@ -202,7 +210,7 @@ def _answer(status: int, data: bytes) -> Json:
     if not isinstance(answer, dict):
         raise ValueError(f"not a JSON object: {data[:100]!r}")
     fault = answer.get("error")
-    if isinstance(fault, dict):  # in a stream
+    if isinstance(fault, dict):  # an error within a stream
         raise HttpStatusError(
             int(fault.get("http_code", status)), str(fault.get("message", fault)), fault.get("grpc_code")
         )

@@ -1,4 +1,4 @@
-"""Keeps leases alive in one background thread per store."""
+"""Renew leases in one background thread per store."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from adaptdl_elastic.rendezvous.store.base import Lease, StoreError, StoreUnavai
 
 logger = logging.getLogger(__name__)
 
-_RETRY = 0.2  # seconds after a failed attempt; never less often than at every third of the time to live
+_RETRY = 0.2  # seconds after a failed attempt, but at most a third of the time to live
 
 
 class KeptLease(Lease):
-    """A lease that a `KeepAlive` renews. Drivers say how."""
+    """A lease that a `KeepAlive` renews; drivers implement the requests."""
 
     def __init__(self, keeper: KeepAlive, ttl: float) -> None:
         self.ttl = ttl
@@ -24,23 +24,31 @@ class KeptLease(Lease):
         self.due = time.monotonic() + ttl / 3
         self._held_until = time.monotonic() + ttl
         self._keeper = keeper
-        self._trouble: type[Exception] | None = None  # of the last attempt
+        self._trouble: type[Exception] | None = None  # type of the last attempt's error
 
     @abstractmethod
     def renew(self, timeout: float) -> bool:
-        """Ask the server to keep it; False when it is gone there; StoreError when nobody answers."""
+        """Ask the server to renew the lease; return False if the server no longer has it.
+
+        Raises:
+            StoreError: the server does not answer.
+        """
 
     @abstractmethod
     def let_go(self, timeout: float) -> None:
-        """Revoke it on the server."""
+        """Revoke the lease on the server."""
 
     def attempt(self) -> None:
-        """Renew it once and say when next; sets `lost` when the server no longer has it."""
+        """Renew the lease once and set the time of the next attempt.
+
+        Sets `lost` if the server no longer has the lease.
+        """
         sent = time.monotonic()
         try:
-            # a server that hangs must not keep us from asking again before the lease is over
+            # limit the time, so that a server that hangs leaves time for another attempt
             alive = self.renew(timeout=max(self.ttl / 3, 1.0))
-        except Exception as error:  # whatever it is, the other leases go on, and this one is tried again
+        # after any error the other leases are renewed, and this one is tried again
+        except Exception as error:
             known = isinstance(error, StoreUnavailableError) or type(error) is self._trouble
             logger.log(logging.DEBUG if known else logging.WARNING, "lease not renewed: %s", error)
             self._trouble = type(error)
@@ -54,11 +62,11 @@ class KeptLease(Lease):
             self.lost.set()
 
     def remaining(self) -> float:
-        """Seconds for which it is certain to be held: from the last answer of the server, 0 when lost."""
+        """Return the seconds for which the lease is certain to last; 0 if it is lost."""
         return 0.0 if self.lost.is_set() else max(0.0, self._held_until - time.monotonic())
 
     def revoke(self) -> None:
-        """Let go: its keys vanish now. Harmless when already lost, or when nobody answers (they run out)."""
+        """End the lease and delete its keys. If the server does not answer, they expire."""
         if self._keeper.remove(self) and not self.lost.is_set():
             self._revoke(timeout=2.0)
 
@@ -68,12 +76,12 @@ class KeptLease(Lease):
         self.lost.set()
 
     def abandon(self) -> None:
-        """Keep it alive no longer, without a word to the server, as if this process had died."""
+        """Stop renewing the lease without telling the server, as if this process had died."""
         self._keeper.remove(self)
 
 
 class KeepAlive:
-    """Renews every lease at a third of its time to live."""
+    """A thread that renews every lease after a third of its time to live."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -83,7 +91,7 @@ class KeepAlive:
         self._closed = False
 
     def add(self, lease: KeptLease) -> None:
-        """Keep it alive from now on."""
+        """Renew this lease from now on."""
         with self._changed:
             self._leases.append(lease)
             if self._thread is None:
@@ -92,7 +100,7 @@ class KeepAlive:
             self._changed.notify_all()
 
     def remove(self, lease: KeptLease) -> bool:
-        """No longer; whether it was kept until now."""
+        """Stop renewing this lease; return whether it was renewed until now."""
         with self._changed:
             if lease not in self._leases:
                 return False
@@ -100,7 +108,7 @@ class KeepAlive:
             return True
 
     def close(self, timeout: float) -> None:
-        """Revoke them all, waiting for the server `timeout` seconds at most, and end the thread."""
+        """Revoke all leases, waiting at most `timeout` seconds for the server, and end the thread."""
         with self._changed:
             self._closed = True
             leases, self._leases = self._leases, []

@@ -1,9 +1,10 @@
-"""The store of a standalone job, as processes beside its agent see it.
+"""Client of the store in a standalone job's agent, for other processes of the machine.
 
 The agent keeps the store in its memory and serves it on a unix socket (`local.store_server`). Only the job's
-user can enter the directory of the socket, and both sides ask the kernel which user is at the other end. A
-message is one line of JSON: requests and their answers take turns on one connection, and each watch has a
-connection of its own. The store ends with its agent, and so with the job: a lost connection is not mended.
+user can enter the directory of the socket, and both sides ask the kernel for the user at the other end. A
+message is one line of JSON. Requests and their answers alternate on one connection; each watch has a
+connection of its own. The store ends with its agent, and so with the job: a lost connection is not opened
+again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from adaptdl_elastic.rendezvous.store.keepalive import KeepAlive, KeptLease
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError
 
 SCHEME = "unix:"
-_MAX_PATH_BYTES = 107  # of a unix socket's address on Linux
+_MAX_PATH_BYTES = 107  # limit of a unix socket's path on Linux
 _READ_BYTES = 1 << 16
 _CLOSE_SECONDS = 2.0
 _ERRORS: dict[str, type[StoreError]] = {
@@ -44,16 +45,20 @@ _ERRORS: dict[str, type[StoreError]] = {
 
 
 class JobEndedError(StoreUnavailableError):
-    """The agent that kept the store has ended, and the standalone job with it."""
+    """The agent that served the store has ended, and the standalone job with it."""
 
 
 def is_local(endpoint: str) -> bool:
-    """Return whether an endpoint is the socket of a standalone job and not an etcd."""
+    """Return whether an endpoint is the socket of a standalone job, not an etcd."""
     return endpoint.startswith(SCHEME)
 
 
 def socket_path(endpoint: str) -> Path:
-    """Return the path in `unix:/path`; StoreOptionError when a socket cannot have it."""
+    """Return the path in `unix:/path`.
+
+    Raises:
+        StoreOptionError: the path cannot be that of a socket.
+    """
     path = endpoint.removeprefix(SCHEME)
     if not path.startswith("/"):
         raise StoreOptionError(f"endpoint {endpoint!r} is not of the form unix:/path/of/a/socket")
@@ -66,14 +71,14 @@ def socket_path(endpoint: str) -> Path:
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Return the user at the other end of a unix socket, as the kernel has noted it."""
+    """Return the user at the other end of a unix socket, as recorded by the kernel."""
     size = struct.calcsize("3i")
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return int(uid)
 
 
 def encode_line(message: dict[str, Any]) -> bytes:
-    """Return a message as it is sent."""
+    """Return a message encoded as one line of JSON."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
@@ -107,7 +112,7 @@ class _Connection:
         )
 
     def send(self, message: dict[str, Any], timeout: float | None) -> None:
-        """Send one message; StoreUnavailableError when the server does not take it."""
+        """Send one message; raise StoreUnavailableError if the server does not take it."""
         try:
             self._socket.settimeout(timeout)
             self._socket.sendall(encode_line(message))
@@ -131,11 +136,11 @@ class _Connection:
         return message["result"]
 
     def wait_for_ever(self) -> None:
-        """Let `receive` wait as long as it takes."""
+        """Let `receive` wait without a limit."""
         self._socket.settimeout(None)
 
     def close(self) -> None:
-        """End the connection, also under a thread that waits in `receive`."""
+        """End the connection, even while another thread waits in `receive`."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -149,11 +154,11 @@ class LocalLease(KeptLease):
         self.store, self.number = store, number
 
     def renew(self, timeout: float) -> bool:
-        """Ask the server to hold it for its time to live from now on; False when it is lost."""
+        """Ask the server to renew the lease; return False if it is lost."""
         return bool(self.store.call(timeout=timeout, do="renew", lease=self.number))
 
     def let_go(self, timeout: float) -> None:
-        """Revoke it on the server."""
+        """Revoke the lease on the server."""
         self.store.call(timeout=timeout, do="revoke", lease=self.number)
 
 
@@ -175,13 +180,13 @@ class LocalWatch(Watch):
             yield Change(*found)
 
     def close(self) -> None:
-        """End the iteration, also one that waits in another thread."""
+        """End the iteration, even while another thread waits in it."""
         self._closed.set()
         self._connection.close()
 
 
 class LocalStore(Store):
-    """A client of `local.store_server.LocalServer`; `base.Store` for what every method promises.
+    """A client of `local.store_server.LocalServer`; `base` lists the guarantees of its methods.
 
     Args:
         path: the server's socket.
@@ -196,19 +201,19 @@ class LocalStore(Store):
         self._watches: list[LocalWatch] = []
 
     def check(self) -> None:
-        """Find out whether the server answers."""
+        """Read a key to find out whether the server answers."""
         self.get("/")
 
     def call(self, *, timeout: float | None = None, **request: Any) -> Any:
-        """Ask the server.
+        """Make a request.
 
         Args:
             timeout: seconds to wait for the answer; None: those of this store.
             request: the operation, `do`, and its arguments.
 
         Raises:
-            StoreUnavailableError: no answer has come. A write may have been carried out all the same.
-            StoreError: the server's own answer.
+            StoreUnavailableError: no answer came. A write may have been carried out all the same.
+            StoreError: the server's own error.
         """
         timeout = self._timeout if timeout is None else timeout
         if not self._lock.acquire(timeout=timeout):
@@ -219,7 +224,8 @@ class LocalStore(Store):
             try:
                 self._connection.send(request, timeout)
                 return self._connection.receive()
-            except StoreUnavailableError:  # an answer that comes late must not be taken for the next one
+            # a late answer must not be taken for the answer to the next request
+            except StoreUnavailableError:
                 self._connection.close()
                 self._connection = None
                 raise
@@ -227,50 +233,53 @@ class LocalStore(Store):
             self._lock.release()
 
     def get(self, key: str) -> KeyValue | None:
-        """The key, or None when it does not exist."""
+        """Return the key, or None if it does not exist."""
         found = self.call(do="get", key=key)
         return None if found is None else KeyValue(*found)
 
     def range(self, prefix: str) -> Snapshot:
-        """Every key that begins with `prefix`, sorted, as of one revision."""
+        """Return every key that begins with `prefix`, sorted, as of one revision."""
         items, revision = self.call(do="range", prefix=prefix)
         return Snapshot(tuple(KeyValue(*item) for item in items), revision)
 
     def put(self, key: str, value: str, lease: Lease | None = None) -> int:
-        """Write whatever was there before; the new revision."""
+        """Write the key whatever it held before; return the new revision."""
         return int(self.call(do="put", key=key, value=value, lease=self._number(lease)))
 
     def compare_and_swap(
         self, key: str, value: str | None, expected_revision: int, lease: Lease | None = None
     ) -> int | None:
-        """Write (None: delete) if the key's mod_revision is the expected one; the new revision or None."""
+        """Write the key (None: delete it) if its mod_revision is the expected one.
+
+        Returns the new revision, or None if the comparison failed.
+        """
         number = self._number(lease)
         found = self.call(do="swap", key=key, value=value, expected=expected_revision, lease=number)
         return None if found is None else int(found)
 
     def delete(self, key: str) -> bool:
-        """Delete one key; whether it existed."""
+        """Delete one key; return whether it existed."""
         return bool(self.call(do="delete", key=key))
 
     def delete_prefix(self, prefix: str) -> int:
-        """Delete every key that begins with `prefix`; how many there were."""
+        """Delete every key that begins with `prefix`; return how many there were."""
         return int(self.call(do="delete_prefix", prefix=prefix))
 
     def lease(self, ttl: float) -> LocalLease:
-        """A new lease of `ttl` seconds, kept alive in the background."""
+        """Return a new lease of `ttl` seconds, renewed in the background."""
         lease = LocalLease(self, self._keeper, ttl, int(self.call(do="lease", ttl=ttl)))
         self._keeper.add(lease)
         return lease
 
     def watch(self, prefix: str, start_revision: int = 0) -> LocalWatch:
-        """Changes under `prefix` from `start_revision` on (0: from now on).
+        """Return the changes under `prefix` from `start_revision` on (0: from now on).
 
-        It ends with StoreUnavailableError when the server does: there is nothing to come back to.
+        The watch raises StoreUnavailableError when the server ends, since the store ends with it.
         """
         connection = _Connection(self._path, self._timeout)
         try:
             connection.send({"do": "watch", "prefix": prefix, "start": start_revision}, self._timeout)
-            connection.receive()  # the server has noted from where
+            connection.receive()  # the server confirms the start revision
             connection.wait_for_ever()
         except BaseException:
             connection.close()
@@ -280,7 +289,7 @@ class LocalStore(Store):
         return watch
 
     def close(self) -> None:
-        """Revoke its leases, end its watches, and drop its connections."""
+        """Revoke the client's leases, end its watches, and close its connections."""
         for watch in self._watches:
             watch.close()
         self._keeper.close(_CLOSE_SECONDS)

@@ -1,4 +1,4 @@
-"""The login of an etcd user with the v3 API: a password for a token, and another token when one expires."""
+"""Log an etcd user in with the v3 API: exchange the password for a token, again when the token expires."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from adaptdl_elastic.rendezvous.store.http import HttpStatusError
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
 SAME_PASSWORD_AFTER = 1.0
-"""Seconds after which a password that was refused is tried again: etcd computes a slow hash for each try."""
+"""Seconds until a refused password is tried again. etcd computes a slow hash for each attempt."""
 
 
 class Login:
-    """Holds the token. Safe to use from several threads.
+    """The login of one user; keeps the token. Safe to use from several threads.
 
     Args:
         options: user, password and password file.
-        authenticate: asks the server for a token, with a user and a password; raises HttpStatusError.
-        clock: seconds, monotonic.
+        authenticate: asks the server for a token, given user and password; raises HttpStatusError.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -35,12 +35,13 @@ class Login:
         self._lock = threading.Lock()
         self._token: str | None = None
         self._refusal = ""
-        self._not_before = float("-inf")  # by `clock`: when the same password may be tried again
+        self._not_before = float("-inf")  # by `clock`: when a refused password may be tried again
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of a request; log in first where there is no token.
+        """Return the headers of a request; log in first if there is no token.
 
-        Raises StoreAuthError if the password is refused, and so is the one that is in the password file now.
+        Raises:
+            StoreAuthError: the password is refused, and so is the one in the password file now.
         """
         if self._options.user is None:
             return {}
@@ -49,13 +50,13 @@ class Login:
                 self._token = self._log_in(self._options.user)
             return {"Authorization": self._token}
 
-    def at_hand(self) -> dict[str, str]:
+    def cached_headers(self) -> dict[str, str]:
         """Return the headers of a request without logging in: with the token, if there is one."""
         with self._lock:
             return {} if self._token is None else {"Authorization": self._token}
 
     def forget(self, headers: dict[str, str]) -> None:
-        """Drop the token of these headers: the server does not know it, or no longer."""
+        """Drop the token in these headers because the server refuses it."""
         with self._lock:
             if self._token == headers.get("Authorization"):
                 self._token = None

@@ -1,9 +1,8 @@
-"""The store as a dictionary of this process: for a standalone job (`local.store_server`), and for tests.
+"""A store in a dictionary of this process, for standalone jobs (`local.store_server`) and for tests.
 
-`MemoryStore()` is a store of its own; `store.client()` is another client of the same one, with its own
-leases and watches, as a second process would be. Time is injected: a lease only runs out against
-`clock`, and only once it has been abandoned, as if its process had died, or when it was `renewed` and then
-was not again.
+`MemoryStore()` makes a new store. `store.client()` makes another client of the same store with leases and
+watches of its own, as a second process would be. The clock is injected. A lease expires only after it was
+abandoned (as if its process had died), or after a first `renew` was not repeated in time.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ Clock = Callable[[], float]
 
 @dataclass
 class _Shared:
-    """What all clients see. Everything but `changed` is guarded by it."""
+    """The data that all clients share; `changed` guards all other fields."""
 
     clock: Clock
     changed: threading.Condition = field(default_factory=threading.Condition)
     revision: int = 1
-    compacted: int = 0  # changes up to here are forgotten
-    most_changes: int | None = None  # how many changes are kept for watches, at least; None: all
+    compacted: int = 0  # revision up to which changes are forgotten
+    most_changes: int | None = None  # least number of changes kept for watches; None: all
     items: dict[str, KeyValue] = field(default_factory=dict)
     owner: dict[str, MemoryLease] = field(default_factory=dict)
     history: list[Change] = field(default_factory=list)
@@ -55,7 +54,7 @@ class _Shared:
         return self.revision
 
     def delete(self, keys: list[str]) -> int:
-        """All of them at one revision, as etcd does."""
+        """Delete keys at one revision, as etcd does."""
         if keys:
             self.revision += 1
             for key in sorted(keys):
@@ -78,7 +77,7 @@ class _Shared:
         lease.lost.set()
 
     def expire(self) -> float | None:
-        """Drop what has run out; seconds until the next one does."""
+        """Drop expired leases; return the seconds until the next one expires, or None."""
         now = self.clock()
         for lease in [one for one in self.leases if one.deadline is not None and one.deadline <= now]:
             self.drop(lease)
@@ -87,7 +86,7 @@ class _Shared:
 
 
 class MemoryLease(Lease):
-    """Lives until it is revoked, or for its time to live after it was abandoned or last renewed."""
+    """A lease that lasts until it is revoked, or for its time to live after `abandon` or the last `renew`."""
 
     def __init__(self, shared: _Shared, ttl: float) -> None:
         self.ttl = ttl
@@ -96,20 +95,20 @@ class MemoryLease(Lease):
         self._shared = shared
 
     def revoke(self) -> None:
-        """Let go: its keys vanish now. Harmless when already lost."""
+        """End the lease and delete its keys; do nothing if it is lost already."""
         with self._shared.changed:
             if self in self._shared.leases:
                 self._shared.drop(self)
 
     def abandon(self) -> None:
-        """Keep it alive no longer, as if this process had died."""
+        """Let the lease expire after its time to live, as if this process had died."""
         with self._shared.changed:
             if self.deadline is None:
                 self.deadline = self._shared.clock() + self.ttl
                 self._shared.changed.notify_all()
 
     def renew(self) -> bool:
-        """Hold it for its time to live from now on and no longer; False when it is lost already."""
+        """Let the lease expire after its time to live from now; return False if it is lost already."""
         with self._shared.changed:
             self._shared.expire()
             if self not in self._shared.leases:
@@ -119,14 +118,14 @@ class MemoryLease(Lease):
             return True
 
     def remaining(self) -> float:
-        """Seconds for which it is certain to be held."""
+        """Return the seconds for which the lease is certain to last."""
         if self.lost.is_set():
             return 0.0
         return self.ttl if self.deadline is None else max(0.0, self.deadline - self._shared.clock())
 
 
 class MemoryWatch(Watch):
-    """Reads the history from where it has come to."""
+    """A watch that reads the shared history from its own position on."""
 
     def __init__(self, shared: _Shared, prefix: str, start: int) -> None:
         self._shared = shared
@@ -162,22 +161,24 @@ class MemoryWatch(Watch):
         return None
 
     def finish(self) -> None:
-        """End the iteration once it has yielded every change that there was until now."""
+        """End the iteration after it has yielded all changes made so far."""
         with self._shared.changed:
             self._finishing = True
             self._shared.changed.notify_all()
 
     def close(self) -> None:
-        """End the iteration, also one that waits in another thread."""
+        """End the iteration, even while another thread waits in it."""
         with self._shared.changed:
             self._closed = True
             self._shared.changed.notify_all()
 
 
 class MemoryStore(Store):
-    """See the module's docstring; `store.Store` for what every method promises.
+    """A client of a store in memory; `base` lists the guarantees of its methods.
 
-    most_changes: how many changes are kept for watches that come late, at least; None: all.
+    Args:
+        clock: monotonic seconds; leases expire by it.
+        most_changes: least number of changes kept for watches that begin at an earlier revision; None: all.
     """
 
     def __init__(
@@ -192,24 +193,24 @@ class MemoryStore(Store):
         self._watches: list[MemoryWatch] = []
 
     def client(self) -> MemoryStore:
-        """Another client of the same store."""
+        """Return another client of the same store."""
         return MemoryStore(_shared=self._shared)
 
     def get(self, key: str) -> KeyValue | None:
-        """The key, or None when it does not exist."""
+        """Return the key, or None if it does not exist."""
         with self._shared.changed:
             self._shared.expire()
             return self._shared.items.get(key)
 
     def range(self, prefix: str) -> Snapshot:
-        """Every key that begins with `prefix`, sorted, as of one revision."""
+        """Return every key that begins with `prefix`, sorted, as of one revision."""
         with self._shared.changed:
             self._shared.expire()
             found = [item for key, item in sorted(self._shared.items.items()) if key.startswith(prefix)]
             return Snapshot(tuple(found), self._shared.revision)
 
     def put(self, key: str, value: str, lease: Lease | None = None) -> int:
-        """Write whatever was there before; the new revision."""
+        """Write the key whatever it held before; return the new revision."""
         with self._shared.changed:
             self._shared.expire()
             return self._shared.put(key, value, self._held(lease))
@@ -217,7 +218,10 @@ class MemoryStore(Store):
     def compare_and_swap(
         self, key: str, value: str | None, expected_revision: int, lease: Lease | None = None
     ) -> int | None:
-        """Write (None: delete) if the key's mod_revision is the expected one; the new revision or None."""
+        """Write the key (None: delete it) if its mod_revision is the expected one.
+
+        Returns the new revision, or None if the comparison failed.
+        """
         with self._shared.changed:
             self._shared.expire()
             held = self._held(lease)
@@ -231,19 +235,19 @@ class MemoryStore(Store):
             return self._shared.revision
 
     def delete(self, key: str) -> bool:
-        """Delete one key; whether it existed."""
+        """Delete one key; return whether it existed."""
         with self._shared.changed:
             self._shared.expire()
             return self._shared.delete([key] if key in self._shared.items else []) > 0
 
     def delete_prefix(self, prefix: str) -> int:
-        """Delete every key that begins with `prefix`; how many there were."""
+        """Delete every key that begins with `prefix`; return how many there were."""
         with self._shared.changed:
             self._shared.expire()
             return self._shared.delete([key for key in self._shared.items if key.startswith(prefix)])
 
     def lease(self, ttl: float) -> MemoryLease:
-        """A new lease of `ttl` seconds, alive until it is revoked or abandoned."""
+        """Return a new lease of `ttl` seconds, which lasts until it is revoked or abandoned."""
         lease = MemoryLease(self._shared, ttl)
         with self._shared.changed:
             self._shared.leases.append(lease)
@@ -251,28 +255,28 @@ class MemoryStore(Store):
         return lease
 
     def watch(self, prefix: str, start_revision: int = 0) -> MemoryWatch:
-        """Changes under `prefix` from `start_revision` on (0: from now on)."""
+        """Return the changes under `prefix` from `start_revision` on (0: from now on)."""
         with self._shared.changed:
             watch = MemoryWatch(self._shared, prefix, start_revision or self._shared.revision + 1)
         self._watches.append(watch)
         return watch
 
     def close(self) -> None:
-        """Revoke its leases and end its watches."""
+        """Revoke the client's leases and end its watches."""
         for watch in self._watches:
             watch.close()
         for lease in self._leases:
-            if lease.deadline is None:  # an abandoned one runs out by itself
+            if lease.deadline is None:  # an abandoned lease expires by itself
                 lease.revoke()
 
     def compact(self) -> None:
-        """Forget the history: a watch that has not come to the present raises CompactedError."""
+        """Forget the history: a watch that is not up to date raises CompactedError."""
         with self._shared.changed:
             self._shared.compacted = self._shared.revision
             self._shared.history.clear()
 
     def expire(self) -> None:
-        """Look at the clock now: what has run out goes (every operation does this too)."""
+        """Drop leases that have expired by the clock; every operation does this, too."""
         with self._shared.changed:
             self._shared.expire()
 

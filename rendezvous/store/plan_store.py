@@ -1,16 +1,17 @@
-"""Large plans: each agent reads what concerns its node, so that a change costs bytes linear in the nodes.
+"""Keep large plans in parts, so that each agent reads only what concerns its node.
 
-A plan for N nodes names N nodes, and N agents read it. One for many nodes is therefore kept in parts,
-a node's part by the hash of its name; only a *head* of constant size stands where the plan would stand::
+A plan for N nodes names N nodes, and N agents read it. To keep the bytes of a change linear in N, a plan for
+many nodes is divided: the hash of a node's name chooses its part, and a *head* of constant size is written in
+the place of the plan::
 
     coordinator: put parts/<job>/<name>/0 … n, then compare-and-swap jobs/<job>/plan to the head
-    agent:       hears of the head, reads its one part; the agent of rank 0, who waits for all, reads them all
+    agent:       sees the head and reads its own part; the agent of rank 0 reads all
 
-The compare-and-swap of the head is what publishes the plan: parts without a head mean nothing, and their
-`name` is new for every attempt. Parts are deleted when a later plan that ends all processes is published:
-who does not find them any more is about to hear of that plan.
+The compare-and-swap of the head publishes the plan: parts without a head have no effect, and their `name` is
+new for every attempt. Parts are deleted when a later plan that ends all processes is published. An agent that
+no longer finds its part is about to see that plan.
 
-A change in which processes live on is not divided: everybody has to know who becomes who.
+A plan by which processes live on is not divided, since every agent needs all new ranks.
 """
 
 from __future__ import annotations
@@ -48,35 +49,37 @@ from adaptdl_elastic.rendezvous.store.base import (
 
 logger = logging.getLogger(__name__)
 
-UNDIVIDED = 32  # nodes that a plan may name and still stand in one piece
-SHARE = 16  # nodes to a part, on average
-_RETRY = 0.2  # seconds
+MOST_UNDIVIDED_NODES = 32  # most nodes of a plan that is not divided
+NODES_PER_PART = 16  # average number of nodes per part
+_RETRY = 0.2  # seconds between two attempts of a watch to read a plan
 _ATTEMPTS = 5
 _PLAN_KEY = re.compile(r"/adaptdl/v1/([^/]+)/jobs/([^/]+)/plan")
 _JOB_PREFIX = re.compile(r"/adaptdl/v1/([^/]+)/jobs/([^/]+)/")
-_MISSING = '"parts of this plan are missing"'  # no plan: whoever may write one writes another
+# stands for a plan whose parts are gone; it is no valid plan, so the coordinator writes another
+_MISSING = '"parts of this plan are missing"'
 
 
 @dataclass(frozen=True)
 class PlanPart:
     """What a plan says of some of its nodes."""
 
-    placements: tuple[tuple[int, int, Placement], ...] = field(default_factory=tuple)  # index, first rank
-    leaving: tuple[tuple[int, Leaving], ...] = field(default_factory=tuple)  # index
+    # (index, first rank, placement)
+    placements: tuple[tuple[int, int, Placement], ...] = field(default_factory=tuple)
+    leaving: tuple[tuple[int, Leaving], ...] = field(default_factory=tuple)  # (index, leaving)
 
 
 def divisible(plan: Plan) -> bool:
-    """Whether to keep it in parts."""
+    """Return whether to keep a plan in parts."""
     entries = max(len(plan.placements), len(plan.leaving))
-    return plan.transition in (Transition.RESTART, Transition.ABORT) and entries > UNDIVIDED
+    return plan.transition in (Transition.RESTART, Transition.ABORT) and entries > MOST_UNDIVIDED_NODES
 
 
 def divide(plan: Plan, name: str) -> tuple[Plan, tuple[PlanPart, ...]]:
-    """The head and the parts of a plan.
+    """Return the head and the parts of a plan.
 
-    The head names the node of rank 0, and one of the newest generation that is to leave.
+    The head names the node of rank 0, and one node of the newest generation that has to leave.
     """
-    count = -(-max(len(plan.placements), len(plan.leaving)) // SHARE)
+    count = -(-max(len(plan.placements), len(plan.leaving)) // NODES_PER_PART)
     placements: list[list[tuple[int, int, Placement]]] = [[] for _ in range(count)]
     leaving: list[list[tuple[int, Leaving]]] = [[] for _ in range(count)]
     rank = 0
@@ -96,7 +99,7 @@ def divide(plan: Plan, name: str) -> tuple[Plan, tuple[PlanPart, ...]]:
 
 
 def join(head: Plan, parts: list[PlanPart]) -> Plan:
-    """The plan that was divided."""
+    """Return the whole plan, put together from its parts."""
     placements = sorted((entry for part in parts for entry in part.placements), key=lambda entry: entry[0])
     leaving = sorted((entry for part in parts for entry in part.leaving), key=lambda entry: entry[0])
     return replace(
@@ -108,7 +111,10 @@ def join(head: Plan, parts: list[PlanPart]) -> Plan:
 
 
 def excerpt(head: Plan, part: PlanPart, node: str) -> Plan:
-    """What a plan says of one node; `replicas`, `nodes`, `ranks(node)` and `index(node)` are the whole's."""
+    """Return what a plan says of one node.
+
+    `replicas`, `nodes`, `ranks(node)` and `index(node)` of the excerpt are those of the whole plan.
+    """
     assert head.extent is not None
     own = [entry for entry in part.placements if entry[2].node == node]
     index, rank = own[0][:2] if own else (0, 0)
@@ -126,25 +132,28 @@ def _part_of(node: str, count: int) -> int:
 
 
 class PlanStore(Store):
-    """A store whose plans are whole, or excerpts for one node, however they are kept."""
+    """A store that divides large plans when writing, and returns whole plans or one node's excerpts."""
 
     def __init__(self, store: Store, node: str | None = None) -> None:
         self.driver, self._node = store, node
-        self._whole: dict[int, Plan] = {}  # generation → the plan, where an excerpt is not enough
-        self._heads: dict[str, Plan] = {}  # plan's key → the last head
+        self._whole: dict[int, Plan] = {}  # generation → whole plan, if an excerpt is not enough
+        self._heads: dict[str, Plan] = {}  # key of a plan → its last head
 
     def of_node(self, node: str) -> PlanStore:
-        """The same store, with the plans that this node's agent has to know. Closing either closes both."""
+        """Return the same store, limited to what one node's agent needs of plans.
+
+        Closing either closes both.
+        """
         return PlanStore(self.driver, node)
 
     def whole(self, plan: Plan) -> Plan:
-        """All of an excerpt, once a change in place after it was heard of; no I/O."""
+        """Return the whole plan of an excerpt, read when a change in place followed it. No I/O."""
         return plan if plan.extent is None else self._whole[plan.generation]
 
-    # Reading -----------------------------------------------------------------------------------
+    # Reading
 
     def get(self, key: str) -> KeyValue | None:
-        """As `Store.get`."""
+        """Return the key as `Store.get` does, with its plan resolved."""
         for _ in range(_ATTEMPTS):
             item = self.driver.get(key)
             if item is None or (value := self._resolve(key, item.value)) == item.value:
@@ -154,7 +163,7 @@ class PlanStore(Store):
         return item and replace(item, value=value or _MISSING)
 
     def range(self, prefix: str) -> Snapshot:
-        """As `Store.range`."""
+        """Return the keys as `Store.range` does, with their plans resolved."""
         for _ in range(_ATTEMPTS):
             snapshot = self.driver.range(prefix)
             values = [self._resolve(item.key, item.value) for item in snapshot.items]
@@ -167,11 +176,14 @@ class PlanStore(Store):
         )
 
     def watch(self, prefix: str, start_revision: int = 0) -> Watch:
-        """As `Store.watch`."""
+        """Watch as `Store.watch` does, with plans resolved."""
         return _PlanWatch(self, self.driver.watch(prefix, start_revision))
 
     def _resolve(self, key: str, value: str) -> str | None:
-        """What a value stands for; None: a plan whose parts are gone, because another has taken its place."""
+        """Return the value with its plan resolved; None if parts are missing.
+
+        Parts are missing if another plan has replaced this one.
+        """
         found = _PLAN_KEY.fullmatch(key)
         if found is None:
             return value
@@ -189,7 +201,7 @@ class PlanStore(Store):
             if whole is None:
                 return None
             self._whole = {head.generation: whole}
-        self._heads.pop(key, None)  # not before it has been read: a store that fails is asked again
+        self._heads.pop(key, None)  # removed only after the read, since a read that fails is repeated
         return value
 
     def _read(self, keys: Keys, head: Plan, node: str | None) -> Plan | None:
@@ -206,7 +218,7 @@ class PlanStore(Store):
             logger.warning("a part of a plan can not be read: %s", error)
             return None
 
-    # Writing -----------------------------------------------------------------------------------
+    # Writing
 
     def compare_and_swap(
         self, key: str, value: str | None, expected_revision: int, lease: Lease | None = None
@@ -230,11 +242,14 @@ class PlanStore(Store):
         return done
 
     def _sweep(self, prefix: str, but: str, done: int) -> None:
-        """Delete the parts of earlier plans, and those that somebody did not come to use.
+        """Delete parts of earlier plans and of attempts that were not published.
 
-        done: the revision of our head. Parts that were put before it and are not its own can not become a
-        plan any more: their head was replaced by ours, or its compare-and-swap will fail. What was put
-        later is a successor's, who may rule by now.
+        Args:
+            prefix: prefix of the parts of a job.
+            but: name of the parts of the present plan.
+            done: revision of the present head. Other parts written before it cannot become a plan any more:
+                their head was replaced, or its compare-and-swap will fail. Later parts belong to the next
+                leader and stay.
         """
         try:
             items = self.driver.range(prefix).items
@@ -245,31 +260,31 @@ class PlanStore(Store):
             logger.debug("parts of older plans stay for now: %s", error)
 
     def put(self, key: str, value: str, lease: Lease | None = None) -> int:
-        """As `Store.put`; plans are compared and swapped."""
+        """Write as `Store.put` does; plans are only written by `compare_and_swap`."""
         return self.driver.put(key, value, lease)
 
     def delete(self, key: str) -> bool:
-        """As `Store.delete`."""
+        """Delete as `Store.delete` does."""
         return self.driver.delete(key)
 
     def delete_prefix(self, prefix: str) -> int:
-        """As `Store.delete_prefix`; with all of a job go the parts of its plans."""
+        """Delete as `Store.delete_prefix` does; with all keys of a job, delete the parts of its plans."""
         found = _JOB_PREFIX.fullmatch(prefix)
         if found is not None:
             self.driver.delete_prefix(Keys(found[1]).parts(found[2]))
         return self.driver.delete_prefix(prefix)
 
     def lease(self, ttl: float) -> Lease:
-        """As `Store.lease`."""
+        """Return a lease as `Store.lease` does."""
         return self.driver.lease(ttl)
 
     def close(self) -> None:
-        """As `Store.close`."""
+        """Close the store."""
         self.driver.close()
 
 
 class _PlanWatch(Watch):
-    """Resolves the plans among the changes."""
+    """A watch that resolves the plans among the changes."""
 
     def __init__(self, store: PlanStore, watch: Watch) -> None:
         self._plans, self._watch = store, watch
@@ -283,7 +298,7 @@ class _PlanWatch(Watch):
                 yield replace(change, value=value)
 
     def _patiently(self, key: str, value: str) -> str:
-        """As a watch does, outlive a server that is away or refuses us."""
+        """Resolve a value; repeat it while the store is away or refuses, as a watch does."""
         while True:
             try:
                 found = self._plans._resolve(key, value)
@@ -299,7 +314,7 @@ class _PlanWatch(Watch):
 
 
 def _ends_all(plan: Plan) -> bool:
-    """Whether every process ends with this plan."""
+    """Return whether every process ends with this plan."""
     return plan.transition in (Transition.RESTART, Transition.ABORT)
 
 

@@ -1,4 +1,4 @@
-"""Where the store is and how to be let in: endpoints and `StoreOptions`."""
+"""Endpoints, time-out and credentials of the store."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ DEFAULT_PORT = 2379
 
 
 class StoreOptionError(StoreError, ValueError):
-    """An endpoint or option can not be used; the message says what to write instead."""
+    """An endpoint or option is invalid; the message says what to write instead."""
 
 
 @dataclass(frozen=True)
 class StoreOptions:
     """Time-out and credentials.
 
-    timeout: seconds that one operation may take, all endpoints and retries included.
-    ca: PEM file that the server's certificate must be signed by (default: the system's).
-    cert, key: PEM files of a client certificate.
-    user, password: of an etcd user. The password is in no repr and in no log.
-    password_file: its first line is the password; it is read again when etcd refuses the password.
+    Attributes:
+        timeout: seconds that one operation may take, all endpoints and retries included.
+        ca: PEM file with the authority that signed the server's certificate (default: the system's
+            authorities).
+        cert: PEM file with the client certificate.
+        key: PEM file with its key.
+        user: name of an etcd user.
+        password: its password; in no repr and in no log.
+        password_file: file whose first line is the password; it is read again when etcd refuses the password.
     """
 
     timeout: float = 5.0
@@ -60,13 +64,18 @@ class StoreOptions:
 
     @property
     def secure(self) -> bool:
-        """Whether these options only make sense with TLS."""
+        """Whether these options require TLS."""
         return self.ca is not None or self.cert is not None
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ, **given: object) -> StoreOptions:
-        """From `ADAPTDL_ETCD_{TIMEOUT,CA,CERT,KEY,USER,PASSWORD,PASSWORD_FILE}`; what is `given` (and not
-        None) goes first. Passwords have no option on a command line: the process list is everybody's.
+        """Return options from `ADAPTDL_ETCD_{TIMEOUT,CA,CERT,KEY,USER,PASSWORD,PASSWORD_FILE}`.
+
+        Passwords have no command-line option, because every user can read the process list.
+
+        Args:
+            environ: the environment.
+            given: options that override the environment unless they are None.
         """
         values: dict[str, object] = {}
         for name in ("ca", "cert", "key"):
@@ -88,11 +97,11 @@ class StoreOptions:
         return cls(**values)  # type: ignore[arg-type]
 
     def current_password(self) -> str | None:
-        """Return what is in the password file now, if there is one, else `password`."""
+        """Return the first line of the password file now, or `password` if there is no file."""
         return self.password if self.password_file is None else read_password(self.password_file)
 
     def certificates(self) -> tuple[bytes, ...]:
-        """Return what is in the files of the CA, the client certificate and its key now."""
+        """Return the present content of the files of the CA, the client certificate and its key."""
         try:
             return tuple(path.read_bytes() for path in (self.ca, self.cert, self.key) if path is not None)
         except OSError as error:
@@ -101,7 +110,7 @@ class StoreOptions:
             ) from None
 
     def ssl_context(self) -> ssl.SSLContext:
-        """For https endpoints. Only what is said here counts: REQUESTS_CA_BUNDLE does not."""
+        """Return the TLS context for https endpoints; REQUESTS_CA_BUNDLE has no effect on it."""
         try:
             context = ssl.create_default_context(cafile=str(self.ca) if self.ca else None)
             if self.cert is not None and self.key is not None:
@@ -112,7 +121,7 @@ class StoreOptions:
 
 
 def read_password(path: Path) -> str:
-    """The first line of a password file."""
+    """Return the first line of a password file."""
     try:
         text = path.read_text().partition("\n")[0].rstrip("\r")
     except (OSError, UnicodeDecodeError) as error:
@@ -123,9 +132,10 @@ def read_password(path: Path) -> str:
 
 
 def parse_endpoints(text: str, secure: bool = False) -> tuple[str, ...]:
-    """`host:port[,host:port…]`, each with an optional `http://` or `https://`, as URLs without a path.
+    """Return the endpoints in `host:port[,host:port…]` as URLs without a path.
 
-    Without a scheme it is https when `secure`, else http; without a port it is 2379.
+    Each may begin with `http://` or `https://`. The default is https if `secure`, else http; the default port
+    is 2379.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:

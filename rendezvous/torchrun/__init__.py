@@ -2,10 +2,9 @@
 
     torchrun --rdzv-backend=adaptdl-etcd --rdzv-endpoint=HOST:PORT --rdzv-id=JOB --nnodes=1:4 script.py
 
-Torch's own agent runs any script; nodes join and leave while it does. There is no coordinator, no goodput,
-no warm start and no move in place this way: see docs/bare-metal.md, and `adaptdl-run` for those.
-
-This module is loaded while torch imports its rendezvous package, so it imports nothing of torch.
+torch's own agent runs any script, and nodes may join and leave while it runs. There is no coordinator, no
+goodput model, no warm start and no change in place: use `adaptdl-run` for those (docs/bare-metal.md). torch
+loads this module while it imports its own rendezvous package, so this module imports nothing of torch.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ BACKEND = "adaptdl-etcd"
 
 
 class RefusedError(SystemExit, ValueError):
-    """The options can not be used. torchrun lets it end the program: with one line, and no traceback."""
+    """An option is invalid. torchrun lets this exception end the program, with one line and no traceback."""
 
 
 def registration() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """For the entry-point group `torchrun.handlers`."""
+    """Return the function that torch calls to create a handler (entry-point group `torchrun.handlers`)."""
     return create_handler
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """The handler that torchrun's arguments ask for; it connects at its first rendezvous."""
+    """Return the handler for torchrun's arguments; it connects to the store at its first rendezvous."""
     from adaptdl_elastic.rendezvous.torchrun.handler import AdaptdlEtcdHandler
 
     try:

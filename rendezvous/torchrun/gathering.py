@@ -1,9 +1,9 @@
-"""The members of one torchrun round meet at a TCPStore that the node of rank 0 keeps.
+"""Let the members of one torchrun round meet at a TCPStore on the node of rank 0.
 
-torch's client of such a store has no limit of its own. Where a port accepts connections and nobody answers,
-its constructor never returns, and neither does a read from a server that hangs. It also prints a C++
-backtrace for every attempt that fails. So a plain connection has to show first that the port is open, and
-the client lives in a thread that can be given up.
+torch's client of a TCPStore has no time limit of its own: its constructor never returns if the port accepts
+connections and does not answer, and neither does a read from a server that hangs. It also prints a C++
+backtrace for every attempt that fails. So a plain connection first checks that the port is open, and the
+client runs in a thread that can be abandoned.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[a
 from adaptdl_elastic.rendezvous.local.addresses import Ports, listen
 
 REACH_SECONDS = 15.0  # for one attempt to reach the node of rank 0
-_CONNECT_SECONDS = 10.0  # of them, for the connection
-_FIRST_LOOK, _LONGEST_LOOK = 0.01, 0.2  # seconds between two looks at who is there
+_CONNECT_SECONDS = 10.0  # of REACH_SECONDS, for the plain connection
+_FIRST_LOOK, _LONGEST_LOOK = 0.01, 0.2  # seconds between two checks of which members are there
 
 
 def serve(host: str, ports: Ports, timeout: float) -> tuple[int, TCPStore]:
-    """Open the store of a round on one address; torch's own way listens on all of them.
+    """Open the TCPStore of a round on one address; torch's own way listens on all addresses.
 
     Returns:
-        Its port and the store. Nobody listens any more once the store is garbage.
+        Its port and the store. The port is closed when the store is garbage-collected.
 
     Raises:
-        NoPortError: No port is free.
+        NoPortError: no port is free.
     """
     sock = listen(host, ports)
     port = int(sock.getsockname()[1])
@@ -46,15 +46,16 @@ def serve(host: str, ports: Ports, timeout: float) -> tuple[int, TCPStore]:
 
 
 class Gathering(threading.Thread):
-    """One member's way into the store of a round, until all members are there.
+    """A thread in which one member connects to the store of a round and waits for all members.
 
     Args:
-        prefix: Of the round's keys.
-        rank, size: Of this member, and of the round.
-        address: Where rank 0 listens.
-        server: The store itself, on the node of rank 0.
-        timeout: Of the store's operations afterwards, in seconds.
-        on_change: Called in this thread when it has reached the store, and when it has ended.
+        prefix: prefix of the round's keys.
+        rank: rank of this member.
+        size: number of members.
+        address: host and port on which rank 0 listens.
+        server: the store itself, on the node of rank 0; None on others.
+        timeout: seconds that an operation of the store may take afterwards.
+        on_change: called in this thread when it has reached the store, and when it has ended.
     """
 
     def __init__(
@@ -71,18 +72,18 @@ class Gathering(threading.Thread):
         self._prefix, self._rank, self._size = prefix, rank, size
         self._address, self._server, self._timeout, self._on_change = address, server, timeout, on_change
         self._given_up = False
-        self.reached = False  # rank 0's store answers
+        self.reached = False  # the store of rank 0 answers
         self.ended = False
-        self.store: PrefixStore | None = None  # once all members are there
+        self.store: PrefixStore | None = None  # set when all members are there
         self.problem = f"rank 0's node does not answer at {address[0]}:{address[1]}"
-        self.missing: tuple[int, ...] = tuple(range(size))  # ranks that were not there at the last look
+        self.missing: tuple[int, ...] = tuple(range(size))  # ranks that were absent at the last check
 
     def give_up(self) -> None:
-        """Let the thread end when it can; a client that hangs in torch stays until its server is gone."""
+        """Let the thread end when it can; a client that hangs in torch ends with its server."""
         self._given_up = True
 
     def run(self) -> None:
-        """The thread."""
+        """Connect and wait for all members."""
         try:
             self._meet()
         except (DistError, OSError) as error:

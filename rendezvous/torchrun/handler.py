@@ -1,4 +1,4 @@
-"""The torchrun handler: `membership` decides, this carries it out."""
+"""The torchrun handler: carries out what `membership` decides."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from adaptdl_elastic.rendezvous.torchrun.roster import Roster
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0  # between rounds that do not come together
-_MOST_NAMES = 4  # of nodes in one line
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0  # between rounds that did not come together
+_MOST_NAMES = 4  # most nodes named in one message
 
 
 class RunEndedError(RendezvousClosedError, SystemExit):
-    """The run has ended well, and this node is not needed any more.
+    """The run has ended well, and this node is no longer needed.
 
-    torchrun ends with exit code 0 and without a traceback: it knows no better exception for this.
-    (`RendezvousGracefulExitError` makes its launcher fail with an AttributeError.)
+    torchrun then ends with exit code 0 and without a traceback. (`RendezvousGracefulExitError` would make its
+    launcher fail with an AttributeError.)
     """
 
     def __init__(self, message: str) -> None:
@@ -56,7 +56,7 @@ class RunEndedError(RendezvousClosedError, SystemExit):
 
 
 class _Deadline:
-    """When `next_rendezvous` gives up (monotonic)."""
+    """The time at which `next_rendezvous` gives up, in monotonic seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -64,7 +64,7 @@ class _Deadline:
         self.restart()
 
     def restart(self) -> None:
-        """Give the full time from now on."""
+        """Start the full time again from now."""
         self.at = time.monotonic() + self._seconds
 
     @property
@@ -73,7 +73,7 @@ class _Deadline:
 
 
 class _Attempts:
-    """Rounds that did not come together: how long to pause before the next, and what to say."""
+    """Counts rounds that did not come together: how long to pause, and what to report."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
@@ -83,15 +83,20 @@ class _Attempts:
         self.problem = ""
 
     def failed(self, number: int, problem: str, *, unreachable: bool) -> None:
-        """Take note of a round's failure.
+        """Record a round's failure.
+
+        Args:
+            number: number of the round.
+            problem: what went wrong.
+            unreachable: whether this node could not reach rank 0.
 
         Raises:
-            RendezvousConnectionError: Rank 0 could not be reached for longer than the patience. The others
-                may be able to go on without this node, and have no way to find out that it is the one.
+            RendezvousConnectionError: rank 0 has been unreachable for longer than the patience. The other
+                nodes may be able to go on without this one, but cannot find out by themselves.
         """
         self.problem = problem
         self._failed += 1
-        seldom = self._failed & (self._failed - 1) == 0  # the 1st, 2nd, 4th, 8th …
+        seldom = self._failed & (self._failed - 1) == 0  # the 1st, 2nd, 4th, 8th … failure
         level = logging.WARNING if seldom else logging.DEBUG
         logger.log(level, "round %d did not come together, trying another: %s", number, problem)
         if not unreachable:
@@ -105,22 +110,22 @@ class _Attempts:
             )
 
     def pause(self) -> float:
-        """Return the seconds until the next attempt, more from time to time."""
+        """Return the seconds until the next attempt; they grow with each call."""
         pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
         return pause
 
 
 class _Connection:
-    """A handler's line to the store; closed when the handler is garbage, or the process ends."""
+    """A handler's connection to the store; closed when the handler is garbage, or the process ends."""
 
     def __init__(self, store: Store, roster: Roster) -> None:
         self.store, self.roster = store, roster
         self._lock = threading.Lock()
         self._open = True
-        atexit.register(self.close)  # when a signal ends the agent, torch does not call shutdown()
+        atexit.register(self.close)  # needed if a signal ends the agent: torch does not call shutdown() then
 
     def close(self) -> None:
-        """Leave the run, and the store."""
+        """Leave the run and close the store."""
         with self._lock:
             if not self._open:
                 return
@@ -130,12 +135,12 @@ class _Connection:
         self.store.close()
 
     def collected(self) -> None:
-        """Close it when the handler is garbage, which any thread may find out while it holds any lock."""
+        """Close the connection from a new thread: the collecting thread may hold any lock."""
         threading.Thread(target=self.close, name="leave", daemon=True).start()
 
 
 class AdaptdlEtcdHandler(RendezvousHandler):
-    """What torch's agent talks to. Its methods may be called from several threads."""
+    """The handler that torch's agent calls. Its methods may be called from several threads."""
 
     def __init__(self, params: RendezvousParameters) -> None:
         self._options = HandlerOptions.parse(params.config)
@@ -164,8 +169,8 @@ class AdaptdlEtcdHandler(RendezvousHandler):
         self._id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._connection: _Connection | None = None
         self._round: m.MembershipRound | None = None
-        self._takes_part = False  # in that round
-        self._ended: m.Closed | None = None  # how the run has ended, which stays so for this handler
+        self._takes_part = False  # in `_round`
+        self._ended: m.Closed | None = None  # how the run has ended; final for this handler
         self._lock = threading.Lock()
 
     def get_backend(self) -> str:
@@ -174,20 +179,20 @@ class AdaptdlEtcdHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Return whether workers use the store of the rank-0 agent; torch's variable can say no."""
+        """Whether workers use the store of rank 0's agent; torch's environment variable can turn it off."""
         return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
     def get_run_id(self) -> str:
-        """Return what `--rdzv-id` says."""
+        """Return the value of `--rdzv-id`."""
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until this node is in a round whose members have all come.
 
         Raises:
-            RendezvousClosedError: The run is over.
-            RendezvousTimeoutError: It did not happen in time.
-            RendezvousConnectionError: The store, or the node of rank 0, cannot be reached.
+            RendezvousClosedError: the run is over.
+            RendezvousTimeoutError: no round came together in time.
+            RendezvousConnectionError: the store, or the node of rank 0, cannot be reached.
         """
         deadline = _Deadline(self._options.timeout)
         self._takes_part = False
@@ -211,7 +216,7 @@ class AdaptdlEtcdHandler(RendezvousHandler):
             raise
 
     def num_nodes_waiting(self) -> int:
-        """Return a number above 0 when there is a better round: a node came, left, or failed."""
+        """Return a number above 0 if another round is due because a node came, left or failed."""
         connection = self._connection
         if connection is None or self._round is None:
             return 0
@@ -223,7 +228,11 @@ class AdaptdlEtcdHandler(RendezvousHandler):
         return self._ended is not None or self._connected().view().closed is not None
 
     def set_closed(self) -> None:
-        """End the run for every node. RendezvousConnectionError when that cannot be written."""
+        """End the run for every node.
+
+        Raises:
+            RendezvousConnectionError: the end cannot be written to the store.
+        """
         if self._ended is not None:
             return
         roster = self._connected()
@@ -234,11 +243,11 @@ class AdaptdlEtcdHandler(RendezvousHandler):
         self._ended = roster.view().closed
 
     def shutdown(self) -> bool:
-        """End the run, well or not, since this agent is done; whether the others can learn of it.
+        """End the run because this agent is done; return whether the other nodes can learn of it.
 
-        A node that could not join a round only leaves: the others may have one without it.
+        A node that could not join a round only leaves, since the others may have a round without it.
         """
-        # torch calls this from a `finally`: an exception under way is how the run failed
+        # torch calls this in a `finally` clause: an exception under way means that the run failed
         error = sys.exc_info()[1]
         told = self._ended is not None or self._close(ok=error is None)
         self._ended = self._ended or m.Closed(self._id, error is None)
@@ -314,7 +323,7 @@ class AdaptdlEtcdHandler(RendezvousHandler):
             view = roster.view()
             now = time.monotonic()
             action = m.decide(view, self._id, self._settings, now)
-            if self._ended is not None:  # by another thread
+            if self._ended is not None:  # ended by another thread
                 self._over(self._ended)
             if isinstance(action, m.Over):
                 self._over(action.closed)
@@ -347,7 +356,7 @@ class AdaptdlEtcdHandler(RendezvousHandler):
     def _meet(
         self, roster: Roster, round_: m.MembershipRound, deadline: _Deadline, attempts: _Attempts
     ) -> RendezvousInfo | None:
-        """Come to the round's own store and see everybody there; None when that will not happen."""
+        """Connect to the round's store and wait for all members; return None if that fails."""
 
         def coming() -> bool:
             return m.is_coming(roster.view(), round_, self._settings, time.monotonic())
@@ -388,7 +397,7 @@ class AdaptdlEtcdHandler(RendezvousHandler):
     def _serve(
         self, roster: Roster, round_: m.MembershipRound, coming: Callable[[], bool], deadline: _Deadline
     ) -> TCPStore:
-        """Open the store of a round and say where it is."""
+        """Open the store of a round and publish its address."""
         host = str(self._host)
         try:
             port, server = serve(host, self._options.ports(), self._options.read_timeout)
@@ -407,7 +416,7 @@ class AdaptdlEtcdHandler(RendezvousHandler):
 
 
 def _absent(roster: Roster, round_: m.MembershipRound, ranks: Iterable[int]) -> str:
-    """Name nodes of a round that did not come to it."""
+    """Return a message that names the absent nodes of a round."""
     members = roster.view().members
     hosts = {rank: members.get(round_.members[rank]) for rank in ranks}
     names = [f"rank {rank} ({'gone' if one is None else one.host})" for rank, one in hosts.items()]

@@ -1,4 +1,4 @@
-"""`--rdzv-conf key=value,…` of the torchrun plug-in: its own names, and those of torch's backends."""
+"""Parse `--rdzv-conf key=value,…` of the torchrun plug-in: its own names, and those of torch's backends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# torch's names of what has another name here
+# torch's names of options that have another name here
 _ALIASES = {
     "last_call_timeout": "last_call",
     "heartbeat_timeout": "store_timeout",
@@ -19,7 +19,7 @@ _ALIASES = {
 _READ_BY_HAND = ("join_timeout", "keep_alive_interval", "keep_alive_max_attempt", "is_host", "protocol")
 _PUT_IN_BY_TORCH = ("rank", "read_timeout_seconds")
 _MAY_BE_ZERO = ("last_call", "last_call_timeout", "grace")
-_BOOLEANS = ("1", "true", "t", "yes", "y", "0", "false", "f", "no", "n")  # those that torch reads
+_BOOLEANS = ("1", "true", "t", "yes", "y", "0", "false", "f", "no", "n")  # the spellings that torch accepts
 _KEEP_ALIVE_ATTEMPTS = 3.0  # torch's default
 
 
@@ -49,7 +49,7 @@ class HandlerOptions:
         """Read torch's parameters.
 
         Raises:
-            ValueError: The value of an option cannot be used, or one option is given under two names.
+            ValueError: the value of an option is invalid, or one option is given under two names.
         """
         given = {name: value for name, value in config.items() if name not in _PUT_IN_BY_TORCH}
         values: dict[str, object] = {}
@@ -64,7 +64,8 @@ class HandlerOptions:
             read = _text(value) if field in _TEXTS else _seconds(name, value)
             if values.setdefault(field, read) != read:
                 raise ValueError(f"--rdzv-conf {name}={value}: {field} is the same option, give one of them")
-        if "join_timeout" in given:  # torchrun gives every backend a `timeout`, so this one counts
+        # torchrun sets `timeout` for every backend, so `join_timeout` overrides it
+        if "join_timeout" in given:
             values["timeout"] = _seconds("join_timeout", given["join_timeout"])
         if "lease" not in values and ("keep_alive_interval" in given or "keep_alive_max_attempt" in given):
             interval = _seconds("keep_alive_interval", given.get("keep_alive_interval", cls.lease))
@@ -78,7 +79,7 @@ class HandlerOptions:
         return cls(**values, unknown=tuple(unknown))  # type: ignore[arg-type]
 
     def warning(self) -> str | None:
-        """Return one line about the options that nobody reads, or None."""
+        """Return one line about options that have no effect, or None."""
         if not self.unknown:
             return None
         names = sorted({*OPTION_NAMES, *_ALIASES, *_READ_BY_HAND})
@@ -89,7 +90,7 @@ class HandlerOptions:
         return f"--rdzv-conf has no effect with this backend: {', '.join(told)}; it takes {', '.join(names)}"
 
     def ports(self) -> tuple[int, int] | None:
-        """Return the first and the last port that may be listened on; None: any."""
+        """Return the first and the last port to listen on; None: any."""
         if not self.port_range:
             return None
         first, dash, last = self.port_range.partition("-")

@@ -1,15 +1,17 @@
-"""Who is in a round, decided by its members alone: the pure core of the torchrun plug-in.
+"""Decide which agents are in a round: the pure core of the torchrun plug-in.
 
-With plain torchrun there is no coordinator. Every agent keeps a *member* entry in the store (leased),
-sees the same *view*, and the first of those who wait writes the next *round* by compare-and-swap. A
-round is immutable: number and members, whose order is their rank.
+Plain torchrun has no coordinator. Every agent keeps a *member* entry in the store (leased), and all agents
+see the same *view*. The first of the waiting agents writes the next *round* by compare-and-swap. A round is
+immutable: a number and its members, whose order is their rank.
 
-* A member *waits* when it has said so after the current round, or is in no round yet.
-* A member of the round that still runs although others wait is *lagging*: it is stopping its workers.
-* A member of the round whose entry has vanished is *missing*, and *gone* after `grace` seconds, in which
-  one whose lease only lapsed (etcd was away) comes back; one that said it leaves is gone at once.
-* The next round holds whoever waits when nobody lags, those of the round before first and in their
-  order, so that rank 0 stays where it was if it can.
+* A member *waits* if its entry says so for the time after the current round, or if it is in no round yet.
+* A member is *lagging* if it is in the current round and still runs although others wait: it has to stop its
+  workers.
+* A member is *missing* if it is in the round and its entry has vanished. It is *gone* after `grace` seconds;
+  within them a member whose lease only lapsed (etcd was away) comes back. A member that announced that it
+  leaves is gone at once.
+* The next round is written when no member lags. It holds the waiting members, those of the previous round
+  first and in their order, so that rank 0 stays on its node if possible.
 
 Times are seconds of the caller's monotonic clock.
 """
@@ -26,7 +28,7 @@ from pydantic.dataclasses import dataclass as record_dataclass
 
 @record_dataclass(frozen=True)
 class Member:
-    """One agent, as it describes itself."""
+    """One agent's entry in the store."""
 
     id: str
     host: str
@@ -44,9 +46,12 @@ class MembershipRound:
 
 @record_dataclass(frozen=True)
 class Closed:
-    """The run is over.
+    """The end of a run.
 
-    held: the agent that closed it has not left yet.
+    Attributes:
+        by: id of the agent that ended it.
+        ok: whether it ended well.
+        held: whether that agent has not left yet.
     """
 
     by: str
@@ -60,22 +65,22 @@ class MembershipSettings:
 
     min_nodes: int
     max_nodes: int
-    last_call: float = 30.0  # once min_nodes have come the first round waits so long for more
-    grace: float = 2.0  # a vanished entry may come back
-    leave_timeout: float = 60.0  # a member that stops its workers may take so long
+    last_call: float = 30.0  # how long the first round waits for more nodes once min_nodes have come
+    grace: float = 2.0  # how long a vanished entry may take to come back
+    leave_timeout: float = 60.0  # how long a member may take to stop its workers
 
 
 @plain_dataclass(frozen=True)
 class View:
-    """What the store holds, and since when it does."""
+    """The content of the store, and since when some conditions hold."""
 
     members: Mapping[str, Member] = field(default_factory=dict)
-    order: Mapping[str, int] = field(default_factory=dict)  # who came first
+    order: Mapping[str, int] = field(default_factory=dict)  # id → order of arrival
     round: MembershipRound | None = None
     closed: Closed | None = None
-    missing_since: Mapping[str, float] = field(default_factory=dict)  # entries that were seen to vanish
+    missing_since: Mapping[str, float] = field(default_factory=dict)  # when entries were seen to vanish
     enough_since: float = math.inf  # since when min_nodes wait
-    due_since: float = math.inf  # since when there is reason for another round
+    due_since: float = math.inf  # since when another round is due
 
     @property
     def number(self) -> int:
@@ -85,34 +90,34 @@ class View:
 
 @plain_dataclass(frozen=True)
 class Enter:
-    """Be in this round."""
+    """Action: enter this round."""
 
     round: MembershipRound
 
 
 @plain_dataclass(frozen=True)
 class Propose:
-    """Write this round, if the one in the view is still the newest."""
+    """Action: write this round if the one in the view is still the newest."""
 
     round: MembershipRound
 
 
 @plain_dataclass(frozen=True)
 class Wait:
-    """For a change of the view, or until then."""
+    """Action: wait for a change of the view, at most until this time."""
 
     until: float = math.inf
 
 
 @plain_dataclass(frozen=True)
 class Over:
-    """The run was closed."""
+    """Action: leave, because the run has ended."""
 
     closed: Closed
 
 
 def is_waiting(view: View, member: Member) -> bool:
-    """Whether it wants to be in the next round."""
+    """Return whether a member wants to be in the next round."""
     if member.leaving:
         return False
     in_round = view.round is not None and member.id in view.round.members
@@ -120,7 +125,7 @@ def is_waiting(view: View, member: Member) -> bool:
 
 
 def gone(view: View, settings: MembershipSettings, now: float) -> set[str]:
-    """Members of the round that will not come back."""
+    """Return the members of the round that will not come back."""
     found = set()
     for one in view.round.members if view.round else ():
         member = view.members.get(one)
@@ -131,7 +136,7 @@ def gone(view: View, settings: MembershipSettings, now: float) -> set[str]:
 
 
 def lagging(view: View, settings: MembershipSettings, now: float) -> set[str]:
-    """Members of the round that should wait but do not yet."""
+    """Return the members of the round that still have to stop their workers and wait."""
     absent = gone(view, settings, now)
     return {
         one
@@ -141,47 +146,47 @@ def lagging(view: View, settings: MembershipSettings, now: float) -> set[str]:
 
 
 def candidates(view: View) -> list[str]:
-    """Who waits, in the order of the next round's ranks."""
+    """Return the waiting members in the order of the next round's ranks."""
     ranks = {one: rank for rank, one in enumerate(view.round.members if view.round else ())}
     waiting = [member.id for member in view.members.values() if is_waiting(view, member)]
     return sorted(waiting, key=lambda one: (ranks.get(one, math.inf), view.order.get(one, 0), one))
 
 
 def is_due(view: View, settings: MembershipSettings) -> bool:
-    """Whether somebody waits whom the next round would have, and this one has not."""
+    """Return whether a waiting member would be in the next round and is not running in this one."""
     members = view.round.members if view.round else ()
     room = len(members) < settings.max_nodes
     return any(room or one in members for one in candidates(view))
 
 
 def is_enough(view: View, settings: MembershipSettings) -> bool:
-    """Return whether so many nodes wait that they can have a round."""
+    """Return whether enough nodes wait for a round."""
     return len(candidates(view)) >= settings.min_nodes
 
 
 def is_spare(view: View, me: str, settings: MembershipSettings) -> bool:
-    """Return whether a node waits beside a round that is full and runs: it may have to wait for ever."""
+    """Return whether this node waits beside a round that is full and runs; it may wait without a limit."""
     if view.round is None or me in view.round.members or len(view.round.members) < settings.max_nodes:
         return False
     return bool(_running(view))
 
 
 def _running(view: View) -> set[str]:
-    """Members of the round that neither wait for another one nor leave."""
+    """Return the members of the round that neither wait for another one nor leave."""
     members = view.round.members if view.round else ()
     there = {one: view.members[one] for one in members if one in view.members}
     return {one for one, member in there.items() if not member.leaving and not is_waiting(view, member)}
 
 
 def is_coming(view: View, round_: MembershipRound, settings: MembershipSettings, now: float) -> bool:
-    """Return whether a round is still the current one, and every member of it is on its way."""
+    """Return whether a round is still the current one, and every member may still come to it."""
     if view.number != round_.number or view.closed is not None or gone(view, settings, now):
         return False
     return not any(is_waiting(view, view.members[one]) for one in round_.members if one in view.members)
 
 
 def decide(view: View, me: str, settings: MembershipSettings, now: float) -> Enter | Propose | Wait | Over:
-    """What a member that waits does next."""
+    """Return what a waiting member does next."""
     if view.closed is not None:
         return Over(view.closed)
     mine = view.members.get(me)
@@ -206,9 +211,9 @@ def decide(view: View, me: str, settings: MembershipSettings, now: float) -> Ent
 
 
 def nodes_waiting(view: View, me: str, number: int, settings: MembershipSettings, now: float) -> int:
-    """What a member that runs round `number` tells torch's agent; above 0 makes it stop and wait.
+    """Return the number that a member in round `number` gives to torch's agent; above 0 restarts its workers.
 
-    For a departed member, too: that this counts only newcomers is why stock handlers never shrink.
+    Departed members count, too. (torch's own handlers count only newcomers, and so never shrink a run.)
     """
     if view.closed is not None:
         return 0 if view.closed.ok else 1

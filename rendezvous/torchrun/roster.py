@@ -1,8 +1,8 @@
-"""The store's side of a torchrun round: this node's entry, and a view of all nodes' that is kept current.
+"""The store's side of a torchrun round: this node's entry, and a current view of all entries.
 
-One thread follows the store, and one keeps this node's entry in it. Both go on when the store is away or
-refuses them, until it is back. The thread that waits for a round never waits for the store itself, but for
-what those two bring about, and so for no longer than it wants to.
+One thread follows the store, and one keeps this node's entry in it. Both go on until the store is back if it
+is away or refuses them. The thread that waits for a round never waits for the store itself, only for what
+these two threads report, and so never longer than its deadline.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from adaptdl_elastic.rendezvous.torchrun import membership as m
 
 logger = logging.getLogger(__name__)
 
-_CLOSED_SECONDS = 60.0  # for which the end of a run is remembered after the agent that wrote it has left
+_CLOSED_SECONDS = 60.0  # how long the end of a run is kept after the agent that wrote it has left
 _RETRY_SECONDS = 0.2
-_LOOK_SECONDS = 0.5  # some conditions come true by the clock alone
+_LOOK_SECONDS = 0.5  # interval of checking conditions, since some become true by the clock alone
 
 
 class Roster:
-    """This node's entry in the store, and what the store holds."""
+    """This node's entry in the store, and the view of all entries."""
 
     def __init__(
         self,
@@ -58,20 +58,20 @@ class Roster:
         self._masters = keys.torchrun(run_id, "rounds", "")
         self._member = member
         self._key = self._nodes + member.id
-        self._wanted: m.Member | None = None  # what the entry should say; None: there should be none yet
+        self._wanted: m.Member | None = None  # what the entry should say; None: no entry yet
         self._written: m.Member | None = None
         self._lease: Lease | None = None
         self._closed_lease: Lease | None = None
-        self._closed_revision = 0  # at which this node has written the end of the run
+        self._closed_revision = 0  # revision at which this node wrote the end of the run
         self._changed = threading.Condition()
         self._writing = threading.Lock()
         self._wake = threading.Event()
         self._view = m.View()
-        self._revisions: dict[str, int] = {}  # of the round and of the end, as they are in the view
+        self._revisions: dict[str, int] = {}  # revisions of the round and of the end as in the view
         self._found: dict[int, MasterRecord] = {}
         self._closing = threading.Event()
         self._watch: Watch | None = None
-        self._trouble: StoreError | None = None  # with the store, now
+        self._trouble: StoreError | None = None  # present problem of the store
         self._next = 0
         self._threads = [
             threading.Thread(target=self._follow, name="roster-watch", daemon=True),
@@ -79,13 +79,13 @@ class Roster:
         ]
 
     def start(self) -> None:
-        """Read what is there, and follow it from now on. StoreError when the store cannot be read."""
+        """Read the store, and follow it from now on. StoreError if it cannot be read."""
         self._next = self._read() + 1
         for thread in self._threads:
             thread.start()
 
     def view(self) -> m.View:
-        """Return what the store held when it was last heard of."""
+        """Return the last known content of the store."""
         with self._changed:
             return self._view
 
@@ -96,14 +96,14 @@ class Roster:
             return self._trouble
 
     def notify(self) -> None:
-        """Wake whoever waits: what it waits for may have come true."""
+        """Wake the waiting threads to check their conditions again."""
         with self._changed:
             self._changed.notify_all()
 
     def wait_until(self, condition: Callable[[], bool], until: float) -> bool:
-        """Wait until a condition holds, or until then (monotonic); whether it holds.
+        """Wait until a condition holds, at most until `until` (monotonic); return whether it holds.
 
-        The condition is looked at after every change, and twice a second.
+        The condition is checked after every change, and twice a second.
         """
         with self._changed:
             while not condition():
@@ -114,17 +114,17 @@ class Roster:
             return True
 
     def wait_for_change(self, seen: m.View, until: float) -> None:
-        """Wait until the view has become another than `seen`, or until then (monotonic)."""
+        """Wait until the view differs from `seen`, at most until `until` (monotonic)."""
         self.wait_until(lambda: self._view is not seen, until)
 
     def await_end_of_last_run(self, until: float) -> m.Closed | None:
-        """Wait until all agents of a run that has ended have left; then its id can be used again.
+        """Wait until all agents of an ended run of the same id have left, so that the id can be used again.
 
         Returns:
-            The end of the run if some of them are still there at `until`.
+            The end of that run if some of its agents are still there at `until`; else None.
         """
         if self._wanted is not None or self.view().closed is None:
-            return None  # it is our own run, or there is none
+            return None  # either this node is part of the run, or there is no ended run
         logger.info("the last run of this id is over; waiting for its nodes to leave")
         self.wait_until(lambda: self._view.closed is None or not self._is_held(), until)
         with self._changed:
@@ -141,7 +141,10 @@ class Roster:
         return there or (view.closed is not None and view.closed.held)
 
     def register(self, after: int, until: float) -> bool:
-        """Say that this node waits for a round after that one; whether that can be seen in the store."""
+        """Announce that this node waits for a round after `after`.
+
+        Returns whether the store shows the announcement in time.
+        """
         with self._changed:
             wanted = replace(self._member, after=max(after, self._view.number))
             self._wanted = wanted
@@ -149,17 +152,17 @@ class Roster:
         return self.wait_until(lambda: self._view.members.get(wanted.id) == wanted, until)
 
     def withdraw(self) -> None:
-        """Wait for a round no longer; the others need not wait for this node."""
+        """Stop waiting for a round, so that the others need not wait for this node."""
         with self._changed:
             if self._wanted is not None:
                 self._wanted = replace(self._wanted, leaving=True)
         self._wake.set()
 
     def propose(self, round_: m.MembershipRound) -> None:
-        """Write the next round, unless another node has; the view will tell.
+        """Write the next round, unless another node has; wait until the view shows it.
 
         Raises:
-            StoreError: The round may have been written, or may still be.
+            StoreError: it is unknown whether the round was or will be written.
         """
         with self._changed:
             seen, revision = self._view, self._revisions.get(self._round_key, 0)
@@ -170,23 +173,24 @@ class Roster:
         self.wait_until(lambda: self._view.number > seen.number, time.monotonic() + 1.0)
 
     def publish_master(self, master: MasterRecord) -> None:
-        """Say where the members of a round meet. StoreError when that cannot be written now."""
+        """Publish where the members of a round meet; StoreError if it cannot be written now."""
         self._store.put(f"{self._masters}{master.generation}/master", encode(master), self._lease)
 
     def master_of(self, round_: m.MembershipRound) -> MasterRecord | None:
-        """Return where the members of a round meet, if that is known."""
+        """Return where the members of a round meet, or None if that is unknown."""
         return self._found.get(round_.number)
 
     def close_run(self, ok: bool, until: float, *, leaving: bool) -> None:
-        """End the run: every node that waits learns of it. A failure goes before a success.
+        """End the run for every node. A failure overrides a success.
 
         Args:
-            ok: Whether it has ended well.
-            until: When to give up, if the store is away (monotonic).
-            leaving: This node leaves at once, so that the id can be used again without it.
+            ok: whether it ended well.
+            until: when to give up if the store is away (monotonic).
+            leaving: whether this node leaves at once, so that the id can be used again without waiting for
+                it.
 
         Raises:
-            StoreError: The end could not be written.
+            StoreError: the end could not be written.
         """
         while True:
             try:
@@ -198,11 +202,11 @@ class Roster:
                 self._closing.wait(_RETRY_SECONDS)
 
     def leave(self) -> None:
-        """Say so and vanish: the others need not wait to see whether this node comes back."""
+        """Mark this node's entry as leaving and delete it, so that the others need not wait for it."""
         self._closing.set()
         self._wake.set()
         with self._changed:
-            self._view = replace(self._view)  # so that a thread that waits looks again
+            self._view = replace(self._view)  # replaced by a copy, so that waiting threads check again
             self._changed.notify_all()
         try:
             with self._writing:
@@ -220,7 +224,7 @@ class Roster:
         if self._watch is not None:
             self._watch.close()
 
-    # What follows keeps the entry and the view.
+    # Threads that keep the entry and the view
 
     def _write_closed(self, closed: m.Closed) -> None:
         found = self._store.get(self._closed_key)
@@ -294,7 +298,7 @@ class Roster:
             self._closing.wait(_RETRY_SECONDS)
 
     def _note(self, trouble: StoreError | None) -> None:
-        """Remember what is wrong with the store, and say so once."""
+        """Record the store's present problem, and log it once."""
         with self._changed:
             known, self._trouble = self._trouble, trouble
         if trouble is not None and known is None and not self._closing.is_set():
@@ -328,7 +332,8 @@ class Roster:
     def _take(self, change: Change, created: int) -> None:
         key, now = change.key, time.monotonic()
         if key in (self._round_key, self._closed_key):
-            self._revisions[key] = change.revision  # of garbage, too: what comes next takes its place
+            # also of invalid values, since a later write replaces them
+            self._revisions[key] = change.revision
         if key.startswith(self._nodes):
             self._take_member(key.removeprefix(self._nodes), change, created, now)
         elif key == self._round_key and change.value is not None:
@@ -345,7 +350,8 @@ class Roster:
         if change.value is not None:
             self._view = replace(self._view, closed=decode(m.Closed, change.value, change.key))
         elif self._wanted is None and not self._closed_revision:
-            self._view = replace(self._view, closed=None)  # else it is our own run that stays closed
+            # otherwise it is this node's own run, which stays closed
+            self._view = replace(self._view, closed=None)
 
     def _take_member(self, name: str, change: Change, created: int, now: float) -> None:
         view = self._view
@@ -363,7 +369,7 @@ class Roster:
 
 
 def _closed(item: KeyValue | None) -> m.Closed | None:
-    """Return what a key says of the run's end; None if it says nothing that can be read."""
+    """Return the end of the run that a key holds; None if it holds none, or an invalid value."""
     try:
         return decode(m.Closed, item.value, item.key) if item is not None else None
     except MalformedRecordError:

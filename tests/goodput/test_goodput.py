@@ -131,6 +131,14 @@ def test_nothing_fits() -> None:
     assert GoodputFunction(THETA, GRADS, 64).optimize(2, 8, 64, (16, 32), True)[0] == 0.0
 
 
+def test_what_fits_no_bounds_accumulates_nothing() -> None:
+    fn = GoodputFunction(THETA, GRADS, 64)
+    assert fn.optimize(1, 1, 64, (100, 200), True)[::2] == (0.0, 0)
+    goodput, _, accum = fn.optimize([1, 1], [1, 8], 640, (100, 200), True)
+    assert (goodput > 0).tolist() == [True, False]
+    assert accum.tolist()[1] == 0
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -52,6 +52,20 @@ def test_the_replicas_share_what_is_left_of_a_pass(
         assert part == expected[rank::replicas]
 
 
+def test_a_script_can_say_whose_share_a_sampler_gives() -> None:
+    sampler = adl.ElasticSampler(range(7), shuffle=False)
+    assert (sampler.num_replicas, sampler.rank) == (1, 0)
+    sampler.num_replicas, sampler.rank = 3, 1
+    assert (sampler.num_replicas, sampler.rank) == (3, 1)
+    assert (list(sampler), len(sampler)) == ([1, 4], 2)
+    on(2, 0)
+    assert list(sampler) == [1, 4]
+    with pytest.raises(ValueError, match="num_replicas=0: give an integer of at least 1"):
+        sampler.num_replicas = 0
+    with pytest.raises(ValueError, match="rank=-1: give an integer of at least 0"):
+        sampler.rank = -1
+
+
 def test_the_order_depends_on_seed_epoch_and_pass_alone() -> None:
     def order(seed: int | None, epoch: int, index: int, replicas: int) -> list[int]:
         on(replicas)

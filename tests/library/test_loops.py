@@ -450,6 +450,23 @@ def test_a_loader_of_ones_own_goes_on_where_it_was(script: Script) -> None:
     assert seen == [0, 4, 4, 8]
 
 
+def test_where_a_loader_of_ones_own_ends_is_known_after_a_restart(script: Script) -> None:
+    loader = Halves()
+    for _ in adl.remaining_epochs_until(1):
+        for index in loader:
+            if index == 4:
+                checkpoint.save_all_states()
+                break
+        break
+    script.restart()
+    loader, other = Halves(), AdaptiveDataLoaderHelper(4)
+    assert (loader._elastic.end_index, other.end_index) == (12, 0)
+    for _ in adl.remaining_epochs_until(1):
+        assert list(loader) == [4, 8]
+    with pytest.raises(ValueError, match="end_index=-1: give an integer of at least 0"):
+        other.end_index = -1
+
+
 def test_position_is_known_inside_of_a_loop_only() -> None:
     helper = AdaptiveDataLoaderHelper(4)
     with pytest.raises(RuntimeError, match="inside of its context"):

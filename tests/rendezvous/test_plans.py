@@ -64,9 +64,9 @@ def test_what_was_divided_can_be_joined_and_each_node_finds_its_own(nodes: int, 
 
 
 def test_only_what_ends_every_process_is_divided() -> None:
-    assert not plan_store.divisible(plan_of(plan_store.UNDIVIDED))
-    assert plan_store.divisible(plan_of(plan_store.UNDIVIDED + 1))
-    assert plan_store.divisible(plan_of(1, leaving=plan_store.UNDIVIDED + 1))
+    assert not plan_store.divisible(plan_of(plan_store.MOST_UNDIVIDED_NODES))
+    assert plan_store.divisible(plan_of(plan_store.MOST_UNDIVIDED_NODES + 1))
+    assert plan_store.divisible(plan_of(1, leaving=plan_store.MOST_UNDIVIDED_NODES + 1))
     assert plan_store.divisible(plan_of(100, transition=Transition.ABORT))
     assert not plan_store.divisible(plan_of(100, transition=Transition.INPLACE))
 

@@ -2,7 +2,8 @@
 
 LOOP holds settings as JSON. `faults` is a list of [rank, step, bucket, what], `bucket` counting the
 all-reduces of that step: "die" kills the replica as it comes to it; "miss" lets its result arrive
-everywhere but here. `kind` chooses a script that is written in another way.
+everywhere but here. `kind` chooses a script that is written in another way. `large` says how the script
+keeps an average of its parameters that is too large to be copied at every step (see LARGE).
 """
 
 import functools
@@ -27,6 +28,7 @@ from adaptdl_elastic.torch._runtime import position
 S = {
     "epochs": 2, "size": 480, "batch": 12, "pace": 0.0, "faults": [], "kind": "all", "norm": False,
     "optimizer": "sgd", "leave": 0, "leavers": [], "evaluate": False, "busy": None,
+    "large": None,
     **json.loads(os.environ["LOOP"]),
 }  # fmt: skip
 OUT = Path(os.environ["OUT"])
@@ -130,10 +132,43 @@ class Mean(checkpoint.TensorState):
         self.mean.copy_(state_dict["mean"])
 
 
+class Large(Mean):
+    """An average of 1000 elements, kept in the way that `large` says."""
+
+    def add(self, value):
+        if S["large"] == "replaced":
+            self.mean = 0.9 * self.mean + 0.1 * value
+        elif S["large"] == "copied":
+            self.mean.lerp_(value.expand(1000), 0.1)
+        else:
+            super().add(value)
+
+    def state_dict(self):
+        return {"mean": self.mean.clone() if S["large"] == "copied" else self.mean}
+
+
+class Average(checkpoint.TensorState):
+    """torch's own average of a model."""
+
+    def __init__(self, net):
+        super().__init__("average")
+        self.model = torch.optim.swa_utils.AveragedModel(
+            net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        checkpoint.load_state(self)
+
+    def state_dict(self):
+        return self.model.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.model.load_state_dict(state_dict)
+
+
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        layers = [torch.nn.Linear(10, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Tanh()]
+        width = 32 if S["large"] == "averaged" else 16
+        layers = [torch.nn.Linear(10, width), torch.nn.Tanh(), torch.nn.Linear(width, 16), torch.nn.Tanh()]
         norm = [torch.nn.BatchNorm1d(16)] if S["norm"] else []
         self.layers = torch.nn.Sequential(*layers, *norm, torch.nn.Linear(16, 1))
 
@@ -182,14 +217,18 @@ def main():
     evaluation = adl.AdaptiveDataLoader(TensorDataset(inputs), batch_size=S["batch"])
     sums = adl.Accumulator()
     counter = Parts() if S["kind"] == "parts" else Counter()
-    mean, large = Mean("mean", 1), Mean("large", 1000)
+    mean, large = Mean("mean", 1), Large("large", 1000)
+    average = Average(net) if S["large"] == "averaged" else None
     for _ in adl.remaining_epochs_until(S["epochs"]):
-        large.add(1.0)
+        large.add(torch.ones(1))
         for count, (x, y) in enumerate(loader, 1):
             at = _session.current().step
             mark("begun", at)
             draws[at] = (torch.rand(1).item(), random.random())
             optimizer.zero_grad()
+            bias = net.layers[-1].bias.detach()
+            if S["large"] == "before" or (S["large"] == "before once" and at == 20):
+                large.add(bias)
             if S["kind"] == "lbfgs":
                 optimizer.step(functools.partial(closure, model, x, y))
             else:
@@ -201,8 +240,10 @@ def main():
             sums["seen"] += len(x)
             counter.count += 1
             mean.add(net.layers[-1].bias.detach())
-            if S["kind"] == "large state":
-                large.add(1.0)
+            if S["large"] in ("data", "replaced", "copied"):
+                large.add(bias)
+            if average is not None:
+                average.model.update_parameters(net)
             mark("ended", at)
             if not (OUT / "hurry").exists():
                 time.sleep(S["pace"])  # what a step takes
@@ -225,7 +266,8 @@ def main():
         "seen": seen,
         "counted": counter.count,
         "mean": mean.mean,
-        "large": large.mean[0].item(),
+        "large": large.mean[[0, 500]].tolist(),
+        "average": [] if average is None else [p.detach() for p in average.model.parameters()],
         "samples": samples,
         "steps": _session.current().step,
         "first": first,

@@ -1,15 +1,16 @@
-"""The digest by which a change of a large State in an abandoned step is seen."""
+"""How States of the script are put back: which are copied, and how changes of the others are recognised."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
 
-from adaptdl_elastic import checkpoint
+from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic.torch._elastic import user_state
+from adaptdl_elastic.torch._elastic.large_state import LargeState
 
 
 class Kept(checkpoint.TensorState):
@@ -91,3 +92,68 @@ def test_every_kind_of_tensor_has_a_digest(how: str, monkeypatch: pytest.MonkeyP
         assert kept.digest(tensor) != kept.digest(other), name
     empty = torch.zeros(0, 3)
     assert kept.digest(empty) == kept.digest(empty.clone())
+
+
+class History(checkpoint.State):
+    """A pickled State of more than 4096 bytes, whose copy takes `cost` seconds of the clock that is given."""
+
+    def __init__(self, clock: list[float], cost: float) -> None:
+        super().__init__("history")
+        self.clock, self.cost, self.text = clock, cost, "a" * 5000
+
+    def save(self, fileobj: BinaryIO) -> None:
+        self.clock[0] += self.cost
+        fileobj.write(self.text.encode())
+
+    def load(self, fileobj: BinaryIO) -> None:
+        self.text = fileobj.read().decode()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("cost", "put_back"), [(0.009, True), (0.011, False)])
+def test_a_larger_pickled_state_is_copied_while_that_takes_a_hundredth_of_a_step(
+    cost: float, put_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(user_state.time, "monotonic", lambda: clock[0])
+    history, states, session = History(clock, cost), user_state.UserStates(), _session.current()
+    for _ in range(12):
+        states.begin_window(session)
+        clock[0] = round(clock[0]) + 1.0  # a window takes a second
+        history.text += "b"
+    assert (states.why_irreparable(session) is None) == put_back
+    states.put_back(session)
+    assert history.text.count("b") == (11 if put_back else 12)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_large_state_that_changes_through_data_only_in_a_later_step_is_noticed() -> None:
+    """Autograd does not count it; the elements that are looked at differ."""
+    kept = Kept("kept")
+    kept.tensor = torch.zeros(5000)
+    large = LargeState(kept)
+    for _ in range(5):
+        large.begin_window()
+        large.before_step()
+    large.begin_window()
+    kept.tensor.data.add_(1.0)
+    large.step_left_out()
+    assert not large.can_be_put_back()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("shape", ["expanded", "transposed", "a part", "empty", "complex"])
+def test_marks_take_tensors_of_every_layout(shape: str) -> None:
+    plain = torch.arange(6000.0).reshape(60, 100)
+    kept = Kept("kept")
+    kept.tensor = {
+        "expanded": torch.tensor(3.0).expand(5000),
+        "transposed": plain.t(),
+        "a part": plain[:, 3:],
+        "empty": torch.zeros(0, 3),
+        "complex": torch.complex(plain, plain).conj(),
+    }[shape]
+    large = LargeState(kept)
+    large.begin_window()
+    large.step_left_out()
+    assert large.can_be_put_back()

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Sampler
 
 from adaptdl_elastic import _session
-from adaptdl_elastic._checks import flag, integer
+from adaptdl_elastic._checks import flag, integer, whole
 from adaptdl_elastic.torch._data import partition
 from adaptdl_elastic.torch._data.partition import Window
 
@@ -37,16 +37,26 @@ class ElasticSampler(Sampler[int]):
         self.seed = given
         self.epoch = 0
         self.index = 0
+        self._num_replicas: int | None = None  # as the script has set them; None: the job's
+        self._rank: int | None = None
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas share the pass."""
-        return _session.current().replicas
+        """How many replicas share the pass: the job's, unless the script has set another number."""
+        return _session.current().replicas if self._num_replicas is None else self._num_replicas
+
+    @num_replicas.setter
+    def num_replicas(self, replicas: int) -> None:
+        self._num_replicas = whole("num_replicas", replicas, 1)
 
     @property
     def rank(self) -> int:
-        """This replica's."""
-        return _session.current().rank
+        """This replica's rank: the job's, unless the script has set another one."""
+        return _session.current().rank if self._rank is None else self._rank
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        self._rank = whole("rank", rank, 0)
 
     def set_epoch(self, epoch: int, index: int = 0) -> None:
         """Go to a position: `index` samples of `epoch` have been taken, on all replicas together.

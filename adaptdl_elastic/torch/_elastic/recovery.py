@@ -158,6 +158,11 @@ class Recovery:
         if self.armed and self._session.replicas > 1:
             self._before = StepSnapshot(self._session, index, self._before)
 
+    def before_step(self, left_out: bool) -> None:
+        """An `optimizer.step()` of the window under way steps now, or does nothing (`left_out`)."""
+        if self._before is not None and self.armed and self._session.replicas > 1:
+            self._before.before_step(left_out)
+
     @property
     def failed(self) -> bool:
         """Whether the gradients of the window under way could not be synchronised."""

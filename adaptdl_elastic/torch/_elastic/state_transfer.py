@@ -80,7 +80,7 @@ def take(session: Session) -> None:
     patiently(session, group, receive)
     supply = iter(tensors)
     checkpoint.restore_states(
-        {name: _fill(body, supply) if kind == "tensors" else body for name, (kind, body) in described.items()}
+        {name: fill(body, supply) if kind == "tensors" else body for name, (kind, body) in described.items()}
     )
 
 
@@ -191,13 +191,13 @@ def _find_slots(value: Any, slots: list[Slot]) -> None:
             _find_slots(item, slots)
 
 
-def _fill(value: Any, supply: Iterator[torch.Tensor]) -> Any:
+def fill(value: Any, supply: Iterator[torch.Tensor]) -> Any:
     """The inverse of `strip`."""
     if isinstance(value, Slot):
         return next(supply)
     if isinstance(value, dict):
-        return like(value, ((key, _fill(item, supply)) for key, item in value.items()))
+        return like(value, ((key, fill(item, supply)) for key, item in value.items()))
     if isinstance(value, (list, tuple)):
-        items = [_fill(item, supply) for item in value]
+        items = [fill(item, supply) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
     return value

@@ -2,8 +2,8 @@
 
 Copies are made when the first batch of every training window is handed out, while there are others who
 may die: of buffers (running means), torch's and Python's random states, hyperparameters of the optimizer,
-learning-rate scheduler, loss scale, the sums of accumulators, and the script's own States where they are
-small (`user_state`). All of it is small; the copies of buffers are made into the same memory each time.
+learning-rate scheduler, loss scale, the sums of accumulators, and small States of the script (for large
+ones see `user_state`). All of it is small; the copies of buffers are made into the same memory each time.
 NumPy's global random state is left out: to read it takes longer than all the rest, and an augmentation
 drawn anew does no harm.
 """
@@ -48,6 +48,10 @@ class StepSnapshot:
         """Why the window can not be put back; None: it can."""
         found = next((why for model in self._models if (why := model.why_irreparable())), None)
         return found or self._own.why_irreparable(session)
+
+    def before_step(self, left_out: bool) -> None:
+        """See `UserStates.before_step`."""
+        self._own.before_step(left_out)
 
     def put_back(self, session: Session) -> None:
         """Let everything be as it was. May be done again."""

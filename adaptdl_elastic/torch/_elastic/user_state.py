@@ -1,32 +1,41 @@
-"""The script's own States in a step that is abandoned: a step counter, the sums of a running loss.
+"""Put back the script's own States when a step is abandoned: a step counter, a running loss, an average.
 
-Those that fit into LIMIT bytes are copied before every training window, and put back. To copy a large one
-(an average of all parameters) would cost every step dearly. Of those only a digest is kept, made when a
-data loop begins: who differs from it when a replica has died was changed by the loop's body, maybe in the
-step that did not commit, and nobody knows what it was before. The same goes for a State with a `sync` of
-its own, whose `save` may not tell what this replica alone holds.
+- A small State, or one that is copied in a small part of a step's time, is copied before every training
+  window.
+- Of a large TensorState only marks are kept (`large_state`). It is copied where a step is left out.
+- Of any other State a digest is kept, made when a data loop begins: a large one that is pickled, and one
+  with a `sync` of its own, whose `save` may not tell what this replica alone holds. If it has changed by
+  the time a replica has died, its value before the abandoned step is not known, and training restarts
+  from the checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import pickle
+import time
 import zlib
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, TypeGuard
 
 import torch
 
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic._interfaces import SavedState
 from adaptdl_elastic._session import Session
+from adaptdl_elastic.torch._elastic.large_state import LargeState
 from adaptdl_elastic.torch._elastic.state_transfer import strip
 from adaptdl_elastic.torch._runtime.position import script_position
 
-LIMIT = 4096
-"""Bytes of a State that are copied at every step: microseconds."""
+SMALL_BYTES = 4096
+"""Bytes of a State that are copied before every step: microseconds."""
 
+COPY_SHARE = 0.01
+"""Part of a window's time that the copy of a larger State may take."""
+
+_TIMED_WINDOWS = 8  # after so many windows of a loop, their time is known
 _LIBRARY = "adaptdl_elastic."
 _BLOCK = 1 << 18  # numbers that are weighted and summed up at a time, on a device
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -37,35 +46,78 @@ class PutBackError(Exception):
 
 
 class UserStates:
-    """Copies and digests of one process's States, kept from window to window."""
+    """Copies, marks and digests of one process's States, kept from window to window."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Any] = {}  # as the window under way began
-        self._digests: dict[str, Hashable] = {}  # of those that are not copied, as the data loop began
-        self._began: Hashable = None  # that data loop, and in which generation
+        self._large: dict[str, LargeState] = {}
+        self._digests: dict[str, Hashable] = {}  # of all others, as the data loop began
+        self._loop: Hashable = None  # that data loop, and in which generation
+        self._windows = 0  # of that loop
+        self._loop_began = 0.0  # seconds, monotonic
+        self._stepped = False  # whether the window under way has come to an `optimizer.step()`
 
     def begin_window(self, session: Session) -> None:
-        """A training window is about to begin."""
-        place = session.generation, script_position().finished, script_position().entered
-        if place != self._began:  # a large one may be small by now
-            self._began, self._digests = place, {}
-        self._copies = {}
+        """Keep what is needed to put the States back, as a training window is about to begin."""
+        loop = session.generation, script_position().finished, script_position().entered
+        if loop != self._loop:
+            self._loop, self._windows, self._loop_began = loop, 0, time.monotonic()
+        if self._windows in (0, _TIMED_WINDOWS):  # a State may have another size by now, or time to be copied
+            self._digests, self._large = {}, {}
+        window_time = self._window_time()
+        self._copies, self._stepped = {}, False
         for name, state in list(session.states.items()):
-            if _of_script(state) and name not in self._digests:
-                self._note(name, state)
+            if not _of_script(state) or name in self._digests:
+                continue
+            try:
+                self._note(name, state, window_time)
+            except Exception as error:  # the same would be a warning when a checkpoint is saved
+                self._large.pop(name, None)
+                self._digests[name] = f"cannot be copied: {error!r}"
+        self._windows += 1
 
-    def _note(self, name: str, state: SavedState) -> None:
-        try:
-            copy = None if _synchronised(state) else _small_copy(state)
-            if copy is None:
-                self._digests[name] = _digest(state)
-            else:
+    def _window_time(self) -> float:
+        """Return the seconds that a window of this loop takes on average; 0 while that is not known."""
+        if self._windows < _TIMED_WINDOWS:
+            return 0.0
+        return (time.monotonic() - self._loop_began) / self._windows
+
+    def _note(self, name: str, state: SavedState, window_time: float) -> None:
+        large = self._large.get(name)
+        if large is None and not _synchronised(state):
+            began = time.monotonic()
+            copy = _small_copy(state, lambda: time.monotonic() - began <= COPY_SHARE * window_time)
+            if copy is not None:
                 self._copies[name] = copy
-        except Exception as error:  # the same would be a warning when a checkpoint is saved
-            self._digests[name] = f"can not be copied: {error!r}"
+                return
+            if _is_plain_tensor_state(state):
+                with contextlib.suppress(RuntimeError, ValueError):  # its changes cannot be recognised
+                    large = self._large[name] = LargeState(state)
+        if large is not None:
+            large.begin_window()
+        else:
+            self._digests[name] = _digest(state)
+
+    def before_step(self, left_out: bool) -> None:
+        """Look at large States at an `optimizer.step()`, before the script changes them.
+
+        Args:
+            left_out: The optimizer does not step, because gradients did not arrive.
+        """
+        if left_out:
+            for large in self._large.values():
+                large.step_left_out()
+        elif not self._stepped:
+            self._stepped = True
+            for large in self._large.values():
+                large.before_step()
 
     def why_irreparable(self, session: Session) -> str | None:
-        """Which State can not be put back, and why; None: all can."""
+        """Return which State cannot be put back, and why; None if all can."""
+        found = "this data loop has changed the State {!r}, which cannot be put back because {}"
+        for name, large in self._large.items():
+            if not large.can_be_put_back():
+                return found.format(name, "the step that failed has changed it before `optimizer.step()`")
         for name, before in self._digests.items():
             state = session.states.get(name)
             try:
@@ -73,28 +125,26 @@ class UserStates:
             except Exception:
                 same = False
             if not same:
-                why = (
-                    "it has a `sync` of its own"
-                    if state is not None and _synchronised(state)
-                    else f"it has more than {LIMIT} bytes"
-                )
-                return (
-                    f"this data loop has changed the State {name!r}, which can not be put back because {why}"
-                )
+                own = state is not None and _synchronised(state)
+                why = "it has a `sync` of its own" if own else _too_large(state)
+                return found.format(name, why)
         return None
 
     def put_back(self, session: Session) -> None:
-        """Let them be as they were when the window began. May be done again.
+        """Let the States be as they were when the window began. May be done again.
 
         Raises:
-            PutBackError: the script's `load` has failed.
+            PutBackError: the script's `load` or `load_state_dict` has failed.
         """
-        for name, copy in self._copies.items():
+        for name in [*self._copies, *self._large]:
             state = session.states.get(name)
             if state is None:
                 continue
             try:
-                state.restore(copy)
+                if name in self._large:
+                    self._large[name].put_back()
+                else:
+                    state.restore(self._copies[name])
             except Exception as error:
                 raise PutBackError(f"the State {name!r} could not be put back: {error!r}") from error
 
@@ -116,16 +166,27 @@ def _synchronised(state: SavedState) -> bool:
     return type(state).sync is not checkpoint.State.sync
 
 
-def _small_copy(state: SavedState) -> Any:
-    """A snapshot, or None where it would be large."""
-    if isinstance(state, checkpoint.TensorState) and type(state).snapshot is checkpoint.TensorState.snapshot:
+def _is_plain_tensor_state(state: SavedState) -> TypeGuard[checkpoint.TensorState]:
+    return (
+        isinstance(state, checkpoint.TensorState) and type(state).snapshot is checkpoint.TensorState.snapshot
+    )
+
+
+def _small_copy(state: SavedState, quick: Callable[[], bool]) -> Any:
+    """Return a snapshot, or None where it is large and making it was not `quick`."""
+    if _is_plain_tensor_state(state):
         tensors: list[torch.Tensor] = []
         rest = strip(state.state_dict(), tensors)
-        if sum(tensor.numel() * tensor.element_size() for tensor in tensors) + _bytes(rest) > LIMIT:
-            return None
-        return state.snapshot()
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors) + _bytes(rest)
+        return state.snapshot() if size <= SMALL_BYTES else None
     copy = state.snapshot()
-    return copy if not isinstance(copy, bytes) or len(copy) <= LIMIT else None
+    return copy if not isinstance(copy, bytes) or len(copy) <= SMALL_BYTES or quick() else None
+
+
+def _too_large(state: SavedState | None) -> str:
+    if isinstance(state, checkpoint.TensorState):
+        return "its `state_dict` does not return the tensors themselves"
+    return "to copy it before every step would take too long: let it be a TensorState"
 
 
 def _bytes(value: Any) -> int:
@@ -135,7 +196,7 @@ def _bytes(value: Any) -> int:
     if isinstance(value, list | tuple | set):
         total = 8 * len(value)
         for part in value:
-            if total > LIMIT:
+            if total > SMALL_BYTES:
                 break
             total += _bytes(part)
         return total

@@ -38,6 +38,7 @@ class ScriptPosition(checkpoint.TensorState):
         self.shuffled: bool | None = None  # whether they come in a random order; None: not known
         self.start_progress = 0.0  # statistical progress when the present data loop began
         self.seeds: dict[str, int] = {}  # of the loaders' orders, by their keys, once settled
+        self.end_indices: dict[str, int] = {}  # samples of a pass of each loader, by their keys
         self.trainer: str | None = None  # key of the loader that models are trained with, once known
         self.samples = 0  # of the present epoch, in training loops
         self.until: int | None = None  # remaining_epochs_until's argument
@@ -60,6 +61,7 @@ class ScriptPosition(checkpoint.TensorState):
             "shuffled": self.shuffled,
             "start_progress": self.start_progress,
             "seeds": dict(self.seeds),
+            "end_indices": dict(self.end_indices),
             "samples": self.samples,
             "step": self.step,
             "trainer": self.trainer,
@@ -76,6 +78,7 @@ class ScriptPosition(checkpoint.TensorState):
         if not isinstance(state_dict["seeds"], dict):
             raise ValueError("it was saved by an older version, which numbered data loaders in another way")
         self.seeds = dict(state_dict["seeds"])
+        self.end_indices = dict(state_dict.get("end_indices", {}))
         self.samples = state_dict["samples"]
         self.step = state_dict["step"]
         self.trainer = state_dict["trainer"]
@@ -124,6 +127,7 @@ class ScriptPosition(checkpoint.TensorState):
         self.finished_loops = self.index = self.samples = 0
         self.left = None
         self.seeds = {key: seed for key, seed in self.seeds.items() if key.isdigit()}  # not made in an epoch
+        self.end_indices = {key: end for key, end in self.end_indices.items() if key.isdigit()}
         if not session.joining:
             session.rescaling.epoch_ends(epoch)
         checkpoint.end_epoch(epoch)

@@ -385,7 +385,7 @@ class Meeting:
         self._machine: Machine = self._process.machine  # type: ignore[attr-defined]
         self._points: dict[int, MeetingPoint] = {}
 
-    def open(self, generation: int) -> MasterRecord:
+    def open(self, generation: int, wanted: object = None) -> MasterRecord:
         port = next(self._kernel.numbers)
         point = MeetingPoint(self._kernel, self._process, self._machine, generation)
         self._points[generation] = point

@@ -1,0 +1,137 @@
+"""Put back a TensorState that is too large to be copied before every step (an average of all parameters).
+
+A loop's body changes such a State after `optimizer.step()`. In a step whose gradients did not arrive,
+`optimizer.step()` is called as well and does nothing. At that call the State is still as it was when the
+window began, so the copy is made there: a step that succeeds copies nothing.
+
+A script may instead change the State before `optimizer.step()`. The first step that does so shows it; from
+the next window on the State is copied when a window begins. If that first step is the one that fails,
+training restarts from the checkpoint.
+
+A change is recognised without reading the State: by the version counters that autograd keeps of tensors,
+and by a few elements, because a change through `tensor.data` does not count there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from adaptdl_elastic import checkpoint
+from adaptdl_elastic.torch._elastic.state_transfer import fill, strip
+
+_SAMPLED_TENSORS = 4
+_SAMPLED_ELEMENTS = 16
+_CHECKED_WINDOWS = 3  # whose elements are compared at the step, too, which waits for a device
+
+
+class StateMarks:
+    """What a TensorState was like at one time: enough to tell later whether it has changed.
+
+    Args:
+        state: Its `state_dict` must return the tensors themselves.
+
+    Raises:
+        RuntimeError: a tensor has no version counter (inference mode) or no plain storage (sparse).
+    """
+
+    def __init__(self, state: checkpoint.TensorState) -> None:
+        self.tensors: list[torch.Tensor] = []  # kept alive, so that no other tensor gets their addresses
+        self.plain = strip(state.state_dict(), self.tensors)
+        self._versions = [tensor._version for tensor in self.tensors]
+        self._addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self._elements = [elements.clone() for elements in self._sampled()]
+
+    def _sampled(self) -> Iterator[torch.Tensor]:
+        """Yield a few elements of the largest tensors, as views."""
+        largest = sorted(self.tensors, key=torch.Tensor.numel)[-_SAMPLED_TENSORS:]
+        for tensor in largest:
+            offset = tensor.storage_offset()
+            stored = tensor.untyped_storage().nbytes() // tensor.element_size() - offset
+            count = min(_SAMPLED_ELEMENTS, tensor.numel(), stored)
+            yield tensor.detach().as_strided((count,), (1,), offset)
+
+    def written(self) -> bool:
+        """Return whether autograd has counted a change of these tensors since. Takes microseconds."""
+        return any(
+            tensor._version != version for tensor, version in zip(self.tensors, self._versions, strict=True)
+        )
+
+    def same_as(self, later: StateMarks) -> bool:
+        """Return whether the State has not changed until `later`. Waits for the tensors' device."""
+        return (
+            self._addresses == later._addresses
+            and self._versions == later._versions
+            and bool(self.plain == later.plain)
+            and all(
+                torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+                for one, other in zip(self._elements, later._elements, strict=True)
+            )
+        )
+
+
+class LargeState:
+    """One TensorState of the script, in one process.
+
+    Raises:
+        RuntimeError: changes of this State cannot be recognised, see `StateMarks`.
+        ValueError: its `state_dict` returns copies.
+    """
+
+    def __init__(self, state: checkpoint.TensorState) -> None:
+        self._state = state
+        self._began = StateMarks(state)
+        if not self._began.same_as(StateMarks(state)):
+            raise ValueError("its state_dict() returns other tensors at each call")
+        self._copy: list[torch.Tensor] | None = None
+        self._spare: list[torch.Tensor] | None = None  # memory of the copy before
+        self._changed_before_step = False
+        self._windows = 0
+
+    def begin_window(self) -> None:
+        """Note what the State is like, and copy it if the script changes it before `optimizer.step()`."""
+        self._began = StateMarks(self._state)
+        self._copy = None
+        self._windows += 1
+        if self._changed_before_step:
+            self._make_copy(self._began)
+
+    def before_step(self) -> None:
+        """Learn, at an `optimizer.step()` that is about to step, whether the script has changed the State."""
+        if self._changed_before_step:
+            return
+        if self._windows <= _CHECKED_WINDOWS:
+            self._changed_before_step = not self._began.same_as(StateMarks(self._state))
+        else:
+            self._changed_before_step = self._began.written()
+
+    def step_left_out(self) -> None:
+        """Copy the State at an `optimizer.step()` that does nothing, if it is still as the window began."""
+        if self._copy is None:
+            now = StateMarks(self._state)
+            if self._began.same_as(now):
+                self._make_copy(now)
+
+    def _make_copy(self, marks: StateMarks) -> None:
+        kinds = [_kind(tensor) for tensor in marks.tensors]
+        if self._spare is None or [_kind(tensor) for tensor in self._spare] != kinds:
+            self._spare = [torch.empty_like(tensor) for tensor in marks.tensors]
+        if marks.tensors:
+            with torch.no_grad():
+                torch._foreach_copy_(self._spare, [tensor.detach() for tensor in marks.tensors])
+        self._copy = self._spare
+
+    def can_be_put_back(self) -> bool:
+        """Return whether the State can be put back, or need not be."""
+        return self._copy is not None or self._began.same_as(StateMarks(self._state))
+
+    def put_back(self) -> None:
+        """Let the State be as it was when the window began. May be done again."""
+        if self._copy is not None:
+            self._state.restore(fill(self._began.plain, iter(self._copy)))
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
