@@ -135,15 +135,6 @@ def uses_library(job: JobView) -> bool:
     return job.hints is not None and job.hints.record.generation >= first
 
 
-def said_hello(job: JobView, condition: Condition) -> bool:
-    """Return whether all replicas of the present plan have said hello: only they can change in place."""
-    plan = condition.plan
-    if plan is None:
-        return True
-    records = [job.running.get((plan.generation, placement.node)) for placement in plan.placements]
-    return all(seen is not None and seen.record.library for seen in records)
-
-
 def condition_of(view: View, job: JobView, settings: CoordinatorSettings) -> Condition:
     """Return the phase of a job, and the reasons for it."""
     if job.spec is None:

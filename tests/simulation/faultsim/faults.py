@@ -38,7 +38,7 @@ class Faults:
             self._kernel.at(when, self._strike, kinds, mean_seconds, until)
 
     def _strike(self, kinds: list[str], mean_seconds: float, until: float) -> None:
-        if self._chance.random() < 0.3:
+        if self._chance.random() < 0.5:
             self._at_change.append((kinds, until))
         else:
             self._do(self._chance.choice(kinds))
@@ -219,6 +219,23 @@ class Faults:
         self._over_in(seconds, partial(self._go_on, victim))
         return True
 
+    def hang_replica(self) -> bool:
+        """A replica hangs for good: all of it, or only its script, whose other threads go on to answer.
+
+        Only one that has reported a step: before that a replica may take its time.
+        """
+        found = [one for one in self._replicas() if one.takes_steps and not one.stopped]
+        if not found:
+            return False
+        victim = self._chance.choice(found)
+        whole = self._chance.random() < 0.5
+        self._note(f"{'all' if whole else 'the script'} of {victim.name} hangs")
+        self._world.truth.job(victim.job).deaths += 1
+        victim.hangs = True
+        if whole:
+            victim.stop()
+        return True
+
     def stop_machine(self) -> bool:
         """All processes of a machine stand still for a while."""
         found = self._machines()
@@ -312,6 +329,8 @@ class Faults:
         return True
 
     def _go_on(self, process: Process) -> None:
+        if isinstance(process, Replica) and process.hangs:
+            return
         process.go_on()
         process.machine.troubled_at = self._kernel.now  # type: ignore[attr-defined]
 
@@ -478,6 +497,7 @@ KINDS: dict[str, Callable[[Faults], bool]] = {
     "crash_machine": Faults.crash_machine,
     "die_at_write": Faults.die_at_write,
     "stop_process": Faults.stop_process,
+    "hang_replica": Faults.hang_replica,
     "stop_machine": Faults.stop_machine,
     "jump_clock": Faults.jump_clock,
     "split_network": Faults.split_network,

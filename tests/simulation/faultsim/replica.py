@@ -84,7 +84,7 @@ class Replica(Process):
         self.step, self.chain = 0, ""  # what is committed here
         self.over = self.hello_said = self.ends = self.finished = False
         self.at_wake: list[Callable[[], None]] = []  # signals that wait for SIGCONT
-        self.armed = False
+        self.armed = self.hangs = False
         self.last_step_time: float | None = None
         self._reported = float("-inf")
         self._first_step = True
@@ -100,6 +100,11 @@ class Replica(Process):
         machine.processes.append(self)
         self.spawn(self._main, "main")
         self.spawn(self._listen, "control")
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether its agent has heard of a step of the present generation, and another one follows."""
+        return self.script.library and not self._first_step and not self.over and not self.joining
 
     @property
     def formed(self) -> Mesh:
@@ -296,6 +301,7 @@ class Replica(Process):
     def _train(self) -> None:
         script = self.script
         while self.step < script.steps:
+            self.wait_for(lambda: not self.hangs, None)
             if not self._passed:  # else this generation began at it
                 self.control.boundary(self.step)
             self._passed = False

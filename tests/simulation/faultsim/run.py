@@ -48,7 +48,7 @@ def draw(world: World) -> tuple[list[str], float, float]:
             when = chance.choice([0.5, 0.5, 15.0]) * chance.random()
             world.kernel.after(when, world.start_agent, machine, name)
     kinds = sorted(KINDS)
-    kinds = chance.sample(kinds, chance.randint(2, len(kinds)))
+    kinds = chance.sample(kinds, chance.choice([2, 3, 4, 6, 9, len(kinds)]))  # few, so that they meet often
     return kinds, chance.choice([3.0, 8.0, 20.0]), weather
 
 
