@@ -47,8 +47,8 @@ _HELP = {
     "rdzv_endpoint": "etcd of the cluster, HOST:PORT[,HOST:PORT...] (default: ADAPTDL_ETCD)",
     "rdzv_id": "name of the job (default: that of the script)",
     "standalone": "one node, with a private etcd (the default where no other node and no etcd is named)",
-    "max_restarts": "failures after which the job goes on from its checkpoint (default 3; one that comes "
-    "again before the first step ends it); the loss of a node, and a death that other replicas survive, do "
+    "max_restarts": "failures after which the job goes on from its checkpoint (default 3), unless the same "
+    "one comes again before the first step; the loss of a node, and a death that other replicas survive, do "
     "not count",
     "role": "set as ROLE_NAME for every replica",
     "run_path": "run the script with runpy.run_path, as is done anyway; goes before --no-python",
@@ -104,6 +104,7 @@ class RunOptions:
     summary: bool | None  # None: when a person is watching
     log_dir: Path | None
     redirects: str
+    tracebacks: str
     tee: str
     local_ranks_filter: frozenset[int] | None
     role: str
@@ -250,6 +251,13 @@ def _add_ours(group: Any) -> None:
     )
     add("--no-preempt", action="store_true", help="it keeps the size it begins with, MIN")
     add("--avoid-preemptible-nodes", action="store_true", help="use spot instances last")
+    add(
+        "--tracebacks",
+        choices=["first", "all"],
+        default="first",
+        help="of replicas that fail together show one traceback, that of the first (the default), or all of "
+        "them as they come; --log-dir keeps all",
+    )
     add("--event-log", type=Path, metavar="FILE", help="append one JSON object per event")
     add("--plot", type=Path, metavar="FILE.png", help="draw the run when it has ended")
     add(
@@ -347,6 +355,7 @@ def check(
         summary=args.summary,
         log_dir=Path(args.log_dir) if args.log_dir else None,
         redirects=args.redirects,
+        tracebacks=args.tracebacks,
         tee=args.tee,
         local_ranks_filter=_ranks(args.local_ranks_filter),
         role=args.role,
