@@ -54,6 +54,7 @@ from adaptdl_elastic.agent.machine.interruption import Notice
 from adaptdl_elastic.agent.runtime import failure_reports
 from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
 from adaptdl_elastic.agent.runtime.event_loop import Count, Loop, Signalled
+from adaptdl_elastic.agent.runtime.failure_reporter import FailureReporter
 from adaptdl_elastic.agent.runtime.fork_server import Exited, ForkServer, Spawned
 from adaptdl_elastic.agent.runtime.generation_store import GenerationStore
 from adaptdl_elastic.agent.runtime.replica_environment import replica_environment
@@ -69,7 +70,6 @@ from adaptdl_elastic.protocol.messages import Ping, ReplicaMessage, SaveCheckpoi
 from adaptdl_elastic.rendezvous.local.addresses import NoPortError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
-    Cause,
     CheckpointRecord,
     EndedRecord,
     Failure,
@@ -133,6 +133,7 @@ class ElasticAgent(SimpleElasticAgent):
         )
         self._signals = Count()
         self._checkpoint_asked = 0
+        self._failures = FailureReporter(output, journal, say, setting.max_restarts)
         self._mourned: set[tuple[int, int]] = set()  # (generation, rank) of the dead whom others survive
         self._waiting = PendingNotice()
         self._last_exits: list[tuple[ReplicaHandle, int]] = []
@@ -375,7 +376,7 @@ class ElasticAgent(SimpleElasticAgent):
     def _start(self, start: states.StartReplicas) -> None:
         if not start.join:
             self._meeting.forget(start.plan.generation)
-            self._say_restart(start.plan)
+            self._failures.starts_again(start.plan, self._mirror.checkpoint)
         if not start.join or not self._replicas:
             self._last_exits.clear()
             self._plan = start.plan
@@ -383,17 +384,6 @@ class ElasticAgent(SimpleElasticAgent):
             self._spawn(start, local_rank)
         if self._plan is start.plan:
             self._initialize_workers(self._worker_group)
-
-    def _say_restart(self, plan: Plan) -> None:
-        """Tell the person at the terminal that a generation starts because the one before was lost."""
-        if plan.transition is not Transition.ABORT or plan.generation <= plan.first:
-            return
-        saved = self._mirror.checkpoint
-        origin = "the beginning" if saved is None else f"the checkpoint of step {saved.step}"
-        if plan.cause is Cause.FAILURE:
-            self._say(f"restart {plan.restarts} of {self._setting.max_restarts}, from {origin}")
-        else:
-            self._say(f"starting again, from {origin} ({plan.reason}; not counted as a restart)")
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         met, used = time.perf_counter(), self._plan.restarts if self._plan is not None else 0
@@ -415,7 +405,8 @@ class ElasticAgent(SimpleElasticAgent):
         if start.join:
             environment[JOIN] = "1"
         reports = str(Path(destination.error_file).parent)
-        command = replace(self._setting.command, env=environment, reports=reports)
+        quiet = self._output.keeps_tracebacks(local_rank)
+        command = replace(self._setting.command, env=environment, reports=reports, quiet=quiet)
         theirs = handle.theirs.fileno()
         sys.stdout.flush()
         try:
@@ -461,8 +452,8 @@ class ElasticAgent(SimpleElasticAgent):
             handle.send(replace(message, environ=environment))
 
     def _withdraw(self, plan: Plan, reason: str) -> None:
-        goes_on = "" if self._is_to_stop else ", training goes on"
-        self._say(f"generation {plan.generation} is withdrawn{goes_on}: {reason}")
+        newcomers = self._ended_in(plan.generation)
+        self._failures.withdrawn(plan, newcomers, reason, stopping=self._is_to_stop)
         for handle in self._replicas.values():
             if handle.generation != plan.generation:
                 handle.send(WithdrawPlan(plan.generation, reason))
@@ -482,6 +473,7 @@ class ElasticAgent(SimpleElasticAgent):
             handle.generation, handle.rank = plan.generation, ranks[handle.local_rank]
             handle.first_step = None
         self._plan = plan
+        self._output.renumber(ranks)
         if plan.transition is Transition.RECOVER:
             size = pluralize(plan.replicas, "replica")
             self._say(f"training goes on with {size}, without a restart: {plan.reason}")
@@ -530,12 +522,14 @@ class ElasticAgent(SimpleElasticAgent):
         mourned = failure is not None and (record.generation, failure.rank) in self._mourned
         if failure is not None and record.outcome is Outcome.FAILED and not (mourned and elsewhere):
             status = self.state.status
-            used = min((status.restarts_used if status else 0) + 1, self._setting.max_restarts)
-            self._journal.failure(failure, used, self._setting.max_restarts)
-            what, why = f"replica {failure.rank} failed", failure.message
-            name = failure_reports.exit_name(failure.exit_code)
-            self._say(f"{what}: {why}" if why.startswith(name) else f"{what} ({name}): {why}")
+            used = status.restarts_used if status is not None else 0
+            self._failures.failed(failure, self._ended_in(record.generation), used, alone=not elsewhere)
+        else:
+            self._failures.left(record, self._ended_in(record.generation))
         self._books.ended(record)
+
+    def _ended_in(self, generation: int) -> list[ReplicaHandle]:
+        return [handle for handle, _ in self._last_exits if handle.generation == generation]
 
     # Replicas -----------------------------------------------------------------------------------
 

@@ -194,7 +194,7 @@ class HookState:
         """Remember the first failure of a step."""
         if self.failure is None:
             self.failure = error
-            logger.warning("gradient synchronisation failed: %s", error)
+            logger.info("gradient synchronisation failed: %s", error)  # what comes of it is said elsewhere
 
     def give_up(self, error: BaseException) -> None:
         """Let a backward pass go on that waits for others. From any thread."""

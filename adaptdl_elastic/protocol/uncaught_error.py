@@ -20,7 +20,7 @@ from types import TracebackType
 
 RECORD = "uncaught.json"
 TRACEBACK = "traceback.log"
-_PACKAGE = str(Path(__file__).parents[2])  # not resolved: in a checkout its parts are linked into the package
+_PACKAGE = str(Path(__file__).parents[1])  # not resolved: in a checkout its parts are linked into the package
 _LOST_PEER_TYPES = {"PeerLostError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 _LOST_PEER_TEXT = re.compile(r"[Gg]loo|NCCL|TCPStore|Connection (closed|reset) by peer|Broken pipe")
 
