@@ -7,7 +7,9 @@ What every storage promises:
 * **Nothing is believed.** Every file is compared with the size and the checksums in the manifest
   before one byte of it is handed out; the manifest carries a checksum of its own.
 * **One writer.** Rank 0 of the youngest generation. What an older one has begun is swept away, which
-  makes its commit fail, so that a writer that was thought dead can not slip in a late checkpoint.
+  makes its commit fail, and what it would begin after that `manager` refuses, so that a writer that was
+  thought dead cannot slip in a late checkpoint. What it saves before that, while the younger one has saved
+  nothing yet, is passed over.
 
 Checksums are CRC-32, one for every 16 MiB: they are to find truncation and rot, not an adversary (who
 could rewrite the manifest as well), and run at memory speed where SHA-256 without hardware support
@@ -117,6 +119,11 @@ def sequence_number(checkpoint_id: str) -> int:
     """The leading number of an id, 0 for a name that is none."""
     head = checkpoint_id.partition("-")[0]
     return int(head) if head.isdecimal() else 0
+
+
+def generation_number(checkpoint_id: str) -> int:
+    """Return the generation that has saved a checkpoint, 0 for a name that is none."""
+    return int(checkpoint_id.split("-")[1][1:]) if is_id(checkpoint_id) else 0
 
 
 def file_name(state: str) -> str:
