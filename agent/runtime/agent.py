@@ -561,7 +561,8 @@ class ElasticAgent(SimpleElasticAgent):
         handle.pid = pid
         self._decide(states.ReplicaStarted(handle.generation, handle.local_rank, pid))
         plan = self._plan
-        mine = [h for h in self._replicas.values() if h.generation == handle.generation]
+        living = [h for h in self._replicas.values() if h.generation == handle.generation]
+        mine = [*living, *self._ended_in(handle.generation)]  # some have ended before the last has started
         if plan is not None and plan.generation == handle.generation and all(h.pid is not None for h in mine):
             self._all_started(plan, mine)
 
