@@ -1,4 +1,4 @@
-"""What an agent writes to the store: how its replicas are doing, and what they report."""
+"""Write the state of an agent's replicas, and what they report, to the store."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ logger = logging.getLogger(__name__)
 
 
 class NodeReporter:
-    """One node's part of one job. Everything is written in order, by the writer's thread."""
+    """The reports of one node about one job. The writer's thread writes them in order."""
 
     def __init__(self, store: Store, keys: Keys, writer: Writer, me: AgentIdentity) -> None:
         self._store, self._keys, self._writer = store, keys, writer
         self._job, self._node, self._agent, self._run = me.job, me.node, me.agent, me.run
 
     def master(self, record: MasterRecord) -> None:
-        """Where a generation meets."""
+        """Publish where the replicas of a generation meet."""
         self._put(self._keys.generation(self._job, record.generation, "master"), encode(record))
 
     def ready(self, generation: int) -> None:
-        """This node's newcomers are warm."""
+        """Report that this node's newcomers are ready to join."""
         self._of_generation("ready", ReadyRecord(self._node, generation, time.time()))
 
     def running(self, generation: int, first_step: float | None, library: bool, resilient: bool) -> None:
-        """This node's replicas have started."""
+        """Report that this node's replicas have started."""
         record = RunningRecord(
             self._node, generation, time.time(), first_step, library, resilient, self._agent
         )
         self._of_generation("running", record)
 
-    def broken(self, record: PeerLossRecord) -> None:
-        """Somebody has died, and the living wait."""
+    def peer_loss(self, record: PeerLossRecord) -> None:
+        """Report that replicas have died and the living ones wait."""
         self._of_generation("broken", replace(record, time=time.time()))
 
     def ended(self, record: EndedRecord) -> None:
-        """This node's replicas are gone from a generation."""
+        """Report that this node's replicas of a generation are gone."""
         self._of_generation("ended", record)
 
     def checkpoint(self, record: CheckpointRecord) -> None:
@@ -86,7 +86,7 @@ class NodeReporter:
             return False
 
     def hints(self, hints: dict[str, Any]) -> bool:
-        """What rank 0 reports, only the newest of it; False when it does not fit the schema."""
+        """Write rank 0's newest hints; return False if they are invalid."""
         text = json.dumps({"v": 1, **hints})
         try:
             decode_hints(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from adaptdl_elastic.agent.runtime import failure_reports
-from adaptdl_elastic.agent.terminal.event_recorder import Journal
+from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
 from adaptdl_elastic.agent.terminal.replica_output import Output
 from adaptdl_elastic.agent.terminal.traceback_display import EndedReplica, TracebackDisplay
 from adaptdl_elastic.rendezvous.schema.records import (
@@ -23,9 +23,9 @@ class FailureReporter:
     """Tells of each failure once, with one traceback."""
 
     def __init__(
-        self, output: Output, journal: Journal, say: Callable[[str], None], max_restarts: int
+        self, output: Output, recorder: EventRecorder, say: Callable[[str], None], max_restarts: int
     ) -> None:
-        self._journal, self._say, self._max_restarts = journal, say, max_restarts
+        self._recorder, self._say, self._max_restarts = recorder, say, max_restarts
         self._tracebacks = TracebackDisplay(output)
 
     def failed(
@@ -40,7 +40,7 @@ class FailureReporter:
             alone: No other node has replicas.
         """
         used = min(restarts_used + 1, self._max_restarts)
-        self._journal.failure(failure, used, self._max_restarts)
+        self._recorder.failure(failure, used, self._max_restarts)
         shown = self._tracebacks.show_cause(ended, failure.rank, alone=alone)
         self._say(failure_reports.summarise(failure, again=shown.repeated, traceback=shown.hidden_in))
 

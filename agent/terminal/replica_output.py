@@ -1,9 +1,9 @@
-"""Where the replicas' output goes: the terminal, a file, or both, as torchrun's options say.
+"""Send the replicas' output to the terminal, to files, or to both, as torchrun's options say.
 
-`<log-dir>/<job>_<random>/attempt_<generation>/<local rank>/{stdout.log,stderr.log,error.json}`, kept
-when the generation and the run are over. What is shown on the terminal and also kept (`--tee`), what must not
-tear a live display, and what needs the rank before every line because several replicas write to one terminal,
-goes through pipes that one thread reads.
+The files are `<log-dir>/<job>_<random>/attempt_<generation>/<local rank>/{stdout.log,stderr.log,error.json}`.
+They are kept when the generation and the run are over. Output that is shown and also kept (`--tee`), output
+that is shown above a live line, and output that gets the rank before every line, because several replicas
+write to one terminal, goes through pipes, which one thread reads.
 
 Tracebacks of errors that nobody caught are left to `traceback_display`, unless `--tracebacks=all` is given:
 replicas write them to `traceback.log` beside their other logs.
@@ -33,19 +33,20 @@ logger = logging.getLogger(__name__)
 
 OUT, ERR = 1, 2
 _PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
-_KEPT_RUNS, _KEPT_FOR = 20, 86400.0  # whichever is more: logs of failed runs, where no --log-dir was given
+# without --log-dir, logs of failed runs are kept while either limit (number, seconds) holds
+_KEPT_RUNS, _KEPT_FOR = 20, 86400.0
 _CHUNK = 1 << 16
 _LINE_END = re.compile(rb"\r?\n|\r")
-MOMENT = 1.0  # seconds for which a line may keep its end to itself
-LONGEST = 1 << 16  # bytes that are shown at once
+MOMENT = 1.0  # seconds after which the beginning of a line is shown without its end
+LONGEST = 1 << 16  # most bytes that are shown at once
 
 
 class StreamOptionError(ValueError):
-    """--redirects or --tee can not be read."""
+    """The value of --redirects or --tee is invalid."""
 
 
 class NoOutputError(RuntimeError):
-    """There is no place for what replicas write."""
+    """The output of replicas cannot be stored."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         super().__init__(
@@ -56,18 +57,21 @@ class NoOutputError(RuntimeError):
 
 @dataclass(frozen=True)
 class Streams:
-    """Which streams (1 stdout, 2 stderr, 3 both, 0 none) of which local rank; `default` for the rest."""
+    """The streams (1 stdout, 2 stderr, 3 both, 0 none) that an option selects by local rank.
+
+    `default` applies if `by_rank` is empty.
+    """
 
     default: int = 0
     by_rank: tuple[tuple[int, int], ...] = ()
 
     def has(self, local_rank: int, stream: int) -> bool:
-        """Whether a stream of a local rank is meant."""
+        """Return whether a stream of a local rank is selected."""
         return bool(dict(self.by_rank).get(local_rank, 0 if self.by_rank else self.default) & stream)
 
     @classmethod
     def parse(cls, option: str, text: str) -> Streams:
-        """torchrun's form: `3`, or `0:1,1:2`."""
+        """Parse torchrun's form: `3`, or `0:1,1:2`."""
         if re.fullmatch(r"[0-3]", text):
             return cls(int(text))
         if re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
@@ -80,7 +84,7 @@ class Streams:
 
 @dataclass
 class Destination:
-    """Descriptors for one replica, to be closed once it has them; None: the agent's own."""
+    """The descriptors for one replica, closed once it has them; None: the agent's own stream."""
 
     directory: Path
     stdout: int | None = None
@@ -88,11 +92,11 @@ class Destination:
 
     @property
     def error_file(self) -> str:
-        """Where the replica writes why it failed."""
+        """Path of the file to which the replica writes its error."""
         return str(self.directory / "error.json")
 
     def close(self) -> None:
-        """Let go of our copies."""
+        """Close the agent's copies."""
         for number in (self.stdout, self.stderr):
             if number is not None:
                 os.close(number)
@@ -107,12 +111,12 @@ class _Label:
 
 
 class Output:
-    """Opens destinations, and carries what goes through pipes.
+    """Opens the destinations of replicas' output, and forwards what goes through pipes.
 
     Args:
         several: Several replicas of this node may write to the terminal: the rank stands before their lines.
         all_tracebacks: Each replica writes its traceback itself, where its other output goes.
-        prefix: What stands before lines, with `${role_name}`, `${rank}` and `${local_rank}`; None: torchrun's
+        prefix: Text before lines, with `${role_name}`, `${rank}` and `${local_rank}`; None: torchrun's
             variable says it, else `[<role><local rank>]:` with `--tee`, `[rank<rank>]: ` for `several`.
     """
 
@@ -139,7 +143,7 @@ class Output:
         except OSError as error:
             raise NoOutputError(base, error) from None
         self.directory = self._scratch.path
-        self.keep = log_dir is not None  # or when something went wrong
+        self.keep = log_dir is not None  # also set when the run has failed
         self._redirects, self._tee, self._shown = redirects, tee, shown
         self._role, self._show = role, show
         given = os.environ.get(_PREFIX_VARIABLE) if prefix is None else prefix
@@ -149,7 +153,7 @@ class Output:
         self._pump: Pump | None = None
 
     def open(self, generation: int, local_rank: int, rank: int) -> Destination:
-        """The streams of one replica. NoOutputError when there is no place for them."""
+        """Open the streams of one replica; NoOutputError if they cannot be stored."""
         directory = self.directory / f"attempt_{generation}" / str(local_rank)
         made = Destination(directory)
         self._labels[local_rank] = _Label(rank)
@@ -230,14 +234,14 @@ class Output:
         return f"{mark} {line}" if self._several and not line.startswith(mark) else line
 
     def close(self) -> None:
-        """Show what is left in the pipes; remove the directory unless it is to be kept."""
+        """Show the rest of the pipes; remove the directory unless it is to be kept."""
         if self._pump is not None:
             self._pump.close()
         self._scratch.close(self.keep)
 
 
 class Pump(threading.Thread):
-    """Reads pipes, writes all of it to a file and line by line to the terminal."""
+    """A thread that reads pipes, writes everything to files and shows it line by line."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(name="output", daemon=True)
@@ -253,9 +257,9 @@ class Pump(threading.Thread):
     def pipe(
         self, file: BinaryIO | None, shown: Callable[[bytes], None] | None, appendix: Path | None = None
     ) -> int:
-        """The end to write to; the reading one ends when every writer has closed.
+        """Return a pipe's writing end. The thread reads it until every writer has closed it.
 
-        appendix: a file whose content belongs behind what is written, if there is one in the end.
+        appendix: a file whose content is added to `file` at the end, if it exists by then.
         """
         read, write = os.pipe()
         with self._lock:
@@ -271,8 +275,8 @@ class Pump(threading.Thread):
         self._caught_up.wait(timeout)
 
     def run(self) -> None:
-        """The thread."""
-        flows: set[Flow] = set()  # of which something is still to be shown
+        """Read the pipes until `close`."""
+        flows: set[Flow] = set()  # flows with text that is still to be shown
         while True:
             due = min((flow.due for flow in flows if flow.due is not None), default=None)
             wait = None if due is None else max(0.0, due - self._clock())
@@ -305,7 +309,7 @@ class Pump(threading.Thread):
                     flows.discard(flow)
 
     def close(self) -> None:
-        """Carry what is there, then end."""
+        """Forward what is in the pipes, then end."""
         self._closing = True
         os.write(self._wake_write, b"\0")
         self.join(5)
@@ -318,25 +322,25 @@ class Pump(threading.Thread):
 
 
 class Flow:
-    """One stream of one replica on its way. Times are those of the pump's clock.
+    """One stream of one replica. Times are those of the pump's clock.
 
-    A line is shown when it ends, and what has not ended when it is older than `MOMENT`, or longer than
-    `LONGEST`. What ends in a carriage return is overwritten on a terminal by what follows: of a progress bar
-    the latest state is shown, once in a moment.
+    A line is shown when it ends. A part of a line is shown when it is older than `MOMENT` or longer than
+    `LONGEST`. Text that ends with a carriage return is overwritten on a terminal, so of a progress bar only
+    the latest state is shown, once per `MOMENT`.
     """
 
     def __init__(
         self, file: BinaryIO | None, shown: Callable[[bytes], None] | None, appendix: Path | None = None
     ) -> None:
         self._file, self._shown, self._appendix = file, shown, appendix
-        self._rest: list[bytes] = []  # of the line that has not ended
+        self._rest: list[bytes] = []  # parts of the line that has not ended
         self._size = 0
-        self._state = b""  # what a carriage return has ended, and nobody has seen yet
-        self._seen = False  # the beginning of this line has been shown
+        self._state = b""  # text that a carriage return has ended and that has not been shown yet
+        self._seen = False  # the beginning of the present line has been shown
         self.due: float | None = None  # when `flush` has something to show
 
     def feed(self, data: bytes, now: float) -> None:
-        """Pass it on to those who still take it: a replica must never wait for one who does not."""
+        """Write and show data; skip a file or terminal that has failed, so that the replica never blocks."""
         if self._file is not None:
             try:
                 self._file.write(data)
@@ -347,11 +351,11 @@ class Flow:
             ended = self._split(data)
             if not (self._rest or self._state):
                 self.due = None
-            elif self.due is None or (ended and not self._state):  # what is left has just begun
+            elif self.due is None or (ended and not self._state):  # the remaining text has just begun
                 self.due = now + MOMENT
 
     def _split(self, data: bytes) -> bool:
-        """Whether a line has ended, and what waits now is of another."""
+        """Split data into lines; return whether a line has ended, so that the rest belongs to a new one."""
         start, ended = 0, False
         for end in _LINE_END.finditer(data):
             self._add(data[start : end.start()])
@@ -385,7 +389,7 @@ class Flow:
         return line
 
     def flush(self, now: float) -> None:
-        """Show what has waited for its end for long enough."""
+        """Show the beginning of a line that has not ended for long enough."""
         if self.due is None or now < self.due:
             return
         self.due = None
@@ -399,12 +403,12 @@ class Flow:
             return
         try:
             self._shown(line)
-        except (OSError, ValueError) as error:  # `| head` has seen enough
+        except (OSError, ValueError) as error:  # the reader has gone, as with `| head`
             logger.warning("replicas' output is not shown any more: %s", error)
             self._shown = None
 
     def end(self) -> None:
-        """There is no more to come."""
+        """Show the rest at the end of the stream."""
         self.due = None
         last, self._state = self._take() or self._state, b""
         if last:

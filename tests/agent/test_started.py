@@ -14,7 +14,7 @@ def test_a_replica_that_died_at_once_is_named(monkeypatch: Any) -> None:
     """The last one has started after the first has ended."""
     monkeypatch.setattr(ElasticAgent, "__init__", lambda self: None)
     agent: Any = ElasticAgent()  # type: ignore[call-arg]
-    for name in ("_loop", "_journal", "_mirror", "_setting", "_torch_events", "_worker_group", "_decide"):
+    for name in ("_loop", "_recorder", "_view", "_config", "_torch_events", "_worker_group", "_decide"):
         setattr(agent, name, MagicMock())
     handles = [ReplicaHandle(number, 0, number, number, "") for number in (0, 1)]
     agent._plan = Plan("job", "run", 0, (Placement("a", 2),), Cause.START, Transition.RESTART, "")
@@ -23,5 +23,5 @@ def test_a_replica_that_died_at_once_is_named(monkeypatch: Any) -> None:
     agent._exited(handles[0], 0)
     agent._spawned(handles[1], 101)
     handles[1].close()
-    (plan, pids, _), _ = agent._journal.started.call_args
+    (plan, pids, _), _ = agent._recorder.started.call_args
     assert (plan, pids) == (agent._plan, {0: 100, 1: 101})
