@@ -21,6 +21,8 @@ from adaptdl_elastic.agent.runtime.forked_child import Command, die_with
 from adaptdl_elastic.protocol.channel import Channel
 from adaptdl_elastic.protocol.messages import Finished, Stop
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
