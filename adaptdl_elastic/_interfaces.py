@@ -98,6 +98,9 @@ class ElasticModel(Protocol):
     name: str
     """Also the name of the `checkpoint.State` that holds its parameters and all that belongs to them."""
 
+    own_random_streams: bool
+    """Whether replicas that train it draw random numbers of their own in data loops."""
+
     @property
     def module(self) -> torch.nn.Module:
         """The script's module."""

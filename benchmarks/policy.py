@@ -87,6 +87,8 @@ class Instance:
 
 
 INSTANCE: TypeAdapter[Instance] = TypeAdapter(Instance)
+Bounds = dict[str, Annotated[float, Field(gt=0, le=1e30, strict=False, allow_inf_nan=False)]]
+BOUNDS: TypeAdapter[Bounds] = TypeAdapter(Bounds)
 
 
 class InstanceError(ValueError):
@@ -100,10 +102,37 @@ def read(path: Path) -> Instance:
     except OSError as error:
         raise InstanceError(f"{path}: can not be read: {error.strerror}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        text = first["msg"].removeprefix("Value error, ")
-        raise InstanceError(f"{path}: not an instance: {where + ': ' if where else ''}{text}") from None
+        raise InstanceError(f"{path}: not an instance: {first_problem(error)}") from None
+
+
+def read_bounds(path: Path) -> Bounds:
+    """Return upper bounds by the name of the instance.
+
+    The file holds one JSON object: names and numbers, or an object whose `bounds` are that.
+
+    Raises:
+        InstanceError: The file cannot be read, or holds something else.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+        inner = found.get("bounds", found) if isinstance(found, dict) else found
+        return BOUNDS.validate_python(inner)
+    except OSError as error:
+        raise InstanceError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValidationError as error:
+        raise InstanceError(f"{path}: {NO_BOUNDS}: {first_problem(error)}") from None
+    except ValueError as error:  # neither UTF-8 nor JSON
+        raise InstanceError(f"{path}: {NO_BOUNDS}: {error}") from None
+
+
+NO_BOUNDS = 'not bounds, which are a JSON object such as {"small-0": 7.82}'
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return where the first thing that does not fit is, and what it should be."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where + ': ' if where else ''}{first['msg'].removeprefix('Value error, ')}"
 
 
 SETTINGS = PolicySettings(objective=Objective.SPEEDUP, default_pause=0.0, hysteresis=0.0)
@@ -207,17 +236,17 @@ def main() -> int:
         parser.error("give at least one INSTANCE.json, or --generate")
     found = []
     for path in options.instances:
+        beside = path.parent / "bounds.json"
         try:
             instance = read(path)
+            source = options.bounds or (beside if beside.exists() else None)
+            bounds = read_bounds(source) if source else {}
         except InstanceError as error:
             print(error, file=sys.stderr)
             return 2
         result = solve(instance, options.repeat)
-        bounds = options.bounds or path.parent / "bounds.json"
-        if bounds.exists():
-            bound = json.loads(bounds.read_text(encoding="utf-8"))["bounds"].get(instance.name)
-            if bound:
-                result["gap"] = 1 - result["objective"] / bound
+        if bound := bounds.get(instance.name):
+            result["gap"] = 1 - result["objective"] / bound
         found.append(result)
         if not options.json:
             gap = f"  gap {100 * result['gap']:.3f} %" if "gap" in result else ""

@@ -59,6 +59,10 @@ class AdaptiveDataParallel(DistributedDataParallel):
         CheckpointError: when the saved state does not fit.
     """
 
+    own_random_streams: bool = True
+    """Whether replicas draw random numbers of their own in data loops (dropout, noise), though all begin from
+    the script's seed. Set it to False to have all replicas draw the same."""
+
     def __init__(
         self,
         model: torch.nn.Module,

@@ -1,4 +1,4 @@
-"""What the command line says: torchrun's options and ours, checked before anything is started."""
+"""The command line of `adaptdl-run`: torchrun's options and additional ones, checked before the start."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,24 +23,21 @@ from adaptdl_elastic.rendezvous.schema.records import HEAVIEST
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, parse_endpoints
 
 PROGRAM = "adaptdl-run"
-MANY_REPLICAS = 65536  # as many as the nodes have room for
-# torchrun's options that have no meaning here, and why
+MANY_REPLICAS = 65536  # stands for "as many replicas as the nodes have slots"
+# torchrun's options that have no effect here, and why
 _NO_MEANING = {
     "rdzv_backend": "plans come from the coordinator, through etcd",
     "rdzv_conf": "torch's rendezvous is not used; --etcd-timeout and --rescale-timeout are what it would set",
     "node_rank": "the coordinator gives out ranks",
-    "master_addr": "the node of rank 0 publishes its address",
-    "master_port": "the node of rank 0 publishes its port; --port-range confines it",
     "monitor_interval": "the agent waits for events and does not poll",
     "start_method": "replicas are forked from a warm server, or executed with --no-python",
-    "signals_to_handle": "SIGINT, SIGTERM and SIGHUP stop in an orderly way, a second one at once",
     "logs_specs": "logs are written as --log-dir, --redirects and --tee say",
     "shutdown_timeout": "--checkpoint-timeout says how long a stop may take",
     "numa_binding": "replicas are not bound to CPUs",
     "duplicate_stdout_filters": "lines are not filtered by words; see --tee and --local-ranks-filter",
     "duplicate_stderr_filters": "lines are not filtered by words; see --tee and --local-ranks-filter",
 }
-# torchrun's options of which its own text would not be true here
+# help texts of torchrun's options whose own text would be wrong here
 _HELP = {
     "nnodes": "nodes of the job: N or MIN:MAX (default 1)",
     "nproc_per_node": "replicas on this node: N, or MIN:MAX between which their number is chosen; auto, gpu "
@@ -53,13 +51,19 @@ _HELP = {
     "role": "set as ROLE_NAME for every replica",
     "run_path": "run the script with runpy.run_path, as is done anyway; goes before --no-python",
     "log_dir": "directory for the logs of replicas",
+    "signals_to_handle": "signals that save a checkpoint and stop, the second one at once, separated by "
+    "commas (default SIGTERM,SIGINT,SIGHUP,SIGQUIT); Slurm's --signal=USR1@120 wants SIGUSR1 among them",
+    "master_addr": "address at which replicas meet, for scripts that name it (init_method=tcp://ADDR:PORT); "
+    "only its own node can keep a store there (default: the address of the node of rank 0)",
+    "master_port": "port at which replicas meet, for scripts that name it (default: any free one, or within "
+    "--port-range; 29500 where several nodes are given a --master-addr)",
     "local_addr": "address that other nodes reach this one by (default: that of the route to etcd)",
     "training_script": "what every replica runs, followed by its own arguments",
 }
 
 
 class OptionError(ValueError):
-    """An option can not be used; the message says what was given and what to write instead."""
+    """An option is invalid; the message says what was given and what to write instead."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ class RunOptions:
     cluster: str
     node_name: str | None
     local_addr: str | None
+    master_addr: str | None  # address at which generations meet, if the user asks for one
+    master_port: int | None
     port_range: tuple[int, int] | None
     checkpoint_path: str
     checkpoint_timeout: float
@@ -101,41 +107,60 @@ class RunOptions:
     weight: float
     event_log: Path | None
     plot: Path | None
-    summary: bool | None  # None: when a person is watching
+    summary: bool | None  # None: only on a terminal
     log_dir: Path | None
     redirects: str
+    tracebacks: str
     tee: str
     local_ranks_filter: frozenset[int] | None
     role: str
-    threads: int | None  # OMP_NUM_THREADS of a replica, unless the environment says it
+    threads: int | None  # OMP_NUM_THREADS of a replica, unless the environment sets it
     virtual_local_rank: bool
     event_log_handler: str
-    notes: tuple[str, ...] = ()  # one line each, for the person who typed it
+    signals: tuple[signal.Signals, ...]  # signals at which the agent saves and leaves
+    notes: tuple[str, ...] = ()  # one line each, to print for the user
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What is run, as it is shown to people."""
+        """The command line of the script, for messages."""
         return (self.script, *self.script_args)
 
 
 def parser() -> argparse.ArgumentParser:
-    """torchrun's parser, with our options added."""
+    """Return torchrun's parser with the additional options."""
     made = torchrun_parser()
     made.prog = PROGRAM
     made.usage = f"{PROGRAM} [options] SCRIPT [arguments of the script]"
     made.error = partial(_refuse, made)  # type: ignore[method-assign,assignment]
-    made.allow_abbrev = False  # whether an option that was shortened was given could not be told
+    _prefer_torchruns(made)
     made.description = (
         "Run a PyTorch job whose replicas, batch size and learning rate adapt while it runs. "
         "Takes what torchrun takes, and options of its own."
     )
-    made.set_defaults(max_restarts=os.environ.get("PET_MAX_RESTARTS", "3"))  # argparse reads it
+    made.set_defaults(max_restarts=os.environ.get("PET_MAX_RESTARTS", "3"))  # argparse converts it
     _arrange(made)
     return made
 
 
+def _prefer_torchruns(made: argparse.ArgumentParser) -> None:
+    """Resolve an abbreviated option as torchrun does, whatever options are added here.
+
+    Both spellings of one option (`--nproc-per-node`, `--nproc_per_node`) are not ambiguous.
+    """
+    theirs = list(made._actions)
+    matches = made._get_option_tuples
+
+    def chosen(word: str) -> list[Any]:
+        found: dict[int, Any] = {}
+        for match in matches(word):
+            found.setdefault(id(match[0]), match)
+        return [match for match in found.values() if match[0] in theirs] or list(found.values())
+
+    made._get_option_tuples = chosen  # type: ignore[method-assign,assignment]
+
+
 def _arrange(made: argparse.ArgumentParser) -> None:
-    """The help: our options, then those of torchrun that count, then those that do not."""
+    """Arrange the help: additional options, then torchrun's that have an effect, then its others."""
     theirs = made._optionals
     theirs.title = "options of torchrun"
     ours = made.add_argument_group("options")
@@ -152,7 +177,7 @@ def _arrange(made: argparse.ArgumentParser) -> None:
 
 
 def _refuse(made: argparse.ArgumentParser, message: str) -> None:
-    """argparse prints a screen of usage first; one line with the likely word is easier to read."""
+    """Raise argparse's message as one line that suggests the likely option, without the usage text."""
     known = [name for action in made._actions for name in action.option_strings if name.startswith("--")]
     for word in re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else ():
         close = difflib.get_close_matches(word, known, 1)
@@ -250,6 +275,13 @@ def _add_ours(group: Any) -> None:
     )
     add("--no-preempt", action="store_true", help="it keeps the size it begins with, MIN")
     add("--avoid-preemptible-nodes", action="store_true", help="use spot instances last")
+    add(
+        "--tracebacks",
+        choices=["first", "all"],
+        default="first",
+        help="of replicas that fail together show one traceback, that of the first (the default), or all of "
+        "them as they come; --log-dir keeps all",
+    )
     add("--event-log", type=Path, metavar="FILE", help="append one JSON object per event")
     add("--plot", type=Path, metavar="FILE.png", help="draw the run when it has ended")
     add(
@@ -260,28 +292,39 @@ def _add_ours(group: Any) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> RunOptions:
-    """The checked options; OptionError when they can not be used, SystemExit for --help and the unknown."""
-    made = parser()
-    args = made.parse_args(arguments)
+    """Return the checked options.
+
+    Raises:
+        OptionError: an option is invalid.
+        SystemExit: for --help.
+    """
     typed = list(sys.argv[1:] if arguments is None else arguments)
-    ours = typed[: len(typed) - len(args.training_script_args)]
-    return check(args, _given(made, ours), environ)
+    args = parser().parse_args(typed)
+    return check(args, _given(typed), environ)
 
 
-def _given(made: argparse.ArgumentParser, typed: Sequence[str]) -> set[str]:
-    """Which options were typed, by their destination."""
-    names = {name: action.dest for action in made._actions for name in action.option_strings}
-    return {names[word.partition("=")[0]] for word in typed if word.partition("=")[0] in names}
+def _given(typed: Sequence[str]) -> set[str]:
+    """Return the destinations of the options that were given."""
+    made = parser()
+    made._defaults.clear()
+    for action in made._actions:
+        action.default = argparse.SUPPRESS
+    return set(vars(made.parse_args(typed)))
 
 
 def check(
     args: argparse.Namespace, given: set[str], environ: Mapping[str, str], slots_of: Any = None
 ) -> RunOptions:
-    """Pure apart from looking at the files that are named: a namespace → Options."""
+    """Return the checked options of a namespace. The only I/O is to look at the files that it names."""
     mode = _mode(args)
     job = _job(args)
     min_nodes, max_nodes = parse_range("--nnodes", args.nnodes)
     min_slots, slots = parse_slots(args.nproc_per_node, slots_of or count_devices)
+    notes = list(_notes_on_ignored(given, environ))
+    if _is_c10d_alone(args, max_nodes):
+        notes = _notes_on_c10d(args, notes)
+        args = argparse.Namespace(**{**vars(args), "standalone": True, "rdzv_endpoint": ""})
+        given = given - {"rdzv_endpoint"}
     endpoint = args.etcd or args.rdzv_endpoint or environ.get("ADAPTDL_ETCD") or None
     if args.etcd and args.rdzv_endpoint and args.etcd != args.rdzv_endpoint:
         raise OptionError(f"--etcd {args.etcd} and --rdzv-endpoint {args.rdzv_endpoint} differ: give one")
@@ -302,6 +345,7 @@ def check(
             raise OptionError(str(error)) from None
     if args.once and args.anew:
         raise OptionError("--once and --anew exclude each other: give --anew to train again, else --once")
+    master_addr, master_port = _meeting_point(args, given, environ, max_nodes)
     path = args.checkpoint_path or environ.get(environment.CHECKPOINT_PATH) or str(Path(".adaptdl") / job)
     if "://" not in path:
         path = str(Path(path).absolute())
@@ -328,6 +372,8 @@ def check(
         cluster=check_option("--cluster", args.cluster or environ.get("ADAPTDL_CLUSTER") or "default"),
         node_name=check_option("--node-name", args.node_name) if args.node_name else None,
         local_addr=args.local_addr,
+        master_addr=master_addr,
+        master_port=master_port,
         port_range=parse_ports(args.port_range) if args.port_range else None,
         checkpoint_path=path,
         checkpoint_timeout=args.checkpoint_timeout,
@@ -347,14 +393,56 @@ def check(
         summary=args.summary,
         log_dir=Path(args.log_dir) if args.log_dir else None,
         redirects=args.redirects,
+        tracebacks=args.tracebacks,
         tee=args.tee,
         local_ranks_filter=_ranks(args.local_ranks_filter),
         role=args.role,
         threads=None if "OMP_NUM_THREADS" in environ or slots == 1 else 1,
         virtual_local_rank=bool(getattr(args, "virtual_local_rank", False)),
         event_log_handler=getattr(args, "event_log_handler", "null"),
-        notes=_notes(args, given, environ, standalone, slots),
+        signals=parse_signals(getattr(args, "signals_to_handle", _SIGNALS)),
+        notes=(*notes, *_notes(args, given, master_port, slots)),
     )
+
+
+def _is_c10d_alone(args: argparse.Namespace, max_nodes: int) -> bool:
+    """Return whether torchrun would serve the store itself, for this machine alone.
+
+    This stands for --standalone, as in `--nnodes=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:0`.
+    """
+    host = (args.rdzv_endpoint or "").rpartition(":")[0]
+    here = host in ("localhost", "127.0.0.1", "[::1]")
+    return here and max_nodes == 1 and args.rdzv_backend == "c10d" and not args.etcd
+
+
+def _notes_on_c10d(args: argparse.Namespace, notes: list[str]) -> list[str]:
+    kept = [note for note in notes if "RDZV_BACKEND" not in note and "--rdzv-backend" not in note]
+    if args.rdzv_endpoint.endswith(":0") or args.standalone:
+        return kept
+    return [
+        *kept,
+        f"--rdzv-endpoint={args.rdzv_endpoint} has no effect with --rdzv-backend=c10d and one node, which "
+        f"is --standalone; if it is an etcd, leave --rdzv-backend away",
+    ]
+
+
+_TORCHS_PORT = 29500
+
+
+def _meeting_point(
+    args: argparse.Namespace, given: set[str], environ: Mapping[str, str], max_nodes: int
+) -> tuple[str | None, int | None]:
+    """Return --master-addr and --master-port if torchrun would use them; None for those not given."""
+    named = "master_addr" in given or bool(environ.get("PET_MASTER_ADDR"))
+    address = args.master_addr.strip("[]") if named else None
+    port = args.master_port
+    if port is None and address is not None and max_nodes > 1 and not args.standalone:
+        port = _TORCHS_PORT
+    if port is None:
+        return None, None
+    if not 1 <= port <= 65535:
+        raise OptionError(f"--master-port={port} is not a port: give a number between 1 and 65535")
+    return address, port
 
 
 def _mode(args: argparse.Namespace) -> str:
@@ -369,7 +457,7 @@ def _mode(args: argparse.Namespace) -> str:
     script = Path(args.training_script)
     try:
         there = script.exists()
-    except OSError as error:  # below a directory that may not be entered
+    except OSError as error:  # for example below a directory that this user may not enter
         raise OptionError(f"the script {args.training_script!r} can not be read: {error.strerror}") from None
     if not there:
         raise OptionError(f"there is no script {args.training_script!r} in {Path.cwd()}: give its path")
@@ -384,7 +472,7 @@ def _job(args: argparse.Namespace) -> str:
 
 
 def check_option(option: str, name: str) -> str:
-    """A name that can be part of a key in the store."""
+    """Return a name that can be part of a key in the store; OptionError if it cannot."""
     try:
         return check_name(option, name)
     except ValueError as error:
@@ -392,7 +480,7 @@ def check_option(option: str, name: str) -> str:
 
 
 def parse_range(option: str, text: str) -> tuple[int, int]:
-    """`N` or `MIN:MAX` with 1 <= MIN <= MAX."""
+    """Parse `N` or `MIN:MAX` with 1 <= MIN <= MAX."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if match is None:
         raise OptionError(f"{option}={text} is neither a number nor MIN:MAX, as in {option}=1:8")
@@ -408,7 +496,7 @@ _DEVICES = ("auto", "cpu", "gpu", "xpu")
 
 
 def parse_slots(text: str, count: Any) -> tuple[int, int]:
-    """(min_slots, slots): `N` and words such as `gpu` stand for all of them together."""
+    """Return (min_slots, slots); `N` and words such as `gpu` set both."""
     if re.fullmatch(r"[\d:]+", text):
         return parse_range("--nproc-per-node", text)
     low, colon, high = text.partition(":")
@@ -416,11 +504,11 @@ def parse_slots(text: str, count: Any) -> tuple[int, int]:
         slots = count(high)
         return parse_range("--nproc-per-node", f"{low}:{slots}")
     slots = count(text)
-    return parse_range("--nproc-per-node", str(slots))  # torchrun's reading of numbers takes -1, too
+    return parse_range("--nproc-per-node", str(slots))  # torchrun would also accept -1
 
 
 def count_devices(word: str) -> int:
-    """torchrun's `auto`, `cpu`, `gpu`, `xpu`."""
+    """Return the number of devices that torchrun's `auto`, `cpu`, `gpu` or `xpu` stands for."""
     from torch.distributed.run import determine_local_world_size
 
     try:
@@ -431,11 +519,28 @@ def count_devices(word: str) -> int:
 
 
 def parse_ports(text: str) -> tuple[int, int]:
-    """`LOW:HIGH` (or `LOW-HIGH`), inclusive."""
+    """Parse `LOW:HIGH` (or `LOW-HIGH`), both included."""
     match = re.fullmatch(r"(\d+)[:-](\d+)", text)
     if match is None or not 1024 <= int(match[1]) <= int(match[2]) <= 65535:
         raise OptionError(f"--port-range={text} is not LOW:HIGH between 1024 and 65535, as in 29500:29600")
     return int(match[1]), int(match[2])
+
+
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"  # torchrun's default
+
+
+def parse_signals(text: str) -> tuple[signal.Signals, ...]:
+    """Return the signals of a list of names, as in SIGTERM,SIGUSR1."""
+    found = []
+    for name in text.split(","):
+        number = signal.Signals.__members__.get(name.strip())
+        if number is None or number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
+            raise OptionError(
+                f"--signals-to-handle={text}: {name.strip()!r} is not a signal that can be handled; give "
+                f"names separated by commas, as in {_SIGNALS}"
+            )
+        found.append(number)
+    return tuple(dict.fromkeys(found))
 
 
 _OFF_AT_ZERO = ("checkpoint_interval", "hang_timeout")
@@ -476,21 +581,28 @@ def _ranks(text: str) -> frozenset[int] | None:
 _OF_AN_ETCD = ("rdzv_endpoint", "etcd", "etcd_api", "etcd_user", "etcd_ca", "etcd_cert", "etcd_key")
 
 
-def _notes(
-    args: argparse.Namespace, given: set[str], environ: Mapping[str, str], standalone: bool, slots: int
-) -> tuple[str, ...]:
-    notes = [f"--{n.replace('_', '-')} has no effect: {why}" for n, why in _NO_MEANING.items() if n in given]
+def _notes_on_ignored(given: set[str], environ: Mapping[str, str]) -> Iterator[str]:
+    """Return notes about torchrun's options that have no effect, also when set by environment variables."""
     for name, why in _NO_MEANING.items():
-        variable = f"PET_{name.upper()}"  # torchrun reads its options from there, too
+        if name in given:
+            yield f"--{name.replace('_', '-')} has no effect: {why}"
+    for name, why in _NO_MEANING.items():
+        variable = f"PET_{name.upper()}"
         if name not in given and environ.get(variable):
-            notes.append(f"{variable} has no effect: {why}")
+            yield f"{variable} has no effect: {why}"
+
+
+def _notes(args: argparse.Namespace, given: set[str], master_port: int | None, slots: int) -> Iterator[str]:
+    if "master_addr" in given and master_port is None:
+        yield "--master-addr has no effect without --master-port: replicas meet at any free port"
     if args.standalone:
-        lost = (name for name in _OF_AN_ETCD if name in given)
-        notes += [f"--{n.replace('_', '-')}={getattr(args, n)} has no effect with --standalone" for n in lost]
+        for name in _OF_AN_ETCD:
+            if name in given:
+                option = name.replace("_", "-")
+                yield f"--{option}={getattr(args, name)} has no effect with --standalone"
     shown = _ranks(args.local_ranks_filter)
     if shown is not None and not any(rank < slots for rank in shown):
-        notes.append(
+        yield (
             f"--local-ranks-filter={args.local_ranks_filter} shows nothing: "
             f"local ranks here are 0 to {slots - 1}"
         )
-    return tuple(notes)

@@ -44,13 +44,18 @@ def decision(
 
 
 class Tiresias:
-    """Two queues by attained service, requested replicas fixed (Gu et al., NSDI 2019)."""
+    """Two queues by attained service, requested replicas fixed (Gu et al., NSDI 2019).
+
+    Service is the time that a job has run, in all of its runs together, times its replicas.
+    """
 
     threshold = 57_600.0  # slot seconds after which a job goes to the second queue
 
     def __init__(self) -> None:
         self._queues: tuple[list[str], list[str]] = ([], [])
-        self._running_since: dict[str, float] = {}
+        self._executed_seconds: dict[str, float] = {}
+        self._running: tuple[str, ...] = ()  # jobs admitted at `_decided`, the time of the last decision
+        self._decided = 0.0
 
     def __call__(
         self,
@@ -62,13 +67,15 @@ class Tiresias:
     ) -> Decision:
         """Admit in queue order whatever fits."""
         known = {job.name: job for job in jobs}
+        for name in self._running:
+            self._executed_seconds[name] = self._executed_seconds.get(name, 0.0) + now - self._decided
         for queue in self._queues:
             queue[:] = [name for name in queue if name in known]
         queued = {*self._queues[0], *self._queues[1]}
         self._queues[0].extend(job.name for job in jobs if job.name not in queued)
         for name in list(self._queues[0]):
-            since = self._running_since.get(name)
-            if since is not None and (now - since) * (known[name].requested_replicas or 1) >= self.threshold:
+            service = self._executed_seconds.get(name, 0.0) * (known[name].requested_replicas or 1)
+            if name in self._running and service >= self.threshold:
                 self._queues[0].remove(name)
                 self._queues[1].append(name)
         left = sum(node.slots for node in nodes)
@@ -78,9 +85,7 @@ class Tiresias:
             if wanted <= left:
                 left -= wanted
                 admitted.append(name)
-                self._running_since.setdefault(name, now)
-            else:
-                self._running_since.pop(name, None)
+        self._running, self._decided = tuple(admitted), now
         chosen = {name: dict(current[name]) for name in admitted if current.get(name)}
         free = {node.name: node.slots for node in nodes}
         for allocation in chosen.values():

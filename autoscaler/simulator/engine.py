@@ -10,13 +10,13 @@ from typing import Protocol
 from adaptdl_elastic.autoscaler.policy.policy_types import (
     Allocation,
     Decision,
-    GoodputModel,
     JobInfo,
     NodeInfo,
     PolicySettings,
 )
 from adaptdl_elastic.autoscaler.simulator.application import Application
-from adaptdl_elastic.autoscaler.simulator.simulated_job import Profile, SimJob
+from adaptdl_elastic.autoscaler.simulator.reported import Reports
+from adaptdl_elastic.autoscaler.simulator.simulated_job import SimJob
 from adaptdl_elastic.autoscaler.simulator.workload import Submission, WorkloadError
 
 PolicyFunction = Callable[
@@ -60,7 +60,7 @@ class SimulationOptions:
     report_delay: float = 5.0  # with events: seconds of running after which a new size is measured
     min_gap: float = 1.0  # with events: seconds between two decisions at least
     tuned: bool = False  # requested replicas and batch size instead of adaptive ones
-    shared_curves: bool = True  # step times pooled over jobs of the same application
+    shared_curves: bool = True  # step times and lengths shared by the jobs of an application
     declared: Mapping[str, float] | None = None  # job → factor its declared length is wrong by; None: right
     undeclared: bool = False  # jobs do not say how much is left
     max_time: float = 30 * 86400.0
@@ -115,8 +115,7 @@ class Simulation:
         self._waiting = sorted(self.jobs, key=lambda job: job.submission.time)  # not submitted yet
         self._active: list[SimJob] = []  # in the workload's order
         self._order = {job.name: i for i, job in enumerate(self.jobs)}
-        self._pooled: dict[str, Profile] = {}
-        self._totals: dict[str, tuple[float, ...]] = {}  # by application: work of jobs that have ended
+        self._reports = Reports(self.jobs, options.shared_curves)
         self._seen: set[tuple[str, int]] = set()  # (job, replicas) already measured
 
     def _job(self, submission: Submission, app: Application) -> SimJob:
@@ -150,10 +149,6 @@ class Simulation:
             job.step(seconds)
             due = due or job.completed is not None or self._measured(job)
         self.now += seconds
-        for job in self._active:
-            if job.completed is not None:
-                work = job.progress * job.app.init_batch_size
-                self._totals[job.app.name] = (*self._totals.get(job.app.name, ()), work)
         self._active = [job for job in self._active if job.completed is None]
         while self._waiting and self._waiting[0].submission.time <= self.now:
             job = self._waiting.pop(0)
@@ -195,7 +190,6 @@ class Simulation:
         if not active:
             self.outcome.samples.append(Sample(self.now, sum(node.slots for node in nodes), {}, 0))
             return
-        order = {node.name: i for i, node in enumerate(nodes)}
         current = {job.name: job.allocation for job in active}
         infos = [self.info(job) for job in active]
         started = time.process_time()
@@ -205,7 +199,7 @@ class Simulation:
         for job in active:
             allocation = decided.allocations.get(job.name, {})
             if dict(allocation) != dict(job.allocation):
-                job.allocate(allocation, order, self.options.pause)
+                job.allocate(allocation, self.options.pause)
         slots = sum(node.slots for node in nodes)
         running = {job.name: job.replicas for job in active if job.parts}
         self.outcome.samples.append(Sample(self.now, slots, running, len(active) - len(running)))
@@ -215,43 +209,20 @@ class Simulation:
     def info(self, job: SimJob) -> JobInfo:
         """What a coordinator would know about a job."""
         app, options = job.app, self.options
-        info = JobInfo(
+        known = self._reports.known(job, self.now)
+        return JobInfo(
             name=job.name,
             max_replicas=app.max_replicas,
             requested_replicas=job.submission.num_replicas if options.tuned else None,
-            max_profiled_replicas=job.profile.max_replicas,
+            max_profiled_replicas=known.max_profiled_replicas,
             attained=job.progress * app.init_batch_size,
             pause=options.pause if job.starts else None,
             submitted=job.submission.time,
             waiting_since=job.waiting_since,
             last_change=job.last_change,
             remaining=self._remaining(job),
-            kind_totals=self._totals.get(app.name, ()) if options.shared_curves else (),
-            model=self._model(job),
-        )
-        return info
-
-    def _model(self, job: SimJob) -> GoodputModel | None:
-        app = job.app
-        known = job.profile
-        if self.options.shared_curves:
-            known = self._pooled.setdefault(app.name, Profile())
-            for key, (step, sync) in list(job.profile.times.items())[job.pooled :]:
-                known.add(*key, step, sync)
-            job.pooled = len(job.profile.times)
-        theta = known.theta
-        if job.grad_params is None or theta is None:
-            return None
-        low, high, fixed = app.min_local_bsz, app.max_local_bsz, job.fixed_batch_size
-        high = max(high, app.fixed_batch_size or 0)
-        return GoodputModel(
-            theta,
-            job.grad_params,
-            fixed or app.init_batch_size,
-            None if fixed else app.max_batch_size,
-            (low, high),
-            True,
-            known.corrections,
+            kind_totals=known.totals,
+            model=known.model,
         )
 
     def _remaining(self, job: SimJob) -> float | None:
@@ -259,4 +230,4 @@ class Simulation:
             return None
         factor = (self.options.declared or {}).get(job.name, 1.0)
         left = job.app.total_progress * factor - job.progress
-        return max(left, 0.0) * job.app.init_batch_size
+        return max(left, 0.0) * job.app.init_batch_size  # as jobs report it

@@ -93,7 +93,7 @@ def alone(job: SimJob, replicas: int, slots: int = 4) -> float:
     sizes = [slots] * whole + ([rest] if rest else [])
     copy = SimJob(job.submission, job.app, job.fixed_batch_size)
     names = {f"node-{i}": size for i, size in enumerate(sizes)}
-    copy.allocate(names, {name: i for i, name in enumerate(names)}, 0.0)
+    copy.allocate(names, 0.0)
     while copy.completed is None:
         copy.step(3600.0)
         if copy.now > 1e8:

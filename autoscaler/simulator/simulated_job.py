@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from adaptdl_elastic.autoscaler.policy.learning import Corrections, correct
 from adaptdl_elastic.autoscaler.policy.policy_types import NOTHING, Allocation
 from adaptdl_elastic.autoscaler.simulator.application import Application
 from adaptdl_elastic.autoscaler.simulator.workload import Submission
@@ -26,7 +24,6 @@ class Profile:
     max_replicas: int = 0
     _theta: PerfParams | None = None
     _stale: bool = False
-    _corrections: tuple[int, Corrections] = (-1, Corrections())  # and how many times they are made from
     _error: float = 0.0  # root mean squared log error of the last fit
 
     def add(self, nodes: int, replicas: int, atomic_bsz: int, step_time: float, sync_time: float) -> None:
@@ -58,15 +55,6 @@ class Profile:
             self._error = float(np.sqrt(np.mean(errors**2)))
         return self._theta
 
-    @property
-    def corrections(self) -> Corrections:
-        """What measured step times say that θ does not."""
-        theta = self.theta
-        if theta is not None and self._corrections[0] != len(self.times):
-            steps = {key: step for key, (step, _) in self.times.items()}
-            self._corrections = len(self.times), correct(theta, steps)
-        return self._corrections[1]
-
 
 class SimJob:
     """Replays an application's traces under the allocations it gets.
@@ -80,7 +68,6 @@ class SimJob:
         self.app = app
         self.fixed_batch_size = fixed_batch_size
         self.profile = Profile()
-        self.pooled = 0  # how many of its measurements are in the pool that jobs of its kind share
         self.grad_params: GradParams | None = None
         self.allocation: Allocation = NOTHING
         self.parts: tuple[int, ...] = ()
@@ -111,13 +98,13 @@ class SimJob:
             return None
         return GoodputFunction(self.profile.theta, self.grad_params, self.app.init_batch_size)
 
-    def allocate(self, allocation: Allocation, order: Mapping[str, int], pause: float) -> None:
-        """Give it other replicas now; `order` sorts nodes, `pause` is what the change costs in seconds."""
+    def allocate(self, allocation: Allocation, pause: float) -> None:
+        """Give it other replicas now, on nodes in the order of `allocation`; that costs `pause` seconds."""
         if self.waiting_since is not None and allocation:
             self.longest_wait = max(self.longest_wait, self.now - self.waiting_since)
         self.waiting_since = None if allocation else (self.waiting_since or self.now)
         self.allocation = dict(allocation)
-        self.parts = tuple(allocation[node] for node in sorted(allocation, key=order.__getitem__))
+        self.parts = tuple(allocation.values())
         self.last_change = self.now
         self.ran_since = 0.0
         if self.parts:

@@ -52,6 +52,17 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+def is_local(host: str) -> bool:
+    """Return whether a host name or address belongs to this machine, so that it can listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.bind((host, 0))
+    except OSError:  # also socket.gaierror
+        return False
+    return True
+
+
 def listen(host: str, ports: Ports) -> socket.socket:
     """Return a listening socket on one interface, within the range of ports if there is one.
 

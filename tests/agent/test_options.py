@@ -84,7 +84,7 @@ def test_one_thread_a_replica_where_there_may_be_several() -> None:
 
 def test_what_has_no_meaning_here_gets_one_line_each() -> None:
     assert parse("--max-restarts=2", "--role=x").notes == ()
-    notes = parse("--rdzv-backend=c10d", "--node_rank", "1", "--start-method=fork").notes
+    notes = parse("--rdzv-backend=etcd", "--node_rank", "1", "--start-method=fork").notes
     assert len(notes) == 3
     assert notes[0].startswith("--rdzv-backend has no effect: ")
 
@@ -94,6 +94,7 @@ HONOURED = {
     *("help", "nnodes", "nproc_per_node", "rdzv_endpoint", "rdzv_id", "standalone", "max_restarts", "role"),
     *("event_log_handler", "module", "no_python", "run_path", "log_dir", "redirects", "tee", "local_addr"),
     *("local_ranks_filter", "virtual_local_rank", "training_script", "training_script_args"),
+    *("master_addr", "master_port", "signals_to_handle"),
 }
 
 
@@ -115,18 +116,94 @@ def test_an_option_without_effect_is_told(option: str) -> None:
 
 
 def test_a_variable_of_torchrun_without_effect_is_told() -> None:
-    (note,) = parse(PET_NODE_RANK="1", PET_MASTER_ADDR="", PET_ROLE="x").notes
+    (note,) = parse(PET_NODE_RANK="1", PET_RDZV_CONF="", PET_ROLE="x").notes
     assert note == "PET_NODE_RANK has no effect: the coordinator gives out ranks"
     (note,) = parse("--node-rank=1", PET_NODE_RANK="1").notes
     assert note.startswith("--node-rank ")
 
 
 @pytest.mark.parametrize(
-    ("short", "full"), [("--node-ran=1", "--node-rank"), ("--standalon", "--standalone")]
+    ("short", "field", "value"),
+    [
+        ("--standalon", "standalone", True),
+        ("--nproc=2", "slots", 2),
+        ("--nproc_per=2", "slots", 2),
+        ("--redirect=3", "redirects", "3"),
+        ("--max-r=7", "max_restarts", 7),
+        ("--rdzv_i=night", "job", "night"),
+        ("--log-d=logs", "log_dir", Path("logs")),
+        ("--checkpoint-int=7", "checkpoint_interval", 7.0),
+    ],
 )
-def test_a_shortened_option_is_refused_for_its_note_would_be_lost(short: str, full: str) -> None:
-    with pytest.raises(run_options.OptionError, match=f"did you mean {full}"):
-        parse(short)
+def test_a_shortened_option_is_taken_as_by_torchrun(short: str, field: str, value: object) -> None:
+    assert getattr(parse(short), field) == value
+
+
+def test_a_shortened_option_means_what_it_means_to_torchrun() -> None:
+    """Ours begin with the same letters: --node-name, --no-preempt."""
+    (note,) = parse("--node-=1").notes
+    assert note.startswith("--node-rank has no effect: ")
+    assert run_options.parse(["--no-p", "sh"], {}).mode == "exec"
+    assert parse("--no-pre").preemptible is False
+
+
+def test_a_shortened_option_that_could_be_several_is_refused() -> None:
+    with pytest.raises(run_options.OptionError, match=r"ambiguous option: --log.* --log-dir, --logs-specs"):
+        parse("--log=x")
+
+
+@pytest.mark.parametrize("word", ["--nodes=1", "--rdzv-endpont=e:1"])
+def test_what_no_option_begins_with_is_refused_with_the_likely_word(word: str) -> None:
+    with pytest.raises(run_options.OptionError, match="did you mean --"):
+        parse(word)
+
+
+def test_torchruns_way_to_be_alone_is_standalone(monkeypatch: pytest.MonkeyPatch) -> None:
+    way = ("--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+    found = parse(*way, ADAPTDL_ETCD="etcd0:2379")
+    assert (found.standalone, found.endpoint, found.notes) == (True, None, ())
+    monkeypatch.setenv("PET_RDZV_BACKEND", "c10d")
+    found = parse("--rdzv-endpoint=127.0.0.1:0", PET_RDZV_BACKEND="c10d")
+    assert (found.standalone, found.notes) == (True, ())
+
+
+def test_a_port_of_torchruns_own_store_is_no_etcd() -> None:
+    found = parse("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:29400")
+    (note,) = found.notes
+    assert found.standalone
+    assert note.startswith("--rdzv-endpoint=localhost:29400 has no effect with --rdzv-backend=c10d")
+    for nodes, endpoint in (("--nnodes=1:2", "localhost:29400"), ("--nnodes=1", "etcd0:2379")):
+        found = parse(nodes, "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
+        assert (found.standalone, found.endpoint) == (False, endpoint)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        ((), (None, None)),
+        (("--master-port=1234",), (None, 1234)),
+        (("--master_addr=localhost", "--master_port=1234"), ("localhost", 1234)),
+        (("--master-addr=[::1]", "--master-port=1234"), ("::1", 1234)),
+        (("--master-addr=node0", "--nnodes=1:2", "--etcd=e:1"), ("node0", 29500)),
+    ],
+)
+def test_where_replicas_meet_may_be_given(arguments: tuple[str, ...], where: tuple[str, int]) -> None:
+    found = parse(*arguments)
+    assert (found.master_addr, found.master_port) == where
+    assert found.notes == ()
+
+
+def test_where_replicas_meet_may_come_from_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": "1234"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = parse(**given)
+    assert (found.master_addr, found.master_port, found.notes) == ("localhost", 1234, ())
+
+
+def test_an_address_without_a_port_is_told_to_have_no_effect_on_one_node() -> None:
+    (note,) = parse("--master-addr=localhost").notes
+    assert note.startswith("--master-addr has no effect without --master-port")
 
 
 def test_the_help_says_what_holds_here() -> None:
@@ -185,6 +262,9 @@ def test_everything_after_the_script_is_the_scripts() -> None:
         (["--checkpoint-interval=nan"], "--checkpoint-interval=nan", "0 switches it off"),
         (["--no-python", "-m"], "--no-python and --module", "exclude each other"),
         (["--local-ranks-filter=a"], "--local-ranks-filter=a", "as in 0,1"),
+        (["--signals-to-handle=SIGTERM,USR1"], "'USR1' is not a signal", "as in SIGTERM,SIGINT"),
+        (["--signals-to-handle=SIGKILL"], "'SIGKILL' is not a signal that can be handled", "as in SIGTERM"),
+        (["--master-port=0"], "--master-port=0", "between 1 and 65535"),
         (["--port-range=9:3"], "--port-range=9:3", "as in 29500:29600"),
         (["--weight=0"], "--weight=0", "must be above 0"),
         (["--weight=nan"], "--weight=nan", "must be above 0"),
@@ -277,7 +357,7 @@ def test_the_scripts_own_options_are_none_of_ours() -> None:
     found = run_options.parse(["--standalone", __file__, "--master-port", "1234", "--rdzv-conf=x"], {})
     assert found.script_args == ("--master-port", "1234", "--rdzv-conf=x")
     assert found.notes == ()
-    assert len(run_options.parse(["--master-port", "1", __file__, "--master-port", "1"], {}).notes) == 1
+    assert len(run_options.parse(["--node-rank", "1", __file__, "--node-rank", "1"], {}).notes) == 1
 
 
 @pytest.mark.parametrize("endpoint", ["a b:1", "host:port", "http://host/path", "host:0", "host:99999"])

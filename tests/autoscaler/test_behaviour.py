@@ -116,8 +116,13 @@ def test_what_others_have_measured_is_told_at_the_jobs_own_speed(pump: Pump) -> 
     model = infos["young"].model
     assert model is not None
     assert model.corrections is not None
-    assert [count for count, _ in model.corrections.one] == [1, 2, 4]
-    assert [off for _, off in model.corrections.one] == pytest.approx([0.0, 0.0, 0.0], abs=1e-9)
+    function = GoodputFunction(model.perf_params, GradParams(1.0, 1.0), 128)
+    predicted = {
+        count: count * 128 / function.throughput(1, count, 128, 0) / math.exp(off)
+        for count, off in model.corrections.one
+    }
+    expected = {count: measured(GOOD_PERF, count, 9, slower=2.0).optim_step_time for count in (1, 2, 4)}
+    assert predicted == pytest.approx(expected, rel=1e-9)
 
 
 def test_among_others_the_latest_report_counts(pump: Pump) -> None:
@@ -130,13 +135,14 @@ def test_among_others_the_latest_report_counts(pump: Pump) -> None:
     report(pump, "second", GOOD_PERF, profile=(measured(GOOD_PERF, 4, 10),))
     pump.settle()
     running(pump, "young", profile_key="k")
+    report(pump, "young", GOOD_PERF)
     infos = {info.name: info for info in pump.question().jobs}
     model = infos["young"].model
     assert model is not None
     assert model.corrections is not None
-    (found,) = model.corrections.one
+    own, found = model.corrections.one
     step = measured(GOOD_PERF, 4, 10)
     function = GoodputFunction(model.perf_params, GradParams(1.0, 1.0), 128)
     predicted = 4 * 128 / function.throughput(1, 4, 128, 0) / step.optim_step_time
-    assert found[0] == 4
+    assert (own[0], found[0]) == (1, 4)
     assert float(predicted) == pytest.approx(math.exp(found[1]))

@@ -134,21 +134,31 @@ def test_jobs_of_one_script_share_what_they_have_measured(pump: Pump) -> None:
     pump.node("n0", "old", 4)
     pump.settle()
     slow = ProfileEntry(1, 4, 128, 0.1, 0.5, 10, 10)
-    pump.agents[0].report(pump.plan("old"), max_profiled_replicas=4, profile=(slow,))
+    theta = (0.3, 0.002, 0.1, 0.01, 0.05, 0.001, 1.5)
+    pump.agents[0].report(pump.plan("old"), max_profiled_replicas=4, profile=(slow,), perf_params=theta)
     pump.agents[0].reports = False
     pump.settle()
     pump.job("young", profile_key="k")
     pump.job("other", profile_key="x")
-    for job in ("young", "other"):
-        pump.node("n0", job, 4, reports=False)
+    pump.node("n0", "young", 4, reports=False)
+    pump.node("n0", "other", 4, reports=False)
     pump.settle()
-    found = pump.question().jobs
-    infos = {info.name: info for info in found}
-    assert infos["young"].max_profiled_replicas == 4
-    assert infos["young"].model is not None
-    assert infos["young"].model.corrections is not None
-    assert infos["young"].remaining is None
-    assert infos["other"].model is None
+
+    def asked(job: str) -> JobInfo:
+        return next(info for info in pump.question().jobs if info.name == job)
+
+    # before its first measurement a job borrows nothing
+    assert (asked("young").model, asked("young").max_profiled_replicas) == (None, 0)
+    own = ProfileEntry(1, 1, 128, 0.1, 0.2, 10, 10)
+    for agent in pump.agents[1:]:
+        agent.report(pump.plan(agent.job), max_profiled_replicas=1, profile=(own,))
+    for job, sizes in (("young", [1, 4]), ("other", [1])):
+        model = asked(job).model
+        assert model is not None
+        assert model.corrections is not None
+        assert [size for size, _ in model.corrections.one] == sizes
+        assert (model.perf_params == theta) is (job == "young")  # of the job with the most replicas
+        assert asked(job).max_profiled_replicas == 1  # what others have tried it tries itself
 
 
 def test_a_job_that_says_nothing_of_its_length_is_measured_by_those_of_its_kind(pump: Pump) -> None:

@@ -45,14 +45,14 @@ Solve = Callable[..., tuple[int, str, str]]
 def solve(
     benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Solve:
-    """Exit status, output and errors of the benchmark with these instances."""
+    """Exit status, output and errors of the benchmark with these instances and options."""
 
-    def run(*instances: object) -> tuple[int, str, str]:
+    def run(*instances: object, options: tuple[str, ...] = ()) -> tuple[int, str, str]:
         paths = []
         for i, instance in enumerate(instances):
             paths.append(tmp_path / f"{i}.json")
             paths[-1].write_text(json.dumps(instance))
-        monkeypatch.setattr(sys, "argv", ["policy.py", "--json", *map(str, paths)])
+        monkeypatch.setattr(sys, "argv", ["policy.py", "--json", *map(str, paths), *options])
         status = benchmark.main()
         return (status, *capsys.readouterr())
 
@@ -94,4 +94,42 @@ def test_what_is_no_instance_is_refused_in_one_line(
     assert (status, output) == (2, "")
     (line,) = errors.splitlines()
     assert line.startswith(str(tmp_path / "0.json"))
+    assert complaint in line
+
+
+@pytest.mark.parametrize("bounds", [{"x": 4.0, "other": 1}, {"what": "upper bounds", "bounds": {"x": 4.0}}])
+@pytest.mark.parametrize("beside", [True, False])
+def test_bounds_are_read_flat_or_under_their_name(
+    solve: Solve, tmp_path: Path, bounds: dict[str, Any], beside: bool
+) -> None:
+    file = tmp_path / ("bounds.json" if beside else "mine.json")
+    file.write_text(json.dumps(bounds))
+    status, output, errors = solve(INSTANCE, options=() if beside else ("--bounds", str(file)))
+    assert status == 0, errors
+    (found,) = json.loads(output)
+    assert found["gap"] == pytest.approx(1 - found["objective"] / 4.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("{", "not bounds, which are a JSON object such as"),
+        ("[1, 2]", "Input should be a valid dictionary"),
+        ('{"x": "many"}', "x: Input should be a valid number"),
+        ('{"bounds": {"x": 0}}', "x: Input should be greater than 0"),
+        ('{"x": NaN}', "x: Input should be"),
+        (b"\xff", "not bounds"),
+    ],
+)
+def test_a_file_without_bounds_is_refused_in_one_line(
+    solve: Solve, tmp_path: Path, text: str | bytes | None, complaint: str
+) -> None:
+    file = tmp_path / "mine.json"
+    if text is not None:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    status, output, errors = solve(INSTANCE, options=("--bounds", str(file)))
+    assert (status, output) == (2, "")
+    (line,) = errors.splitlines()
+    assert line.startswith(str(file))
     assert complaint in line

@@ -53,14 +53,49 @@ def run(
 
 
 @needs_traces
-def test_tiresias_on_workload_6_gives_exactly_the_published_figure() -> None:
-    workload = read_workload(TRACES / "workloads" / "workload-6.csv")
+@pytest.mark.parametrize("number", [3, 6, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4))])
+def test_tiresias_gives_exactly_the_published_figures(number: int) -> None:
+    name = f"workload-{number}"
+    workload = read_workload(TRACES / "workloads" / f"{name}.csv")
     used = {job.application for job in workload}
     apps = {name: read_application(TRACES / "apps" / name) for name in used}
     outcome = Simulation(
         workload, apps, FixedCluster(16, 4), Tiresias(), options=SimulationOptions(tuned=True)
     ).run()
-    assert summarize(outcome, fairness=False).average_jct == 3469.69375
+    published = json.loads((TRACES / "baselines.json").read_text())
+    report, tails = summarize(outcome, fairness=False), published["tails"]["tiresias"][name]
+    assert report.average_jct == published["tiresias_exact"][name]
+    assert report.median_jct == tails["p50"]
+    assert report.p99_jct == pytest.approx(tails["p99"], abs=0.01)
+    assert report.makespan == tails["makespan"]
+
+
+def test_tiresias_counts_the_time_of_all_runs_of_a_job() -> None:
+    policy, current = Tiresias(), {}
+    nodes, sizes = [NodeInfo("n0", 4)], {"first": 2, "wide": 4, "narrow": 2, "late": 4}
+
+    def running(now: float, *names: str) -> set[str]:
+        jobs = [JobInfo(name, max_replicas=4, requested_replicas=sizes[name]) for name in names]
+        found = policy(jobs, nodes, current, now, PolicySettings()).allocations
+        current.update(found)
+        return {name for name in names if found[name]}
+
+    assert running(0, "first", "wide", "narrow") == {"first", "narrow"}
+    assert running(20_000, "wide", "narrow") == {"wide"}
+    assert running(30_000, "narrow") == {"narrow"}
+    # 30,000 s on two slots, in two runs, are more than the first queue's 57,600 slot seconds
+    assert running(40_000, "narrow", "late") == {"late"}
+
+
+def test_a_placement_keeps_the_order_in_which_it_was_allocated(apps: dict[str, Application]) -> None:
+    class Backwards:
+        def __call__(self, jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo], *rest: Any) -> Decision:
+            return Decision({job.name: {nodes[2].name: 2, nodes[0].name: 1} for job in jobs}, {})
+
+    (submission,) = WORKLOAD[:1]
+    simulation = Simulation([submission], apps, FixedCluster(3, 4), Backwards())
+    simulation.run()
+    assert simulation.jobs[0].parts == (2, 1)
 
 
 @needs_traces

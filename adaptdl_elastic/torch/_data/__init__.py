@@ -8,6 +8,7 @@
 | `sampler` | How does a pass begin anywhere, on any number of replicas? |
 | `iterable` | What is promised of a stream? |
 | `registry` | Which loaders are there, by what name, and which one is at work? |
+| `random_streams` | What does each replica draw random numbers from? |
 | `accumulator_state` | What is kept of an Accumulator? |
 | `checks` | What can be given to data and epoch loops? |
 """

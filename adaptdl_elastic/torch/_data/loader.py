@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from adaptdl_elastic import _session, checkpoint, collective
+from adaptdl_elastic import _session, checkpoint, collective, env
 from adaptdl_elastic._checks import flag, integer, whole
 from adaptdl_elastic._interfaces import Command, ElasticLoader
 from adaptdl_elastic.torch._data.checks import check_bounds, check_writer
@@ -352,11 +352,11 @@ class AdaptiveDataLoaderHelper:
         """
         session = _session.current()
         session.start()
-        state = script_position()
+        state, streams = script_position(), self._registry.streams
         if self._registry.current is not None and state.looping:
             state.enter(self.key)  # raises
         self._registry.current = self
-        ended, left = False, None
+        ended, left, drawing = False, None, False
         try:
             if self.replicas > 1:
                 for model in session.models:
@@ -376,6 +376,9 @@ class AdaptiveDataLoaderHelper:
                 state.start_progress = session.metrics.get_progress() if self.adaptive else 0.0
             self._mark = (*self._effort(), state.index)
             self._entered = session.step, self._each_attempts()
+            if not self._skipped:
+                streams.enter_loop()
+                drawing = True
             try:
                 yield
                 ended = True
@@ -395,6 +398,8 @@ class AdaptiveDataLoaderHelper:
             if self.training and (left is not None or self._chunk):
                 for model in session.models:
                     model.drop_window()
+            if drawing:
+                streams.leave_loop()
             if state.looping:
                 state.leave(ended and not self._skipped, left)
             self._registry.current = None
@@ -435,14 +440,21 @@ class AdaptiveDataLoaderHelper:
         self.end_batch(commit)
 
     def begin_window(self, window: Window) -> None:
-        """The next batches are those of `window`."""
+        """The next batches are those of `window`, of which none has been fetched."""
         self._window, self._chunk = window, 0
+        self._seed_window()
+
+    def _seed_window(self) -> None:
+        state = self._running()
+        self._registry.streams.begin_window(state.finished, state.entered, state.index)
 
     def begin_batch(self) -> None:
         """A batch is about to be handed out."""
         if self._chunk == 0:
             index = self._running().index
             self._window_start = index, self._attempts()
+            if self._window is None:
+                self._seed_window()
             if self._window is None and self.end_index:
                 full = self.replicas * self._atomic
                 self._left = -(-(self.end_index - index % self.end_index) // full)
@@ -556,9 +568,9 @@ class AdaptiveDataLoaderHelper:
 
 
 def _begins() -> bool:
-    """Whether this is the first generation of a job, in which nothing has been trained yet."""
-    session = _session.current()
-    return session.generation == 0 and not session.joining and checkpoint.loaded_id() is None
+    """Return whether this is the first generation of a run, and nothing has been trained yet."""
+    fresh = env.num_restarts() == 0 and not _session.current().joining
+    return fresh and checkpoint.loaded_id() is None
 
 
 def initial_seed(loader: AdaptiveDataLoaderHelper, generator: torch.Generator | None) -> int:
@@ -572,7 +584,7 @@ def initial_seed(loader: AdaptiveDataLoaderHelper, generator: torch.Generator | 
     state = script_position()
     known = state.seeds.get(loader.key)
     if known is None:
-        own = generator.initial_seed() if generator is not None else torch.initial_seed()
+        own = generator.initial_seed() if generator is not None else registry().streams.seed
         mine, safe = own & (2**63 - 1), _session.current().recovery
         known = safe.restart_loop_on_peer_loss(lambda: int(collective.share(mine, "seed")), loader)
         state.seeds[loader.key] = known

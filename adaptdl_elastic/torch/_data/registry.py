@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from adaptdl_elastic import _frames, _session
+from adaptdl_elastic import _frames, _session, checkpoint
 from adaptdl_elastic._interfaces import ElasticLoader
+from adaptdl_elastic.torch._data.random_streams import RandomStreams
 from adaptdl_elastic.torch._runtime.position import script_position
 
 
@@ -18,6 +19,15 @@ class LoaderRegistry:
         self.current: ElasticLoader | None = None  # whose loop is under way
         self.training: ElasticLoader | None = None  # the one that models are trained with
         self.unrepeatable = 0  # loaders that can not hand out the samples of a step again
+        self._streams: RandomStreams | None = None
+
+    @property
+    def streams(self) -> RandomStreams:
+        """What this replica draws random numbers from, restored from the checkpoint by the first call."""
+        if self._streams is None:
+            self._streams = RandomStreams(_session.current())
+            checkpoint.load_state(self._streams)
+        return self._streams
 
     def key(self) -> str:
         """Of a new loader: what it is known by on other replicas, and when the script runs again.

@@ -330,6 +330,12 @@ class Output:
     def open(self, generation: int, local_rank: int, rank: int) -> Destination:
         return Destination()
 
+    def keeps_tracebacks(self, local_rank: int) -> bool:
+        return False
+
+    def renumber(self, ranks: dict[int, int]) -> None:
+        pass
+
 
 class MeetingPoint:
     """A TCPStore that an agent keeps for one generation."""
@@ -356,7 +362,7 @@ class Meeting:
         self._machine: Machine = self._process.machine  # type: ignore[attr-defined]
         self._points: dict[int, MeetingPoint] = {}
 
-    def open(self, generation: int) -> MasterRecord:
+    def open(self, generation: int, wanted: object = None) -> MasterRecord:
         port = next(self._kernel.numbers)
         point = MeetingPoint(self._kernel, self._process, self._machine, generation)
         self._points[generation] = point

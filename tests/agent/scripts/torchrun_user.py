@@ -1,0 +1,26 @@
+"""A script of torchrun's users: it meets the others as told, adds up, and says what it was given.
+
+`torchrun_user.py [init method] [how it ends]`: "fail-once" exits 3 in the first generation, "fail" in each.
+"""
+
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+method, *rest = [*sys.argv[1:], "env://"]
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME", "MASTER_ADDR")
+names += ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID")
+print(json.dumps({name: os.environ[name] for name in names}), flush=True)
+print(f"to stderr from {os.environ['RANK']}", file=sys.stderr, flush=True)
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
+total = torch.tensor(rank + 1)
+dist.all_reduce(total)
+print(f"sum {total.item()} launched {dist.is_torchelastic_launched()}", flush=True)
+dist.destroy_process_group()
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+if "fail" in rest or ("fail-once" in rest and first):
+    sys.exit(3)
