@@ -22,6 +22,8 @@ from adaptdl_elastic.protocol import uncaught_error
 from adaptdl_elastic.protocol.channel import Channel
 from adaptdl_elastic.protocol.messages import Finished, Stop
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
