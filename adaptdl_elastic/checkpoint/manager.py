@@ -32,8 +32,10 @@ from adaptdl_elastic.storage import (
     Storage,
     StorageError,
     Writing,
+    generation_number,
     new_id,
     reason,
+    sequence_number,
 )
 
 logger = logging.getLogger(__name__)
@@ -147,6 +149,7 @@ class CheckpointManager:
         self._memory: dict[str, Any] = {}
         self._history: tuple[str, ...] = ()
         self._damaged: set[str] = set()
+        self._number_at_start: int | None = None  # the highest of a checkpoint then
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._pending: list[_Job] = []
         self._thread: threading.Thread | None = None
@@ -221,6 +224,7 @@ class CheckpointManager:
             ids = storage.ids()
         except StorageError as error:
             raise CheckpointError(f"{error}: not starting afresh") from error
+        self._number_at_start = _highest(ids)
         if exactly is not None:
             if exactly not in ids:
                 raise CheckpointError(
@@ -235,7 +239,30 @@ class CheckpointManager:
                 f"(found: {', '.join(ids) or 'none'}): the path must be shared by all nodes (a network "
                 f"directory or s3://bucket/prefix), or start the job under another name to begin afresh"
             )
-        return ids[::-1]
+        return self._newest_first(ids)
+
+    def _newest_first(self, ids: list[str]) -> list[str]:
+        """Return ids by their numbers; what an older generation saved late comes behind the recorded one.
+
+        Such a generation was cut off and did not know that another had taken its place.
+        """
+        recorded = self._recorded or ""
+        number, generation = sequence_number(recorded), generation_number(recorded)
+        late = [id for id in ids if sequence_number(id) > number and generation_number(id) < generation]
+        for checkpoint_id in late:
+            logger.warning(
+                "checkpoint %s is passed over: generation %d saved it after %s of generation %d",
+                checkpoint_id,
+                generation_number(checkpoint_id),
+                recorded,
+                generation,
+            )
+
+        def age(checkpoint_id: str) -> tuple[int, bool, str]:
+            is_late = checkpoint_id in late
+            return number if is_late else sequence_number(checkpoint_id), not is_late, checkpoint_id
+
+        return sorted(ids, key=age, reverse=True)
 
     def _descends(self, storage: Storage, ids: list[str]) -> bool:
         """Return whether a checkpoint here was saved after the recorded one, which is no longer kept."""
@@ -402,6 +429,7 @@ class CheckpointManager:
             self._clean(lambda storage: storage.sweep())
             self._swept = True
         ids = storage.ids()
+        self._check_generation(ids, job.generation)
         self._follow(storage, ids)
         checkpoint_id = new_id([*ids, *self._history[-1:]], job.generation)
         writing = storage.begin(checkpoint_id)
@@ -427,6 +455,18 @@ class CheckpointManager:
             raise
         self._history = (*self._history, checkpoint_id)[-HISTORY:]
         return manifest
+
+    def _check_generation(self, ids: list[str], generation: int) -> None:
+        """Raise StorageError where a later generation has saved since this process began."""
+        if self._number_at_start is None:  # it joined the others and has loaded nothing
+            self._number_at_start = _highest(ids)
+        for checkpoint_id in ids:
+            later = generation_number(checkpoint_id) > generation
+            if later and sequence_number(checkpoint_id) > self._number_at_start:
+                raise StorageError(
+                    f"generation {generation_number(checkpoint_id)} has saved there, and this is generation "
+                    f"{generation}, which it has replaced"
+                )
 
     def _follow(self, storage: Storage, ids: list[str]) -> None:
         """Continue the history that another replica, whose place this one has taken, has written."""
@@ -490,6 +530,11 @@ def _root_cause(error: BaseException) -> BaseException:
             return seen
         seen = seen.__cause__ or seen.__context__
     return error
+
+
+def _highest(ids: list[str]) -> int:
+    """Return the highest number of a checkpoint."""
+    return max((sequence_number(checkpoint_id) for checkpoint_id in ids), default=0)
 
 
 def _is_name(job: str) -> bool:

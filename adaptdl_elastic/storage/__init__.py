@@ -7,7 +7,8 @@ Guarantees of every storage:
 * **Verification.** Every file is compared with the size and the checksums in the manifest before it is
   returned. The manifest has a checksum of its own.
 * **One writer.** Only rank 0 of the newest generation writes. It deletes what an older one has begun, so the
-  older one's commit fails and cannot add an outdated checkpoint.
+  older one's commit fails and cannot add an outdated checkpoint. `manager` refuses what the older one would
+  begin after that, and passes over what it saves while the newest generation has saved nothing yet.
 
 Checksums are CRC-32, one per 16 MiB. They detect truncation and bit rot, not an attacker (who could also
 rewrite the manifest), and are computed at memory speed; SHA-256 without hardware support would delay every
@@ -117,6 +118,11 @@ def sequence_number(checkpoint_id: str) -> int:
     """Return the leading number of an id; 0 if the name is no id."""
     head = checkpoint_id.partition("-")[0]
     return int(head) if head.isdecimal() else 0
+
+
+def generation_number(checkpoint_id: str) -> int:
+    """Return the generation that has saved a checkpoint, 0 for a name that is none."""
+    return int(checkpoint_id.split("-")[1][1:]) if is_id(checkpoint_id) else 0
 
 
 def file_name(state: str) -> str:

@@ -9,6 +9,8 @@
 | What has a replica reported so far? | `replica_handle` |
 | Where do the replicas of a generation meet? | `generation_store` |
 | With which values is an agent started? | `agent_config` |
-| Why did a replica fail? | `failure_reports`, `uncaught_error` |
+| Why did a replica fail, and what is the user told of it? | `failure_reports`, `failure_reporter` |
+| Which processes that outlive a replica are kept quiet? | `orphan_errors` |
+| Which events does torchrun's event handler get? | `torch_events` |
 | What does torchelastic get as the result and as the rendezvous? | `run_result`, `plan_handler` |
 """

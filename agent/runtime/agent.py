@@ -54,6 +54,7 @@ from adaptdl_elastic.agent.machine.interruption import Notice
 from adaptdl_elastic.agent.runtime import failure_reports
 from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
 from adaptdl_elastic.agent.runtime.event_loop import Loop, Signalled, StopRequests
+from adaptdl_elastic.agent.runtime.failure_reporter import FailureReporter
 from adaptdl_elastic.agent.runtime.fork_server import Exited, ForkServer, Spawned
 from adaptdl_elastic.agent.runtime.generation_store import GenerationStore
 from adaptdl_elastic.agent.runtime.replica_environment import replica_environment
@@ -69,7 +70,6 @@ from adaptdl_elastic.protocol.messages import Ping, ReplicaMessage, SaveCheckpoi
 from adaptdl_elastic.rendezvous.local.addresses import NoPortError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
-    Cause,
     CheckpointRecord,
     EndedRecord,
     Failure,
@@ -133,6 +133,7 @@ class ElasticAgent(SimpleElasticAgent):
         )
         self._signals = StopRequests()
         self._checkpoint_asked = 0
+        self._failures = FailureReporter(output, recorder, say, config.max_restarts)
         # (generation, rank) of replicas whose death the others survived
         self._survived_losses: set[tuple[int, int]] = set()
         self._pending_notice = PendingNotice()
@@ -380,7 +381,7 @@ class ElasticAgent(SimpleElasticAgent):
     def _start(self, start: states.StartReplicas) -> None:
         if not start.join:
             self._generation_store.forget(start.plan.generation)
-            self._say_restart(start.plan)
+            self._failures.starts_again(start.plan, self._view.checkpoint)
         if not start.join or not self._replicas:
             self._last_exits.clear()
             self._plan = start.plan
@@ -388,17 +389,6 @@ class ElasticAgent(SimpleElasticAgent):
             self._spawn(start, local_rank)
         if self._plan is start.plan:
             self._initialize_workers(self._worker_group)
-
-    def _say_restart(self, plan: Plan) -> None:
-        """Tell the user that a generation starts because the previous one was lost."""
-        if plan.transition is not Transition.ABORT or plan.generation <= plan.first:
-            return
-        saved = self._view.checkpoint
-        origin = "the beginning" if saved is None else f"the checkpoint of step {saved.step}"
-        if plan.cause is Cause.FAILURE:
-            self._say(f"restart {plan.restarts} of {self._config.max_restarts}, from {origin}")
-        else:
-            self._say(f"starting again, from {origin} ({plan.reason}; not counted as a restart)")
 
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         met, used = time.perf_counter(), self._plan.restarts if self._plan is not None else 0
@@ -420,7 +410,8 @@ class ElasticAgent(SimpleElasticAgent):
         if start.join:
             environment[JOIN] = "1"
         reports = str(Path(destination.error_file).parent)
-        command = replace(self._config.command, env=environment, reports=reports)
+        quiet = self._output.keeps_tracebacks(local_rank)
+        command = replace(self._config.command, env=environment, reports=reports, quiet=quiet)
         theirs = handle.theirs.fileno()
         sys.stdout.flush()
         try:
@@ -466,8 +457,8 @@ class ElasticAgent(SimpleElasticAgent):
             handle.send(replace(message, environ=environment))
 
     def _withdraw(self, plan: Plan, reason: str) -> None:
-        goes_on = "" if self._is_to_stop else ", training goes on"
-        self._say(f"generation {plan.generation} is withdrawn{goes_on}: {reason}")
+        newcomers = self._ended_in(plan.generation)
+        self._failures.withdrawn(plan, newcomers, reason, stopping=self._is_to_stop)
         for handle in self._replicas.values():
             if handle.generation != plan.generation:
                 handle.send(WithdrawPlan(plan.generation, reason))
@@ -487,6 +478,7 @@ class ElasticAgent(SimpleElasticAgent):
             handle.generation, handle.rank = plan.generation, ranks[handle.local_rank]
             handle.first_step = None
         self._plan = plan
+        self._output.renumber(ranks)
         if plan.transition is Transition.RECOVER:
             size = pluralize(plan.replicas, "replica")
             self._say(f"training goes on with {size}, without a restart: {plan.reason}")
@@ -535,12 +527,14 @@ class ElasticAgent(SimpleElasticAgent):
         survived = failure is not None and (record.generation, failure.rank) in self._survived_losses
         if failure is not None and record.outcome is Outcome.FAILED and not (survived and elsewhere):
             status = self.state.status
-            used = min((status.restarts_used if status else 0) + 1, self._config.max_restarts)
-            self._recorder.failure(failure, used, self._config.max_restarts)
-            what, why = f"replica {failure.rank} failed", failure.message
-            name = failure_reports.exit_name(failure.exit_code)
-            self._say(f"{what}: {why}" if why.startswith(name) else f"{what} ({name}): {why}")
+            used = status.restarts_used if status is not None else 0
+            self._failures.failed(failure, self._ended_in(record.generation), used, alone=not elsewhere)
+        else:
+            self._failures.left(record, self._ended_in(record.generation))
         self._reporter.ended(record)
+
+    def _ended_in(self, generation: int) -> list[ReplicaHandle]:
+        return [handle for handle, _ in self._last_exits if handle.generation == generation]
 
     # Replicas
 
@@ -572,8 +566,8 @@ class ElasticAgent(SimpleElasticAgent):
         handle.pid = pid
         self._decide(states.ReplicaStarted(handle.generation, handle.local_rank, pid))
         plan = self._plan
-        ended = (one for one, _ in self._last_exits)  # one may have died before the others were forked
-        mine = [h for h in (*self._replicas.values(), *ended) if h.generation == handle.generation]
+        living = [h for h in self._replicas.values() if h.generation == handle.generation]
+        mine = [*living, *self._ended_in(handle.generation)]  # some have ended before the last has started
         if plan is not None and plan.generation == handle.generation and all(h.pid is not None for h in mine):
             self._all_started(plan, mine)
 

@@ -7,8 +7,9 @@ import signal
 from pathlib import Path
 
 from adaptdl_elastic.agent.core.states import Evidence
-from adaptdl_elastic.agent.runtime import uncaught_error
+from adaptdl_elastic.protocol import uncaught_error
 from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN
+from adaptdl_elastic.rendezvous.schema.records import Failure
 
 _LONGEST = 400  # characters of a message; the replica's stderr and error file have all of it
 _REMEDY = {
@@ -80,3 +81,17 @@ def kind_of(exit_code: int) -> str:
     "".
     """
     return "" if -exit_code in _FROM_OUTSIDE else exit_name(exit_code)
+
+
+def summarise(failure: Failure, *, again: bool, traceback: Path | None) -> str:
+    """Return the line that a person is told of a failure.
+
+    Args:
+        failure: What is known of it.
+        again: Its traceback is the one that was shown before.
+        traceback: Where its traceback can be read, if it was not shown.
+    """
+    name, why = exit_name(failure.exit_code), failure.message
+    what = f"replica {failure.rank} failed" + (" in the same way again" if again else "")
+    line = f"{what}: {why}" if why.startswith(name) else f"{what} ({name}): {why}"
+    return line if traceback is None else f"{line}; its traceback: {traceback}"

@@ -35,8 +35,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from adaptdl_elastic.agent.runtime import uncaught_error
-from adaptdl_elastic.protocol import environment
+from adaptdl_elastic.agent.runtime import orphan_errors
+from adaptdl_elastic.protocol import environment, uncaught_error
 from adaptdl_elastic.protocol.channel import say_finished
 
 _PR_SET_PDEATHSIG = 1
@@ -56,9 +56,7 @@ class Command:
     env: dict[str, str] = field(default_factory=dict)  # added to the server's environment
     threads: int | None = None  # number of torch's threads; None: torch's choice
     reports: str = ""  # directory for the files of `uncaught_error`; "": none are written
-    quiet: bool = (
-        False  # the traceback goes there too, and not to stderr: the agent shows one of all replicas'
-    )
+    quiet: bool = False  # write the traceback there, not to stderr: the agent shows one
 
 
 def become(
@@ -105,6 +103,8 @@ def run(command: Command) -> NoReturn:
     if command.mode == "exec":
         _exec(command)
     _fresh_interpreter(command)
+    if command.quiet:
+        orphan_errors.silence()
     warm, code, interrupted, pid = frozenset(sys.modules), 0, False, os.getpid()
     try:
         _run(command, pid)
@@ -177,7 +177,7 @@ def _run_script(script: str) -> None:
     if not script.endswith(".py") and (Path(script).is_dir() or script.endswith((".zip", ".pyz", ".pyc"))):
         runpy.run_path(script, run_name="__main__")
         return
-    main = sys.modules["__main__"]
+    main, script = sys.modules["__main__"], str(Path(script).absolute())  # as Python does
     loader = importlib.machinery.SourceFileLoader("__main__", script)
     main.__dict__.update(__file__=script, __loader__=loader, __spec__=None, __cached__=None)
     with io.open_code(str(Path(script).resolve())) as file:

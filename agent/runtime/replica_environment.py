@@ -78,6 +78,7 @@ def replica_environment(
         environment.REPLICA_RANK: rank,
         environment.NUM_NODES: plan.nodes,
         environment.NUM_RESTARTS: restarts,
+        environment.GENERATION: plan.generation,
         environment.JOB_ID: plan.job,
         environment.CHECKPOINT_PATH: job.checkpoint_path,
         environment.CHECKPOINT_TIMEOUT: f"{job.checkpoint_timeout:g}",

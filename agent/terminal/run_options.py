@@ -110,6 +110,7 @@ class RunOptions:
     summary: bool | None  # None: only on a terminal
     log_dir: Path | None
     redirects: str
+    tracebacks: str
     tee: str
     local_ranks_filter: frozenset[int] | None
     role: str
@@ -274,6 +275,13 @@ def _add_ours(group: Any) -> None:
     )
     add("--no-preempt", action="store_true", help="it keeps the size it begins with, MIN")
     add("--avoid-preemptible-nodes", action="store_true", help="use spot instances last")
+    add(
+        "--tracebacks",
+        choices=["first", "all"],
+        default="first",
+        help="of replicas that fail together show one traceback, that of the first (the default), or all of "
+        "them as they come; --log-dir keeps all",
+    )
     add("--event-log", type=Path, metavar="FILE", help="append one JSON object per event")
     add("--plot", type=Path, metavar="FILE.png", help="draw the run when it has ended")
     add(
@@ -385,6 +393,7 @@ def check(
         summary=args.summary,
         log_dir=Path(args.log_dir) if args.log_dir else None,
         redirects=args.redirects,
+        tracebacks=args.tracebacks,
         tee=args.tee,
         local_ranks_filter=_ranks(args.local_ranks_filter),
         role=args.role,

@@ -23,6 +23,7 @@ HERE = Path(__file__).parent
 BUDGET_SECONDS = 30.0  # of CPU time, for each of the two first seeds
 
 
+@pytest.mark.processes
 def test_a_seed_repeats_a_run_byte_for_byte_in_another_process() -> None:
     code = "from faultsim.run import run\nfor seed in (3, 5): print(run(seed).digest)"
     digests = []

@@ -203,7 +203,7 @@ class HookState:
         """Record the first failure of a step."""
         if self.failure is None:
             self.failure = error
-            logger.warning("gradient synchronisation failed: %s", error)
+            logger.info("gradient synchronisation failed: %s", error)  # what comes of it is said elsewhere
 
     def give_up(self, error: BaseException) -> None:
         """End the waiting of a backward pass for other replicas. From any thread."""

@@ -359,6 +359,12 @@ class Errors:
     def read(self, directory: Path) -> UncaughtError | None:
         return self._found.get(str(directory))
 
+    def keeps_tracebacks(self, local_rank: int) -> bool:
+        return False
+
+    def renumber(self, ranks: dict[int, int]) -> None:
+        pass
+
 
 class MeetingPoint:
     """A TCPStore that an agent keeps for one generation."""

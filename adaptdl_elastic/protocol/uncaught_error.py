@@ -21,7 +21,7 @@ from types import TracebackType
 
 RECORD = "uncaught.json"
 TRACEBACK = "traceback.log"
-_PACKAGE = str(Path(__file__).parents[2])  # not resolved: in a checkout the parts of the package are links
+_PACKAGE = str(Path(__file__).parents[1])  # not resolved: in a checkout the parts of the package are links
 _LOST_PEER_TYPES = {"PeerLostError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 _LOST_PEER_TEXT = re.compile(r"[Gg]loo|NCCL|TCPStore|Connection (closed|reset) by peer|Broken pipe")
 
