@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from adaptdl_elastic.agent.runtime.fork_server import Exited, Spawned
 from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
-from adaptdl_elastic.agent.runtime.uncaught_error import UncaughtError
 from adaptdl_elastic.protocol.messages import (
     AgentMessage,
     ReplicaMessage,
@@ -24,6 +23,7 @@ from adaptdl_elastic.protocol.messages import (
     decode_report,
     encode,
 )
+from adaptdl_elastic.protocol.uncaught_error import UncaughtError
 from adaptdl_elastic.rendezvous.schema.records import MasterRecord
 from faultsim import threads
 from faultsim.client import Line, SimClient

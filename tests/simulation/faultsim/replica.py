@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adaptdl_elastic.agent.runtime.uncaught_error import UncaughtError
 from adaptdl_elastic.protocol import messages
 from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN, STOPPED
+from adaptdl_elastic.protocol.uncaught_error import UncaughtError
 from faultsim import threads
 from faultsim.control import Control
 from faultsim.kernel import EPOCH, Dead, Process

@@ -9,9 +9,9 @@ from typing import Any
 
 import history
 
-from adaptdl_elastic.agent.runtime.uncaught_error import UncaughtError
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo, NodeInfo, Reason
+from adaptdl_elastic.protocol.uncaught_error import UncaughtError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobSpec
 from faultsim import patching, threads
