@@ -349,6 +349,15 @@ class Output:
         number = next(threads.kernel().numbers)
         return Destination(error_file=f"/errors/{number}/error.json")
 
+    def keeps_tracebacks(self, local_rank: int) -> bool:
+        return False
+
+    def shows_errors(self, local_rank: int) -> bool:
+        return False
+
+    def renumber(self, ranks: dict[int, int]) -> None:
+        pass
+
 
 class Errors:
     """In place of the module `uncaught_error`, where the agent reads what replicas have left."""
@@ -358,12 +367,6 @@ class Errors:
 
     def read(self, directory: Path) -> UncaughtError | None:
         return self._found.get(str(directory))
-
-    def keeps_tracebacks(self, local_rank: int) -> bool:
-        return False
-
-    def renumber(self, ranks: dict[int, int]) -> None:
-        pass
 
 
 class MeetingPoint:
