@@ -174,7 +174,7 @@ class Truth:
         job.chains[after] = aside
         if aside:
             return
-        if job.finished and self._end_is_known(job, replica.job):
+        if job.finished and self._end_is_known(job, replica.job, mesh.generation):
             self._kernel.defect(f"{replica.name} takes step {step + 1} of a job that is finished")
         job.newest, job.committed_at = step + 1, self._kernel.now
         self._kernel.note(f"job {replica.job}: step {step + 1} on {mesh.size} replicas")
@@ -225,15 +225,18 @@ class Truth:
     def _is_finished(self, job: JobTruth, by: list[tuple[int, str]]) -> None:
         job.finished, job.finished_at, job.finished_by = True, self._kernel.now, tuple(by)
 
-    def _end_is_known(self, job: JobTruth, name: str) -> bool:
-        """Whether all nodes have said so in the store, or no fault could keep them from that."""
+    def _end_is_known(self, job: JobTruth, name: str, generation: int) -> bool:
+        """Whether all nodes had said so when a generation was planned, or no fault could keep them from it."""
         if not self.lasting and job.fault_at < job.finished_at - HEARS_SECONDS:
             return True
-        keys = {self._world.keys.generation(name, g, "ended", node) for g, node in job.finished_by}
+        missing = {self._world.keys.generation(name, g, "ended", node) for g, node in job.finished_by}
+        plan, number = self._world.keys.job(name, "plan"), f'"generation":{generation},'
         for change in self._world.etcd.history:
-            if change.key in keys and '"outcome":"done"' in (change.value or ""):
-                keys.discard(change.key)
-        return not keys
+            if change.key == plan and number in (change.value or ""):
+                break
+            if change.key in missing and '"outcome":"done"' in (change.value or ""):
+                missing.discard(change.key)
+        return not missing
 
     def failed(self, replica: Replica, kind: str) -> None:
         """A script raises an error."""
