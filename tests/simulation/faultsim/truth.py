@@ -226,7 +226,7 @@ class Truth:
         job.finished, job.finished_at, job.finished_by = True, self._kernel.now, tuple(by)
 
     def _end_is_known(self, job: JobTruth, name: str, generation: int) -> bool:
-        """Whether all nodes had said so when a generation was planned, or no fault could keep them from it."""
+        """Whether all nodes had said so when `generation` was planned, or no fault kept them from it."""
         if not self.lasting and job.fault_at < job.finished_at - HEARS_SECONDS:
             return True
         missing = {self._world.keys.generation(name, g, "ended", node) for g, node in job.finished_by}
