@@ -122,6 +122,9 @@ class Memory:
     restart_only: frozenset[str] = frozenset()  # runs of jobs that could not be changed in place
     stillborn: Mapping[str, JoinFailures] = field(default_factory=lambda: MappingProxyType({}))  # by run
     waiting: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # job -> since when
+    at_end: Mapping[str, float] = field(  # job -> since when nothing is left of what it declared
+        default_factory=lambda: MappingProxyType({})
+    )
     pending: Mapping[str, str] = field(  # jobs that the policy could give nothing, and why
         default_factory=lambda: MappingProxyType({})
     )

@@ -32,6 +32,7 @@ FIRST = 10.0  # what running at all is worth, in units of the largest weight
 RUNS = 1e3  # any replicas at all, where the power mean of nothing would be minus infinity
 OVERDUE = 1e6  # a job that has waited too long comes before everything else
 PAUSES = 15.0  # about as many fit into the time that long jobs keep an allocation (13 to 26 in replays)
+OUTLIVED_FACTOR = 4.0  # of the work so far that a job beyond its declared end is taken to need again
 _LEAST = 0.01  # a change never loses all its worth: it may be the only way to run
 
 
@@ -48,16 +49,21 @@ def remaining_seconds(jobs: Sequence[JobInfo], goodput_of_one: Array) -> Array:
 
 
 def remaining_work(job: JobInfo) -> float:
-    """Samples at the initial batch size that a job has still to do, as far as anybody can know.
+    """Return the samples at the initial batch size that a job is expected to have still to do.
 
-    It says so itself; or it is expected to become as long as those jobs of its kind did that were longer
-    than it is now (the mean residual life of what was seen); or to take as long again as it has so far,
-    which is what heavy-tailed lengths do (Harchol-Balter and Downey, 1997).
+    A declared end is believed until the job has outlived it, but no less is expected than what others of the
+    same command line came to, or declare, that are longer than it is now: so a job gains nothing by declaring
+    less than others. Without a declared end the mean of those is expected (the mean residual life of what was
+    seen). Where there are none, it is as much again as the job has done, which is what heavy-tailed lengths
+    do (Harchol-Balter and Downey, 1997), or `OUTLIVED_FACTOR` times that for a job that has outlived its
+    declaration: what it has gained by that it loses again.
     """
-    if job.remaining is not None:
-        return job.remaining
     longer = [total - job.attained for total in job.kind_totals if total > job.attained]
-    return sum(longer) / len(longer) if longer else job.attained
+    if longer:
+        return max(sum(longer) / len(longer), job.declared or 0.0)
+    if job.declared is not None:
+        return job.declared
+    return job.attained * (OUTLIVED_FACTOR if job.outlived else 1.0)
 
 
 def overdue(job: JobInfo, now: float, settings: PolicySettings) -> bool:

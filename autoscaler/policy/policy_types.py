@@ -69,13 +69,19 @@ class JobInfo:
     preemptible: bool = True  # False: once it runs it keeps what it has
     avoid_preemptible_nodes: bool = False
     weight: float = 1.0
-    remaining: float | None = None  # samples at the initial batch size still to do; None: not declared
+    remaining: float | None = None  # samples at the initial batch size to the declared end, None without one
+    outlived: bool = False  # it runs on although nothing is left of what it declared
     attained: float = 0.0  # samples at the initial batch size done so far
-    kind_totals: tuple[float, ...] = ()  # what jobs like it came to in the end, in the same samples
+    kind_totals: tuple[float, ...] = ()  # what others of its command line came to, or declare, in samples
     pause: float | None = None  # measured seconds a change costs; None: Settings.default_pause
     submitted: float = 0.0
     waiting_since: float | None = None  # since when it has had no replica
     last_change: float | None = None  # when its allocation last changed
+
+    @property
+    def declared(self) -> float | None:
+        """Samples to its declared end; None if it declares no end, or has gone on beyond it."""
+        return None if self.outlived else self.remaining
 
 
 class Objective(str, Enum):
