@@ -1,4 +1,4 @@
-"""What jobs report of themselves, and what those of one script know together."""
+"""Goodput models of jobs, from their own reports and from those of jobs with the same script."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from adaptdl_elastic.rendezvous.schema.records import JobState
 END_GRACE = 300.0
 """Seconds that a job may take from the end of its last declared epoch to its exit: to evaluate and save."""
 
-_SHORTEST = 1e-9  # seconds: a step that takes less has not been measured
-_LONGEST = 1e6  # the same: others' steps are told to nobody
-_LARGEST = math.log(1e3)  # ratio of two jobs' step times that is believed
+_SHORTEST = 1e-9  # seconds: a shorter step time is not a valid measurement
+_LONGEST = 1e6  # seconds: longer step times are not shared with other jobs
+_LARGEST = math.log(1e3)  # largest ratio, as a logarithm, of two jobs' step times that is used
 
 _Key = tuple[int, int, int]
 """Nodes, replicas, atomic batch size."""
 
 
 def own_hints(job: JobView) -> JobHints | None:
-    """The last good report of the job's present run."""
+    """Return the last valid report of the job's present run."""
     if job.hints is None or job.plan is None or job.spec is None:
         return None
     if job.plan.record.run != job.spec.record.run or job.hints.record.generation < job.plan.record.first:
@@ -37,7 +37,7 @@ def own_hints(job: JobView) -> JobHints | None:
 
 
 def model(hints: JobHints) -> GoodputModel | None:
-    """A report's goodput model; None while it has none."""
+    """Return the goodput model in a report, or None."""
     if hints.perf_params is None or hints.grad_params is None or hints.init_batch_size < 1:
         return None
     return GoodputModel(
@@ -53,13 +53,13 @@ def model(hints: JobHints) -> GoodputModel | None:
 
 @lru_cache(maxsize=8192)
 def _corrections(theta: tuple[float, ...], profile: tuple[ProfileEntry, ...]) -> Corrections | None:
-    """What the measured step times say that θ does not; remembered, for it is asked at every decision."""
+    """Return the measured step times as corrections of θ; cached, since every decision needs them."""
     times = {_key(entry): entry.optim_step_time for entry in profile if entry.optim_step_time > _SHORTEST}
     return correct(PerfParams(*theta), times) if times else None
 
 
 def attained(hints: JobHints | None) -> float:
-    """Samples at the initial batch size that the job has done so far."""
+    """Return the samples that the job has completed, counted at the initial batch size."""
     return 0.0 if hints is None or hints.samples_done is None else hints.samples_done
 
 
@@ -78,12 +78,12 @@ def outlived(at_end: float | None, now: float) -> bool:
     return at_end is not None and now - at_end > END_GRACE
 
 
-# -- jobs of one kind
+# Jobs with the same script
 
 
 @dataclass(frozen=True)
 class _Told:
-    """A measurement, the job that has reported it, and the time of that report."""
+    """A measurement, the job that reported it, and the time of that report."""
 
     seen: float
     job: str
@@ -92,10 +92,10 @@ class _Told:
 
 @dataclass(frozen=True)
 class Curve:
-    """What jobs of one script have found out together."""
+    """What jobs with the same script have measured together."""
 
-    told: Mapping[_Key, tuple[_Told, ...]]  # by configuration, of at most two jobs, the latest first
-    widest: JobHints  # of the job that has run on the most replicas
+    told: Mapping[_Key, tuple[_Told, ...]]  # configuration → reports of at most two jobs, the latest first
+    widest: JobHints  # report of the job that has run on the most replicas
     totals: Mapping[str, float]  # samples by job: of those that are done, and of others to their declared end
 
     def totals_besides(self, job: str) -> tuple[float, ...]:
@@ -103,7 +103,7 @@ class Curve:
         return tuple(total for name, total in self.totals.items() if name != job)
 
     def besides(self, job: str) -> dict[_Key, ProfileEntry]:
-        """Return what other jobs than `job` have measured. The latest report of a configuration counts."""
+        """Return the measurements of other jobs than `job`. The latest report of a configuration counts."""
         found: dict[_Key, ProfileEntry] = {}
         for at, told in self.told.items():
             for one in told:
@@ -118,12 +118,12 @@ class Report:
 
     job: str
     hints: JobHints
-    seen: float  # when it came, on any clock that is the same for all reports
+    seen: float  # when it was received, on a clock common to all reports
     done: bool = False  # whether the job has ended well
 
 
 def curves(view: View) -> dict[str, Curve]:
-    """By `profile_key`: jobs of one script with the same arguments share what they know, ended ones too."""
+    """Return the shared measurements by `profile_key`; jobs that have ended contribute, too."""
     reports: dict[str, list[Report]] = {}
     for job in view.jobs.values():
         key = job.spec.record.profile_key if job.spec else ""
@@ -138,7 +138,7 @@ def curves(view: View) -> dict[str, Curve]:
 
 
 def curve_of(reports: Sequence[Report]) -> Curve:
-    """Return what the reports of one script's jobs say together. There is at least one."""
+    """Return the shared measurements of at least one report."""
     told: dict[_Key, tuple[_Told, ...]] = {}
     for report in reports:
         for entry in report.hints.profile:
@@ -154,14 +154,14 @@ def curve_of(reports: Sequence[Report]) -> Curve:
 
 
 def informed(job: str, hints: JobHints | None, curve: Curve | None) -> JobHints | None:
-    """Return a job's own report with what only other jobs of its script have measured.
+    """Return a job's own report, extended by what only other jobs with the same script have measured.
 
-    What a job has measured itself counts, however often others have measured the same: it may run on another
-    machine, or have changed its behaviour. Step times of others are converted to its own pace. θ is that of
-    the job that has run on the most replicas, since it says best how they scale beyond that; at measured
-    sizes the measurements correct it. Before its first measurement a job borrows nothing, and others' sizes
-    do not count as tried: it tries sizes itself, each at most twice as large as the largest before. In
-    replays each of these makes completion times shorter.
+    A job's own measurements always count, even if others measured the same configuration more often: the job
+    may run on another machine, or have changed its behaviour. Step times of others are converted to the job's
+    own pace. θ is taken from the job that has run on the most replicas, since it predicts larger sizes best;
+    at measured sizes the measurements correct it. Before its first measurement a job uses nothing of others,
+    and their sizes do not count as tried: the job tries sizes itself, each at most twice as large as the
+    largest one before. In replays each of these rules makes completion times shorter.
     """
     if curve is None or hints is None or hints.perf_params is None or hints.grad_params is None:
         return hints
@@ -173,11 +173,11 @@ def informed(job: str, hints: JobHints | None, curve: Curve | None) -> JobHints 
 
 
 def _at_pace(own: Mapping[_Key, ProfileEntry], others: Mapping[_Key, ProfileEntry]) -> Iterable[ProfileEntry]:
-    """Yield what only others have measured, times the ratio of this job's step times to theirs.
+    """Yield what only others have measured, multiplied by the ratio of this job's step times to theirs.
 
-    The ratio is known where both have measured. Between those numbers of replicas its logarithm is
-    interpolated in log R, beyond them the nearest is taken. Where only one node, or only several, can be
-    compared, that ratio is used for the other as well.
+    The ratio is known for configurations that both have measured. Between those numbers of replicas its
+    logarithm is interpolated in log R; beyond them the nearest ratio is used. If the ratio is known only for
+    one node, or only for several nodes, it is used for both.
     """
     ratios: dict[bool, dict[int, list[float]]] = {False: {}, True: {}}
     for (nodes, replicas, _), entry in own.items():
