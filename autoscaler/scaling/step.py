@@ -274,12 +274,12 @@ def _leave(market: NodeMarket) -> tuple[Memory, list[Action], list[str]]:
 
 
 def _empty(node: NodeUse, entry: Known, now: float) -> bool:
-    """True if a draining node has no replica, and every plan that was under way is published."""
+    """Return whether a draining node has no replica, and every plan that was under way is published."""
     return not node.busy and node.draining and now - entry.leaving_since >= _SETTLE_SECONDS
 
 
 def _left(entry: Known, now: float) -> bool:
-    """True if an instance without a registration will not get one again.
+    """Return whether an instance without a registration will not get one again.
 
     Registrations depend on leases: after an outage of the store they can be missing for a moment while
     replicas are at work.

@@ -1,7 +1,7 @@
-"""What simulated jobs report of themselves, and what a coordinator makes of the reports of one application.
+"""Reports of simulated jobs, and what a coordinator derives from those of one application.
 
-The reports are those that the training library sends (`JobHints`). What they say together is worked out by
-the coordinator's own functions (`coordinator.job_models`).
+The reports have the type that the training library sends (`JobHints`). The coordinator's own functions
+(`coordinator.job_models`) combine them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from adaptdl_elastic.protocol.hints import JobHints, ProfileEntry
 
 @dataclass(frozen=True)
 class Known:
-    """What is known about a job when a decision is made."""
+    """The knowledge about a job at the time of a decision."""
 
     model: GoodputModel | None = None  # None: the job has not been measured yet
     max_profiled_replicas: int = 0
@@ -29,7 +29,7 @@ class Reports:
 
     Args:
         jobs: All jobs of the simulation.
-        shared: Whether jobs of one application know what others have measured.
+        shared: Whether jobs of one application share their measurements.
         remaining: Returns the samples of a job to its declared end; None if it declares none.
     """
 
@@ -41,8 +41,9 @@ class Reports:
         self._kinds: dict[str, list[SimJob]] = {}
         for job in jobs:
             self._kinds.setdefault(job.app.name, []).append(job)
-        self._curves: dict[str, tuple[object, Curve | None]] = {}  # by application, with the state it is of
-        self._known: dict[str, tuple[object, Known]] = {}  # by job, likewise
+        # by application, with the state it was computed from
+        self._curves: dict[str, tuple[object, Curve | None]] = {}
+        self._known: dict[str, tuple[object, Known]] = {}  # by job, with the state it was computed from
         self._entries: dict[str, tuple[ProfileEntry, ...]] = {}
 
     def known(self, job: SimJob, now: float) -> Known:
