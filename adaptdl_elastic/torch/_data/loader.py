@@ -77,7 +77,7 @@ class AdaptiveDataLoaderHelper:
         self._left: int | None = None  # batches that were left then to a loader of one's own; None: not known
 
     def repeats(self) -> None:
-        """This loader hands out the same samples again when its index is put back."""
+        """Record that this loader hands out the same samples again when its index is put back."""
         self._registry.unrepeatable -= 1
 
     # -- where it is -------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class AdaptiveDataLoaderHelper:
         return self._atomic
 
     def _initial(self) -> tuple[int, int]:
-        """The batch size that was given, on the replicas that there are."""
+        """Return the initial batch size, divided among the present replicas."""
         given = initial(self._limits, self.replicas)
         return given.atomic_bsz, given.accumulation_steps
 
@@ -418,7 +418,7 @@ class AdaptiveDataLoaderHelper:
         return _session.current().recovery.loop_ended(self)
 
     def pause(self) -> None:
-        """What happens until the next batch is no part of a step."""
+        """Leave the time until the next batch out of the step times."""
         if self.training:
             _session.current().metrics.pause()
 
@@ -440,7 +440,7 @@ class AdaptiveDataLoaderHelper:
         self.end_batch(commit)
 
     def begin_window(self, window: Window) -> None:
-        """The next batches are those of `window`, of which none has been fetched."""
+        """Begin `window`, of which no batch has been fetched."""
         self._window, self._chunk = window, 0
         self._seed_window()
 
@@ -586,7 +586,7 @@ def _begins() -> bool:
 
 
 def initial_seed(loader: AdaptiveDataLoaderHelper, generator: torch.Generator | None) -> int:
-    """The seed of a loader's order: the generator's or the user's `torch.manual_seed`, rank 0's for all.
+    """Return the seed of a loader's order: rank 0's generator's or `torch.manual_seed`, for all replicas.
 
     Once settled it is kept in checkpoints: a script that does not seed goes on in the order it began in.
 
