@@ -40,6 +40,7 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     Say,
 )
 from adaptdl_elastic.autoscaler.coordinator.fence import fence_off
+from adaptdl_elastic.autoscaler.coordinator.job_models import at_end_since
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, JobChange, Phase
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy, ask, described
 from adaptdl_elastic.autoscaler.coordinator.slots import in_plan, rooms
@@ -126,7 +127,7 @@ class _Deciding:
             self._one(job, self._examine)
         for job in fenced:
             self._one(job, self._urgent)
-        self._remember_waiting()
+        self._remember_times()
         if self.answer is not None:
             self._take_answer(self.answer)
         if self.answer is not None or any(isinstance(action, CompareAndSwap) for action in self.actions):
@@ -217,10 +218,17 @@ class _Deciding:
 
     # 3. The policy
 
-    def _remember_waiting(self) -> None:
-        """Record since when jobs have had no replicas, including the time counted by earlier leaders."""
-        waiting = waiting_since(self.view, self.conditions, self.draft.memory.waiting)
-        self.draft.memory = replace(self.draft.memory, waiting=MappingProxyType(waiting))
+    def _remember_times(self) -> None:
+        """Remember since when jobs have had no replicas, or have been at their declared end.
+
+        The former include the time counted by earlier leaders.
+        """
+        memory = self.draft.memory
+        waiting = waiting_since(self.view, self.conditions, memory.waiting)
+        at_end = at_end_since(self.view, memory.at_end)
+        self.draft.memory = replace(
+            memory, waiting=MappingProxyType(waiting), at_end=MappingProxyType(at_end)
+        )
 
     def _unplanned(self) -> dict[str, Condition]:
         """Return the jobs for which no plan was written in this decision."""
