@@ -37,6 +37,7 @@ OVERDUE_VALUE = 1e6  # value of running a job that has waited too long; exceeds 
 PAUSES_PER_HORIZON = (
     15.0  # number of pauses in the horizon; long jobs keep an allocation for 13 to 26 of them in replays
 )
+OUTLIVED_FACTOR = 4.0  # of the work so far that a job beyond its declared end is expected to need again
 _LEAST_VALUE_KEPT = (
     0.01  # least part of its value that a changed allocation keeps; it may be the only way to run
 )
@@ -55,16 +56,21 @@ def remaining_seconds(jobs: Sequence[JobInfo], goodput_of_one: Array) -> Array:
 
 
 def remaining_work(job: JobInfo) -> float:
-    """Estimate how many samples at the initial batch size a job still has to process.
+    """Return the samples at the initial batch size that a job is expected to have still to do.
 
-    A job may declare this number. Otherwise it is expected to become as long as the average finished job of
-    its kind that was longer than it is now (the mean residual life). Without such jobs it is expected to take
-    as long again as it has so far, as heavy-tailed lengths do (Harchol-Balter and Downey, 1997).
+    A declared end is believed until the job has outlived it, but no less is expected than what others of the
+    same command line came to, or declare, that are longer than it is now: so a job gains nothing by declaring
+    less than others. Without a declared end the mean of those is expected (the mean residual life of what was
+    seen). Where there are none, it is as much again as the job has done, which is what heavy-tailed lengths
+    do (Harchol-Balter and Downey, 1997), or `OUTLIVED_FACTOR` times that for a job that has outlived its
+    declaration: what it has gained by that it loses again.
     """
-    if job.remaining is not None:
-        return job.remaining
     longer = [total - job.attained for total in job.kind_totals if total > job.attained]
-    return sum(longer) / len(longer) if longer else job.attained
+    if longer:
+        return max(sum(longer) / len(longer), job.declared or 0.0)
+    if job.declared is not None:
+        return job.declared
+    return job.attained * (OUTLIVED_FACTOR if job.outlived else 1.0)
 
 
 def overdue(job: JobInfo, now: float, settings: PolicySettings) -> bool:

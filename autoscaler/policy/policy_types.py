@@ -72,14 +72,20 @@ class JobInfo:
     preemptible: bool = True  # False: keeps its replicas once it runs
     avoid_preemptible_nodes: bool = False
     weight: float = 1.0
-    remaining: float | None = None  # samples at the initial batch size still to do; None: not declared
+    remaining: float | None = None  # samples at the initial batch size to the declared end, None without one
+    outlived: bool = False  # it runs on although nothing is left of what it declared
     attained: float = 0.0  # samples at the initial batch size done so far
-    # final lengths of jobs of the same kind, in samples at the initial batch size
+    # final or declared lengths of other jobs of its command line, in samples at the initial batch size
     kind_totals: tuple[float, ...] = ()
     pause: float | None = None  # measured seconds that a change costs; None: PolicySettings.default_pause
     submitted: float = 0.0
     waiting_since: float | None = None  # time since which it has had no replica
     last_change: float | None = None  # when its allocation last changed
+
+    @property
+    def declared(self) -> float | None:
+        """Samples to its declared end; None if it declares no end, or has gone on beyond it."""
+        return None if self.outlived else self.remaining
 
 
 class Objective(str, Enum):

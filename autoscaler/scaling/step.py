@@ -325,9 +325,10 @@ def _late(wanted: Sequence[Want], seen: Observation, settings: ScalingSettings) 
             found.append(
                 f"{job.name}: its deadline counts from when it is profiled: it has reported nothing yet"
             )
-        elif job.remaining is None:
+        elif job.declared is None:
+            why = "has outlived its declared end" if job.outlived else "declares no end"
             found.append(
-                f"{job.name}: declares no end, so its deadline is not looked at; "
+                f"{job.name}: {why}, so its deadline is not looked at; "
                 "let it train in `remaining_epochs_until`, or give --hour-value"
             )
     for want in wanted:

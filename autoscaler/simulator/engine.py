@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from adaptdl_elastic.autoscaler.coordinator.job_models import outlived
 from adaptdl_elastic.autoscaler.policy.policy_types import (
     Allocation,
     Decision,
@@ -116,7 +117,8 @@ class Simulation:
         self._waiting = sorted(self.jobs, key=lambda job: job.submission.time)  # not submitted yet
         self._active: list[SimJob] = []  # in the workload's order
         self._order = {job.name: i for i, job in enumerate(self.jobs)}
-        self._reports = Reports(self.jobs, options.shared_curves)
+        self._reports = Reports(self.jobs, options.shared_curves, self._remaining)
+        self._at_end: dict[str, float] = {}  # since when nothing is left of what a job has declared
         self._seen: set[tuple[str, int]] = set()  # (job, replicas) already measured
 
     def _job(self, submission: Submission, app: Application) -> SimJob:
@@ -214,7 +216,9 @@ class Simulation:
     def info(self, job: SimJob) -> JobInfo:
         """Return what a coordinator would know about a job."""
         app, options = job.app, self.options
-        known = self._reports.known(job, self.now)
+        known, remaining = self._reports.known(job, self.now), self._remaining(job)
+        if remaining == 0:
+            self._at_end.setdefault(job.name, self.now)
         return JobInfo(
             name=job.name,
             max_replicas=app.max_replicas,
@@ -225,7 +229,8 @@ class Simulation:
             submitted=job.submission.time,
             waiting_since=job.waiting_since,
             last_change=job.last_change,
-            remaining=self._remaining(job),
+            remaining=remaining,
+            outlived=outlived(self._at_end.get(job.name), self.now),
             kind_totals=known.totals,
             model=known.model,
         )

@@ -6,7 +6,7 @@ The reports have the type that the training library sends (`JobHints`). The coor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from adaptdl_elastic.autoscaler.coordinator.job_models import Curve, Report, curve_of, informed, model
@@ -21,7 +21,7 @@ class Known:
 
     model: GoodputModel | None = None  # None: the job has not been measured yet
     max_profiled_replicas: int = 0
-    totals: tuple[float, ...] = ()  # samples of each completed job of the application
+    totals: tuple[float, ...] = ()  # samples that others of its application came to, or declare
 
 
 class Reports:
@@ -30,10 +30,14 @@ class Reports:
     Args:
         jobs: All jobs of the simulation.
         shared: Whether jobs of one application share their measurements.
+        remaining: Returns the samples of a job to its declared end; None if it declares none.
     """
 
-    def __init__(self, jobs: Sequence[SimJob], shared: bool) -> None:
+    def __init__(
+        self, jobs: Sequence[SimJob], shared: bool, remaining: Callable[[SimJob], float | None]
+    ) -> None:
         self._shared = shared
+        self._remaining = remaining
         self._kinds: dict[str, list[SimJob]] = {}
         for job in jobs:
             self._kinds.setdefault(job.app.name, []).append(job)
@@ -52,7 +56,7 @@ class Reports:
             found = Known(
                 None if hints is None else model(hints),
                 0 if hints is None else hints.max_profiled_replicas,
-                () if curve is None else curve.totals,
+                () if curve is None else curve.totals_besides(job.name),
             )
             cached = self._known[job.name] = state, found
         known = cached[1]
@@ -96,6 +100,7 @@ class Reports:
             perf_params=theta,
             profile=self._profile(job),
             samples_done=job.progress * app.init_batch_size,
+            remaining_samples=self._remaining(job),
         )
 
     def _profile(self, job: SimJob) -> tuple[ProfileEntry, ...]:

@@ -498,7 +498,7 @@ class AdaptiveDataLoaderHelper:
             session.report_eligibility()
         done = total = None
         if self.end_index:
-            done = float(state.finished * self.end_index + min(state.index, self.end_index))
+            done = state.finished * self.end_index + self._samples_of_pass()
             total = None if state.until is None else float(state.until * self.end_index)
         session.metrics.update_position(
             step=session.step,
@@ -508,6 +508,21 @@ class AdaptiveDataLoaderHelper:
             samples_total=total,
             data_size=self.end_index,
         )
+
+    def _samples_of_pass(self) -> float:
+        """Return how far this pass is, in samples; with autoscaling in samples at the initial batch size."""
+        state = self._running()
+        if not self.adaptive:
+            return float(min(state.index, self.end_index))
+        progress = (self._effort()[0] - state.start_progress) * self._windows_per_step() * self.batch_size
+        return min(max(progress, 0.0), float(self.end_index))
+
+    def _windows_per_step(self) -> int:
+        """Return in how many windows the script takes one step: more than 1 where it accumulates by hand."""
+        windows, before_each = _session.current().step - self._entered[0], self._entered[1]
+        counts = zip_longest(self._each_attempts(), before_each, fillvalue=0)
+        own = max((now - then for now, then in counts), default=0)
+        return max(1, round(windows / own)) if own else 1
 
     def epoch_done(self) -> bool:
         """With autoscaling: whether this loop has made the progress of one pass at the initial batch size.
@@ -521,11 +536,8 @@ class AdaptiveDataLoaderHelper:
         """
         session, state = _session.current(), self._running()
         progress, attempts = self._effort()
-        windows, before_each = session.step - self._entered[0], self._entered[1]
-        counts = zip_longest(self._each_attempts(), before_each, fillvalue=0)
-        own = max((now - then for now, then in counts), default=0)
-        by_hand = max(1, round(windows / own)) if own else 1
-        done = progress - state.start_progress + 0.5 >= self.end_index / self.batch_size / by_hand
+        steps = self.end_index / self.batch_size / self._windows_per_step()
+        done = progress - state.start_progress + 0.5 >= steps
         before, tried, index = self._mark
         if progress > before:
             self._mark = progress, attempts, state.index
