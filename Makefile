@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo cluster-demo ec2-demo soak chaos simulate-faults api test test-integrations lint clean
+.PHONY: help install demo cluster-demo ec2-demo soak chaos simulate-faults api quick test test-integrations lint clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -31,8 +31,8 @@ cluster-demo: $(STAMP) ## three agents on this machine: one joins late, one is d
 ec2-demo: $(STAMP) ## an auto-scaling group without an account: grows, is interrupted, shrinks
 	@$(BIN)/python examples/ec2_demo.py
 
-soak: $(STAMP) ## MINUTES=15: replicas that come, go and are killed at random, and exact arithmetic at the end
-	@$(BIN)/python benchmarks/soak.py --minutes $(or $(MINUTES),15)
+soak: $(STAMP) ## MINUTES=15 [HABITS=1]: replicas that come, go and are killed at random, and exact arithmetic at the end
+	@$(BIN)/python benchmarks/soak.py --minutes $(or $(MINUTES),15) $(if $(HABITS),--habits)
 
 chaos: $(STAMP) ## SECONDS=600 SEED=1: schedules of changes and deaths drawn at random, beyond those of the tests
 	@ADAPTDL_CHAOS_SECONDS=$(or $(SECONDS),600) ADAPTDL_CHAOS_SEED=$(or $(SEED),1) \
@@ -50,6 +50,9 @@ lint: $(STAMP) ## ruff, mypy --strict, import-linter
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+quick: $(STAMP) ## the tests that start no process, in about a minute
+	@$(BIN)/python -m pytest --quick -n 2 --dist worksteal
 
 test: lint ## the tests
 	@$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10

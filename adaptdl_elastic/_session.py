@@ -65,7 +65,7 @@ class Identity:
             rank=env.replica_rank(),
             replicas=env.num_replicas(),
             nodes=env.num_nodes(),
-            generation=env.num_restarts(),
+            generation=env.generation(),
             job=env.job_id() or "",
         )
 

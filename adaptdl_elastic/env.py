@@ -104,8 +104,16 @@ def local_rank() -> int:
 
 
 def num_restarts() -> int:
-    """The generation, counted from 0: how often the membership has changed."""
+    """Return how often the membership has changed in this run of the job."""
     return _read(_count(0), environment.NUM_RESTARTS, environment.RESTART_COUNT) or 0
+
+
+def generation() -> int:
+    """Return the number of this generation, counted over all runs of the job.
+
+    Agents and replicas name a generation by it. Without an agent it is `num_restarts`.
+    """
+    return _read(_count(0), environment.GENERATION, environment.NUM_RESTARTS, environment.RESTART_COUNT) or 0
 
 
 def adaptdl_sched_version() -> str | None:

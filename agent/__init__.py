@@ -1,1 +1,1 @@
-"""One node: `adaptdl-run`, the elastic agent, and the replica processes it supervises."""
+"""One node: `adaptdl-run`, the elastic agent, and the replica processes that it supervises."""

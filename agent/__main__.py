@@ -1,4 +1,4 @@
-"""`python -m adaptdl_elastic.agent` is adaptdl-run."""
+"""Run `adaptdl-run` as `python -m adaptdl_elastic.agent`."""
 
 import sys
 

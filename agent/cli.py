@@ -1,4 +1,4 @@
-"""`adaptdl-run`, also `python -m adaptdl_elastic.agent`."""
+"""The command `adaptdl-run`, also `python -m adaptdl_elastic.agent`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from adaptdl_elastic.protocol.channel import STOPPED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code is the job's (2: the command line can not be used)."""
+    """Run the command line; return the job's exit code (2: the command line is invalid)."""
     try:
         logging.basicConfig(level=_log_level(), format="adaptdl-run: %(name)s: %(message)s")
         options = parse(arguments)
@@ -28,9 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     for note in options.notes:
         complain(note)
-    # a signal that comes before the agent listens has nothing to save yet
+    # until the agent handles signals itself, there is nothing to save
     for number in options.signals:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # keep ignored signals ignored, as `nohup` needs
             signal.signal(number, lambda number, frame: sys.exit(130 if number == signal.SIGINT else STOPPED))
     try:
         return launch(options, complain)

@@ -1,4 +1,4 @@
-"""From a checked command line to an exit code: start what the agent needs, run it, clean up."""
+"""Run one node's part of a job from a checked command line to an exit code."""
 
 from __future__ import annotations
 
@@ -56,27 +56,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# what one machine needs: sizes change within seconds of a reason to
+# seconds between policy rounds of a standalone job
 _STANDALONE_INTERVAL = "3"
 
 
 class LaunchError(RuntimeError):
-    """The run can not start; the message says what to do."""
+    """The run cannot start; the message says what to do."""
 
 
 def launch(options: RunOptions, say: Callable[[str], None]) -> int:
-    """Run this node's part of the job; the exit code. LaunchError when it can not start."""
+    """Run this node's part of the job and return the exit code; LaunchError if it cannot start."""
     with ExitStack() as stack:
         redirects = Streams.parse("--redirects", options.redirects)
         tee = Streams.parse("--tee", options.tee)
         if options.standalone:
-            _be_alone(options.job, stack)
+            _lock_standalone_job(options.job, stack)
         check_checkpoint_path(options.checkpoint_path)
         events = _open_event_log(options, say)
         stack.callback(events.close)
         share = SharePath(os.environ, options.job)
         stack.callback(share.close)
-        fork_server = start_fork_server()  # warms up while the rest of us starts
+        fork_server = start_fork_server()  # imports torch while the rest of the agent starts
         stack.callback(fork_server.close)
         access = _store(options, os.environ, stack)
         display = Display.of(options, say)
@@ -91,41 +91,45 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
             options.local_ranks_filter,
             options.role,
             display.show,
+            several=options.slots > 1
+            and (options.local_ranks_filter is None or len(options.local_ranks_filter) > 1),
+            all_tracebacks=options.tracebacks == "all",
         )
         stack.callback(output.close)
         if options.standalone:
             note = runtime_file.RuntimeFile(access.endpoint, options.cluster, options.job, os.getpid())
             runtime_file.write(note)
             stack.callback(runtime_file.remove, options.job, os.getpid())
-        # Before anything is leased: while torch's libraries are loaded no other thread of ours runs: on a
-        # busy machine for longer than a lease.
+        # Import torch before a lease is taken: while it is loaded no other thread of this process runs, on a
+        # busy machine for longer than a lease lasts.
         importlib.import_module("adaptdl_elastic.agent.runtime.agent")
         _check_event_handler(options.event_log_handler)
-        outfit = Outfit(access, Keys(options.cluster), fork_server, output, events, display, share)
+        parts = AgentParts(access, Keys(options.cluster), fork_server, output, events, display, share)
         try:
-            found = _join(options, outfit)
+            found = _join(options, parts)
         except ended_run.JobEndedError as ended:
             events.write(
                 {"time": time.time(), "event": "exit", "exit_code": ended.exit_code, "reason": str(ended)}
             )
             display.say(str(ended))
             return ended.exit_code
-        return _run(options, found, outfit)
+        return _run(options, found, parts)
 
 
 @dataclass(frozen=True)
 class StoreAccess:
-    """A connection to the store, and how a child of ours gets its own."""
+    """A connection to the store, and what a child process needs to open its own."""
 
     endpoint: str
     store: PlanStore
-    confidential: bool  # only who may write it reads it: it may keep a secret
-    environ: Mapping[str, str] = field(repr=False)  # ours, with `ADAPTDL_ETCD_*` as they are for this store
+    confidential: bool  # only users who may write the store can read it, so that it may keep a secret
+    # this process's environment with `ADAPTDL_ETCD_*` for this store
+    environ: Mapping[str, str] = field(repr=False)
 
 
 @dataclass(frozen=True)
-class Outfit:
-    """What an agent works with; `launch` closes it."""
+class AgentParts:
+    """The parts that an agent needs; `launch` closes them."""
 
     access: StoreAccess
     keys: Keys
@@ -136,8 +140,8 @@ class Outfit:
     share: SharePath
 
 
-def _be_alone(job: str, stack: ExitStack) -> None:
-    """Two runs of one standalone job would write the same checkpoints and answer to the same name."""
+def _lock_standalone_job(job: str, stack: ExitStack) -> None:
+    """Make sure that no other run of this standalone job exists; it would write the same checkpoints."""
     lock = stack.enter_context(runtime_file.locked(job))
     other = runtime_file.find(job)
     if lock and other is None:
@@ -151,17 +155,17 @@ def _be_alone(job: str, stack: ExitStack) -> None:
 
 @dataclass(frozen=True)
 class _Found:
-    """The job as it was joined, and the node as it was registered."""
+    """The job that was joined, and this node's registration."""
 
     spec: JobSpec
     registration: Registration
     identity: interruption.InstanceIdentity | None
     host: str
-    secret: str = field(repr=False)  # of the run
+    secret: str = field(repr=False)  # secret of the run
 
 
 def _store(options: RunOptions, environ: Mapping[str, str], stack: ExitStack) -> StoreAccess:
-    """Connect to the store, or keep one in this process where no endpoint is given."""
+    """Connect to the store; without an endpoint serve one from this process."""
     environ = store_environment(options, environ)
     if options.endpoint is None:
         try:
@@ -184,16 +188,17 @@ def _store(options: RunOptions, environ: Mapping[str, str], stack: ExitStack) ->
 
 
 def _confidential(store: PlanStore, endpoint: str, options: StoreOptions) -> bool:
-    """Whether nobody reads what is in this store but who has the password. v2 lets guests read by default."""
+    """Return whether only users with a password can read this store. (etcd's v2 API lets guests read.)"""
     urls = parse_endpoints(endpoint, options.secure)
     encrypted = all(url.startswith("https://") for url in urls)
     return encrypted and options.user is not None and isinstance(store.driver, EtcdV3Store)
 
 
 def store_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ`, with `ADAPTDL_ETCD_*` as the command line has it, and without where there is no etcd.
+    """Return `environ` with `ADAPTDL_ETCD_*` from the command line, or without them if there is no etcd.
 
-    The coordinator that this agent may come to keep gets it: the process list is everybody's to read.
+    A coordinator started by this agent gets it. Options on its command line would be visible in the process
+    list.
     """
     found = dict(environ)
     given = {
@@ -213,7 +218,7 @@ def store_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[s
 
 
 def check_checkpoint_path(path: str) -> None:
-    """Find out now that nothing can be saved, not after an hour of training."""
+    """Check at the start that checkpoints can be written to `path`."""
     if "://" in path:
         return
     directory = Path(path)
@@ -236,17 +241,17 @@ def _open_event_log(options: RunOptions, say: Callable[[str], None]) -> EventLog
         raise LaunchError(f"--event-log {options.event_log}: {error.strerror}") from None
 
 
-def _join(options: RunOptions, outfit: Outfit) -> _Found:
-    """Register this node and join the job, or begin it; LaunchError when that can not be."""
+def _join(options: RunOptions, parts: AgentParts) -> _Found:
+    """Register this node and join the job, or begin it; LaunchError if that is impossible."""
     host = options.local_addr or "127.0.0.1"
     if not (options.local_addr or options.standalone):
-        host = address_towards(parse_endpoints(outfit.access.endpoint))
-    listen(host, options.port_range).close()  # a replica will have to: find out now
+        host = address_towards(parse_endpoints(parts.access.endpoint))
+    listen(host, options.port_range).close()  # a replica here will have to listen, so check it now
     point = _meeting_point(options)
     if point is not None and options.max_nodes == 1:
         check_meeting_point(point, host)
     try:
-        return _take_part(options, host, outfit.access, outfit.keys, outfit.display.say)
+        return _take_part(options, host, parts.access, parts.keys, parts.display.say)
     except StorageError as error:
         raise LaunchError(
             f"the checkpoints in {options.checkpoint_path} cannot be looked at or put aside: {error}; "
@@ -285,7 +290,7 @@ def _take_part(
 
 
 def _check_secret(spec: JobSpec, common: run_secret.CommonSecret, keys: Keys) -> None:
-    """Refuse to join a run whose replicas would refuse ours."""
+    """Refuse to join a run whose secret is not this node's: its replicas would refuse those of this node."""
     if spec.secret_mark not in ("", common.mark(keys.cluster, spec)):
         raise job_joining.JoinError(
             f"job {spec.job!r} runs with another secret than this node's; {run_secret.REMEDY}"
@@ -315,7 +320,7 @@ def _node_record(
 
 
 def _count_gpus() -> int:
-    # without a CUDA context: NVML's view through the driver's files
+    # from the driver's files, without a CUDA context
     return (
         len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
         if Path("/proc/driver/nvidia/gpus").is_dir()
@@ -324,14 +329,14 @@ def _count_gpus() -> int:
 
 
 def job_spec(options: RunOptions) -> JobSpec:
-    """What the command line says about the job, as a new run."""
+    """Return the job as the command line describes it, as a new run."""
     return JobSpec(
         job=options.job,
         run=f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}",
         command=options.command,
         min_nodes=options.min_nodes,
         max_nodes=options.max_nodes,
-        min_replicas=options.min_nodes,  # what a node takes at least stands in its own registration
+        min_replicas=options.min_nodes,  # the least that a node takes is in its own registration
         min_slots=options.min_slots,
         max_replicas=options.slots if options.max_nodes == 1 else MANY_REPLICAS,
         max_restarts=options.max_restarts,
@@ -349,8 +354,10 @@ def job_spec(options: RunOptions) -> JobSpec:
 
 
 def _digest(options: RunOptions) -> str:
-    """The same for the same script with the same arguments, wherever it lies: jobs that have it in common
-    share their profiles, agents that do not have it are not of one job."""
+    """Return a digest of script and arguments, independent of the directory.
+
+    Jobs with the same digest share their profiles; agents with different ones do not belong to one job.
+    """
     script = Path(options.script)
     name = options.script if options.mode == "module" else script.name
     text = json.dumps([options.mode, name, *options.script_args]).encode()
@@ -359,22 +366,22 @@ def _digest(options: RunOptions) -> str:
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-def _run(options: RunOptions, found: _Found, outfit: Outfit) -> int:
-    """Run the agent until this node's part is over; the exit code."""
+def _run(options: RunOptions, found: _Found, parts: AgentParts) -> int:
+    """Run the agent until this node's part is over; return the exit code."""
     from adaptdl_elastic.agent.runtime.agent import ElasticAgent
-    from adaptdl_elastic.agent.terminal.event_recorder import Journal
+    from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
 
-    journal = Journal(outfit.events.write)
+    recorder = EventRecorder(parts.events.write)
     agent = ElasticAgent(
         _worker_spec(options),
-        _setting(options, found, outfit),
-        outfit.access.store.of_node(found.registration.record.node),
-        outfit.keys,
+        _agent_config(options, found, parts),
+        parts.access.store.of_node(found.registration.record.node),
+        parts.keys,
         found.registration,
-        outfit.fork_server,
-        outfit.output,
-        journal,
-        outfit.display.say,
+        parts.fork_server,
+        parts.output,
+        recorder,
+        parts.display.say,
         start_fork_server,
     )
     watcher = None
@@ -387,26 +394,27 @@ def _run(options: RunOptions, found: _Found, outfit: Outfit) -> int:
         if watcher is not None:
             watcher.stop()
         try:
-            # before the registration goes: another agent must not put aside what this one is about to note
-            _note_end(options, found.spec, agent.job_ended, outfit.display.say)
+            # before the registration is closed: another agent must not move aside what this one is about to
+            # note
+            _note_end(options, found.spec, agent.job_ended, parts.display.say)
         finally:
             found.registration.close()
-            outfit.share.close(agent.job_done)
-    output = outfit.output
+            parts.share.close(agent.job_done)
+    output = parts.output
     output.keep = output.keep or agent.exit_code not in (0, STOPPED)
-    journal.flush()
-    journal.emit("exit", exit_code=agent.exit_code, reason=agent.exit_reason)
-    outfit.display.finish(agent.exit_code, agent.exit_reason, output.directory if output.keep else None)
+    recorder.flush()
+    recorder.emit("exit", exit_code=agent.exit_code, reason=agent.exit_reason)
+    parts.display.finish(agent.exit_code, agent.exit_reason, output.directory if output.keep else None)
     return agent.exit_code
 
 
 def _note_end(
     options: RunOptions, spec: JobSpec, status: JobStatus | None, say: Callable[[str], None]
 ) -> None:
-    """Leave a note beside the checkpoints that the job has ended.
+    """Write a note beside the checkpoints that the job has ended.
 
-    Of a job that is not done only `--once` wants to know. In a cluster the store tells; a standalone job's
-    store ends with it.
+    A job that is not done needs the note only for `--once`. In a cluster the store has that information; the
+    store of a standalone job ends with it.
     """
     if status is not None and (status.state is JobState.DONE or options.standalone):
         ended_run.write_note(spec, status, options.checkpoint_path, say, even_if_empty=options.once)
@@ -429,11 +437,11 @@ def _meeting_point(options: RunOptions) -> MeetingPoint | None:
 
 
 def check_meeting_point(point: MeetingPoint, host: str) -> None:
-    """Find out now that the only node cannot keep a store there.
+    """Check at the start that the only node of a job can serve its store at the given address.
 
     Raises:
-        LaunchError: The address is another machine's.
-        NoPortError: The port is taken.
+        LaunchError: the address belongs to another machine.
+        NoPortError: the port is in use.
     """
     if point.host is not None and not is_local(point.host):
         raise LaunchError(
@@ -445,7 +453,7 @@ def check_meeting_point(point: MeetingPoint, host: str) -> None:
         raise NoPortError(f"{point}: {error}") from None
 
 
-def _setting(options: RunOptions, found: _Found, outfit: Outfit) -> AgentConfig:
+def _agent_config(options: RunOptions, found: _Found, parts: AgentParts) -> AgentConfig:
     record = found.registration.record
     return AgentConfig(
         me=AgentIdentity(
@@ -467,14 +475,14 @@ def _setting(options: RunOptions, found: _Found, outfit: Outfit) -> AgentConfig:
             checkpoint_path=options.checkpoint_path,
             checkpoint_timeout=options.checkpoint_timeout,
             checkpoint_interval=options.checkpoint_interval,
-            share_path=str(outfit.share.path),
+            share_path=str(parts.share.path),
             max_restarts=options.max_restarts,
             threads=options.threads,
             rescale=options.rescale,
             virtual_local_rank=options.virtual_local_rank,
             secret=found.secret,
         ),
-        coordinator=_coordinator_command(options, outfit.access),
+        coordinator=_coordinator_command(options, parts.access),
         max_restarts=found.spec.max_restarts,
         signals=options.signals,
     )
@@ -496,7 +504,7 @@ def _worker_spec(options: RunOptions) -> WorkerSpec:
 
 
 def _coordinator_command(options: RunOptions, access: StoreAccess) -> CoordinatorCommand:
-    """Of the coordinator that this agent may come to keep."""
+    """Return how to start a coordinator, if this agent comes to run one."""
     arguments = ["--etcd", access.endpoint, "--cluster", options.cluster, "--etcd-api", options.etcd_api]
     if options.standalone:
         arguments += ["--interval", _STANDALONE_INTERVAL]
@@ -504,26 +512,26 @@ def _coordinator_command(options: RunOptions, access: StoreAccess) -> Coordinato
 
 
 def ignore_signals(numbers: Iterable[signal.Signals]) -> None:
-    """From here on there is nothing left to stop, and the exit code stands.
+    """Ignore these signals from now on: nothing is left to stop, and the exit code is final.
 
-    Python gives its handlers back while it ends, and then a late signal would be the process's end.
+    While Python exits it restores the default handlers, by which a late signal would kill the process.
     """
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 
 
 def start_fork_server() -> ForkServer:
-    """A fork server with this process's environment, but for how to get into the store: no replica has to.
+    """Start a fork server with this environment, without credentials of the store and secrets of other runs.
 
-    Nor does a replica need the secret of other runs: it gets that of its own.
+    A replica gets only the secret of its own run.
     """
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith("ADAPTDL_ETCD_") and k != "ADAPTDL_SECRET"
     }
-    environment.setdefault("OMP_NUM_THREADS", "1")  # no pool of threads before the fork
+    environment.setdefault("OMP_NUM_THREADS", "1")  # no thread pool may exist before the fork
     return ForkServer.start(environment)
 
 
 def complain(text: str) -> None:
-    """One line for the person at the terminal."""
+    """Print one line for the user."""
     print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)

@@ -1,5 +1,6 @@
-"""The whole cluster: who gets which nodes, and how many nodes there are.
+"""The whole cluster: which job gets which nodes, and how many nodes there are.
 
-`policy` decides (pure), `coordinator` carries decisions into the store, `providers` give and take
-nodes, `simulator` replays workloads against the same code, `cli` is the command `adaptdl`.
+`policy` decides (pure), `coordinator` writes the decisions into the store as plans, `scaling` decides how
+many nodes to buy, `providers` start and stop nodes, `simulator` replays workloads against the same code, and
+`cli` is the command `adaptdl`.
 """

@@ -1,4 +1,4 @@
-"""`python -m adaptdl_elastic.autoscaler` is the command `adaptdl`."""
+"""Run the command `adaptdl` as `python -m adaptdl_elastic.autoscaler`."""
 
 from adaptdl_elastic.autoscaler.cli import main
 

@@ -1,7 +1,7 @@
-"""The command `adaptdl`: what there is, how a store is found, and how errors are said.
+"""The command `adaptdl`: its subcommands, how it finds a store, and how it prints errors.
 
-Every subcommand lives in its own module, which is imported only when it is used: `adaptdl --help` and
-`adaptdl ls` must not wait for numpy or boto3.
+The module of a subcommand is imported only when the command is used, so that `adaptdl --help` and `adaptdl
+ls` do not wait for numpy or boto3.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _OWN: dict[str, tuple[str, str]] = {
 COMMANDS = ExtensionPoint(
     "command", "adaptdl_elastic.commands", {name: target for name, (target, _) in _OWN.items()}
 )
-"""The subcommands of `adaptdl`; another package adds one by an entry point to a `click.Command`."""
+"""The subcommands of `adaptdl`. Another package adds one by an entry point to a `click.Command`."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class CommandError(click.ClickException):
-    """One line that says what is wrong and what to do; exit code 1."""
+    """An error with one line that says what is wrong and what to do; exit code 1."""
 
     def show(self, file: Any = None) -> None:
         """Print the line."""
@@ -57,7 +57,7 @@ class CommandError(click.ClickException):
 
 
 class OptionError(click.UsageError):
-    """One line about options that were given; exit code 2, as for what click finds."""
+    """An error in the given options, as one line; exit code 2, as for errors that click finds."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, click.get_current_context(silent=True))
@@ -74,7 +74,7 @@ def _usage(error: click.UsageError) -> str:
 
 
 def refuse(names: Collection[str], why: str) -> None:
-    """OptionError where one of these parameters of the command was typed: it would be lost silently."""
+    """Raise OptionError if one of these parameters was given, since it would have no effect."""
     context = click.get_current_context(silent=True)
     if context is None:
         return
@@ -85,10 +85,10 @@ def refuse(names: Collection[str], why: str) -> None:
 
 
 class Finite(click.FloatRange):
-    """A number within bounds; neither infinite nor NaN, which is within any of click's own bounds."""
+    """A number within bounds that is neither infinite nor NaN (click's bounds accept NaN)."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number; a usage error for what is none."""
+        """Return the number; raise a usage error if the value is no finite number."""
         number = click.FLOAT.convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number", param, ctx)
@@ -101,7 +101,7 @@ def _short_help(name: str) -> str:
 
 
 class _LazyGroup(click.Group):
-    """Subcommands by name of the module they are in."""
+    """A group that loads each subcommand when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return COMMANDS.names()
@@ -140,16 +140,22 @@ class _LazyGroup(click.Group):
 )
 @click.version_option(package_name="adaptdl-elastic", prog_name="adaptdl")
 def adaptdl() -> None:
-    """See and steer elastic PyTorch jobs.
+    """See and control elastic PyTorch jobs.
 
-    The etcd of the cluster is given by --etcd HOST:PORT or ADAPTDL_ETCD; without either it is about the
-    standalone jobs of this user on this machine.
+    The etcd of the cluster is given by --etcd HOST:PORT or ADAPTDL_ETCD. Without either, commands are about
+    the standalone jobs of this user on this machine.
     """
 
 
 @dataclass(frozen=True)
 class Place:
-    """A store, a cluster in it, and the name of the standalone job whose store it is ("": it is an etcd)."""
+    """A store and a cluster in it.
+
+    Attributes:
+        endpoint: of the store.
+        cluster: name of the cluster.
+        job: name of the standalone job whose store it is; "": it is an etcd.
+    """
 
     endpoint: str
     cluster: str
@@ -158,7 +164,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Where:
-    """Which store, and which cluster in it, as the command line and the environment say."""
+    """The store and the cluster that the command line and the environment select."""
 
     etcd: str | None = None
     api: Literal["auto", "v2", "v3"] = "auto"
@@ -169,7 +175,7 @@ class Where:
     user: str | None = None
 
     def places(self, job: str | None = None) -> list[Place]:
-        """Return every store that a command is about: the etcd that was given, or those of standalone jobs.
+        """Return every store that a command is about: the given etcd, or those of standalone jobs.
 
         Args:
             job: only the store of the standalone job of this name.
@@ -200,7 +206,7 @@ class Where:
         )
 
     def locate(self, job: str | None = None) -> Place:
-        """Return the one store that a command is about; CommandError when there is none, or several are."""
+        """Return the one store that a command is about; CommandError if there is none, or more than one."""
         found = self.places(job)
         if len(found) > 1:
             names = ", ".join(place.job for place in found)
@@ -208,7 +214,7 @@ class Where:
         return found[0]
 
     def options(self, endpoint: str) -> StoreOptions:
-        """The time-out and the credentials for an endpoint; a standalone job's store takes no credentials."""
+        """Return time-out and credentials for an endpoint; a standalone job's store takes no credentials."""
         from adaptdl_elastic.rendezvous.store.local_socket import is_local
         from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
@@ -218,12 +224,12 @@ class Where:
         return StoreOptions.from_environment(ca=self.ca, cert=self.cert, key=self.key, user=self.user)
 
     def connect(self, job: str | None = None) -> tuple[Store, str]:
-        """The store and the cluster; CommandError when it can not be had."""
+        """Return the store and the name of the cluster; CommandError if the store cannot be used."""
         place = self.locate(job)
         return self.open(place), place.cluster
 
     def open(self, place: Place) -> Store:
-        """Connect to one of `places`; CommandError when that cannot be done."""
+        """Connect to one of `places`; CommandError if that fails."""
         from adaptdl_elastic.rendezvous.store.base import StoreAuthError, StoreError
         from adaptdl_elastic.rendezvous.store.connect import connect
         from adaptdl_elastic.rendezvous.store.local_socket import is_local
@@ -239,20 +245,20 @@ class Where:
 
 
 def _which_job() -> str:
-    """Return what to do where several standalone jobs could be meant: some commands have `--job`."""
+    """Return what to do if several standalone jobs could be meant: some commands have `--job`."""
     context = click.get_current_context(silent=True)
     chooses = context is not None and any(one.name == "standalone_job" for one in context.command.params)
     return "say which with --job NAME" if chooses else "give --etcd HOST:PORT of an etcd"
 
 
 def standalone_job_option(command: F) -> F:
-    """`--job`, as the parameter `standalone_job`: which of several standalone jobs is meant."""
+    """Add `--job`, as the parameter `standalone_job`: which of several standalone jobs is meant."""
     text = "The standalone job that is meant, where several run on this machine."
     return click.option("--job", "standalone_job", metavar="NAME", default=None, help=text)(command)
 
 
 def store_options(command: F) -> F:
-    """The options by which a command finds its store; it gets them as `where`."""
+    """Add the options that select the store; the command gets them as the parameter `where`."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         names = ("etcd", "api", "cluster", "ca", "cert", "key", "user")
@@ -311,12 +317,12 @@ def store_options(command: F) -> F:
 
 
 def json_option(command: F) -> F:
-    """`--json`, as the parameter `as_json`."""
+    """Add `--json`, as the parameter `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="One JSON value instead of a table.")(command)
 
 
 def main() -> None:
-    """Entry point: no traceback of ours reaches a user."""
+    """Run the command line; print errors as one line, without a traceback."""
     try:
         code = adaptdl.main(prog_name="adaptdl", standalone_mode=False)
     except click.exceptions.Abort:

@@ -1,8 +1,7 @@
-"""Hold what is known of a cluster: a `View` of the store, and the `ClusterCache` that keeps it current.
+"""What is known of a cluster: a `View` of the store, and the `ClusterCache` that keeps it current.
 
-Nothing here decides and nothing here does I/O. The keeper is fed with a range and then with changes,
-in order; it decodes each value once, keeps the last good hints of a job when a newer report is
-garbage, and says once what it could not read.
+Nothing here decides or does I/O. The cache is given a range and then its changes, in order. It decodes each
+value once, keeps a job's last valid hints if a newer report is invalid, and reports an invalid value once.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ V = TypeVar("V")
 NodeOfGeneration = tuple[int, str]
 """(generation, node)."""
 
-_DIGITS = 18  # of a generation: what is longer is none
+_DIGITS = 18  # most digits of a generation's number
 
 
 def _empty() -> Mapping[Any, Any]:
@@ -35,7 +34,7 @@ def _empty() -> Mapping[Any, Any]:
 
 @dataclass(frozen=True)
 class Observed(Generic[R]):
-    """A record, the revision it stands at, and when *this* process first saw it so (its own clock)."""
+    """A record, its revision, and when *this* process first saw it (by its own clock)."""
 
     record: R
     revision: int
@@ -44,7 +43,7 @@ class Observed(Generic[R]):
 
 @dataclass(frozen=True)
 class JobView:
-    """Everything in the store about one job."""
+    """All records of one job in the store."""
 
     job: str
     spec: Observed[records.JobSpec] | None = None
@@ -57,12 +56,13 @@ class JobView:
     running: Mapping[NodeOfGeneration, Observed[records.RunningRecord]] = field(default_factory=_empty)
     broken: Mapping[NodeOfGeneration, Observed[records.PeerLossRecord]] = field(default_factory=_empty)
     ended: Mapping[NodeOfGeneration, Observed[records.EndedRecord]] = field(default_factory=_empty)
-    generations: frozenset[int] = frozenset()  # those that have any key
-    unreadable: Mapping[str, int] = field(default_factory=_empty)  # plan, status, request: of the garbage
+    generations: frozenset[int] = frozenset()  # generations that have any key
+    # plan, status, request → revision of an invalid value
+    unreadable: Mapping[str, int] = field(default_factory=_empty)
 
     @property
     def status_now(self) -> records.JobStatus | None:
-        """The status of the present run; None where only an earlier run's stands there, or none."""
+        """The status of the present run; None if there is none, or only that of an earlier run."""
         if self.status is None or (self.spec is not None and self.status.record.run != self.spec.record.run):
             return None
         return self.status.record
@@ -75,12 +75,12 @@ class JobView:
 
 
 BILL_SECONDS = 60.0
-"""After which what the autoscaler has said of an hour's price is no longer so: it is dead."""
+"""Age in seconds after which the hourly cost in the autoscaler's status is no longer valid."""
 
 
 @dataclass(frozen=True)
 class Missing:
-    """A registration that is no longer there."""
+    """A registration that was seen to vanish."""
 
     agent: str
     seen: float
@@ -91,24 +91,25 @@ class View:
     """A cluster as of `revision`. `now` and every `seen` are readings of the same local clock."""
 
     now: float
-    wall: float  # seconds since the epoch, to be shown to people
+    wall: float  # seconds since the epoch, for users
     nodes: Mapping[str, Mapping[str, Observed[records.NodeRecord]]] = field(
         default_factory=_empty
-    )  # job, node
+    )  # job → node → registration
     jobs: Mapping[str, JobView] = field(default_factory=_empty)
     drains: Mapping[str, Observed[records.DrainRequest]] = field(default_factory=_empty)
-    gone: Mapping[tuple[str, str], Missing] = field(default_factory=_empty)  # (job, node) seen to vanish
+    # (job, node) → registration seen to vanish
+    gone: Mapping[tuple[str, str], Missing] = field(default_factory=_empty)
     leader: Observed[records.LeaderRecord] | None = None
     autoscaler: Observed[records.AutoscalerStatus] | None = None
     steady_since: float = float("-inf")  # since when the store has answered without a break
     revision: int = 0
 
     def agents(self, job: str) -> Mapping[str, Observed[records.NodeRecord]]:
-        """The registrations of one job, by node."""
+        """Return the registrations of one job, by node."""
         return self.nodes.get(job, _empty())
 
     def cost(self, job: str) -> records.JobCost | None:
-        """What the autoscaler says of a job's nodes; None where none runs, or has seen no node of it."""
+        """Return the cost of a job's nodes as the autoscaler reports it; None if it reports none."""
         jobs = self.autoscaler.record.jobs if self.autoscaler else ()
         found = next((cost for cost in jobs if cost.job == job), None)
         if found is None or self.bill_age <= BILL_SECONDS:
@@ -117,12 +118,12 @@ class View:
 
     @property
     def bill_age(self) -> float:
-        """Seconds since the autoscaler has said what it pays, as it does every few seconds; 0: no telling."""
+        """Seconds since the autoscaler last reported its costs; 0 if it never did."""
         said = self.autoscaler.record.updated if self.autoscaler else 0.0
         return max(0.0, self.wall - said) if said else 0.0
 
     def draining(self, node: records.NodeRecord) -> bool:
-        """Whether a node is to be left, by its own word or by a request for it."""
+        """Return whether a node is draining, by its registration or by a request."""
         if node.draining:
             return True
         request = self.drains.get(node.node)
@@ -134,16 +135,16 @@ class View:
 
 @dataclass(frozen=True)
 class Problem:
-    """A value under our prefix that is not what its key promises."""
+    """An invalid value in the store."""
 
     key: str
     message: str
 
 
 class ClusterCache:
-    """Follows the store's keys of one cluster; `view` freezes what it knows.
+    """The store's keys of one cluster, decoded; `view` returns an immutable copy.
 
-    Not thread-safe: feed and read it from one thread.
+    Not thread-safe: use it from one thread.
     """
 
     def __init__(self, keys: Keys) -> None:
@@ -158,7 +159,7 @@ class ClusterCache:
         self._known: set[str] = set()
         self._problems: list[Problem] = []
         self._complained: set[str] = set()
-        self.events: dict[str, int] = {}  # event key -> revision; values are not kept
+        self.events: dict[str, int] = {}  # key of an event → revision; the values are not kept
 
     @property
     def revision(self) -> int:
@@ -167,21 +168,24 @@ class ClusterCache:
 
     @property
     def led(self) -> bool:
-        """Whether there is a leader, garbage in its key included."""
+        """Whether the leader's key exists, even with an invalid value."""
         return self._keys.coordinator_leader in self._known
 
     def load(self, snapshot: Snapshot, now: float) -> None:
-        """Take a whole range: what is not in it has vanished."""
+        """Apply a whole range: keys that are not in it have been deleted."""
         for key in self._known - {item.key for item in snapshot.items}:
             self._remove(key, now)
         for item in snapshot.items:
             known = self._find(item.key)
-            if known is None or known.revision != item.mod_revision:  # else it was seen earlier
+            if known is None or known.revision != item.mod_revision:  # otherwise it is known already
                 self._put(item.key, item.value, item.mod_revision, now)
         self._revision = max(self._revision, snapshot.revision)
 
     def apply(self, change: Change, now: float) -> bool:
-        """Take one change; whether it was news, and not older than what is known, or a write of our own."""
+        """Apply one change.
+
+        Return False if it is not newer than what is known, as for this process's own writes.
+        """
         current = self._find(change.key)
         if current is not None and current.revision >= change.revision:
             return False
@@ -195,21 +199,21 @@ class ClusterCache:
         return True
 
     def note(self, key: str, record: object, revision: int, now: float) -> None:
-        """Take a write of our own without waiting for the watch to bring it back."""
+        """Apply this process's own write at once, before the watch reports it."""
         self._put(key, record, revision, now)
 
     def forget(self, prefix: str, now: float) -> None:
-        """Take a deletion of our own without waiting for the watch to bring it back."""
+        """Apply this process's own deletion at once, before the watch reports it."""
         for key in [key for key in self._known if key.startswith(prefix)]:
             self._remove(key, now)
 
     def problems(self) -> list[Problem]:
-        """What could not be read since the last call, each key once per distinct complaint."""
+        """Return the invalid values found since the last call, each message once."""
         found, self._problems = self._problems, []
         return found
 
     def view(self, now: float, wall: float, steady_since: float = float("-inf")) -> View:
-        """What is known, frozen."""
+        """Return an immutable view of what is known."""
         return View(
             now=now,
             wall=wall,
@@ -223,7 +227,7 @@ class ClusterCache:
             revision=self._revision,
         )
 
-    # -- decoding
+    # Decoding
 
     def _find(self, key: str) -> Observed[Any] | None:
         match self._parts(key):
@@ -350,7 +354,8 @@ class ClusterCache:
                 others = {other: at for other, at in view.unreadable.items() if other != name}
                 if found is not None:
                     view = replace(_with(view, name, found), unreadable=MappingProxyType(others))
-                elif name in ("plan", "status", "request"):  # to be written again: it must be known over what
+                # the next write of these keys must know the revision that it replaces
+                elif name in ("plan", "status", "request"):
                     view = replace(view, unreadable=MappingProxyType({**others, name: revision}))
                 else:
                     return
@@ -434,12 +439,12 @@ def _generations(view: JobView) -> frozenset[int]:
 
 
 def view_of(keys: Keys, snapshot: Snapshot, now: float, wall: float) -> View:
-    """The view of one range, for commands that look once."""
+    """Return the view of one range, for commands that read once."""
     keeper = ClusterCache(keys)
     keeper.load(snapshot, now)
     return keeper.view(now, wall)
 
 
 def single(item: KeyValue | None, kind: type[R]) -> R | None:
-    """The record in one key, None when there is none."""
+    """Return the record in a key, or None if there is no key."""
     return None if item is None else records.decode(kind, item.value, item.key)

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from setuptools import find_packages
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {
     "adaptdl_elastic": "adaptdl_elastic",

@@ -36,12 +36,14 @@ def test_trees_together_have_no_cycle_beyond_those_within_a_tree() -> None:
         assert len({modules[name].tree for name in component}) == 1, component
 
 
+@pytest.mark.processes
 def test_the_picture_of_the_architecture_shows_the_imports() -> None:
     command = [sys.executable, str(ROOT / "docs" / "generate_picture.py"), "--check"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+@pytest.mark.processes
 def test_every_file_that_the_architecture_names_exists() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`([\w/.]+\.py)`", text))

@@ -1,6 +1,6 @@
-"""States that outlive a generation, and the checkpoints they are kept in.
+"""States that outlive a generation, and the checkpoints that keep them.
 
-A script's own state is a subclass of `State`::
+A state of a script is a subclass of `State`::
 
     class History(adaptdl_elastic.checkpoint.State):
         def __init__(self):
@@ -14,11 +14,10 @@ A script's own state is a subclass of `State`::
         def load(self, fileobj):
             self.losses = json.load(fileobj)
 
-Models, optimizers, loaders and epoch loops of this library save themselves. `TensorState` is for
-anything that has a state dict. Checkpoints are kept in `ADAPTDL_CHECKPOINT_PATH`, a directory that all
-nodes share or `s3://bucket/prefix`; without it nothing is saved and nothing is loaded. Of the
-checkpoints the last three are kept (`ADAPTDL_CHECKPOINT_KEEP`). See `docs/architecture.md` for what a
-checkpoint promises.
+Models, optimizers, loaders and epoch loops of this library save themselves. `TensorState` is for anything
+that has a state dict. Checkpoints are kept in `ADAPTDL_CHECKPOINT_PATH`, a directory that all nodes share or
+`s3://bucket/prefix`; without it nothing is saved or loaded. The last three checkpoints are kept
+(`ADAPTDL_CHECKPOINT_KEEP`). `docs/architecture.md` lists the guarantees of a checkpoint.
 """
 
 from __future__ import annotations
@@ -63,28 +62,29 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_crc32_lock = threading.Lock()  # the option is the process's
+_crc32_lock = threading.Lock()  # torch's option applies to the whole process
 
 
 class CheckpointSaveError(RuntimeError):
-    """A checkpoint could not be saved; the one before is as it was."""
+    """A checkpoint could not be saved; the previous one is unchanged."""
 
 
 class State:
-    """Something that is saved in every checkpoint, under a name that is unique in the script.
+    """A part of the script's state that is saved in every checkpoint, under a unique name.
 
-    Subclasses override `save` and `load`, and `sync` where replicas hold different parts of it. The name
-    is how a later generation finds its state again: it must be the same in every run of the script.
+    Subclasses override `save` and `load`, and `sync` if replicas hold different parts of the state. A later
+    generation finds the state by its name, so the name must be the same in every run of the script. Make
+    states outside of data loops, in the same order on every replica.
 
-    `name` must not be empty or taken: ValueError. Construct states outside of data loops, in the same
-    order on every replica.
+    Raises:
+        ValueError: the name is empty or already taken.
     """
 
     required = True
-    """Whether to warn when a checkpoint that is loaded does not know this state."""
+    """Whether to warn if a loaded checkpoint does not contain this state."""
 
     expires: int | None = None
-    """The epoch after whose end nobody needs it any more; None: it is needed for ever."""
+    """The epoch after whose end the state is not needed any more; None: it is always needed."""
 
     def __init__(self, name: str) -> None:
         if not isinstance(name, str) or not name:
@@ -98,65 +98,65 @@ class State:
         states[name] = self
 
     def save(self, fileobj: BinaryIO) -> None:
-        """Write the state to a binary file. Called between two steps: on rank 0 for a checkpoint.
+        """Write the state to a binary file. Called between two steps, on rank 0 for a checkpoint.
 
-        Where others may die also on every replica before each step, as long as it writes little
-        (docs/architecture.md, A death).
+        If replicas may die without a restart, it is also called on every replica before each step, as long as
+        it writes little (docs/architecture.md, A death).
         """
 
     def load(self, fileobj: BinaryIO) -> None:
-        """Read what `save` wrote. Called on every replica; their number may have changed."""
+        """Read what `save` wrote. Called on every replica; the number of replicas may have changed."""
 
     def sync(self) -> None:
-        """Bring what the replicas hold into agreement before rank 0 saves. Called on every replica."""
+        """Make the replicas' parts consistent before rank 0 saves. Called on every replica."""
 
     def snapshot(self) -> Any:
-        """A copy that later changes do not reach: for a save in the background, and for rolling back."""
+        """Return a copy that later changes do not affect, for a background save or for rolling back."""
         file = io.BytesIO()
         self.save(file)
         return file.getvalue()
 
     def restore(self, snapshot: Any) -> None:
-        """Go back to what `snapshot` returned, in this process or in another replica's."""
+        """Go back to what `snapshot` returned, in this process or in another replica."""
         self.load(io.BytesIO(snapshot))
 
     def write_snapshot(self, snapshot: Any, fileobj: Any) -> None:
-        """Write a snapshot so that `load` can read it. Called in a thread of its own."""
+        """Write a snapshot so that `load` can read it. Called in another thread."""
         fileobj.write(snapshot)
 
     def _copy_for_save(self) -> Any:
-        """A snapshot that `_saved` will be given back."""
+        """Return a snapshot that is passed to `_saved` later."""
         return self.snapshot()
 
     def _saved(self, snapshot: Any) -> None:
-        """The snapshot was written, in the writer's thread, and nobody needs it any more."""
+        """Take back a snapshot that was written and is not needed any more. Called in the writer's thread."""
 
 
 class TensorState(State):
-    """A state that is a dict of tensors and plain values, nested as deeply as need be.
+    """A state that is a nested dict of tensors and plain values.
 
-    Subclasses override `state_dict` and `load_state_dict`. Files are read with `weights_only=True`: they
-    can hold tensors, numbers, strings, None, and dicts, lists and tuples of these, and nothing that runs
-    code; a save of anything else is a TypeError that names it. Counters, OrderedDicts (with a module's
-    `_metadata`) and defaultdicts of built-in types come back as such. Tensors are loaded to the CPU.
+    Subclasses override `state_dict` and `load_state_dict`. Files are read with `weights_only=True`: they can
+    hold tensors, numbers, strings, None, and dicts, lists and tuples of these, but nothing that runs code.
+    Saving anything else is a TypeError that names it. Counters, OrderedDicts (with a module's `_metadata`)
+    and defaultdicts of built-in types keep their type. Tensors are loaded to the CPU.
     """
 
     _buffers: HostBuffers | None = None
 
     def state_dict(self) -> Any:
-        """The tensors themselves, not copies."""
+        """Return the state dict with the tensors themselves, not copies."""
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Copy `state_dict` into what this state stands for."""
+        """Copy `state_dict` into the objects whose state this is."""
         raise NotImplementedError
 
     def save(self, fileobj: BinaryIO) -> None:
-        """`torch.save` of the state dict."""
+        """Write the state dict with `torch.save`."""
         self.write_snapshot(self.snapshot(), fileobj)
 
     def load(self, fileobj: BinaryIO) -> None:
-        """`torch.load(weights_only=True)`, then `load_state_dict`."""
+        """Read it with `torch.load(weights_only=True)`, and call `load_state_dict`."""
         import torch
 
         from adaptdl_elastic.checkpoint.state_copy import from_file
@@ -168,13 +168,13 @@ class TensorState(State):
         self.load_state_dict(from_file(state_dict))
 
     def snapshot(self) -> Any:
-        """The state dict with every tensor copied to the host; shared tensors stay shared."""
+        """Return the state dict with every tensor copied to the host; shared tensors stay shared."""
         from adaptdl_elastic.checkpoint.state_copy import copy_to_host
 
         return copy_to_host(self.state_dict(), self.name)
 
     def _copy_for_save(self) -> Any:
-        """Into the memory of the last save: as much is needed at every save anyway."""
+        """Copy into the memory of the last save, since every save needs as much."""
         from adaptdl_elastic.checkpoint.state_copy import HostBuffers, copy_to_host
 
         if type(self).snapshot is not TensorState.snapshot:
@@ -188,11 +188,11 @@ class TensorState(State):
             self._buffers.give(snapshot)
 
     def restore(self, snapshot: Any) -> None:
-        """`load_state_dict`; it must copy, as torch's own do, because the snapshot may be used again."""
+        """Call `load_state_dict`, which must copy as torch's own do, since the snapshot may be used again."""
         self.load_state_dict(snapshot)
 
     def write_snapshot(self, snapshot: Any, fileobj: Any) -> None:
-        """`torch.save` without a second copy, and without zip's checksums, which cost more than all else.
+        """Write with `torch.save`, without a second copy and without zip's slow checksums.
 
         The manifest has checksums of its own.
         """
@@ -221,22 +221,22 @@ def save_all_states(
     Every state's `sync` runs on every replica; rank 0 then copies the states and writes them.
 
     A background save with kind "periodic" is left out while an earlier one is still being written. A
-    foreground save waits for an earlier one, and for `ADAPTDL_CHECKPOINT_TIMEOUT` (120 s) altogether.
-    Whatever goes wrong, the checkpoint before is still there.
+    foreground save waits for an earlier one, and at most `ADAPTDL_CHECKPOINT_TIMEOUT` (120 s) altogether.
+    After any failure the previous checkpoint is still there.
 
     Args:
-        kind: What the event log says of it: "request", "periodic", ….
-        background: Return after the copy.
-        step: The step that it is of; None: the present one.
-        done: Called on rank 0 with what was saved, from the writer's thread, once the checkpoint is
-            complete and durable.
+        kind: what the event log calls it: "request", "periodic", ….
+        background: return after the copy.
+        step: the step that it belongs to; None: the present one.
+        done: called on rank 0 with the result, in the writer's thread, when the checkpoint is complete and
+            durable.
 
     Returns:
-        What was saved, on rank 0, in the foreground, when there is a checkpoint path; else None.
+        The result on rank 0 of a foreground save, if there is a checkpoint path; else None.
 
     Raises:
-        CheckpointSaveError: in the foreground, when it could not be copied or written; in the background
-            that is a warning and an event.
+        CheckpointSaveError: the states could not be copied or written. (A background save logs a warning and
+            an event instead.)
     """
     begun = time.monotonic()
     session = _session.current()
@@ -246,7 +246,7 @@ def save_all_states(
         state.sync()
     if session.rank != 0 or manager.storage is None:
         return None
-    manager.open()  # a generation that saves before it loads anything must not bury what was there
+    manager.open()  # a generation that saves before it loads anything must not replace what was there
     if kind == "periodic" and background and manager.busy():
         logger.debug("periodic checkpoint left out: the one before is still being written")
         return None
@@ -261,7 +261,7 @@ def save_all_states(
     step, path = session.step if step is None else step, manager.storage.path
     try:
         writes = {name: (_writer(state), state.expires) for name, state in states.items()}
-    except Exception as error:  # whatever a state dict or a user's `save` can raise is no end of the training
+    except Exception as error:  # an error of a state dict or of a user's `save` must not end the training
         message = f"can not save a checkpoint to {path}: {storage.reason(error)}"
         finished(Saved("", path, kind, step, time.monotonic() - begun, error=message))
         if background:
@@ -283,7 +283,7 @@ def save_all_states(
 
 
 def _writer(state: SavedState) -> Callable[[Any], None]:
-    """What writes the state as it is now, later."""
+    """Return a function that later writes the state as it is now."""
     snapshot = state._copy_for_save()
 
     def write(file: Any) -> None:
@@ -296,13 +296,18 @@ def _writer(state: SavedState) -> Callable[[Any], None]:
 
 
 def save_state(state: State, checkpoint_dir: str | os.PathLike[str], sync: bool = True) -> None:
-    """Save one state as a file of its own in a directory, apart from the job's checkpoints.
+    """Save one state as a separate file in a directory, apart from the job's checkpoints.
 
-    Call it on every replica; `sync` runs there first, unless False, and rank 0 writes. An older file is
+    Call it on every replica; `sync` runs there first unless it is False, and rank 0 writes. An older file is
     replaced only by a complete one.
 
+    Args:
+        state: the state.
+        checkpoint_dir: the directory.
+        sync: whether to call `state.sync`.
+
     Raises:
-        OSError: when it can not be written.
+        OSError: it cannot be written.
     """
     _check_state(state)
     if sync:
@@ -324,13 +329,13 @@ def save_state(state: State, checkpoint_dir: str | os.PathLike[str], sync: bool 
 
 
 def load_state(state: State, checkpoint_dir: str | os.PathLike[str] | None = None) -> bool:
-    """Load a state from the checkpoint that this generation goes on from; whether there was one.
+    """Load a state from the checkpoint that this generation started from; return whether it was there.
 
-    With `checkpoint_dir` from what `save_state` wrote there.
+    With `checkpoint_dir`, load what `save_state` wrote there.
 
     Raises:
-        CheckpointError: when there are checkpoints and none can be used, or when what was saved does not
-            fit the state.
+        CheckpointError: there are checkpoints and none can be used, or the saved content does not fit the
+            state.
     """
     _check_state(state)
     if checkpoint_dir is not None:
@@ -377,18 +382,19 @@ def _load(state: State, file: IO[bytes], where: str) -> None:
 
 
 def loaded_id() -> str | None:
-    """Id of the checkpoint that this generation goes on from; None for a fresh start."""
+    """Return the id of the checkpoint that this generation started from; None if there was none."""
     return _manager(_session.current()).open()
 
 
 def agree(broadcast: Callable[[Any], Any]) -> str | None:
-    """Make all replicas go on from the one checkpoint that rank 0 chooses; its id.
+    """Make all replicas start from the checkpoint that rank 0 chooses; return its id.
 
-    `broadcast` returns rank 0's argument on every replica.
+    Args:
+        broadcast: returns rank 0's argument on every replica.
 
     Raises:
-        CheckpointError: on every replica when rank 0 can not choose, and on a replica that does not see
-            what rank 0 chose.
+        CheckpointError: rank 0 cannot choose (raised on every replica), or this replica does not see the
+            checkpoint that rank 0 chose.
     """
     session = _session.current()
     manager = _manager(session)
@@ -411,7 +417,7 @@ def agree(broadcast: Callable[[Any], Any]) -> str | None:
 
 
 def end_epoch(epoch: int) -> None:
-    """Drop the states that belong to `epoch` or an earlier one: nothing will ask for them again."""
+    """Drop the states that belong to `epoch` or an earlier one, since they are not needed any more."""
     session = _session.current()
     for name, state in list(session.states.items()):
         if state.expires is not None and state.expires <= epoch:
@@ -422,26 +428,26 @@ def end_epoch(epoch: int) -> None:
 
 
 def unregister(state: State) -> None:
-    """Take a state out of future checkpoints. Again does nothing."""
+    """Remove a state from future checkpoints; do nothing if it was removed before."""
     states = _session.current().states
     if states.get(state.name) is state:
         del states[state.name]
 
 
 def flush(timeout: float | None = None) -> bool:
-    """Wait until background saves are on disk; False when `timeout` seconds did not suffice."""
+    """Wait until background saves are on disk; return False if `timeout` seconds did not suffice."""
     manager = _session.current().checkpoints
     return manager.flush(timeout) if isinstance(manager, CheckpointManager) else True
 
 
 def snapshot_states(names: Iterable[str] | None = None) -> dict[str, Any]:
-    """Copies in memory of the states called `names` (all when None), without `sync` and without disk."""
+    """Return copies in memory of the states called `names` (None: all), without calling `sync`."""
     states = _session.current().states
     return {name: states[name].snapshot() for name in (states if names is None else names)}
 
 
 def restore_states(snapshots: Mapping[str, Any]) -> None:
-    """Put states back to `snapshots`, from this process or another replica's.
+    """Put states back to `snapshots` of this process or of another replica.
 
     A state that is not registered yet is restored when it is loaded.
     """

@@ -1,14 +1,14 @@
-"""Chooses the checkpoint to begin from, hands out its states, and writes new ones in the background.
+"""Choose the checkpoint to start from, return its states, and write new ones in the background.
 
-One per session, on every replica; only rank 0's writes. Three rules:
+There is one manager per session, on every replica; only rank 0's writes. Three rules:
 
-* A generation begins from *one* checkpoint, whole: the newest that is intact. If there are checkpoints
-  and none is intact, or the one that the store recorded can not be seen, that is an error: training
-  never starts afresh by accident.
-* A state that nobody has asked for yet is carried over into every new checkpoint, because the part of
-  the script that will ask may not have run yet.
-* The training step waits for the copy of the states only. Trouble with the disk is told (a log line and
-  an event), leaves the checkpoint before as it was, and does not stop training.
+* A generation starts from *one* complete checkpoint, the newest one that is intact. If there are checkpoints
+  and none is intact, or the one that the store recorded cannot be seen, that is an error: training never
+  starts from scratch by accident.
+* A state that has not been asked for yet is carried over into every new checkpoint, because the part of the
+  script that will ask for it may not have run yet.
+* The training step only waits for the copy of the states. A problem with the disk is reported (by a log line
+  and an event), leaves the previous checkpoint unchanged, and does not stop training.
 """
 
 from __future__ import annotations
@@ -32,25 +32,27 @@ from adaptdl_elastic.storage import (
     Storage,
     StorageError,
     Writing,
+    generation_number,
     new_id,
     reason,
+    sequence_number,
 )
 
 logger = logging.getLogger(__name__)
 
 HISTORY = 256
-"""How many earlier ids a manifest remembers."""
+"""Number of earlier ids in a manifest."""
 
 Write = Callable[[ChecksumWriter], None]
 
 
 class CheckpointError(RuntimeError):
-    """There is no checkpoint to go on from, and starting afresh would lose what was trained."""
+    """There is no usable checkpoint, and starting from scratch would lose training."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What became of one save. `error` is None for one that can be loaded from."""
+    """The result of one save. `error` is None for a complete checkpoint."""
 
     id: str
     path: str
@@ -69,8 +71,8 @@ class _Job:
     step: int
     generation: int
     replicas: int
-    writes: Mapping[str, tuple[Write, int | None]]  # by state; with the epoch after which it expires
-    carried: Mapping[str, _Unclaimed]  # what nobody had asked for by then
+    writes: Mapping[str, tuple[Write, int | None]]  # state → (its writer, epoch after which it expires)
+    carried: Mapping[str, _Unclaimed]  # states that had not been asked for by then
     on_done: Callable[[Saved], None]
     begun: float
     done: threading.Event = field(default_factory=threading.Event)
@@ -78,7 +80,7 @@ class _Job:
 
 
 class _Unclaimed:
-    """A saved state that nobody has asked for yet. The file is open until its last holder lets go of it.
+    """A saved state that has not been asked for yet. Its file is open until its last holder releases it.
 
     Holders are the manager, until the state is claimed or expires, and every save that carries it over.
     """
@@ -90,12 +92,12 @@ class _Unclaimed:
         self._counting, self._reading = threading.Lock(), threading.Lock()
 
     def hold(self) -> None:
-        """One holder more."""
+        """Add a holder."""
         with self._counting:
             self._holders += 1
 
     def let_go(self) -> None:
-        """One holder less."""
+        """Remove a holder; the last one closes the file."""
         with self._counting:
             self._holders -= 1
             last = not self._holders
@@ -103,14 +105,14 @@ class _Unclaimed:
             self._file.close()
 
     def copy_to(self, file: Any) -> None:
-        """Write all of it to `file`."""
+        """Write the whole content to `file`."""
         with self._reading:
             self._file.seek(0)
             shutil.copyfileobj(self._file, file, 1 << 20)
             self._file.seek(0)
 
     def take(self) -> BinaryIO:
-        """The content, for the caller to close, from a holder that lets go of it."""
+        """Return the content to a holder, which closes it and is no holder any more."""
         with self._counting:
             if self._holders == 1:
                 return self._file
@@ -122,7 +124,7 @@ class _Unclaimed:
 
 
 class CheckpointManager:
-    """See the module's docstring. `storage` is None where no place for checkpoints was given."""
+    """The checkpoints of one session. `storage` is None if there is no place for them."""
 
     def __init__(
         self,
@@ -147,25 +149,29 @@ class CheckpointManager:
         self._memory: dict[str, Any] = {}
         self._history: tuple[str, ...] = ()
         self._damaged: set[str] = set()
+        self._number_at_start: int | None = None  # the highest of a checkpoint then
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._pending: list[_Job] = []
         self._thread: threading.Thread | None = None
         self._swept = False
         self._told = self._told_uncleaned = False
-        self.ended = -1  # the last epoch that has
+        self.ended = -1  # last epoch that has ended
 
-    # ------------------------------------------------------------------------------------- loading
+    # Loading
 
     @property
     def loaded_id(self) -> str | None:
-        """The checkpoint that this generation began from, None for a fresh start."""
+        """The checkpoint that this generation started from; None: from scratch."""
         return self._manifest.id if self._manifest else None
 
     def open(self, exactly: str | None = None) -> str | None:
-        """Choose and verify a checkpoint, once; its id, or None for a fresh start.
+        """Choose and verify a checkpoint, once; return its id, or None if there is none.
 
-        `exactly` insists on one (the one that rank 0 chose). Raises CheckpointError instead of
-        starting afresh where something was saved before and can not be used.
+        Args:
+            exactly: the only acceptable checkpoint (the one that rank 0 chose).
+
+        Raises:
+            CheckpointError: something was saved before and cannot be used.
         """
         if self._opened:
             if exactly is not None and exactly != self.loaded_id:
@@ -183,7 +189,7 @@ class CheckpointManager:
                 )
             return None
         candidates = self._candidates(self.storage, exactly)
-        if self._writes:  # to hear it now is better than at the first save
+        if self._writes:  # report it now, not at the first save
             try:
                 self.storage.check_writable()
             except StorageError as error:
@@ -199,7 +205,8 @@ class CheckpointManager:
                     self.storage.path,
                     error,
                 )
-            except StorageError as error:  # not damage: an older one might be read and would lose training
+            # not damage: reading an older checkpoint might succeed, and would lose training
+            except StorageError as error:
                 raise CheckpointError(f"{error}: not going on from an older checkpoint") from error
             else:
                 self._tell_whose(self.storage)
@@ -212,11 +219,12 @@ class CheckpointManager:
         return None
 
     def _candidates(self, storage: Storage, exactly: str | None) -> list[str]:
-        """Newest first. Raises CheckpointError when what must be there is not."""
+        """Return the candidates, newest first; CheckpointError if a checkpoint that must exist does not."""
         try:
             ids = storage.ids()
         except StorageError as error:
             raise CheckpointError(f"{error}: not starting afresh") from error
+        self._number_at_start = _highest(ids)
         if exactly is not None:
             if exactly not in ids:
                 raise CheckpointError(
@@ -231,10 +239,33 @@ class CheckpointManager:
                 f"(found: {', '.join(ids) or 'none'}): the path must be shared by all nodes (a network "
                 f"directory or s3://bucket/prefix), or start the job under another name to begin afresh"
             )
-        return ids[::-1]
+        return self._newest_first(ids)
+
+    def _newest_first(self, ids: list[str]) -> list[str]:
+        """Return ids by their numbers; what an older generation saved late comes behind the recorded one.
+
+        Such a generation was cut off and did not know that another had taken its place.
+        """
+        recorded = self._recorded or ""
+        number, generation = sequence_number(recorded), generation_number(recorded)
+        late = [id for id in ids if sequence_number(id) > number and generation_number(id) < generation]
+        for checkpoint_id in late:
+            logger.warning(
+                "checkpoint %s is passed over: generation %d saved it after %s of generation %d",
+                checkpoint_id,
+                generation_number(checkpoint_id),
+                recorded,
+                generation,
+            )
+
+        def age(checkpoint_id: str) -> tuple[int, bool, str]:
+            is_late = checkpoint_id in late
+            return number if is_late else sequence_number(checkpoint_id), not is_late, checkpoint_id
+
+        return sorted(ids, key=age, reverse=True)
 
     def _descends(self, storage: Storage, ids: list[str]) -> bool:
-        """Whether a checkpoint here was saved after the recorded one, which is no longer kept."""
+        """Return whether a checkpoint here was saved after the recorded one, which is no longer kept."""
         for checkpoint_id in reversed(ids):
             with suppress(DamagedError):
                 if self._recorded in storage.manifest(checkpoint_id).history:
@@ -271,7 +302,7 @@ class CheckpointManager:
             )
 
     def decline(self) -> None:
-        """Start afresh, as rank 0 does."""
+        """Start without a checkpoint, as rank 0 does."""
         if self._opened and self._manifest is not None:
             raise CheckpointError(
                 f"rank 0 starts afresh and this replica has loaded checkpoint {self.loaded_id}: "
@@ -280,15 +311,15 @@ class CheckpointManager:
         self._opened = True
 
     def offer(self, snapshots: Mapping[str, Any]) -> None:
-        """Snapshots that states of these names are to be restored from when they register."""
+        """Keep snapshots from which states of these names are restored when they register."""
         self._memory.update(snapshots)
 
     def offered(self, name: str) -> tuple[bool, Any]:
-        """Take what `offer` left for `name`."""
+        """Return and remove what `offer` kept for `name`."""
         return (True, self._memory.pop(name)) if name in self._memory else (False, None)
 
     def claim(self, name: str) -> BinaryIO | None:
-        """The saved content of a state, once; None where there is none. The caller closes it."""
+        """Return the saved content of a state, once; None if there is none. The caller closes it."""
         self.open()
         with self._lock:
             found = self._unclaimed.pop(name, None)
@@ -306,12 +337,12 @@ class CheckpointManager:
             self._unclaimed.pop(name).let_go()
 
     def unclaimed(self) -> list[str]:
-        """States in the checkpoint that no part of the script has asked for so far."""
+        """Return the states in the checkpoint that the script has not asked for so far."""
         with self._lock:
             return sorted(self._unclaimed)
 
     def tell_unclaimed(self) -> None:
-        """Say once, when the script has had its chance, which saved states it does not know."""
+        """Log once, after the first epoch, which saved states the script has not asked for."""
         names = self.unclaimed()
         if names and not self._told:
             self._told = True
@@ -321,10 +352,10 @@ class CheckpointManager:
                 ", ".join(names),
             )
 
-    # -------------------------------------------------------------------------------------- saving
+    # Saving
 
     def busy(self) -> bool:
-        """Whether a save is still being written."""
+        """Return whether a save is still being written."""
         return any(not job.done.is_set() for job in self._pending)
 
     def submit(
@@ -337,8 +368,8 @@ class CheckpointManager:
         generation: int = 0,
         replicas: int = 1,
     ) -> _Job:
-        """Queue a save behind those that are being written; returns at once."""
-        with self._lock:  # now: by the time it is written the script may have claimed some of them
+        """Queue a save behind those that are being written; return at once."""
+        with self._lock:  # now, since the script may claim some of them before they are written
             self._drop_expired()
             carried = {name: u for name, u in self._unclaimed.items() if name not in writes}
             for unclaimed in carried.values():
@@ -346,14 +377,15 @@ class CheckpointManager:
         job = _Job(kind, step, generation, replicas, writes, carried, on_done, self._clock())
         self._pending = [other for other in self._pending if not other.done.is_set()] + [job]
         if self._thread is None:
-            # a daemon: a disk that hangs must not keep the process from ending; `flush` is the orderly way
+            # a daemon, so that a disk that hangs does not keep the process from ending; `flush` waits
+            # properly
             self._thread = threading.Thread(target=self._run, name="adaptdl-checkpoint", daemon=True)
             self._thread.start()
         self._queue.put(job)
         return job
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait for what is being written; False when `timeout` seconds did not suffice."""
+        """Wait for pending saves; return False if `timeout` seconds did not suffice."""
         deadline = None if timeout is None else self._clock() + timeout
         for job in list(self._pending):
             if not job.done.wait(None if deadline is None else max(deadline - self._clock(), 0)):
@@ -361,7 +393,7 @@ class CheckpointManager:
         return True
 
     def close(self) -> None:
-        """Let go of open files, and end the thread behind what it still has to write."""
+        """Close open files, and end the thread after its pending writes."""
         self._queue.put(None)
         with self._lock:
             for unclaimed in self._unclaimed.values():
@@ -373,7 +405,7 @@ class CheckpointManager:
             try:
                 job.result = self._write(job)
                 job.on_done(job.result)
-            except Exception:  # the thread outlives whatever a callback raises
+            except Exception:  # the thread survives errors of callbacks
                 logger.exception("after saving checkpoint (%s)", job.kind)
             finally:
                 for unclaimed in job.carried.values():
@@ -385,11 +417,11 @@ class CheckpointManager:
         path = self.storage.path
         try:
             manifest = self._write_to(self.storage, job)
-        except Exception as error:  # whatever a disk, a network or a serialiser can raise
+        except Exception as error:  # any error of a disk, a network or a serialiser
             message = f"can not save a checkpoint to {path}: {reason(_root_cause(error))}"
             logger.debug("%s", message, exc_info=True)
             return Saved("", path, job.kind, job.step, self._clock() - job.begun, error=message)
-        self._clean(self._prune)  # to keep too many is no reason to distrust the new one
+        self._clean(self._prune)  # too many old checkpoints do not make the new one invalid
         return Saved(manifest.id, path, job.kind, job.step, self._clock() - job.begun, manifest.size)
 
     def _write_to(self, storage: Storage, job: _Job) -> Manifest:
@@ -397,6 +429,7 @@ class CheckpointManager:
             self._clean(lambda storage: storage.sweep())
             self._swept = True
         ids = storage.ids()
+        self._check_generation(ids, job.generation)
         self._follow(storage, ids)
         checkpoint_id = new_id([*ids, *self._history[-1:]], job.generation)
         writing = storage.begin(checkpoint_id)
@@ -423,8 +456,20 @@ class CheckpointManager:
         self._history = (*self._history, checkpoint_id)[-HISTORY:]
         return manifest
 
+    def _check_generation(self, ids: list[str], generation: int) -> None:
+        """Raise StorageError where a later generation has saved since this process began."""
+        if self._number_at_start is None:  # it joined the others and has loaded nothing
+            self._number_at_start = _highest(ids)
+        for checkpoint_id in ids:
+            later = generation_number(checkpoint_id) > generation
+            if later and sequence_number(checkpoint_id) > self._number_at_start:
+                raise StorageError(
+                    f"generation {generation_number(checkpoint_id)} has saved there, and this is generation "
+                    f"{generation}, which it has replaced"
+                )
+
     def _follow(self, storage: Storage, ids: list[str]) -> None:
-        """Take up the history where another replica, whose place this one has taken, has left it."""
+        """Continue the history that another replica, whose place this one has taken, has written."""
         if ids and ids[-1] not in self._history and ids[-1] not in self._damaged:
             with suppress(DamagedError):
                 self._history = (*storage.manifest(ids[-1]).history, ids[-1])[-HISTORY:]
@@ -433,7 +478,7 @@ class CheckpointManager:
         for name, unclaimed in job.carried.items():
             with writing.state(name, unclaimed.expires) as file:
                 unclaimed.copy_to(file)
-            if writing.entries[name].crc32 != unclaimed.crc32:  # never give rot new checksums
+            if writing.entries[name].crc32 != unclaimed.crc32:  # never give damaged data new checksums
                 del writing.entries[name]
                 with self._lock:
                     if self._unclaimed.get(name) is unclaimed:
@@ -441,7 +486,7 @@ class CheckpointManager:
                 logger.error("state %r has rotted since it was opened: left out of checkpoints", name)
 
     def _clean(self, clean: Callable[[Storage], None]) -> None:
-        """Remove what is not needed any more; say once where that is not allowed, and go on."""
+        """Remove what is not needed any more; report a failure once."""
         assert self.storage is not None
         try:
             clean(self.storage)
@@ -451,10 +496,10 @@ class CheckpointManager:
             logger.log(level, "old checkpoints stay: %s", reason(error))
 
     def _prune(self, storage: Storage) -> None:
-        """Remove what is older than the newest `keep` checkpoints that are whole as far as is known.
+        """Remove what is older than the newest `keep` checkpoints that seem intact.
 
-        Their manifests are read for that and no states. Nothing is removed while there are fewer: what has
-        no manifest then may be one that somebody is copying back.
+        For that their manifests are read, not their states. While there are fewer, nothing is removed: a
+        directory without a manifest may be one that a user is copying back.
         """
         ids, whole = storage.ids(), 0
         for position in reversed(range(len(ids))):
@@ -465,7 +510,7 @@ class CheckpointManager:
                 return
 
     def _seems_whole(self, storage: Storage, checkpoint_id: str) -> bool:
-        """Whether nothing is wrong with it that `open` has found or its manifest shows."""
+        """Return whether neither `open` nor its manifest has shown a problem with it."""
         if checkpoint_id in self._damaged:
             return False
         try:
@@ -475,7 +520,10 @@ class CheckpointManager:
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """Ours says it best; torch wraps a full disk into a RuntimeError, and the OSError is what helps."""
+    """Return the most helpful cause.
+
+    A StorageError itself, else the OSError behind it, as for a full disk.
+    """
     seen: BaseException | None = None if isinstance(error, StorageError) else error
     while seen is not None:
         if isinstance(seen, OSError):
@@ -484,8 +532,13 @@ def _root_cause(error: BaseException) -> BaseException:
     return error
 
 
+def _highest(ids: list[str]) -> int:
+    """Return the highest number of a checkpoint."""
+    return max((sequence_number(checkpoint_id) for checkpoint_id in ids), default=0)
+
+
 def _is_name(job: str) -> bool:
-    """Whether somebody chose it, and not torchrun: nothing, or `--standalone`'s random number."""
+    """Return whether a user chose the name, and not torchrun (nothing, or a random UUID)."""
     with suppress(ValueError):
         UUID(job)
         return False

@@ -1,4 +1,4 @@
-"""Copies of nested state dicts: on the host, independent of the original, and safe to load again."""
+"""Copy nested state dicts to the host, independent of the original and safe to load again."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any, NamedTuple
 import torch
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_METADATA = "_metadata"  # what torch attaches to a module's state dict: the versions of its parts
-_DEFAULT = "_adaptdl_default"  # attached to an OrderedDict in a file that stands for a defaultdict
+_METADATA = "_metadata"  # attribute that torch attaches to a module's state dict: the versions of its parts
+_DEFAULT = "_adaptdl_default"  # attribute of an OrderedDict in a file that stands for a defaultdict
 _DEFAULTS: dict[str, Any] = {kind.__name__: kind for kind in (bool, int, float, str, list, tuple, dict, set)}
 
 
 class HostBuffers:
-    """Memory of an earlier copy, to copy into again: fresh memory costs a page fault every 4 KiB."""
+    """The memory of an earlier copy, used again: new memory costs a page fault per 4 KiB."""
 
     def __init__(self) -> None:
         self._spare: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
     def take(self, like: torch.Tensor) -> torch.Tensor | None:
-        """A buffer of that shape, or None."""
+        """Return a buffer of the same shape and type, or None."""
         spare = self._spare.get(_layout(like))
         return spare.pop() if spare else None
 
     def give(self, copied: Any) -> None:
-        """Reuse the tensors of a copy that nobody needs any more, and forget those given before."""
+        """Keep the tensors of a copy for reuse, and forget those kept before."""
         self._spare = {}
         for tensor in {id(t): t for t in _tensors(copied)}.values():
             self._spare.setdefault(_layout(tensor), []).append(tensor)
@@ -49,12 +49,19 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def copy_to_host(value: Any, where: str, buffers: HostBuffers | None = None) -> Any:
-    """A deep copy of `value` with every tensor in host memory, later changes of the original unseen.
+    """Return a deep copy of `value` with every tensor in host memory.
 
     A tensor that occurs twice is copied once and stays shared. Numbers of numpy become Python's, so that
-    `torch.load(weights_only=True)` accepts what is saved; what kinds of dict there are says `like`. Raises
-    TypeError, naming the place below `where`, for anything but tensors, plain values, and dicts, lists,
-    tuples and sets of them.
+    `torch.load(weights_only=True)` accepts the copy. `like` explains the kinds of dict.
+
+    Args:
+        value: the state dict.
+        where: name of the state, for messages.
+        buffers: memory to copy into.
+
+    Raises:
+        TypeError: a part is neither a tensor, nor a plain value, nor a dict, list, tuple or set of these. The
+            text names it.
     """
     copies = _Copies({}, buffers or HostBuffers())
     with torch.no_grad():
@@ -65,7 +72,7 @@ def copy_to_host(value: Any, where: str, buffers: HostBuffers | None = None) -> 
 
 
 class _Copies(NamedTuple):
-    done: dict[int, tuple[torch.Tensor, torch.Tensor]]  # by the original's id
+    done: dict[int, tuple[torch.Tensor, torch.Tensor]]  # id of the original → (original, copy)
     buffers: HostBuffers
 
 
@@ -88,7 +95,7 @@ def _copy(value: Any, where: str, copies: _Copies) -> Any:
         return set(parts) if isinstance(value, set) else tuple(parts)
     if isinstance(value, torch.dtype | torch.device):
         return value
-    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a number of numpy's
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a number of numpy
         return value.item()
     if isinstance(value, str | int | float):  # an enum, or another subclass
         for kind in (str, int, float):
@@ -105,9 +112,9 @@ def like(
     items: Iterable[tuple[Any, Any]],
     copy: Callable[[Any], Any] = lambda attached: attached,
 ) -> dict[Any, Any]:
-    """`items` in a dict of the same kind as `value`, with a `copy` of the `_metadata` attached to that.
+    """Return `items` in a dict of the same kind as `value`, with a `copy` of its `_metadata`.
 
-    Counters, OrderedDicts, and defaultdicts of a built-in type stay what they are; others become plain.
+    Counters, OrderedDicts, and defaultdicts of a built-in type keep their type; others become plain dicts.
     """
     made: dict[Any, Any]
     if isinstance(value, Counter):
@@ -125,14 +132,14 @@ def like(
 
 
 def _default(value: Any) -> str | None:
-    """The name of a defaultdict's built-in type."""
+    """Return the name of a defaultdict's built-in type, or None."""
     factory = value.default_factory if isinstance(value, defaultdict) else None
     name = getattr(factory, "__name__", "")
     return name if factory is not None and _DEFAULTS.get(name) is factory else None
 
 
 def for_file(value: Any) -> Any:
-    """A copied state dict as `torch.load(weights_only=True)` accepts it: without defaultdicts."""
+    """Return a copied state dict with OrderedDicts in place of defaultdicts, which torch refuses to load."""
     if isinstance(value, dict):
         default = _default(value)
         items = [(key, for_file(item)) for key, item in value.items()]
@@ -148,7 +155,7 @@ def for_file(value: Any) -> Any:
 
 
 def from_file(value: Any) -> Any:
-    """The inverse of `for_file`, in place where that can be."""
+    """Undo `for_file`, in place if possible."""
     if isinstance(value, dict):
         for key, item in value.items():
             value[key] = from_file(item)

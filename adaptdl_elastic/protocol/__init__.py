@@ -1,7 +1,9 @@
-"""What the library, the agents and the coordinator say to each other.
+"""The formats in which library, agents and coordinator communicate.
 
-| module | what it is |
+| module | what it defines |
 |---|---|
-| `channel` | the line between an agent and one of its replicas |
+| `channel` | the connection between an agent and one of its replicas |
+| `messages` | the messages on that connection |
+| `environment` | the names of a replica's environment variables |
 | `hints` | what a job reports about itself |
 """

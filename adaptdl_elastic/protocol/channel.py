@@ -1,8 +1,8 @@
-"""The line between an agent and one of its replicas.
+"""The connection between an agent and one of its replicas.
 
-A socket pair: the agent keeps one end, the replica inherits the other, whose descriptor number is in
-`ADAPTDL_AGENT_FD`. The messages are those of `messages`, one per line. Nothing is listened on, and nothing
-but an agent's own child can hold the other end. When the agent is gone the replica reads end-of-file.
+It is a socket pair: the agent keeps one end, the replica inherits the other, whose descriptor number is in
+`ADAPTDL_AGENT_FD`. The messages are those of `messages`, one per line. No port is opened, and only a child
+process of the agent can hold the other end. When the agent is gone the replica reads end-of-file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STOPPED = 143
 """Exit code of a replica that was stopped and can be resumed: 128 + SIGTERM."""
 
 CAN_NOT_JOIN = 76
-"""Exit code of a newcomer that cannot be brought to where the others are. Nothing is lost by it."""
+"""Exit code of a newcomer that cannot join the running replicas. Nothing is lost by it."""
 
 _PEEK_BYTES = 1 << 16
 _STOP_FIELD = f'"type":"{Stop.kind}"'.encode()
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class Channel:
-    """One end of the line. Sending is safe from several threads, receiving is for one."""
+    """One end of the connection. Sending is thread-safe; only one thread may receive."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -56,19 +56,19 @@ class Channel:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Channel | None:
-        """Return the replica's end; None where no agent started this process."""
+        """Return the replica's end; None if no agent started this process."""
         number = environ.get(environment.AGENT_FD)
         if not number:
             return None
         try:
             sock = socket.socket(fileno=int(number))
-        except (OSError, ValueError):  # inherited by a grandchild that closed it
+        except (OSError, ValueError):  # a grandchild inherited the variable, but not the descriptor
             return None
-        sock.set_inheritable(False)  # what the script starts is not a replica
+        sock.set_inheritable(False)  # programs that the script starts are no replicas
         return cls(sock)
 
     def send(self, message: Message) -> bool:
-        """Send one message; False when the other end is gone."""
+        """Send one message; return False if the other end is gone."""
         data = encode(message)
         try:
             with self._lock:
@@ -101,18 +101,18 @@ class Channel:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Hang up; a reader on either side sees the end."""
+        """Close the connection; a reader at either end sees its end."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 def say_finished(environ: Mapping[str, str] = os.environ) -> None:
-    """Tell the agent that the script came to its end by itself, unless the agent has asked it to stop.
+    """Tell the agent that the script ended by itself, unless the agent has asked it to stop.
 
-    Call this where SIGTERM has no effect any more. The agent sends `Stop` before SIGTERM, so a script that
-    finds no such message here cannot have been ended by the signal. A script that uses the library has read
-    the message already; it says `Stopping` when it obeys.
+    Call this when SIGTERM has no effect any more. The agent sends `Stop` before SIGTERM, so if there is no
+    such message yet, the signal cannot have ended the script. A script that uses the library has read the
+    message already; it sends `Stopping` when it obeys.
     """
     try:
         with socket.socket(fileno=os.dup(int(environ[environment.AGENT_FD]))) as sock:

@@ -1,12 +1,12 @@
-"""The names of the environment variables by which a replica learns who and where it is.
+"""The names of the environment variables that tell a replica its rank, its generation and its settings.
 
-One list for those who write them (the agent) and those who read them (the library, the script). What each of
-them means is in docs/architecture.md; which of them a replica reads first is in `adaptdl_elastic.env`.
+The agent, which writes them, and the library and scripts, which read them, use this one list.
+docs/architecture.md explains the variables; `adaptdl_elastic.env` defines which of them takes precedence.
 """
 
 from __future__ import annotations
 
-# As torchrun sets them.
+# set as by torchrun
 RANK = "RANK"
 WORLD_SIZE = "WORLD_SIZE"
 LOCAL_RANK = "LOCAL_RANK"
@@ -24,13 +24,14 @@ RUN_ID = "TORCHELASTIC_RUN_ID"
 USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
-# AdaptDL's, and this project's.
+# defined by AdaptDL or by this project
 ADAPTDL_MASTER_ADDR = "ADAPTDL_MASTER_ADDR"
 ADAPTDL_MASTER_PORT = "ADAPTDL_MASTER_PORT"
 NUM_REPLICAS = "ADAPTDL_NUM_REPLICAS"
 REPLICA_RANK = "ADAPTDL_REPLICA_RANK"
 NUM_NODES = "ADAPTDL_NUM_NODES"
 NUM_RESTARTS = "ADAPTDL_NUM_RESTARTS"
+GENERATION = "ADAPTDL_GENERATION"
 ADAPTDL_LOCAL_RANK = "ADAPTDL_LOCAL_RANK"
 JOB_ID = "ADAPTDL_JOB_ID"
 CHECKPOINT_PATH = "ADAPTDL_CHECKPOINT_PATH"
@@ -49,10 +50,10 @@ SCHED_VERSION = "ADAPTDL_SCHED_VERSION"
 SUPERVISOR_URL = "ADAPTDL_SUPERVISOR_URL"
 
 OF_TORCHRUN = frozenset({RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT})
-"""Those of torchrun's that have no prefix of their own."""
+"""Variables of torchrun without a common prefix."""
 
 PREFIXES = ("ADAPTDL_", "TORCHELASTIC_", "GROUP_", "ROLE_")
-"""What the names of all others begin with."""
+"""Prefixes of all other variables."""
 
 
 def describes_replica(name: str) -> bool:

@@ -1,7 +1,7 @@
-"""What a job reports about itself, so that others can decide its size: the versioned schema.
+"""The report of a job about itself, from which its size is decided: a versioned schema.
 
-`JobHints` is what the coordinator reads; `SCHED_HINTS` and `PERF_PARAMS` are AdaptDL's names for the parts
-of it that AdaptDL had.
+`JobHints` is what the coordinator reads. `SCHED_HINTS` and `PERF_PARAMS` are AdaptDL's names for the parts
+that AdaptDL had.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ SCHED_HINTS = MappingProxyType(
         )
     )
 )
-"""AdaptDL's names of what a job reports."""
+"""AdaptDL's names of the parts of a report."""
 
 
-# What lies beyond is a defect of whoever wrote it, and nothing that could be calculated with.
+# bounds of numbers in reports: larger ones are errors, and could not be computed with
 _Count = Annotated[int, Field(ge=0, le=10**9)]
 _Positive = Annotated[int, Field(ge=1, le=10**9)]
 _Seconds = Annotated[float, Field(ge=0, le=1e9)]
 MOST = 1e30
-"""The largest squared norm that can be reported."""
+"""Largest squared norm that can be reported."""
 
 _Amount = Annotated[float, Field(ge=0, le=MOST)]  # samples, squared norms
 _Rate = Annotated[float, Field(ge=0, le=1e12)]  # samples per second
 _Gamma = Annotated[float, Field(ge=1, le=1e3)]
 _Theta = tuple[_Seconds, _Seconds, _Seconds, _Seconds, _Seconds, _Seconds, _Gamma]
-_SHORTEST = 1e-12  # seconds that a forward and backward pass takes at least
+_SHORTEST = 1e-12  # shortest possible time of a forward and backward pass, in seconds
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -61,7 +61,7 @@ class ProfileEntry:
     atomic_bsz: _Positive
     accum_step_time: _Seconds  # a forward and backward pass without synchronisation; 0: not measured
     optim_step_time: _Seconds  # a forward and backward pass with gradient synchronisation and step
-    accum_count: _Count = 0  # how many of each were measured
+    accum_count: _Count = 0  # number of measurements behind each of the two times
     optim_count: _Count = 0
 
 
@@ -69,7 +69,8 @@ class ProfileEntry:
 class JobHints:
     """A job's report. Sizes are in samples, times in seconds, rates in samples per second.
 
-    Raises pydantic's ValidationError for what can not be, whoever makes one; `decode` says it in a line.
+    Raises:
+        pydantic.ValidationError: a value is impossible. (`decode` reports it as one line.)
     """
 
     job: str
@@ -77,31 +78,32 @@ class JobHints:
     nodes: _Positive
     replicas: _Positive
     init_batch_size: _Count
-    batch_size: _Count  # in use now, global
+    batch_size: _Count  # global batch size in use
     atomic_bsz: _Count
     accumulation_steps: _Count = 0
     max_batch_size: _Positive | None = None  # None: autoscale_batch_size was never called
     local_bsz_bounds: tuple[_Positive, _Positive] | None = None
     gradient_accumulation: bool = False
     max_profiled_replicas: _Count = 1
-    grad_params: tuple[_Amount, _Amount] | None = None  # |G|² and tr Σ at init_batch_size
+    grad_params: tuple[_Amount, _Amount] | None = None  # (|G|², tr Σ) at init_batch_size
     perf_params: _Theta | None = None  # in the order of PERF_PARAMS
     profile: Annotated[tuple[ProfileEntry, ...], Field(max_length=10_000)] = ()
     gain: _Amount = 1.0
     lr_factor: _Amount = 1.0
     throughput: _Rate | None = None  # measured
     goodput: _Rate | None = None  # measured: throughput × efficiency
-    predicted_goodput: _Rate | None = None  # by the model, for this configuration
+    predicted_goodput: _Rate | None = None  # by the goodput model, for this configuration
     efficiency: _Amount | None = None
     epoch: _Count = 0
-    epochs: _Count | None = None  # remaining_epochs_until's argument
-    progress: _Amount | None = None  # fraction of the whole job that is done, where epochs are declared
-    samples_done: _Amount | None = None  # in samples at init_batch_size, since the job's start
-    remaining_samples: _Amount | None = None  # the same, to the declared end
+    epochs: _Count | None = None  # argument of remaining_epochs_until
+    progress: _Amount | None = None  # fraction of the whole job that is done, if epochs are declared
+    samples_done: _Amount | None = None  # since the job's start, in samples at init_batch_size
+    remaining_samples: _Amount | None = None  # to the declared end, in the same unit
     step: _Count = 0
     inplace: bool = False  # whether this script and backend could rescale in place
-    inplace_reason: str = ""  # why not
-    warnings: Annotated[tuple[str, ...], Field(max_length=100)] = ()  # what is wrong now and what to do
+    inplace_reason: str = ""  # why not, if inplace is False
+    # present problems, and what to do about them
+    warnings: Annotated[tuple[str, ...], Field(max_length=100)] = ()
     time: float = 0.0
 
     def __post_init__(self) -> None:
@@ -120,16 +122,16 @@ _ADAPTER: TypeAdapter[JobHints] = TypeAdapter(JobHints)
 
 
 class MalformedHintsError(ValueError):
-    """A report that does not fit the schema."""
+    """A report does not fit the schema."""
 
 
 def encode(hints: JobHints) -> str:
-    """Hints as versioned JSON."""
+    """Return a report as versioned JSON."""
     return f'{{"v":{VERSION},{_ADAPTER.dump_json(hints).decode()[1:]}'
 
 
 def decode(text: str | bytes) -> JobHints:
-    """The hints that `text` holds; MalformedHintsError says what is wrong with it."""
+    """Return the report that `text` holds; MalformedHintsError says what is wrong with it."""
     try:
         return _ADAPTER.validate_json(text)
     except ValidationError as error:
@@ -152,11 +154,11 @@ _FIELDS = {
 
 
 def from_adaptdl(sched_hints: Mapping[str, Any]) -> dict[str, Any]:
-    """AdaptDL's hints by the names of `JobHints`' fields; None values are left out.
+    """Return AdaptDL's hints under the names of `JobHints`' fields, without None values.
 
     Raises:
-        ValueError: for a name that is not one of SCHED_HINTS (or, in perfParams, PERF_PARAMS).
-        TypeError: for what is no dictionary.
+        ValueError: a name is not one of SCHED_HINTS (or, in perfParams, PERF_PARAMS).
+        TypeError: the hints are no dictionary.
     """
     if not isinstance(sched_hints, Mapping):
         raise TypeError(f"hints are a dictionary of {', '.join(SCHED_HINTS)}; got {sched_hints!r}")

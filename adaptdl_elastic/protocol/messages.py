@@ -1,8 +1,8 @@
-"""The messages between an agent and its replicas: typed, versioned, and validated on the way in.
+"""The messages between an agent and its replicas: typed, versioned, and validated when received.
 
-A message is one JSON object on a line of its own: the version `v`, its `type`, and the fields of its class.
-A receiver ignores fields that it does not know. It refuses messages of a later version, unknown types, and
-values that do not fit; the sender's defect must not end the receiver.
+A message is one JSON object per line: the version `v`, its `type`, and the fields of its class. A receiver
+ignores unknown fields. It refuses messages of a later version, unknown types and invalid values, so that a
+defective sender cannot end the receiver.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 VERSION = 1
-"""Of the format. A receiver of version n reads all messages of versions up to n."""
+"""Version of the format. A receiver of version n reads all messages of versions up to n."""
 
 _CONFIG = ConfigDict(extra="ignore", allow_inf_nan=False)
 
@@ -34,7 +34,7 @@ class MalformedMessageError(ValueError):
     """A line is no message of this version, or none that this end of the channel receives."""
 
 
-# -- from an agent to a replica -------------------------------------------------------------------------
+# From an agent to a replica
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -58,7 +58,7 @@ class SaveCheckpoint:
 
 @dataclass(frozen=True, config=_CONFIG)
 class ChangePlan:
-    """A change in place is planned: generation g + 1, for a replica of g."""
+    """A change in place is planned to generation g + 1; sent to replicas of g."""
 
     kind: ClassVar[str] = "change"
     generation: _Generation
@@ -67,17 +67,17 @@ class ChangePlan:
     ranks: tuple[_Rank | None, ...]
     """The new rank of each old one; None: that replica leaves."""
     newcomers: tuple[_Rank, ...]
-    """New ranks that no replica of the generation before becomes."""
+    """New ranks of newcomers."""
     master_addr: str
-    """Where the store is that the generation meets in, with `master_port`."""
+    """Host of the TCPStore at which the generation meets."""
     master_port: _Port
     environ: dict[str, str] = field(default_factory=dict, repr=False)
-    """The variables of this replica from then on."""
+    """Environment variables of this replica from then on."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class WithdrawPlan:
-    """The planned change of that generation is off; training goes on."""
+    """The planned change to that generation is withdrawn; training goes on."""
 
     kind: ClassVar[str] = "withdraw"
     generation: _Generation
@@ -86,12 +86,12 @@ class WithdrawPlan:
 
 @dataclass(frozen=True, config=_CONFIG)
 class RecoveryPlan:
-    """Go on without those who died, from memory. The newest such plan counts."""
+    """Go on without the dead, with the state in memory. The newest such plan applies."""
 
     kind: ClassVar[str] = "recover"
     generation: _Generation
     rank: _Rank | None
-    """This replica's rank from then on; None: it leaves."""
+    """New rank of this replica; None: it leaves."""
     replicas: _Count
     nodes: _Count
     master_addr: str
@@ -101,7 +101,7 @@ class RecoveryPlan:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Ping:
-    """Say that you are not hanging."""
+    """Answer with a `Pong`, to show that the process does not hang."""
 
     kind: ClassVar[str] = "ping"
     id: _Number
@@ -111,16 +111,16 @@ Plan = ChangePlan | RecoveryPlan
 AgentMessage = Stop | SaveCheckpoint | ChangePlan | WithdrawPlan | RecoveryPlan | Ping
 
 
-# -- from a replica to its agent ------------------------------------------------------------------------
+# From a replica to its agent
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class Hello:
-    """The script uses the library: stop it by message, not by signal."""
+    """The script uses the library, so it is stopped by a message, not by a signal."""
 
     kind: ClassVar[str] = "hello"
     version: str
-    """Of adaptdl-elastic."""
+    """Version of adaptdl-elastic."""
     pid: _Number
 
 
@@ -138,7 +138,8 @@ class Event:
 class StepFinished:
     """An optimizer step has ended.
 
-    The first of a generation is told at once, then at most one a second, and the last one before the exit.
+    The first step of a generation is sent at once, then at most one per second, and the last one before the
+    exit.
     """
 
     kind: ClassVar[str] = "step"
@@ -148,7 +149,7 @@ class StepFinished:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Ready:
-    """A newcomer waits where the running replicas are to be joined."""
+    """A newcomer is ready to join the running replicas."""
 
     kind: ClassVar[str] = "ready"
     generation: _Generation
@@ -156,7 +157,7 @@ class Ready:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Resilient:
-    """From now on, in this generation, the death of a peer does not end this replica."""
+    """From now on in this generation, the death of a peer does not end this replica."""
 
     kind: ClassVar[str] = "resilient"
     generation: _Generation
@@ -164,7 +165,7 @@ class Resilient:
 
 @dataclass(frozen=True, config=_CONFIG)
 class EpochsFinished:
-    """The script has all epochs behind it; with `finished` False: it begins more of them."""
+    """The script has finished all epochs; with `finished` False, it begins more epochs."""
 
     kind: ClassVar[str] = "epochs_finished"
     finished: bool
@@ -172,7 +173,7 @@ class EpochsFinished:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Finished:
-    """The script came to its end by itself, with exit code 0, before it was asked to stop.
+    """The script ended by itself with exit code 0, before it was asked to stop.
 
     SIGTERM has no effect from now on.
     """
@@ -182,9 +183,9 @@ class Finished:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Stopping:
-    """The replica has saved as it was asked to, and raises SystemExit(143).
+    """The replica has saved as requested, and raises SystemExit(143).
 
-    It was stopped, whatever exit code the script makes of that.
+    It counts as stopped, even if the script turns that into another exit code.
     """
 
     kind: ClassVar[str] = "stopping"
@@ -192,7 +193,7 @@ class Stopping:
 
 @dataclass(frozen=True, config=_CONFIG)
 class PeerLost:
-    """A peer is gone. The replica waits for a plan to go on without it."""
+    """A peer is gone. The replica waits for a plan without it."""
 
     kind: ClassVar[str] = "peer_lost"
     generation: _Generation
@@ -206,22 +207,22 @@ class Pong:
     kind: ClassVar[str] = "pong"
     id: _Number
     waiting: bool
-    """Whether it waits for a `RecoveryPlan`."""
+    """Whether the replica waits for a `RecoveryPlan`."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class Switched:
-    """The replica is of that generation now, or leaves for it."""
+    """The replica now belongs to that generation, or leaves for it."""
 
     kind: ClassVar[str] = "switched"
     generation: _Generation
     last_step: _Seconds | None
-    """When its last step before ended."""
+    """When its last step before the change ended."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class Hints:
-    """What the job reports about itself, from rank 0 only: a `JobHints` as JSON."""
+    """A `JobHints` as JSON; only rank 0 sends it."""
 
     kind: ClassVar[str] = "hints"
     hints: dict[str, Any]
@@ -229,7 +230,7 @@ class Hints:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Saved:
-    """A checkpoint is complete and durable. From rank 0 only."""
+    """A checkpoint is complete and durable; only rank 0 sends it."""
 
     kind: ClassVar[str] = "saved"
     id: str
@@ -274,31 +275,31 @@ _ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {
 
 
 def to_dict(message: Message) -> dict[str, Any]:
-    """Return a message as plain data, its `type` included."""
+    """Return a message as plain data, with its `type`."""
     values = {one.name: getattr(message, one.name) for one in fields(message)}
     return {"v": VERSION, "type": message.kind, **values}
 
 
 def encode(message: Message) -> bytes:
-    """Return a message as a line; ValueError for a number that JSON does not have."""
+    """Return a message as a line; ValueError for a number that JSON cannot express."""
     return json.dumps(to_dict(message), separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 def order_from_dict(values: Mapping[str, Any]) -> AgentMessage:
-    """Return the agent's message that `to_dict` made `values` of.
+    """Return the agent's message in a dictionary made by `to_dict`.
 
     Raises:
-        MalformedMessageError: it is none.
+        MalformedMessageError: the dictionary is no such message.
     """
     found: AgentMessage = _from_dict(values, _ORDERS)
     return found
 
 
 def report_from_dict(values: Mapping[str, Any]) -> ReplicaMessage:
-    """Return the replica's message that `to_dict` made `values` of.
+    """Return the replica's message in a dictionary made by `to_dict`.
 
     Raises:
-        MalformedMessageError: it is none.
+        MalformedMessageError: the dictionary is no such message.
     """
     found: ReplicaMessage = _from_dict(values, _REPORTS)
     return found
@@ -308,7 +309,7 @@ def decode_order(line: bytes | str) -> AgentMessage:
     """Return the agent's message on a line.
 
     Raises:
-        MalformedMessageError: there is none.
+        MalformedMessageError: the line is no such message.
     """
     return order_from_dict(_parsed(line))
 
@@ -317,7 +318,7 @@ def decode_report(line: bytes | str) -> ReplicaMessage:
     """Return the replica's message on a line.
 
     Raises:
-        MalformedMessageError: there is none.
+        MalformedMessageError: the line is no such message.
     """
     return report_from_dict(_parsed(line))
 

@@ -1,17 +1,18 @@
-"""Where checkpoints are kept: one interface, a directory, and (in `s3`) a bucket.
+"""Storage of checkpoints: the interface, and its implementation in a directory (in a bucket: `s3`).
 
-What every storage promises:
+Guarantees of every storage:
 
-* **All or nothing.** A checkpoint is listed only once every byte of it, and then its manifest, is
-  durable. A writer that dies at any moment leaves nothing that is listed.
-* **Nothing is believed.** Every file is compared with the size and the checksums in the manifest
-  before one byte of it is handed out; the manifest carries a checksum of its own.
-* **One writer.** Rank 0 of the youngest generation. What an older one has begun is swept away, which
-  makes its commit fail, so that a writer that was thought dead can not slip in a late checkpoint.
+* **All or nothing.** A checkpoint is listed only when all of its bytes, and then its manifest, are durable. A
+  writer that dies at any moment leaves nothing that is listed.
+* **Verification.** Every file is compared with the size and the checksums in the manifest before it is
+  returned. The manifest has a checksum of its own.
+* **One writer.** Only rank 0 of the newest generation writes. It deletes what an older one has begun, so the
+  older one's commit fails and cannot add an outdated checkpoint. `manager` refuses what the older one would
+  begin after that, and passes over what it saves while the newest generation has saved nothing yet.
 
-Checksums are CRC-32, one for every 16 MiB: they are to find truncation and rot, not an adversary (who
-could rewrite the manifest as well), and run at memory speed where SHA-256 without hardware support
-would hold up every restart.
+Checksums are CRC-32, one per 16 MiB. They detect truncation and bit rot, not an attacker (who could also
+rewrite the manifest), and are computed at memory speed; SHA-256 without hardware support would delay every
+restart.
 """
 
 from __future__ import annotations
@@ -42,26 +43,26 @@ _CONFIG = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
 class StorageError(Exception):
-    """The place where checkpoints are kept can not be read or written."""
+    """The place where checkpoints are kept cannot be read or written."""
 
 
 class DamagedError(StorageError):
-    """A checkpoint is there and is not what was written."""
+    """A checkpoint exists, but is not what was written."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class Entry:
-    """One state's file."""
+    """The file of one state."""
 
     file: str
     size: int
-    crc32: tuple[int, ...]  # of every CHUNK bytes
-    expires: int | None = None  # the epoch after which nobody will ask for it
+    crc32: tuple[int, ...]  # one per CHUNK bytes
+    expires: int | None = None  # epoch after which the state is not needed any more
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class Manifest:
-    """What a checkpoint consists of, written last."""
+    """The content of a checkpoint; written last."""
 
     id: str
     states: dict[str, Entry]
@@ -83,13 +84,13 @@ _ADAPTER: TypeAdapter[Manifest] = TypeAdapter(Manifest)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """A line of JSON, and a line with its checksum."""
+    """Return a manifest as a line of JSON and a line with its checksum."""
     body = b'{"v":%d,' % VERSION + _ADAPTER.dump_json(manifest)[1:]
     return body + b"\ncrc32 %08x\n" % zlib.crc32(body)
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """The manifest that `data` holds; DamagedError when it is not exactly what was encoded."""
+    """Return the manifest that `data` holds; DamagedError if it does not match its checksum."""
     body, _, rest = data.partition(b"\n")
     if rest != b"crc32 %08x\n" % zlib.crc32(body):
         raise DamagedError(f"{MANIFEST} does not match its checksum")
@@ -100,7 +101,7 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def new_id(existing: Sequence[str], generation: int) -> str:
-    """An id that sorts after all of `existing` and that no other writer will choose."""
+    """Return an id that sorts after all `existing` ones and that no other writer chooses."""
     number = max((sequence_number(id) for id in existing), default=0) + 1
     return f"{number:08d}-g{generation:05d}-{secrets.token_hex(4)}"
 
@@ -109,18 +110,23 @@ _ID = re.compile(r"\d{8,}-g\d{5,}-\w+", re.ASCII)
 
 
 def is_id(name: str) -> bool:
-    """Whether `new_id` makes such names."""
+    """Return whether a name has the form of an id."""
     return _ID.fullmatch(name) is not None
 
 
 def sequence_number(checkpoint_id: str) -> int:
-    """The leading number of an id, 0 for a name that is none."""
+    """Return the leading number of an id; 0 if the name is no id."""
     head = checkpoint_id.partition("-")[0]
     return int(head) if head.isdecimal() else 0
 
 
+def generation_number(checkpoint_id: str) -> int:
+    """Return the generation that has saved a checkpoint, 0 for a name that is none."""
+    return int(checkpoint_id.split("-")[1][1:]) if is_id(checkpoint_id) else 0
+
+
 def file_name(state: str) -> str:
-    """A state's name as a file name: readable, reversible, never a path, never too long."""
+    """Return a file name for a state: readable, unambiguous, without path separators, not too long."""
     name = quote(state, safe=" ").replace(".", "%2E")
     if len(name) > 150:
         name = f"{name[:120]}%{zlib.crc32(state.encode()):08x}{zlib.adler32(state.encode()):08x}"
@@ -128,7 +134,7 @@ def file_name(state: str) -> str:
 
 
 class ChecksumWriter:
-    """A binary file, write-only, that remembers size and checksums of what went through."""
+    """A write-only binary file that computes the size and checksums of what is written."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -138,7 +144,7 @@ class ChecksumWriter:
         self.size = 0
 
     def write(self, data: Any) -> int:
-        """Write all of `data` (anything with the buffer protocol); its number of bytes."""
+        """Write all of `data` (any object with the buffer protocol); return its number of bytes."""
         view = memoryview(data).cast("B")
         _write_all(self._file, view)
         total = len(view)
@@ -154,31 +160,31 @@ class ChecksumWriter:
         return total
 
     def flush(self) -> None:
-        """Hand buffered bytes to the operating system."""
+        """Pass buffered bytes to the operating system."""
         self._file.flush()
 
     def tell(self) -> int:
-        """Bytes written so far."""
+        """Return the number of bytes written."""
         return self.size
 
     def writable(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def readable(self) -> bool:
-        """False."""
+        """Return False."""
         return False
 
     def seekable(self) -> bool:
-        """False."""
+        """Return False."""
         return False
 
     def close(self) -> None:
-        """Only flush: the storage closes what it opened."""
+        """Flush only; the storage closes the file."""
         self.flush()
 
     def checksums(self) -> tuple[int, ...]:
-        """One per chunk, the last one perhaps of a shorter piece."""
+        """Return the checksums, one per chunk; the last chunk may be shorter."""
         return (*self._sums, self._current) if self._room < CHUNK else tuple(self._sums)
 
 
@@ -191,7 +197,7 @@ def _write_all(file: IO[bytes], view: memoryview) -> None:
 
 
 def verify(file: BinaryIO, entry: Entry) -> None:
-    """Compare everything in `file` with its entry, then rewind it; DamagedError when they differ."""
+    """Compare a file with its entry, then rewind it; DamagedError if they differ."""
     size, buffer = 0, memoryview(bytearray(min(CHUNK, max(entry.size, 1))))
     for expected in entry.crc32:
         got = _fill(file, buffer)
@@ -214,7 +220,7 @@ def _fill(file: BinaryIO, buffer: memoryview) -> int:
 
 
 class Writing(ABC):
-    """A checkpoint that is being written and is not there yet."""
+    """A checkpoint that is being written and not listed yet."""
 
     id: str
 
@@ -224,7 +230,7 @@ class Writing(ABC):
 
     @contextmanager
     def state(self, name: str, expires: int | None = None) -> Iterator[ChecksumWriter]:
-        """A file for one state; durable when the block ends."""
+        """Yield a file for one state; it is durable when the block ends."""
         file = file_name(name)
         with self._file(file) as raw:
             writer = ChecksumWriter(raw)
@@ -237,56 +243,57 @@ class Writing(ABC):
 
     @abstractmethod
     def commit(self, manifest: Manifest) -> None:
-        """Make it a checkpoint."""
+        """Make it a complete checkpoint."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Leave nothing behind that is known to be of no use. Raises nothing."""
+        """Delete what was written, unless the commit may have succeeded. Raises nothing."""
 
 
 class Storage(ABC):
-    """See the module's docstring for what every storage promises."""
+    """A place for checkpoints; the module's docstring lists the guarantees."""
 
     path: str
 
     @abstractmethod
     def ids(self) -> list[str]:
-        """Committed checkpoints, oldest first. StorageError when the place can not be read."""
+        """Return the ids of complete checkpoints, oldest first; StorageError if the place cannot be read."""
 
     @abstractmethod
     def manifest(self, checkpoint_id: str) -> Manifest:
-        """DamagedError when it is not readable or not complete."""
+        """Return a checkpoint's manifest; DamagedError if it cannot be read or is incomplete."""
 
     @abstractmethod
     def open(self, checkpoint_id: str, entry: Entry) -> BinaryIO:
-        """The verified content of one state; stays readable when the checkpoint is removed."""
+        """Return the verified content of one state; it stays readable if the checkpoint is removed."""
 
     @abstractmethod
     def check_writable(self) -> None:
-        """StorageError when it is plain from the start that nothing can be written here."""
+        """Check as far as possible that checkpoints can be written; StorageError if they cannot."""
 
     @abstractmethod
     def begin(self, checkpoint_id: str) -> Writing:
-        """Start to write a checkpoint."""
+        """Begin to write a checkpoint."""
 
     @abstractmethod
     def remove(self, checkpoint_id: str) -> None:
-        """Delete one checkpoint, its manifest first. Raises nothing when it is not there."""
+        """Delete one checkpoint, its manifest first; do nothing if it does not exist."""
 
     @abstractmethod
     def sweep(self, keep: str | None = None) -> None:
-        """Delete what writers that are no more have left unfinished, except `keep`."""
+        """Delete what dead writers have left unfinished, except for the id `keep`."""
 
 
 class DirectoryStorage(Storage):
-    """Checkpoints as directories below one directory, which nodes share when there are several."""
+    """Checkpoints as directories below one directory, which all nodes share."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._root = Path(path).expanduser().absolute()  # a script may change its directory
+        # absolute, because a script may change its working directory
+        self._root = Path(path).expanduser().absolute()
         self.path = str(self._root)
 
     def ids(self) -> list[str]:
-        """By their names: a directory gets it with the manifest inside, so that one without is damaged."""
+        """Return the names of directories that are ids; one without a manifest is damaged."""
         try:
             with os.scandir(self._root) as found:
                 names = [entry.name for entry in found if is_id(entry.name) and entry.is_dir()]
@@ -297,7 +304,7 @@ class DirectoryStorage(Storage):
         return sorted(names)
 
     def manifest(self, checkpoint_id: str) -> Manifest:
-        """Read and check."""
+        """Read and verify the manifest."""
         try:
             data = (self._root / checkpoint_id / MANIFEST).read_bytes()
         except OSError as error:
@@ -305,14 +312,14 @@ class DirectoryStorage(Storage):
         return decode_manifest(data)
 
     def open(self, checkpoint_id: str, entry: Entry) -> BinaryIO:
-        """An open file: Unix keeps its content for us even if it is deleted meanwhile."""
+        """Return an open file; Unix keeps its content even if the file is deleted."""
         try:
             file = (self._root / checkpoint_id / entry.file).open("rb", buffering=1 << 20)
         except OSError as error:
             raise DamagedError(f"{entry.file}: {reason(error)}") from error
         try:
             verify(file, entry)
-        except OSError as error:  # a disk that can not read it back
+        except OSError as error:  # the disk cannot read the file
             file.close()
             raise DamagedError(f"{entry.file}: {reason(error)}") from error
         except BaseException:
@@ -321,7 +328,7 @@ class DirectoryStorage(Storage):
         return file
 
     def check_writable(self) -> None:
-        """Make the directory, and ask the operating system."""
+        """Make the directory, and check its permissions."""
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             if not os.access(self._root, os.W_OK | os.X_OK, effective_ids=True):
@@ -330,11 +337,11 @@ class DirectoryStorage(Storage):
             raise StorageError(f"no checkpoint can be written to {self.path}: {reason(error)}") from error
 
     def begin(self, checkpoint_id: str) -> Writing:
-        """A temporary directory beside the others."""
+        """Make a temporary directory beside the checkpoints."""
         return _DirectoryWriting(self._root, checkpoint_id)
 
     def remove(self, checkpoint_id: str) -> None:
-        """Un-list it by renaming, then delete."""
+        """Rename the directory, so that it is not listed, then delete it."""
         doomed = self._root / f"{_TEMPORARY}old-{checkpoint_id}"
         with suppress(OSError):
             (self._root / checkpoint_id).rename(doomed)
@@ -375,7 +382,7 @@ class _DirectoryWriting(Writing):
 
 
 def _sync_directory(path: Path) -> None:
-    """Make the names in a directory durable. Some network file systems can not, and do it anyway."""
+    """Make the names in a directory durable; some network file systems refuse, as they always do so."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -387,7 +394,7 @@ def _sync_directory(path: Path) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, for a person: without a traceback and without our own words twice."""
+    """Return what went wrong, as text for users."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     if isinstance(error, StorageError):

@@ -1,4 +1,4 @@
-"""Which storage the path of a checkpoint directory names."""
+"""Open the storage that the path of a checkpoint directory names."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from adaptdl_elastic.storage.s3 import S3Storage
 
 
 def open_storage(path: str, options: Mapping[str, Any] | None = None) -> Storage:
-    """The storage that `path` names: `s3://bucket/prefix`, or a directory (it need not exist yet).
+    """Return the storage for `s3://bucket/prefix`, or for a directory, which need not exist yet.
 
-    `options` goes to boto3's client. Raises ValueError for any other scheme.
+    Args:
+        path: the path.
+        options: arguments for boto3's client.
+
+    Raises:
+        ValueError: the path has another scheme.
     """
     scheme, separator, rest = path.partition("://")
     if not separator:

@@ -1,16 +1,16 @@
 """Checkpoints in an S3 bucket.
 
-    <prefix>/data/<id>/<file>       the states, each an object
-    <prefix>/manifests/<id>.json    written last: what is not here is no checkpoint
-    <prefix>/finished.json          how the run that wrote these ended; `--anew` moves all of it aside, into
-    <prefix>/archive-<time>/…       the same as above
+ <prefix>/data/<id>/<file>       the states, one object each
+ <prefix>/manifests/<id>.json    written last: without it there is no checkpoint
+ <prefix>/finished.json          how the run that wrote these ended; `--anew` moves everything to
+ <prefix>/archive-<time>/…       which has the same structure
 
-S3 is strongly consistent since December 2020: an object that was put is listed. The manifest is put on
-condition that it does not exist (`If-None-Match: *`), so of two writers one commits. When the answer to
-that is an error, or lost, the manifest is read back: it may have been kept all the same, and boto3 may have
-put it twice. As long as nobody knows, its data stays. What is put is sent with a CRC-32 that S3 compares
-before it keeps the object; what is fetched is compared with the manifest.
-An interrupted multipart upload leaves invisible parts behind: `sweep` aborts them.
+S3 has been strongly consistent since December 2020: an object that was put is listed. The manifest is put on
+condition that it does not exist (`If-None-Match: *`), so only one of two writers commits. If the answer to
+that is an error, or is lost, the manifest is read back: it may have been stored all the same, and boto3 may
+have put it twice. Until that is known, the data of the checkpoint stay. S3 compares a CRC-32 before it stores
+an object; objects that are read are compared with the manifest. An interrupted multipart upload leaves
+invisible parts: `sweep` aborts it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,14 @@ _MISSING = ("404", "NoSuchKey", "NotFound")
 
 
 class S3Storage(Storage):
-    """`s3://bucket/prefix`, with credentials, region and endpoint from wherever boto3 finds them.
+    """A storage at `s3://bucket/prefix`; boto3 finds credentials, region and endpoint as usual.
 
-    `options` goes to `boto3.client`. Raises ValueError for a path without a bucket.
+    Args:
+        path: `s3://bucket/prefix`.
+        options: arguments for `boto3.client`.
+
+    Raises:
+        ValueError: the path names no bucket.
     """
 
     def __init__(self, path: str, options: Mapping[str, Any] | None = None) -> None:
@@ -61,20 +66,21 @@ class S3Storage(Storage):
             response_checksum_validation="when_supported",
         )
         self._client = boto3.client("s3", **{"config": config, **(options or {})})
-        self._doubtful: set[str] = set()  # ids of ours whose manifest may have been kept or not
+        # ids written here of which it is unknown whether the manifest was stored
+        self._doubtful: set[str] = set()
 
     def ids(self) -> list[str]:
-        """By the manifests."""
+        """Return the ids of the manifests."""
         names = (key.rpartition("/")[2].removesuffix(".json") for key in self._keys("manifests/"))
         return sorted(name for name in names if sequence_number(name))
 
     def manifest(self, checkpoint_id: str) -> Manifest:
-        """Read and check."""
+        """Read and verify the manifest."""
         with self._get(self._manifest_key(checkpoint_id)) as file:
             return decode_manifest(file.read())
 
     def open(self, checkpoint_id: str, entry: Entry) -> BinaryIO:
-        """A local copy."""
+        """Return a verified local copy of the file."""
         file = self._get(f"{self._prefix}data/{checkpoint_id}/{entry.file}")
         try:
             verify(file, entry)
@@ -84,16 +90,16 @@ class S3Storage(Storage):
         return file
 
     def check_writable(self) -> None:
-        """Nothing: permissions show at the first save, and its failure is told."""
+        """Do nothing: missing permissions show at the first save, which reports its failure."""
 
     def begin(self, checkpoint_id: str) -> Writing:
-        """Objects that no manifest names yet."""
-        with suppress(Exception):  # to tidy up is no reason not to save
+        """Begin to write objects that no manifest names yet."""
+        with suppress(Exception):  # a failed clean-up must not prevent a save
             self._settle()
         return _S3Writing(self, checkpoint_id)
 
     def remove(self, checkpoint_id: str) -> None:
-        """The manifest first: from then on it is no checkpoint."""
+        """Delete the manifest first, so that the checkpoint is not listed."""
         self._delete([self._manifest_key(checkpoint_id)])
         self._delete(self._keys(f"data/{checkpoint_id}/"))
 
@@ -103,27 +109,27 @@ class S3Storage(Storage):
         start = len(f"{self._prefix}data/")
         keys = self._keys("data/")
         self._delete([key for key in keys if key[start:].partition("/")[0] not in committed])
-        with suppress(Exception):  # needs a permission that is not needed for anything else
+        with suppress(Exception):  # needs a permission that nothing else needs
             uploads = self._client.list_multipart_uploads(Bucket=self._bucket, Prefix=f"{self._prefix}data/")
             for upload in uploads.get("Uploads", []):
                 self._client.abort_multipart_upload(
                     Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"]
                 )
 
-    # -------------------------------------------------------------------------- a run that has ended
+    # The note of a run that has ended
 
     def read_note(self) -> bytes | None:
-        """Return what `write_note` has left, None where there is nothing."""
+        """Return the note that `write_note` wrote, or None."""
         if self._note not in self._keys(_NOTE):
             return None
         try:
             with self._get(self._note) as file:
                 return file.read()
-        except DamagedError:  # gone since
+        except DamagedError:  # deleted meanwhile
             return None
 
     def write_note(self, note: bytes, *, even_if_empty: bool) -> None:
-        """Leave a note about the run that wrote these checkpoints, where there are any or `even_if_empty`."""
+        """Write a note about the run that wrote these checkpoints, if there are any or `even_if_empty`."""
         if even_if_empty or self.ids():
             with self._errors("can not write to"):
                 self._client.put_object(Bucket=self._bucket, Key=self._note, Body=note)
@@ -133,9 +139,10 @@ class S3Storage(Storage):
         self._delete(self._keys(_NOTE))
 
     def move_aside(self, name: str) -> str | None:
-        """Copy all checkpoints below another prefix, then delete them here, oldest first and the note last.
+        """Copy all checkpoints below another prefix, then delete them here: oldest first, the note last.
 
-        S3 copies by itself, and knows no renaming. Returns where they are, None where there is nothing.
+        S3 cannot rename, but copies without a download. Returns the new place, or None if there is nothing to
+        move.
         """
         manifests, data = sorted(self._keys("manifests/")), self._keys("data/")
         note = [key for key in self._keys(_NOTE) if key == self._note]
@@ -154,14 +161,14 @@ class S3Storage(Storage):
         return f"{self._prefix}{_NOTE}"
 
     def _settle(self) -> None:
-        """Delete the data of those doubtful ones whose manifest has not come by now."""
+        """Delete the data of checkpoints whose manifest was not stored, now that this is known."""
         if not self._doubtful:
             return
         for checkpoint_id in self._doubtful - set(self.ids()):
             self._delete(self._keys(f"data/{checkpoint_id}/"))
         self._doubtful.clear()
 
-    # ---------------------------------------------------------------------------------- the client
+    # The client
 
     def _manifest_key(self, checkpoint_id: str) -> str:
         return f"{self._prefix}manifests/{checkpoint_id}.json"
@@ -183,7 +190,7 @@ class S3Storage(Storage):
             file.close()
             if _code(error) in _MISSING:
                 raise DamagedError(f"s3://{self._bucket}/{key} is missing") from error
-            # whether it is damaged we can not know: do not fall back to an older one
+            # it is unknown whether the checkpoint is damaged: do not fall back to an older one
             raise StorageError(f"can not read s3://{self._bucket}/{key}: {error}") from error
         file.seek(0)
         return file
@@ -193,7 +200,10 @@ class S3Storage(Storage):
             self._client.upload_fileobj(file, self._bucket, key, ExtraArgs={"ChecksumAlgorithm": "CRC32"})
 
     def _put_new(self, key: str, data: bytes) -> None:
-        """Put what must not be there yet, once. StorageError unless it is there now, byte for byte."""
+        """Put an object that must not exist yet.
+
+        StorageError unless it exists now with exactly this content.
+        """
         try:
             with self._errors("can not write to"):
                 self._client.put_object(Bucket=self._bucket, Key=key, Body=data, IfNoneMatch="*")
@@ -240,7 +250,7 @@ class _S3Writing(Writing):
     def commit(self, manifest: Manifest) -> None:
         present = set(self._storage._keys(f"data/{self.id}/"))
         missing = {self._base + entry.file for entry in manifest.states.values()} - present
-        if missing:  # a younger writer has swept
+        if missing:  # the writer of a newer generation has deleted them
             raise StorageError(f"{sorted(missing)[0]} is gone: another run uses {self._storage.path}")
         self._storage._doubtful.add(self.id)
         self._storage._put_new(self._storage._manifest_key(self.id), encode_manifest(manifest))

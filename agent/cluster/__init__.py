@@ -4,8 +4,10 @@
 |---|---|
 | How does an agent read, watch and write the store, and keep its lease? | `store_link` |
 | Which events follow from a change of the store? | `store_view` |
-| How does an agent come into a job? | `job_joining` |
+| How does an agent register and join a job? | `job_joining` |
+| What happens if the job has ended already? | `ended_run` |
 | What does an agent report about its replicas? | `node_reporter` |
 | Where do the checkpoints of a finished job go? | `checkpoint_archive` |
-| Which agent runs a coordinator as its child? | `coordinator_host` |
+| Which secret do the agents and replicas of a run share? | `run_secret` |
+| Which agent runs a coordinator as its child process? | `coordinator_host` |
 """

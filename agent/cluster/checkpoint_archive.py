@@ -1,6 +1,6 @@
-"""The note beside a job's checkpoints that a run of it has ended, and where its checkpoints go then.
+"""The note beside a job's checkpoints that a run has ended, and the archive for its checkpoints.
 
-What the note says, and what follows from it, is in `ended_run`.
+`ended_run` defines the content of the note and what follows from it.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from typing import Protocol
 from adaptdl_elastic.rendezvous.store.base import Store, StoreError
 from adaptdl_elastic.storage import StorageError, reason
 
-NOTE = "finished.json"  # beside the checkpoints
-_NOT_OF_A_RUN = ("archive-", "finished-", ".probe-")  # archives, also of earlier versions; `launch` probes
-_LOCK_TTL = 5.0  # seconds: an agent that dies while it puts checkpoints aside holds up others for so long
+NOTE = "finished.json"  # name of the note, in the directory of the checkpoints
+# names that no run has written: archives, also of earlier versions, and the probes of `launch`
+_NOT_OF_A_RUN = ("archive-", "finished-", ".probe-")
+_LOCK_TTL = 5.0  # seconds; if an agent dies while it moves checkpoints, others wait this long
 
 
 class CheckpointArchive(Protocol):
-    """What can be done with the checkpoints of a run that has ended. All methods raise StorageError."""
+    """The checkpoints of a run that has ended, and their note. All methods raise StorageError."""
 
     def read_note(self) -> bytes | None:
-        """Return the note, or None where there is none."""
+        """Return the note, or None if there is none."""
 
     def write_note(self, note: bytes, *, even_if_empty: bool) -> None:
-        """Leave the note if there are checkpoints, and `even_if_empty` if there are none."""
+        """Write the note if there are checkpoints; with `even_if_empty` also if there are none."""
 
     def withdraw_note(self) -> None:
         """Delete the note if there is one."""
 
     def move_aside(self, name: str) -> str | None:
-        """Move all checkpoints and then the note; return where to, or None where there is nothing to move.
+        """Move all checkpoints, then the note; return the new place, or None if there was nothing to move.
 
-        Where a move is interrupted the newest checkpoints and the note are still in their place.
+        If the move is interrupted, the newest checkpoints and the note are still in their old place.
         """
 
 
@@ -71,7 +72,7 @@ class _Directory:
     def move_aside(self, name: str) -> str | None:
         archive = self._path / name
         try:
-            entries = sorted(self._entries())  # the names of checkpoints sort by age
+            entries = sorted(self._entries())  # names of checkpoints sort by age
             if (note := self._path / NOTE).is_file():
                 entries.append(note)
             if not entries:
@@ -84,14 +85,14 @@ class _Directory:
         return str(archive)
 
     def _entries(self) -> list[Path]:
-        """Return all that runs have left there, but for the note."""
+        """Return the entries that runs have left in the directory, without the note."""
         if not self._path.is_dir():
             return []
         return [e for e in self._path.iterdir() if e.name != NOTE and not e.name.startswith(_NOT_OF_A_RUN)]
 
 
 def kept(path: str) -> CheckpointArchive:
-    """What a checkpoint path stands for. StorageError when nobody can keep checkpoints there."""
+    """Return the archive for a checkpoint path; StorageError if checkpoints cannot be kept there."""
     if path.startswith("s3://"):
         try:
             from adaptdl_elastic.storage.s3 import S3Storage
@@ -108,7 +109,7 @@ def read_note(path: str) -> bytes | None:
 
 
 def write_note(path: str, note: bytes, say: Callable[[str], None], *, even_if_empty: bool) -> None:
-    """Leave a note beside the checkpoints in `path`; where that cannot be done, say so."""
+    """Write a note beside the checkpoints in `path`; report it with `say` if that fails."""
     try:
         kept(path).write_note(note, even_if_empty=even_if_empty)
     except StorageError as error:
@@ -121,13 +122,13 @@ def withdraw_note(path: str) -> None:
 
 
 def move_aside(path: str) -> str | None:
-    """Move the checkpoints in `path` to a place beside them; return which. Raises StorageError."""
+    """Move the checkpoints in `path` to a new place beside them and return it. Raises StorageError."""
     return kept(path).move_aside(f"archive-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
 
 
 @contextmanager
 def exclusive(store: Store, key: str) -> Iterator[None]:
-    """Let in one agent at a time of all that use this key; a lease frees it when its holder is gone."""
+    """Hold the lock `key`, which one agent at a time has; a lease frees it when its holder dies."""
     lease = store.lease(_LOCK_TTL)
     try:
         while store.compare_and_swap(key, "", 0, lease) is None:
@@ -135,7 +136,7 @@ def exclusive(store: Store, key: str) -> Iterator[None]:
             if store.get(key) is None:
                 continue
             with store.watch(key, revision + 1) as watch:
-                timer = threading.Timer(_LOCK_TTL, watch.close)  # and look again
+                timer = threading.Timer(_LOCK_TTL, watch.close)  # then check the key again
                 timer.start()
                 for change in watch:
                     if change.kind == "delete":
@@ -144,4 +145,4 @@ def exclusive(store: Store, key: str) -> Iterator[None]:
         yield
     finally:
         with suppress(StoreError):
-            lease.revoke()  # the key goes with it, when it is ours
+            lease.revoke()  # this also deletes the key if this agent holds it

@@ -1,10 +1,10 @@
-"""Two agents of the cluster keep a coordinator each as their child; this is an agent's part in it.
+"""Run a coordinator as a child process of this agent if this is one of the two agents that do.
 
-Agents create `coordinator/host`, leased: whoever does starts `python -m adaptdl_elastic.autoscaler
-coordinator`, and starts it again when it dies. Where something already leads (a coordinator that runs
-as a service of the cluster), nobody tries. Later an agent of another node creates `coordinator/second` and
-does the same: that coordinator follows the store and leads as soon as the first one does not. The child ends
-when the pipe it was given closes, whatever way its agent went.
+The agent that creates the leased key `coordinator/host` starts `python -m adaptdl_elastic.autoscaler
+coordinator`, and starts it again when it dies. If a coordinator already leads (one that runs as a service of
+the cluster), no agent creates the key. Later an agent of another node creates `coordinator/second` and does
+the same; its coordinator stands by and leads as soon as the first one does not. The child process ends when
+its pipe from the agent closes, however the agent ended.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from adaptdl_elastic.rendezvous.schema.keys import Keys
 logger = logging.getLogger(__name__)
 
 FIRST_DELAY, LAST_DELAY = 0.2, 10.0  # seconds between a coordinator's death and the next start
-CLAIM_AGAIN_AFTER = 1.0  # seconds: a claim that waits for the store is not made twice
-SETTLED_AFTER = 10.0  # seconds after an agent's start from which it may keep one that stands by
-HEALTHY_AFTER = 30.0  # seconds after which a death is not one of a series
-SERIES = 8  # deaths and failed starts in a row after which another node should have a try
-REST = 30.0  # seconds for which this one then has none
+CLAIM_AGAIN_AFTER = 1.0  # seconds between two requests for a key, while the store does not answer
+SETTLED_AFTER = 10.0  # seconds after an agent's start before it may run a coordinator that stands by
+HEALTHY_AFTER = 30.0  # seconds after which a death does not count as one of a series
+SERIES = 8  # deaths and failed starts in a row after which this agent gives up its key
+REST = 30.0  # seconds for which this agent then runs no coordinator
 
 
 @dataclass(frozen=True)
 class CoordinatorCommand:
-    """How `adaptdl coordinator` is started: its arguments, and its environment, which has the credentials."""
+    """How to start `adaptdl coordinator`: arguments, and the environment, which holds the credentials."""
 
     arguments: tuple[str, ...]
     environ: Mapping[str, str] = field(repr=False)
 
 
 class CoordinatorChild:
-    """Keeps one coordinator process running until it is told to stop."""
+    """A coordinator process that is started again whenever it dies, until `close`."""
 
     def __init__(self, command: CoordinatorCommand, log: Path, died: Callable[[str], None]) -> None:
         self._command, self._log, self._died = command, log, died
@@ -51,13 +51,13 @@ class CoordinatorChild:
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: int | None = None
         self._log_lost = False
-        self.failed = False  # it does not run here, and is not tried again
+        self.failed = False  # it has died too often and is not started again
         self._thread = threading.Thread(target=self._keep, name="coordinator", daemon=True)
         self._thread.start()
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
+        """The process id of the running coordinator, or None."""
         process = self._process
         return None if process is None else process.pid
 
@@ -71,7 +71,7 @@ class CoordinatorChild:
                     return
                 code = process.wait()
                 told, what = "", f"the coordinator ended with code {code}{_last_words(self._log)}"
-            except (OSError, subprocess.SubprocessError) as error:  # no descriptor, memory, process left
+            except (OSError, subprocess.SubprocessError) as error:  # no descriptor, memory or process left
                 what = f"no coordinator can be started here: {error}"
             if self._closing.is_set():
                 return
@@ -110,7 +110,7 @@ class CoordinatorChild:
             return self._process
 
     def _open_log(self) -> BinaryIO:
-        """The log, or a place where it is lost: without a coordinator nobody could join or leave."""
+        """Open the log, or /dev/null if that fails: a job cannot change without a coordinator."""
         try:
             return self._log.open("ab")
         except OSError as error:
@@ -125,7 +125,7 @@ class CoordinatorChild:
             self._pipe = None
 
     def close(self, timeout: float = 5.0) -> None:
-        """Let it end in an orderly way; it gives its leadership back."""
+        """End the process in order, so that it gives up its leadership."""
         with self._lock:
             self._closing.set()
             self._hang_up()
@@ -141,7 +141,7 @@ class CoordinatorChild:
 
 @dataclass(frozen=True)
 class Holder:
-    """Who keeps a coordinator, as it stands in the store."""
+    """The agent that holds a key of a coordinator, as written in the store."""
 
     node: str
     agent: str
@@ -151,7 +151,7 @@ class Holder:
 
     @classmethod
     def parse(cls, text: str | None) -> Holder | None:
-        """None: nobody. What nobody can read is somebody."""
+        """Parse the value of a key; None if the key does not exist. An invalid value is still a holder."""
         if text is None:
             return None
         node, _, agent = text.rpartition("/")
@@ -159,11 +159,19 @@ class Holder:
 
 
 class CoordinatorHost:
-    """Keeps a coordinator while this agent holds one of the two places, and claims one that is free.
+    """Runs a coordinator while this agent holds one of the two keys, and claims a key that is free.
 
-    `claim(key, other)` is to create `key` for us, unless our node holds `other`; `release(key)` is to give it
-    up, which happens when no coordinator can be kept here, or both places have come to one node. `settled`
-    is when, by `clock`, this agent may begin to keep one that stands by: the start of a job has enough to do.
+    Args:
+        me: this agent.
+        keys: keys of the cluster.
+        child: starts a coordinator.
+        claim: `claim(key, other)` creates `key` for this agent, unless an agent of the same node holds
+            `other`.
+        release: `release(key)` gives the key up, because no coordinator can be run here, or because both keys
+            are held on one node.
+        settled: when, by `clock`, this agent may run a coordinator that stands by; a starting job is busy
+            enough.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -183,13 +191,14 @@ class CoordinatorHost:
         self._child: CoordinatorChild | None = None
         self._asked = float("-inf")
         self._rests_until = float("-inf")
-        self.due: float | None = settled  # when to `mind` again though nothing has changed
+        self.due: float | None = settled  # when to call `update` again even if nothing has changed
 
-    def mind(self, first: str | None, second: str | None, leader: str | None) -> None:
-        """Act on who holds the two places and who leads, as last heard; None: nobody."""
+    def update(self, first: str | None, second: str | None, leader: str | None) -> None:
+        """Start, stop or claim according to the holders of the two keys and the leader (None: nobody)."""
         holders = Holder.parse(first), Holder.parse(second)
         if holders[1] == self._me and holders[0] is not None and holders[0].node == self._me.node:
-            self._release(self._second)  # both claimed at the same moment; they would be lost together
+            # both were claimed at the same moment; one node must not have both, since it may fail
+            self._release(self._second)
             holders = holders[0], None
         now, wanted, self.due = self._clock(), self._wanted(*holders, leader), None
         if self._child is not None and self._child.failed:
@@ -206,7 +215,7 @@ class CoordinatorHost:
                 self._child = self._new_child()
         elif self._child is not None and wanted is None and any(holders):
             child, self._child = self._child, None
-            threading.Thread(target=child.close, daemon=True).start()  # it may take its time
+            threading.Thread(target=child.close, daemon=True).start()  # closing may take seconds
         if wanted is None:
             return
         other = self._first if wanted == self._second else self._second
@@ -220,7 +229,7 @@ class CoordinatorHost:
         self._claim(wanted, other)
 
     def _wanted(self, first: Holder | None, second: Holder | None, leader: str | None) -> str | None:
-        """The place that is free and that we should have."""
+        """Return the free key that this agent should hold, or None."""
         if self._me in (first, second):
             return None
         if first is None and second is None:
@@ -230,11 +239,11 @@ class CoordinatorHost:
         holder = first or second
         assert holder is not None
         if holder.node == self._me.node:
-            return None  # they would be lost together
+            return None  # one node must not have both
         return self._first if first is None else self._second
 
     def close(self) -> None:
-        """End the coordinator, if it is ours."""
+        """End this agent's coordinator, if there is one."""
         child, self._child = self._child, None
         if child is not None:
             child.close()

@@ -1,23 +1,23 @@
-"""What starts, if anything, when a job's command is given again after a run of it has ended.
+"""Decide what to start when a job's command is given again after a run of the job has ended.
 
-The problem. The same command comes again by itself: a unit starts at a reboot, a node comes up late. A job
-that is done must not be trained again by that. The store knows how a run ended, but it may have been
-emptied since, and the private one of `--standalone` ends with its job.
+The same command may be given again without intent: a systemd unit starts at a reboot, a node boots late. A
+job that is done must not be trained again by that. The store knows how a run ended, but its data may be gone,
+and the private store of `--standalone` ends with its job.
 
-What is done. The agents of a run leave a note beside its checkpoints (`checkpoint_archive`), with what the
-store says. `decide_start` reads both and raises `JobEndedError` where nothing is to be started:
+So the agents of a run also write a note beside its checkpoints (`checkpoint_archive`) with the job's status.
+`find` reads both, and `refuse` raises `JobEndedError` if nothing is to be started:
 
 ========================  =====================  ===================  =====================================
 the last run              the same command       with ``--once``      with ``--anew``
 ========================  =====================  ===================  =====================================
-is done                   says so, exit code 0   the same             another run, checkpoints put aside
-was stopped, has failed   goes on from its       says so, with its    another run, checkpoints put aside
-                          checkpoint             exit code
-has agents, or none left  joins it, or goes on   the same             joins it; without agents another run
+is done                   reports it, exits 0    the same             new run, checkpoints moved aside
+was stopped or failed     continues from the     reports it, exits    new run, checkpoints moved aside
+                          checkpoint             with its exit code
+is under way              joins or continues it  the same             joins it; new run if it has no agent
 ========================  =====================  ===================  =====================================
 
-A script or arguments other than those of a run that is done are refused: neither is it clear that they are
-to be trained, nor that they are not.
+If a run is done, another script or other arguments are refused: the user may want to train them, or may have
+made a mistake.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from adaptdl_elastic.rendezvous.store.base import Store
 
 
 class JoinError(RuntimeError):
-    """This agent cannot take part; the message says why and what to do."""
+    """This agent cannot take part; the message says why, and what to do."""
 
 
 class JobEndedError(Exception):
-    """Nothing is to be started, because the job has ended; the message says how and when."""
+    """Nothing is to be started because the job has ended; the message says how and when."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -56,7 +56,7 @@ class JobEndedError(Exception):
 
 @dataclass(frozen=True)
 class EndedRun:
-    """The last run of a job, which has ended."""
+    """The last run of a job, if it has ended."""
 
     job: str
     run: str
@@ -66,12 +66,12 @@ class EndedRun:
     exit_code: int = 0
     time: float | None = None  # wall clock
     command: tuple[str, ...] = ()
-    profile_key: str = ""  # JobSpec.profile_key of the run; "": not known
+    profile_key: str = ""  # JobSpec.profile_key of the run; "": unknown
 
 
 @dataclass(frozen=True)
 class StartOptions:
-    """What the command line says about a job that has ended."""
+    """Options of the command line for a job that has ended."""
 
     once: bool = False
     anew: bool = False
@@ -83,7 +83,15 @@ NO_OPTIONS = StartOptions()
 def write_note(
     spec: JobSpec, status: JobStatus, path: str, say: Callable[[str], None], *, even_if_empty: bool
 ) -> None:
-    """Leave a note beside the checkpoints in `path` that a run has ended, where there are any."""
+    """Write a note beside the checkpoints in `path` that a run has ended.
+
+    Args:
+        spec: specification of the run.
+        status: its last status.
+        path: directory or URL of its checkpoints.
+        say: prints a line for the user if the note cannot be written.
+        even_if_empty: write it even if there are no checkpoints.
+    """
     note = {
         "job": spec.job,
         "run": spec.run,
@@ -98,7 +106,7 @@ def write_note(
 
 
 def of_status(spec: JobSpec, status: JobStatus | None) -> EndedRun | None:
-    """Return how a run ended if its status says that it has, else None."""
+    """Return how a run ended, or None if its status does not say that it has."""
     if status is None or status.run != spec.run or not status.state.ended:
         return None
     return EndedRun(
@@ -115,17 +123,17 @@ def of_status(spec: JobSpec, status: JobStatus | None) -> EndedRun | None:
 
 
 def find(store: Store, keys: Keys, job: str, path: str, busy: Callable[[], bool]) -> EndedRun | None:
-    """Return the last run of a job if it has ended.
+    """Return the last run of a job if it has ended, else None.
 
     Args:
-        store: Where the cluster keeps its jobs.
-        keys: The keys of the cluster.
-        job: The job's name.
-        path: Where its checkpoints would be.
-        busy: Whether the job has agents. Then a note says nothing: another run is under way.
+        store: the cluster's store.
+        keys: the keys of the cluster.
+        job: the job's name.
+        path: where its checkpoints would be.
+        busy: returns whether the job has agents. Then a note has no effect: another run is under way.
 
     Raises:
-        StorageError: The place of the checkpoints cannot be looked at.
+        StorageError: the place of the checkpoints cannot be read.
     """
     spec = _last_spec(store, keys, job)
     if spec is not None and (ended := of_status(spec, _status(store, keys, job))) is not None:
@@ -137,17 +145,17 @@ def find(store: Store, keys: Keys, job: str, path: str, busy: Callable[[], bool]
         and spec is not None
         and spec.checkpoint_path == path
         and bool(note.run)
-        and note.run < spec.run  # names of runs begin with when they began
+        and note.run < spec.run  # names of runs begin with their start time
     )
     return None if note is None or late or busy() else note
 
 
 def refuse(ended: EndedRun, fresh: JobSpec, options: StartOptions) -> None:
-    """Raise where a job that has ended is not to be started; return where it is.
+    """Raise if a job that has ended is not to be started; else return.
 
     Raises:
-        JobEndedError: It is done, or it has ended in another way and `--once` is given.
-        JoinError: It is done and what would be started now is something else.
+        JobEndedError: it is done, or it has ended in another way and `--once` is given.
+        JoinError: it is done, and this is another command.
     """
     if options.anew or (ended.state is not JobState.DONE and not options.once):
         return
@@ -191,15 +199,23 @@ def turn_to_start(
     busy: Callable[[], bool],
     say: Callable[[str], None],
 ) -> Iterator[None]:
-    """Let this agent register for the job and join it, or begin it, unless it has ended.
+    """Let this agent register for the job and join or begin it, unless the job has ended.
 
-    Where a run of the job has ended, agents do so one after another: one puts the checkpoints aside and
-    begins another run, and the next finds it under way.
+    If a run of the job has ended, a lock lets in one agent at a time: the first one moves the checkpoints
+    aside and begins another run, and the next one finds that run under way.
+
+    Args:
+        store: the cluster's store.
+        keys: the keys of the cluster.
+        fresh: the job as this agent would begin it.
+        options: options of the command line.
+        busy: returns whether the job has agents.
+        say: prints a line for the user.
 
     Raises:
-        JobEndedError: Nothing is to be started.
-        JoinError: The job is done, and this is another command.
-        StorageError: The checkpoints cannot be looked at or put aside.
+        JobEndedError: nothing is to be started.
+        JoinError: the job is done, and this is another command.
+        StorageError: the checkpoints cannot be read or moved.
     """
 
     def ended() -> EndedRun | None:
@@ -210,7 +226,7 @@ def turn_to_start(
             stack.enter_context(checkpoint_archive.exclusive(store, f"{keys.root}archiving/{fresh.job}"))
             if (found := ended()) is not None:
                 refuse(found, fresh, options)
-            # agents that are still there when the job has ended are on their way out
+            # agents that are still registered when the job has ended are about to exit
             if options.anew and (found is not None or not busy()):
                 archive = checkpoint_archive.move_aside(fresh.checkpoint_path)
                 if archive is not None:
@@ -224,7 +240,7 @@ def _last_spec(store: Store, keys: Keys, job: str) -> JobSpec | None:
     item = store.get(keys.job(job, "spec"))
     try:
         return None if item is None else decode(JobSpec, item.value, item.key)
-    except MalformedRecordError:  # `join_job` says so
+    except MalformedRecordError:  # `join_job` reports it
         return None
 
 
@@ -237,7 +253,7 @@ def _status(store: Store, keys: Keys, job: str) -> JobStatus | None:
 
 
 def _parse(note: bytes | None, job: str, path: str) -> EndedRun | None:
-    """Return what a note says; one that cannot be read says that the job is done."""
+    """Return the run that a note describes; an unreadable note means that the job is done."""
     if note is None:
         return None
     try:

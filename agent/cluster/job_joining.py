@@ -1,4 +1,4 @@
-"""How an agent comes into a job: the job's specification, its run, and the node's name."""
+"""Let an agent join a job: choose the job's specification and run, and register the node."""
 
 from __future__ import annotations
 
@@ -34,14 +34,22 @@ def join_job(
     say: Callable[[str], None],
     options: StartOptions = NO_OPTIONS,
 ) -> JobSpec:
-    """Return the job's specification: `fresh` where there is none to join, else that of the run that goes on.
+    """Return the specification of the job's current run; write `fresh` if there is no run to join.
 
-    A run goes on while an agent of it is registered. So register before, with the run of `fresh`: agents
-    that are started at the same moment must not take each other's run for one without agents.
+    A run is current while an agent of it is registered. So an agent registers first, with the run of `fresh`:
+    otherwise agents that start at the same moment could take each other's run for one without agents.
+
+    Args:
+        store: the cluster's store.
+        keys: the keys of the cluster.
+        fresh: the job as this agent would begin it.
+        version: of this agent; agents of other versions are refused.
+        say: prints a line for the user.
+        options: options of the command line for a job that has ended.
 
     Raises:
-        JobEndedError: The job has ended, and is not to be started again (`ended_run.refuse`).
-        JoinError: This agent cannot take part.
+        JobEndedError: the job has ended and is not to be started again (`ended_run.refuse`).
+        JoinError: this agent cannot take part.
     """
     key = keys.job(fresh.job, "spec")
     for _ in range(_ATTEMPTS):
@@ -78,7 +86,7 @@ def join_job(
 
 
 def live_agents(store: Store, keys: Keys, job: str) -> list[NodeRecord]:
-    """Who is registered for a job."""
+    """Return the registrations of a job's agents."""
     records = []
     for item in store.range(keys.nodes).items:
         if item.key.rpartition("/")[2] == job:
@@ -90,7 +98,7 @@ def live_agents(store: Store, keys: Keys, job: str) -> list[NodeRecord]:
 
 
 def _check_command(spec: JobSpec, fresh: JobSpec) -> None:
-    """Replicas of two programs would wait for each other for ever, or worse."""
+    """Raise if this node has another script or arguments: replicas of both would wait for each other."""
     if not spec.profile_key or spec.profile_key == fresh.profile_key:
         return
     theirs, ours = shlex.join(spec.command), shlex.join(fresh.command)
@@ -121,7 +129,7 @@ _FLAGS: dict[str, Callable[[JobSpec], bool]] = {
 
 
 def _compare(spec: JobSpec, fresh: JobSpec, say: Callable[[str], None]) -> None:
-    """What is said about the job as a whole counts when its run begins, and not later."""
+    """Report options of this agent that have no effect: options of the job count when its run begins."""
     for name, told in _OF_THE_JOB.items():
         holds, given = told(spec), told(fresh)
         if holds != given:
@@ -152,12 +160,12 @@ def _status(store: Store, keys: Keys, job: str) -> JobStatus | None:
 
 
 def node_name(host: str) -> str:
-    """A host's name as a node's."""
+    """Return a host's name with the characters of node names only."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", host).strip("-._") or "node"
 
 
 def register(store: Store, keys: Keys, record: NodeRecord, exact: bool) -> Registration:
-    """Register under `record.node`; when it is taken, under the first free variant unless `exact`."""
+    """Register under `record.node`; if it is taken, under the first free variant unless `exact`."""
     deadline = time.monotonic() + LEASE_SECONDS + 1.0
     tried = 1
     while True:
@@ -173,7 +181,7 @@ def register(store: Store, keys: Keys, record: NodeRecord, exact: bool) -> Regis
                 raise JoinError(
                     f"--node-name={record.node} is taken by {error.by}, of job {record.job!r}: choose another"
                 ) from None
-            # the lease of an agent that was killed a moment ago still runs
+            # the lease of an agent that has just been killed may not have expired yet
             _wait_for_removal(store, keys.node(record.node, record.job), deadline)
         else:
             return registration

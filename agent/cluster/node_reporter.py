@@ -1,4 +1,4 @@
-"""What an agent writes to the store: how its replicas are doing, and what they report."""
+"""Write the state of an agent's replicas, and what they report, to the store."""
 
 from __future__ import annotations
 
@@ -16,53 +16,77 @@ from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
     CheckpointRecord,
     EndedRecord,
+    JobSpec,
+    MalformedRecordError,
     MasterRecord,
     PeerLossRecord,
     ReadyRecord,
     RunningRecord,
+    decode,
     encode,
 )
-from adaptdl_elastic.rendezvous.store.base import Store
+from adaptdl_elastic.rendezvous.store.base import KeyValue, Store
 
 logger = logging.getLogger(__name__)
 
 
 class NodeReporter:
-    """One node's part of one job. Everything is written in order, by the writer's thread."""
+    """The reports of one node about one job. The writer's thread writes them in order."""
 
     def __init__(self, store: Store, keys: Keys, writer: Writer, me: AgentIdentity) -> None:
         self._store, self._keys, self._writer = store, keys, writer
-        self._job, self._node, self._agent = me.job, me.node, me.agent
+        self._job, self._node, self._agent, self._run = me.job, me.node, me.agent, me.run
 
     def master(self, record: MasterRecord) -> None:
-        """Where a generation meets."""
+        """Publish where the replicas of a generation meet."""
         self._put(self._keys.generation(self._job, record.generation, "master"), encode(record))
 
     def ready(self, generation: int) -> None:
-        """This node's newcomers are warm."""
+        """Report that this node's newcomers are ready to join."""
         self._of_generation("ready", ReadyRecord(self._node, generation, time.time()))
 
     def running(self, generation: int, first_step: float | None, library: bool, resilient: bool) -> None:
-        """This node's replicas have started."""
+        """Report that this node's replicas have started."""
         record = RunningRecord(
             self._node, generation, time.time(), first_step, library, resilient, self._agent
         )
         self._of_generation("running", record)
 
-    def broken(self, record: PeerLossRecord) -> None:
-        """Somebody has died, and the living wait."""
+    def peer_loss(self, record: PeerLossRecord) -> None:
+        """Report that replicas have died and the living ones wait."""
         self._of_generation("broken", replace(record, time=time.time()))
 
     def ended(self, record: EndedRecord) -> None:
-        """This node's replicas are gone from a generation."""
+        """Report that this node's replicas of a generation are gone."""
         self._of_generation("ended", record)
 
     def checkpoint(self, record: CheckpointRecord) -> None:
-        """The newest checkpoint."""
-        self._put(self._keys.job(self._job, "checkpoint"), encode(record))
+        """Record the newest checkpoint, unless a later generation has recorded one or the run is over.
+
+        An agent that was cut off from the store writes what it has kept when it is back.
+        """
+        self._writer.submit(lambda: self._record_checkpoint(record))
+
+    def _record_checkpoint(self, record: CheckpointRecord) -> None:
+        key = self._keys.job(self._job, "checkpoint")
+        while True:
+            found = self._store.get(key)
+            if self._is_of_another_run() or (found is not None and _generation(found) > record.generation):
+                logger.info("checkpoint %s is not recorded: others have taken over", record.id)
+                return
+            revision = found.mod_revision if found is not None else 0
+            if self._store.compare_and_swap(key, encode(record), revision) is not None:
+                return
+
+    def _is_of_another_run(self) -> bool:
+        found = self._store.get(self._keys.job(self._job, "spec"))
+        try:
+            return found is not None and decode(JobSpec, found.value, found.key).run != self._run
+        except MalformedRecordError:
+            return False
 
     def hints(self, hints: dict[str, Any]) -> bool:
-        """What rank 0 reports, only the newest of it; False when it does not fit the schema."""
+        """Write rank 0's newest hints; return False if they are invalid."""
         text = json.dumps({"v": 1, **hints})
         try:
             decode_hints(text)
@@ -84,3 +108,11 @@ class NodeReporter:
 
     def _store_put(self, key: str, value: str) -> None:
         self._store.put(key, value)
+
+
+def _generation(found: KeyValue) -> int:
+    """Return the generation of a recorded checkpoint, -1 where the record cannot be read."""
+    try:
+        return decode(CheckpointRecord, found.value, found.key).generation
+    except MalformedRecordError:
+        return -1

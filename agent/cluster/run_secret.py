@@ -1,4 +1,4 @@
-"""The secret that the agents of a job have in common, and that of one run. See `adaptdl_elastic._secrets`."""
+"""The secret that a job's agents share, and the secret of one run: see `adaptdl_elastic._secrets`."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ REMEDY = "set the same ADAPTDL_SECRET for the agents of all nodes (openssl rand 
 
 @dataclass(frozen=True)
 class CommonSecret:
-    """What the agents of a job have in common."""
+    """A secret that the agents of a job share."""
 
     value: bytes = field(repr=False)
-    one_machine: bool  # only agents of this user on this machine have it
+    one_machine: bool  # only this user's agents on this machine have it
 
     def of_run(self, cluster: str, spec: JobSpec) -> str:
-        """Return what the replicas of this run inherit."""
+        """Return the secret that the replicas of this run inherit."""
         return _secrets.run_secret(self.value, cluster, spec.job, spec.run)
 
     def mark(self, cluster: str, spec: JobSpec) -> str:
-        """Return `JobSpec.secret_mark` as it is where an agent with this secret began the run."""
+        """Return the value of `JobSpec.secret_mark` of a run begun by an agent with this secret."""
         return _secrets.mark(self.of_run(cluster, spec))
 
 
 def common_secret(environ: Mapping[str, str], store: Store, keys: Keys, confidential: bool) -> CommonSecret:
-    """Find the secret of this node's agents; make it where there is none.
+    """Return the secret of this node's agents; create one if there is none.
 
     Args:
-        environ: This agent's environment.
-        store: The cluster's.
-        keys: The cluster's.
-        confidential: Only who may write the store reads it, so it may keep a secret: etcd with TLS and a
-            password, or a socket of this user's.
+        environ: this agent's environment.
+        store: the cluster's store.
+        keys: the keys of the cluster.
+        confidential: whether only users who may write the store can read it, so that it may keep a secret:
+            etcd with TLS and a password, or a socket of this user.
 
     Raises:
-        RuntimeFileError: It would have to be in a file of this machine, which cannot be used.
-        StoreError: The store fails.
+        RuntimeFileError: the file of this machine that would keep the secret cannot be used.
+        StoreError: the store fails.
     """
     given = environ.get("ADAPTDL_SECRET")
     if given:
@@ -51,7 +51,8 @@ def common_secret(environ: Mapping[str, str], store: Store, keys: Keys, confiden
         return CommonSecret(_secrets.machine_secret(), one_machine=True)
     found = store.get(keys.secret)
     if found is None:
-        store.compare_and_swap(keys.secret, secrets.token_hex(32), 0)  # or another agent's is there now
+        # has no effect if another agent has written one
+        store.compare_and_swap(keys.secret, secrets.token_hex(32), 0)
         found = store.get(keys.secret)
-    assert found is not None  # nothing deletes it
+    assert found is not None  # no program deletes this key
     return CommonSecret(found.value.encode(), one_machine=False)

@@ -1,10 +1,10 @@
-"""The agent's line to the store: watches in, writes out, and one lease that keeps its keys alive.
+"""The agent's connection to the store: watches, writes, and one lease for its keys.
 
-The agent's own thread never waits for the store. Watches run in threads and post what changed; writes
-go through one thread, in order, and are repeated until the store takes them. While the store is away
-training goes on, and nothing here gives up: a registration that was lost meanwhile is made again, unless
-another agent has taken the name. A store that refuses us is asked again, too: somebody may put that right
-while training goes on. Only what it would refuse for ever is given up, and said.
+The agent's main thread never waits for the store. Watches run in threads and post what changed. One thread
+makes all writes in order and repeats each until the store takes it. While the store is away, training goes on
+and nothing here gives up: a registration whose lease expired is made again, unless another agent has taken
+the name. If the store refuses the agent, requests are repeated, too, since an administrator may correct that
+while training goes on. Only a write that the store would always refuse is dropped, and reported.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from adaptdl_elastic.rendezvous.store.base import (
 logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 5.0
-LOOK_SECONDS = 5.0  # between two looks whether the store answers an agent that has nothing to write
-_FIRST_RETRY, _LAST_RETRY = 0.05, 1.0  # seconds between attempts
+CHECK_SECONDS = 5.0  # seconds between two checks whether the store answers, while nothing is written
+_FIRST_RETRY, _LAST_RETRY = 0.05, 1.0  # seconds between two attempts
 Post = Callable[[object], None]
 
 
 @dataclass(frozen=True)
 class Keyspace:
-    """Everything under a watched prefix now."""
+    """All keys under a watched prefix, and their values."""
 
     prefix: str
     items: dict[str, str]
@@ -46,7 +46,7 @@ class Keyspace:
 
 @dataclass(frozen=True)
 class KeyChanged:
-    """One key under a watched prefix changed; None: it is gone."""
+    """A change of one key under a watched prefix; None: it was deleted."""
 
     prefix: str
     key: str
@@ -55,7 +55,13 @@ class KeyChanged:
 
 @dataclass(frozen=True)
 class Connection:
-    """The store can, or can not, be reached, or it refuses us; refused and `up`: it has refused us before."""
+    """Whether the store can be used.
+
+    Attributes:
+        up: it answers and accepts the agent.
+        why: the problem.
+        refused: if not `up`: it answers, but refuses the agent; if `up`: it refused the agent before.
+    """
 
     up: bool
     why: str = ""
@@ -63,20 +69,20 @@ class Connection:
 
     @classmethod
     def lost(cls, error: StoreError) -> Connection:
-        """Return what an operation that failed says of the store."""
+        """Return the state of the store that a failed operation shows."""
         return cls(False, str(error), isinstance(error, StoreAuthError))
 
     def __str__(self) -> str:
-        """For the person at the terminal."""
+        """Return the line for the user."""
         if self.up:
             return "the store lets us in again" if self.refused else "the store is back"
         return f"the store {'refuses us' if self.refused else 'is away'}, training goes on: {self.why}"
 
 
 class ConnectionMonitor:
-    """Posts a Connection whenever the store goes away, refuses us, or is back. For several threads.
+    """Posts a Connection whenever the store goes away, refuses the agent, or is back. Thread-safe.
 
-    Each source of news has its own name: what one of them can do does not hide what another one cannot.
+    Each source of reports has a name, so that the success of one source does not hide the failure of another.
     """
 
     def __init__(self, post: Post) -> None:
@@ -86,7 +92,7 @@ class ConnectionMonitor:
         self._said = Connection(True)
 
     def note(self, source: str, now: Connection) -> None:
-        """Take note of how the last operation of a source went."""
+        """Record the result of a source's last operation."""
         with self._lock:
             self._news[source] = now
             worst, said = next((one for one in self._news.values() if not one.up), now), self._said
@@ -97,14 +103,14 @@ class ConnectionMonitor:
 
 
 @dataclass(frozen=True)
-class Said:
-    """A line for the person at the terminal."""
+class UserLine:
+    """A line for the user."""
 
     text: str
 
 
 class NameTakenError(Exception):
-    """A live agent has registered this node for this job: `by`, as far as is known."""
+    """A live agent has registered this node for this job; `by` describes the agent."""
 
     def __init__(self, node: str, by: str = "another agent") -> None:
         super().__init__(f"the node name {node!r} is taken by {by}")
@@ -112,7 +118,7 @@ class NameTakenError(Exception):
 
 
 class Watcher(threading.Thread):
-    """Posts a Keyspace first, then every KeyChanged under a prefix, for as long as it lives."""
+    """A thread that posts a Keyspace, then a KeyChanged for every change under a prefix."""
 
     def __init__(self, store: Store, prefix: str, post: Post) -> None:
         super().__init__(name=f"watch {prefix}", daemon=True)
@@ -121,7 +127,7 @@ class Watcher(threading.Thread):
         self._watch: Watch | None = None
 
     def run(self) -> None:
-        """The thread."""
+        """Read and watch the prefix until `close`."""
         delay = _FIRST_RETRY
         while not self._closing.is_set():
             try:
@@ -147,14 +153,14 @@ class Watcher(threading.Thread):
                 self._post(KeyChanged(self._prefix, change.key, value))
 
     def close(self) -> None:
-        """End the thread soon."""
+        """Make the thread end soon."""
         self._closing.set()
         if self._watch is not None:
             self._watch.close()
 
 
 class Writer(threading.Thread):
-    """Does writes in order, each again and again until the store has taken it."""
+    """A thread that makes writes in order and repeats each until the store has taken it."""
 
     def __init__(self, post: Post, monitor: ConnectionMonitor) -> None:
         super().__init__(name="store writer", daemon=True)
@@ -165,11 +171,11 @@ class Writer(threading.Thread):
         self._closing = threading.Event()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Do this after everything that was submitted before."""
+        """Make this write after all writes submitted before."""
         self._queue.put(work)
 
     def submit_latest(self, key: str, work: Callable[[], None]) -> None:
-        """As `submit`, but takes the place of what waits under the same key."""
+        """Submit a write that replaces a waiting one with the same key."""
         with self._lock:
             waiting = key in self._latest
             self._latest[key] = work
@@ -183,21 +189,21 @@ class Writer(threading.Thread):
             work()
 
     def run(self) -> None:
-        """The thread."""
+        """Make the writes until `close`."""
         while (work := self._queue.get()) is not None:
-            self._insist(work)
+            self._repeat_until_taken(work)
 
-    def _insist(self, work: Callable[[], None]) -> None:
+    def _repeat_until_taken(self, work: Callable[[], None]) -> None:
         delay = _FIRST_RETRY
         while True:
             try:
                 work()
             except StoreRefusedError as error:
                 logger.warning("a write to the store was given up: %s", error)
-                self._post(Said(f"something can not be written to the store and is left out: {error}"))
+                self._post(UserLine(f"something can not be written to the store and is left out: {error}"))
                 return
             except NameTakenError as error:
-                logger.warning("%s", error)  # the watch of the nodes tells the agent
+                logger.warning("%s", error)  # the watch of the nodes tells the agent about it
                 return
             except StoreError as error:
                 self._monitor.note("writer", Connection.lost(error))
@@ -212,14 +218,14 @@ class Writer(threading.Thread):
                 return
 
     def close(self, timeout: float) -> None:
-        """Finish what was submitted, within `timeout` seconds."""
+        """Make the submitted writes within `timeout` seconds, then end."""
         self._queue.put(None)
         self.join(timeout)
         self._closing.set()
 
 
 class Registration:
-    """This agent's key under `nodes/`, and whatever else shall vanish with the agent, on one lease."""
+    """This agent's key under `nodes/` and other keys that must vanish with the agent, all on one lease."""
 
     def __init__(self, store: Store, keys: Keys, record: NodeRecord, ttl: float = LEASE_SECONDS) -> None:
         self._store, self._keys, self._ttl = store, keys, ttl
@@ -229,15 +235,15 @@ class Registration:
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="registration", daemon=True)
         self.monitor: ConnectionMonitor | None = None
-        """Hears of the store also while this agent has nothing to write."""
+        """Told about the store's state even while this agent has nothing to write."""
 
     @property
     def key(self) -> str:
-        """Where the record is."""
+        """The key of the record."""
         return self._keys.node(self.record.node, self.record.job)
 
     def register(self) -> None:
-        """Take the name; NameTakenError when a live agent has it."""
+        """Write the record under the node's name; NameTakenError if a live agent has the name."""
         lease = self._store.lease(self._ttl)
         try:
             self._write(lease)
@@ -248,13 +254,13 @@ class Registration:
         self._keeper.start()
 
     def update(self, **fields: object) -> None:
-        """Change fields of the record. StoreError when the store does not take it: try again."""
+        """Change fields of the record. StoreError if the store does not take it; the caller repeats it."""
         with self._lock:
             self.record = replace(self.record, **fields)  # type: ignore[arg-type]
         self._write(self._held())
 
     def _write(self, lease: Lease) -> None:
-        """Put the record where nobody's is, or an earlier one of ours; NameTakenError when another's is."""
+        """Write the record, unless another agent's record is there (NameTakenError)."""
         while True:
             found = self._store.get(self.key)
             if found is not None and (other := self._other(found.value)) is not None:
@@ -266,7 +272,7 @@ class Registration:
                 return
 
     def _other(self, text: str) -> NodeRecord | None:
-        """Another agent's record; None: ours, or what nobody can read."""
+        """Return another agent's record; None if the record is this agent's, or is invalid."""
         try:
             record = decode(NodeRecord, text, self.key)
         except MalformedRecordError:
@@ -274,16 +280,19 @@ class Registration:
         return record if record.agent != self.record.agent else None
 
     def claim(self, key: str, value: str, unless: str) -> None:
-        """Create a key that vanishes with this agent, if nobody has it and none of our node has `unless`.
+        """Create a key that vanishes with this agent, unless it exists or this node holds `unless`.
 
-        Values are "node/agent".
+        Args:
+            key: the key to create.
+            value: "node/agent" of this agent.
+            unless: a key that no agent of the same node may hold.
         """
         other = self._store.get(unless)
         if other is None or other.value.rpartition("/")[0] != value.rpartition("/")[0]:
             self._store.compare_and_swap(key, value, 0, self._held())
 
     def release(self, key: str, value: str) -> None:
-        """Give up what `claim` has created."""
+        """Delete a key that `claim` created."""
         found = self._store.get(key)
         if found is not None and found.value == value:
             self._store.compare_and_swap(key, None, found.mod_revision)
@@ -295,19 +304,19 @@ class Registration:
         return lease
 
     def _keep(self) -> None:
-        """Register again whenever the lease was lost: the store was away for too long."""
-        wait = LOOK_SECONDS
+        """Register again whenever the lease was lost because the store was away for too long."""
+        wait = CHECK_SECONDS
         while not self._closing.is_set():
             lease = self._lease
             if lease is not None and not lease.lost.wait(wait):
-                wait = LOOK_SECONDS if self._look() else _LAST_RETRY
+                wait = CHECK_SECONDS if self._check_store() else _LAST_RETRY
                 continue
             if self._closing.is_set():
                 return
-            self._come_back()
+            self._register_again()
 
-    def _look(self) -> bool:
-        """Find out whether the store answers us."""
+    def _check_store(self) -> bool:
+        """Check whether the store answers this agent."""
         try:
             self._store.get(self.key)
         except StoreError as error:
@@ -320,7 +329,7 @@ class Registration:
         if self.monitor is not None:
             self.monitor.note("registration", now)
 
-    def _come_back(self) -> None:
+    def _register_again(self) -> None:
         fresh: Lease | None = None
         try:
             fresh = self._store.lease(self._ttl)
@@ -338,7 +347,7 @@ class Registration:
             logger.info("registered again as node %s", self.record.node)
 
     def close(self) -> None:
-        """Vanish from the store."""
+        """Delete the record and all keys of the lease."""
         self._closing.set()
         if self._lease is not None:
             self._lease.revoke()

@@ -1,4 +1,4 @@
-"""What the watched part of the store holds, and what a change of it means for this agent."""
+"""The content of the watched part of the store, and the events that follow from its changes."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ R = TypeVar("R")
 
 
 class StoreView:
-    """Keys and values as last heard, and their translation into the agent's events."""
+    """Keys and values as last reported by the watches, translated into events for the agent."""
 
     def __init__(self, keys: Keys, job: str, node: str) -> None:
         self._keys, self._job, self._node = keys, job, node
         self._values: dict[str, str] = {}
-        self.agents: dict[str, NodeRecord] = {}  # node → registration for this job
+        self.agents: dict[str, NodeRecord] = {}  # node → its registration for this job
         self.request: JobRequest | None = None
         self.checkpoint: CheckpointRecord | None = None
         self.drain: DrainRequest | None = None
-        self.host: str | None = None  # who keeps a coordinator
-        self.second: str | None = None  # who keeps another one
+        self.host: str | None = None  # holder of the first coordinator's key
+        self.second: str | None = None  # holder of the second coordinator's key
         self.leader: str | None = None
         self.ended: dict[tuple[int, str], EndedRecord] = {}
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """What is to be watched."""
+        """The prefixes to watch."""
         keys = self._keys
         return keys.job(self._job), keys.nodes, f"{keys.root}coordinator/", keys.drain(self._node)
 
-    def learn(self, news: Keyspace | KeyChanged) -> Iterator[states.Event]:
-        """Take note of news; what of it concerns the decisions."""
+    def apply(self, news: Keyspace | KeyChanged) -> Iterator[states.Event]:
+        """Apply a change to the view; yield the events that the agent's decisions need."""
         if isinstance(news, KeyChanged):
             yield from self._set(news.key, news.value)
             return
@@ -56,15 +56,15 @@ class StoreView:
         changed += [(k, v) for k, v in news.items.items() if self._values.get(k) != v]  # type: ignore[misc]
         for key, value in changed:
             for event in self._set(key, value):
-                # who is registered is known when all of it has been read: a node that comes later in
-                # the list has not vanished
+                # registrations are reported after all of them have been read: a node later in the list has
+                # not vanished
                 if not isinstance(event, states.NodesSeen):
                     yield event
         if news.prefix == self._keys.nodes:
             yield self._nodes()
 
     def last_step_before(self, plan: Plan) -> float | None:
-        """Wall-clock end of the last step of any earlier generation of its run, as the nodes have said."""
+        """Return the wall-clock end of the last step in earlier generations of a plan's run, as reported."""
         times = [
             record.last_step
             for (generation, _), record in self.ended.items()
@@ -79,7 +79,7 @@ class StoreView:
             self._values[key] = value
         try:
             yield from self._translate(key, value)
-        except ValueError as error:  # MalformedRecordError, or a number that is none in a key
+        except ValueError as error:  # a malformed record, or a key that should hold a number
             logger.warning("ignored a value in the store: %s", error)
 
     def _translate(self, key: str, value: str | None) -> Iterator[states.Event]:

@@ -1,20 +1,20 @@
-"""What an agent does, as a pure function: (state, event, now) → (new state, actions).
+"""Decide what an agent does, as a pure function: (state, event, now) → (new state, actions).
 
-The state holds what the agent has been told (the plan, who is registered, what has ended) and what it
-has (`held`: the replicas of one generation, or nothing). Every event first changes what is known; then
-`_reconcile` compares that with what is held and answers with the actions that bring it closer. Nothing
-here reads a clock, the store or a process; everything that takes time is asked for as an action and
-comes back as an event. `deadline(state)` says when to send a `Tick` at the latest.
+The state holds what the agent knows (the plan, who is registered, which generations have ended) and what it
+runs (`held`: the replicas of one generation, or None). An event first changes what is known. Then
+`_reconcile` compares that with what runs, and returns the actions that bring the two closer. Nothing here
+reads a clock, the store or a process. Whatever takes time is requested by an action and reported by an event.
+`deadline(state)` says when the next `Tick` is due.
 
 A generation on a node::
 
-    none ──plan names us, `leaving` are gone──► rank 0 here: OpenMaster ─► MasterSeen ─► StartReplicas
-      ▲                                                                                     │
-      │                                                                            running ◄┘
-      │   newer plan (restart), drain, timer      newer plan (abort), a failure │ │
-      │        ┌─────── stopping ◄──────────────────────────────────────────────┘ │
-      │        │ all exited, or checkpoint_timeout ──► killing ◄──────────────────┘
-      └────────┴──────────── all exited: WriteEnded ◄────┘
+ none ──plan names this node, `leaving` are gone──► rank 0 here: OpenMaster ─► MasterSeen ─► StartReplicas
+ ▲                                                                                     │
+ │                                                                            running ◄┘
+ │   newer plan (restart), drain, timer      newer plan (abort), a failure │ │
+ │        ┌─────── stopping ◄──────────────────────────────────────────────┘ │
+ │        │ all exited, or checkpoint_timeout ──► killing ◄──────────────────┘
+ └────────┴──────────── all exited: WriteEnded ◄────┘
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from adaptdl_elastic.agent.core.states import (
     Phase,
     PlanSeen,
     Replica,
-    ReplicaBroken,
+    ReplicaEpochsFinished,
     ReplicaExited,
     ReplicaFinished,
     ReplicaHello,
-    ReplicaOver,
+    ReplicaLostPeer,
     ReplicaPong,
     ReplicaReady,
     ReplicaResilient,
@@ -60,9 +60,9 @@ from adaptdl_elastic.agent.core.states import (
     StoreBack,
     Tick,
     Unfit,
-    WriteBroken,
     WriteDraining,
     WriteEnded,
+    WritePeerLoss,
     WriteRunning,
     failure_of,
 )
@@ -78,12 +78,18 @@ from adaptdl_elastic.rendezvous.schema.records import (
 )
 
 OWN_STOP_AFTER = 5.0  # seconds that a draining agent waits for the coordinator's plan
-PATIENCE = 60.0  # seconds that an agent whose replicas are gone waits for a store that is away or refuses it
-KILL_AGAIN_AFTER = 5.0  # seconds between two SIGKILLs at what will not go
+PATIENCE = 60.0  # seconds that an agent without replicas waits for a store that is away or refuses it
+KILL_AGAIN_AFTER = 5.0  # seconds between two SIGKILLs to processes that do not end
 
 
 def decide(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
-    """What to do about an event. `now` is a monotonic clock; wall-clock times come inside events."""
+    """Return the new state and the actions for an event.
+
+    Args:
+        state: what the agent knows and runs.
+        event: what has happened; wall-clock times are part of events.
+        now: monotonic seconds.
+    """
     if state.exiting:
         return state, []
     state, actions = _learn(state, event, now)
@@ -95,11 +101,11 @@ def decide(state: State, event: Event, now: float) -> tuple[State, list[Action]]
 
 
 def deadline(state: State) -> float | None:
-    """When the next `Tick` is due at the latest; None: nothing is timed."""
+    """Return when the next `Tick` is due at the latest; None: no time limit is running."""
     times = []
     held = state.held
     if held is None and state.away is not None and state.outcome is not None:
-        times.append(_lonely_until(state, state.away))
+        times.append(_give_up_at(state, state.away))
     if held is None and state.departure is not None:
         times.append(state.outcome_at + OWN_STOP_AFTER)
     if held is not None and held.until is not None:
@@ -109,14 +115,14 @@ def deadline(state: State) -> float | None:
             times.append(held.change.until)
         if held.join_by is not None:
             times.append(held.join_by)
-        if state.departure is not None and not _goes_along(state, held):
+        if state.departure is not None and not _follows_newer_plan(state, held):
             times.append(max(state.departure.since, held.since) + OWN_STOP_AFTER)
         times += hang_detection.due(state, held)
     return min(times, default=None)
 
 
 def _learn(state: State, event: Event, now: float) -> tuple[State, list[Action]]:
-    """Take note of an event."""
+    """Change what is known by an event."""
     match event:
         case PlanSeen(plan):
             return _learn_plan(state, plan)
@@ -165,8 +171,8 @@ def _learn_plan(state: State, plan: Plan) -> tuple[State, list[Action]]:
         return state, []
     state = replace(state, plan=plan)
     actions: list[Action] = []
-    # What was overtaken before it began here, or was never heard of, has to be answered for as well:
-    # whoever comes next waits for us to say that nothing of it runs.
+    # Generations that were replaced before they began here, or that this agent never saw, must be answered,
+    # too: the next generation starts only when every node has reported that none of them runs.
     counted_on = {gone.generation for gone in plan.leaving if (gone.node, gone.agent) == _name(state)}
     if before is not None and before.generation > state.acted and _names_us(state, before):
         counted_on.add(before.generation)
@@ -178,7 +184,7 @@ def _learn_plan(state: State, plan: Plan) -> tuple[State, list[Action]]:
 
 
 def _under_way(state: State) -> set[int]:
-    """Generations that are held here, or about to be."""
+    """Return the generations that run here or are about to."""
     held = state.held
     if held is None:
         return set()
@@ -190,7 +196,7 @@ def _name(state: State) -> tuple[str, str]:
 
 
 def _answer(state: State, generation: int, outcome: Outcome) -> tuple[State, Action]:
-    """Say of a generation that is not held here how it ended here."""
+    """Report the end of a generation that does not run here."""
     me = state.me
     record = EndedRecord(me.node, generation, outcome, 0 if outcome is Outcome.DONE else STOPPED)
     ended = {**state.ended, (generation, me.node): outcome}
@@ -204,21 +210,23 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
     if isinstance(event, (ReplicaReady, ReplicaSwitched)):
         return replace(state, held=inplace_change.learn(held, event, now)), []
     if isinstance(event, ReplicaResilient):
-        return peer_loss.resilient(state, held, event.local_rank)
-    if isinstance(event, ReplicaOver):
-        return replace(state, held=peer_loss.said(held, event.local_rank, over=event.over)), []
+        return peer_loss.record_resilient(state, held, event.local_rank)
+    if isinstance(event, ReplicaEpochsFinished):
+        return replace(
+            state, held=peer_loss.record_report(held, event.local_rank, epochs_finished=event.over)
+        ), []
     if isinstance(event, ReplicaFinished):
-        return replace(state, held=peer_loss.said(held, event.local_rank, finished=True)), []
+        return replace(state, held=peer_loss.record_report(held, event.local_rank, finished=True)), []
     if isinstance(event, ReplicaStopping):
-        return replace(state, held=peer_loss.said(held, event.local_rank, stopping=True)), []
-    if isinstance(event, ReplicaBroken):
-        return peer_loss.hear(state, held, event, now)
+        return replace(state, held=peer_loss.record_report(held, event.local_rank, stopping=True)), []
+    if isinstance(event, ReplicaLostPeer):
+        return peer_loss.handle_report(state, held, event, now)
     if isinstance(event, ReplicaExited) and any(
         r.hanging for r in held.replicas if r.local_rank == event.local_rank
     ):
-        event = replace(event, message=hang_detection.told(state))
+        event = replace(event, message=hang_detection.hang_message(state))
     if isinstance(event, ReplicaExited) and peer_loss.survived(held, event):
-        return peer_loss.lose(state, held, event, now)
+        return peer_loss.record_death(state, held, event, now)
     if getattr(event, "generation", None) != held.generation:
         newcomer = isinstance(event, ReplicaExited)
         return (replace(state, held=inplace_change.learn(held, event, now)) if newcomer else state), []  # type: ignore[arg-type]
@@ -227,7 +235,7 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
         case ReplicaStarted(_, local_rank, pid):
             held = _change(held, local_rank, pid=pid)
         case ReplicaHello() if held.joining:
-            pass  # it is not warm before it says `ready`, and runs nothing before it has joined
+            pass  # it is ready only after `ready`, and runs nothing before it has joined
         case ReplicaHello(_, local_rank):
             if held.plain:
                 actions.append(WriteRunning(held.generation, library=True))
@@ -244,8 +252,9 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
 def _learn_exit(held: LocalGeneration, event: ReplicaExited) -> LocalGeneration:
     local_rank, code = event.local_rank, event.exit_code
     replica = next((r for r in held.replicas if r.local_rank == local_rank), None)
-    if replica is None:  # not in it yet when others died in it (`recovery.enter_in_haste`)
-        return peer_loss.stray_ended(held, local_rank, code)
+    # other replicas died in the new generation before this one had joined (`adopt_after_peer_loss`)
+    if replica is None:
+        return peer_loss.orphan_ended(held, local_rank, code)
     if replica.exit_code is not None:
         return held
     stopped = _was_stopped(replica, event)
@@ -260,17 +269,17 @@ def _learn_exit(held: LocalGeneration, event: ReplicaExited) -> LocalGeneration:
         stopped=stopped,
     )
     if held.joining:
-        return held  # `inplace` sees it
+        return held  # `inplace_change` handles it
     if code == 0 or stopped or held.phase is Phase.KILLING or held.failure is not None:
         return held
     return replace(held, failure=failure_of(replica.rank, event))
 
 
 def _was_stopped(replica: Replica, event: ReplicaExited) -> bool:
-    """Whether a replica has ended because it was asked to, and not because its script was at its end.
+    """Return whether a replica ended because it was asked to, not because its script was at its end.
 
-    A script may answer SIGTERM with any exit code, 0 included, so the code proves nothing after a signal.
-    What proves an end of its own is that the signal could not reach the script any more.
+    A script may answer SIGTERM with any exit code, 0 included, so after a signal the code proves nothing. The
+    script ended by itself only if the signal could not reach it any more.
     """
     if event.exit_code == STOPPED or replica.stopping:
         return True
@@ -288,13 +297,13 @@ def _change(held: LocalGeneration, local_rank: int, **fields: object) -> LocalGe
 
 
 def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
-    """One step from what is held towards what is wanted; no actions: nothing is to be done now."""
+    """Make one step from what runs towards what is wanted; no actions: nothing is to be done now."""
     if state.held is not None:
         return _reconcile_held(state, state.held, now)
     plan, status = state.plan, state.status
     if status is not None and status.state.ended:
         return _exit(state, status.process_exit_code, _reason_of(status))
-    if state.away is not None and state.outcome is not None and now >= _lonely_until(state, state.away):
+    if state.away is not None and state.outcome is not None and now >= _give_up_at(state, state.away):
         code = {Outcome.DONE: 0, Outcome.STOPPED: STOPPED}.get(state.outcome, 1)
         what = "has refused us" if state.refused else "has been away"
         why = f"the store {what} for {PATIENCE:g} s: nobody says what became of the job"
@@ -304,9 +313,10 @@ def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
         return _depart(state, newest, now)
     if plan is None or not newest or not _names_us(state, plan):
         return state, []
-    if plan.transition is Transition.RECOVER:  # those whom it counts on have died meanwhile
+    # this node's survivors, which the plan counts on, have died meanwhile
+    if plan.transition is Transition.RECOVER:
         return _answer_for_the_dead(state, plan)
-    # survivors of a change in place never leave; once they have all the same it is a plain start
+    # survivors of a change in place never leave; if they are gone, the plan is started from scratch
     join = plan.transition is Transition.INPLACE and not _all_gone(state, plan)
     if not join and not _all_gone(state, plan):
         return state, []
@@ -330,15 +340,15 @@ def _reconcile(state: State, now: float) -> tuple[State, list[Action]]:
 def _answer_for_the_dead(state: State, plan: Plan) -> tuple[State, list[Action]]:
     me = state.me
     state, answer = _answer(state, plan.generation, Outcome.ABORTED)
-    return state, [WriteBroken(PeerLossRecord(me.node, plan.generation, plan.slots(me.node))), answer]
+    return state, [WritePeerLoss(PeerLossRecord(me.node, plan.generation, plan.slots(me.node))), answer]
 
 
-def _lonely_until(state: State, away: float) -> float:
+def _give_up_at(state: State, away: float) -> float:
     return max(away, state.outcome_at) + PATIENCE
 
 
 def _open_master(state: State, plan: Plan) -> tuple[State, list[Action]]:
-    """Where a generation meets is opened by the agent of rank 0, once."""
+    """Open the store of a generation if this node has rank 0; at most once."""
     if plan.ranks(state.me.node).start != 0 or not len(plan.ranks(state.me.node)):
         return state, []
     if state.opening == plan.generation:
@@ -365,11 +375,11 @@ def _reconcile_held(state: State, held: LocalGeneration, now: float) -> tuple[St
         if step is not None:
             return step
         plan = state.plan
-        if plan is not None and _goes_along(state, held):
+        if plan is not None and _follows_newer_plan(state, held):
             if held.change is not None and held.change.plan is plan:
                 return state, []
             recovers = plan.transition is Transition.RECOVER
-            return (_recover if recovers else _go_over)(state, held, plan, now)
+            return (_recover if recovers else _begin_inplace)(state, held, plan, now)
         why = _why_stop(state, held, now)
         if why is not None:
             held = replace(held, phase=Phase.STOPPING, until=now + state.me.checkpoint_timeout)
@@ -381,10 +391,10 @@ def _reconcile_held(state: State, held: LocalGeneration, now: float) -> tuple[St
     return state, []
 
 
-def _goes_along(state: State, held: LocalGeneration) -> bool:
-    """Return True while the held replicas follow a newer plan in their processes.
+def _follows_newer_plan(state: State, held: LocalGeneration) -> bool:
+    """Return whether the held replicas follow a newer plan without leaving their processes.
 
-    Nothing else stops them meanwhile, so the time at which a departing node would stop them does not count.
+    Meanwhile nothing else stops them, so the time limit of a departing node does not apply.
     """
     plan = state.plan
     if plan is None or plan.generation <= max(held.generation, held.withdrawn):
@@ -396,39 +406,41 @@ def _goes_along(state: State, held: LocalGeneration) -> bool:
     return held.change is None and inplace_change.possible(held, plan)
 
 
-def _go_over(state: State, held: LocalGeneration, plan: Plan, now: float) -> tuple[State, list[Action]]:
-    """Begin a change in place, as soon as it is known where the new generation meets."""
-    if held.stray and any(r.exit_code is None for r in held.stray):
-        return state, []  # their slots are not free yet
+def _begin_inplace(state: State, held: LocalGeneration, plan: Plan, now: float) -> tuple[State, list[Action]]:
+    """Begin a change in place once the address of the new generation's store is known."""
+    if held.orphans and any(r.exit_code is None for r in held.orphans):
+        return state, []  # orphans still use their slots
     if state.master is None or state.master.generation != plan.generation:
         return _open_master(state, plan)
     return inplace_change.begin(state, held, plan, state.master, now)
 
 
 def _recover(state: State, held: LocalGeneration, plan: Plan, now: float) -> tuple[State, list[Action]]:
-    """Go on without the dead, as soon as it is known where."""
+    """Begin to go on without the dead once the address of the new generation's store is known."""
     master = state.master
     if master is None or master.generation != plan.generation:
         return _open_master(state, plan)
-    if held.change is not None and not held.recovering:  # some had gone over to what that would have made
-        state, held, actions = peer_loss.enter_in_haste(state, held, held.change, now)
+    # some replicas have already switched to the planned change
+    if held.change is not None and not held.recovering:
+        state, held, actions = peer_loss.adopt_after_peer_loss(state, held, held.change, now)
         return state, actions
     return peer_loss.begin(state, held, plan, master)
 
 
 def _all_ended(state: State, held: LocalGeneration, now: float) -> tuple[State, list[Action]]:
-    """Nothing of the held generation runs any more, nor of one that was to follow it in place."""
+    """Report the end of the held generation, and of one that was to follow it in place."""
     record, change = _ended(state.me, held), held.change
     records = [record]
     if change is not None and len(change.plan.ranks(state.me.node)):
         after = replace(record, generation=change.plan.generation)
-        if change.switched or held.recovering:  # what failed was the new generation
+        if change.switched or held.recovering:  # the failure happened in the new generation
             records = [EndedRecord(state.me.node, held.generation, Outcome.STOPPED, 0), after]
         else:
             outcome = Outcome.DONE if record.outcome is Outcome.DONE else Outcome.ABORTED
             records = [record, replace(after, outcome=outcome, failure=None)]
     elif change is not None and record.outcome is Outcome.DONE:
-        records = [replace(record, outcome=Outcome.STOPPED)]  # they left: the others go on
+        # these replicas left; those of other nodes go on
+        records = [replace(record, outcome=Outcome.STOPPED)]
     ended = {**state.ended, **{(r.generation, r.node): r.outcome for r in records}}
     acted = max(state.acted, *(r.generation for r in records))
     last = records[-1].outcome
@@ -437,7 +449,7 @@ def _all_ended(state: State, held: LocalGeneration, now: float) -> tuple[State, 
 
 
 def _why_kill(state: State, held: LocalGeneration, now: float) -> str | None:
-    """Why the held replicas are not to be waited for any more."""
+    """Return why the held replicas are to be killed, or None."""
     plan, status = state.plan, state.status
     if held.failure is not None:
         return f"replica {held.failure.rank} failed"
@@ -455,14 +467,14 @@ def _why_kill(state: State, held: LocalGeneration, now: float) -> str | None:
 
 
 def _why_stop(state: State, held: LocalGeneration, now: float) -> str | None:
-    """Why the held replicas are to save and leave."""
+    """Return why the held replicas are to save and exit, or None."""
     plan = state.plan
     newer = plan is not None and plan.generation > max(held.generation, held.withdrawn)
     if plan is not None and newer and not inplace_change.waits(held, plan):
         return plan.reason or plan.cause.value
     if state.departure is not None and now >= max(state.departure.since, held.since) + OWN_STOP_AFTER:
         return state.departure.reason
-    # a replica that was told by somebody else: the others have agreed with it, or are about to die of it
+    # one replica was stopped from outside: the others have agreed to stop with it, or will fail without it
     if any(r.stopped for r in held.replicas):
         return "another replica stopped"
     return None
@@ -475,16 +487,17 @@ def _kill(state: State, held: LocalGeneration, why: str, now: float) -> tuple[St
 
 
 def _ended(me: AgentIdentity, held: LocalGeneration) -> EndedRecord:
-    """How the held generation has ended on this node."""
+    """Return how the held generation ended on this node."""
     failure = held.failure
     if held.joining:
-        outcome, code = Outcome.ABORTED, 0  # nothing was lost by it: those it was to join go on
+        # newcomers that did not join: the others go on, so nothing is lost
+        outcome, code = Outcome.ABORTED, 0
     elif held.failure is not None:
         failure = _root_cause(held, held.failure)
         outcome, code = Outcome.FAILED, failure.exit_code
     elif held.phase is Phase.KILLING:
         outcome, code = Outcome.ABORTED, -9
-    elif missed := peer_loss.missed(held):  # without a generation that went on without them
+    elif missed := peer_loss.missed(held):  # deaths for which no generation without the dead was planned
         first = missed[0]
         outcome, code = Outcome.FAILED, first.exit_code or 0
         failure = _failure(first)
@@ -496,10 +509,10 @@ def _ended(me: AgentIdentity, held: LocalGeneration) -> EndedRecord:
 
 
 def _root_cause(held: LocalGeneration, first: Failure) -> Failure:
-    """Return the failure that the others came of: the first that tells of more than the loss of a peer.
+    """Return the failure that caused the others: the earliest one that is more than the loss of a peer.
 
-    `first` is that of the replica whose exit was heard of first. Another may have raised its error before,
-    and have been killed on its way to the exit.
+    `first` belongs to the replica whose exit was reported first. Another replica may have raised its error
+    earlier, and been killed before it could exit.
     """
     others = [
         _failure(replica)
@@ -515,7 +528,7 @@ def _root_cause(held: LocalGeneration, first: Failure) -> Failure:
 def _failure(replica: Replica) -> Failure:
     evidence, code = replica.evidence, replica.exit_code or 0
     if evidence.raised is not None and code < 0:
-        code = 1  # what Python would have ended with, had it not been killed
+        code = 1  # the exit code of an uncaught Python exception, if the process had not been killed
     when = replica.exited if evidence.raised is None else evidence.raised
     return Failure(replica.rank, code, replica.message, when, evidence.kind, evidence.lost_peer)
 
@@ -530,14 +543,14 @@ def _all_gone(state: State, plan: Plan) -> bool:
 
 
 def _gone(state: State, generation: int, node: str, agent: str) -> bool:
-    """Whether a node's replicas of a generation can not be running any more."""
+    """Return whether a node's replicas of a generation can no longer be running."""
     if (generation, node) in state.ended:
         return True
     return state.agents is not None and state.agents.get(node) != agent
 
 
 def _was_done(state: State, plan: Plan) -> bool:
-    """Whether the script came to its end while the plan to change it was made: nothing is left to run."""
+    """Return whether the script ended while this plan was made, so that nothing is left to run."""
     if not plan.leaving or plan.transition is Transition.ABORT:
         return False
     before = max(leaving.generation for leaving in plan.leaving)
@@ -546,7 +559,7 @@ def _was_done(state: State, plan: Plan) -> bool:
 
 
 def _depart(state: State, newest: bool, now: float) -> tuple[State, list[Action]]:
-    """We leave and hold nothing. A plan that still counts on us is answered as if we had run it."""
+    """Exit because this node leaves and runs nothing; first answer a newer plan that counts on it."""
     plan, departure = state.plan, state.departure
     if departure is None:
         return state, []
@@ -554,7 +567,8 @@ def _depart(state: State, newest: bool, now: float) -> tuple[State, list[Action]
         state, answer = _answer(state, plan.generation, Outcome.STOPPED)
         return state, [answer]
     if state.outcome is Outcome.DONE and now < state.outcome_at + OWN_STOP_AFTER:
-        return state, []  # we may have been the last: the coordinator is about to say that the job is done
+        # this may have been the last node, so the coordinator may be about to report the job as done
+        return state, []
     others = any(agent != state.me.agent for agent in (state.agents or {}).values())
     if others:
         return _exit(state, 0, f"drained: {departure.reason}")

@@ -1,12 +1,13 @@
-"""Which replica hangs: pure, like `decisions`, which calls it.
+"""Find replicas that hang: pure functions, called by `decisions`.
 
-Every replica with the library answers a `ping` from a thread of its own, whatever its script does. So one
-that does not answer is stopped, or its interpreter is held by something that does not let go: it is killed,
-and the others survive its death like any other. Before its first step, while data are loaded and models
-made, nobody is asked; a newcomer is from when it has joined the others, who wait for its part of every step
-from then on. A script whose replicas all answer, but take no step
-(`--hang-timeout`), waits for something that nobody can tell: all of them are killed, after a moment in
-which the agents of other nodes may find the culprit there.
+Every replica that uses the library answers a `ping` from a thread of its own, whatever its script does. So a
+replica that does not answer is stopped, or some code never releases its interpreter lock. It is killed, and
+the others survive its death as usual. A replica is not asked before its first step, while data and models are
+loaded; a newcomer is asked as soon as it has joined, because the others then wait for it in every step.
+
+With `--hang-timeout`, a script whose replicas all answer but take no step is taken to hang, too. The cause is
+unknown, so all replicas are killed, after a delay in which agents of other nodes may find the one that does
+not answer.
 """
 
 from __future__ import annotations
@@ -16,49 +17,49 @@ from dataclasses import replace
 from adaptdl_elastic.agent.core.states import Action, Kill, LocalGeneration, Phase, Ping, Replica, Say, State
 from adaptdl_elastic.rendezvous.schema.records import Failure
 
-SILENCE = 60.0  # seconds without an answer after which a replica is taken to hang, without --hang-timeout
-MOMENT = 5.0  # seconds for the agents of other nodes to find who hangs there
+SILENCE = 60.0  # seconds without an answer after which a replica hangs, if --hang-timeout is not given
+MOMENT = 5.0  # seconds in which agents of other nodes may find a replica that does not answer
 
 Step = tuple[State, list[Action]]
 
 
 def limit(state: State) -> float:
-    """Seconds that a replica may be silent; 0: for ever."""
+    """Return the seconds that a replica may be silent; 0: without a limit."""
     return SILENCE if state.me.hang_timeout is None else state.me.hang_timeout
 
 
 def due(state: State, held: LocalGeneration) -> list[float]:
-    """When to look next."""
+    """Return the times at which to check again."""
     half = limit(state) / 2
     if half <= 0 or held.phase is not Phase.RUNNING:
         return []
     times = [
         half + (r.heard if r.pinged is None else r.pinged) for r in _watched(held) if r.heard is not None
     ]
-    if state.me.hang_timeout and held.broken < held.generation and not held.recovering:
+    if state.me.hang_timeout and held.loss_reported < held.generation and not held.recovering:
         patience = state.me.hang_timeout + MOMENT
         times += [
             r.stepped + patience
             for r in _watched(held)
-            if r.stepped is not None and r.pinged is None and not r.over
+            if r.stepped is not None and r.pinged is None and not r.epochs_finished
         ]
     return times
 
 
-def told(state: State) -> str:
-    """What is said of a replica that was killed because it hangs."""
+def hang_message(state: State) -> str:
+    """Return the message about a replica that was killed because it hangs."""
     return f"does not answer for {limit(state):g} s: it hangs, or is stopped (--hang-timeout)"
 
 
 def watch(state: State, held: LocalGeneration, now: float) -> Step | None:
-    """Ask who has been silent for long, kill who does not answer; None: there is nothing to do now."""
+    """Ping replicas that have been silent, kill those that do not answer; None: nothing to do now."""
     half = limit(state) / 2
     if half <= 0:
         return None
     silent = [r for r in _watched(held) if r.heard is not None and now >= r.heard + half]
     for replica in silent:
         if replica.pinged is not None and now >= replica.pinged + half:
-            why = told(state)
+            why = hang_message(state)
             held = _mark(held, replica, hanging=True)
             action = Kill((replica.local_rank,), why)
             return replace(state, held=held), [Say(f"replica {replica.rank} {why}"), action]
@@ -68,13 +69,13 @@ def watch(state: State, held: LocalGeneration, now: float) -> Step | None:
             held = _mark(held, replica, pinged=now)
         return replace(state, held=held), [Ping(tuple(r.local_rank for r in asked))]
     patience = (state.me.hang_timeout or 0.0) + MOMENT
-    if not state.me.hang_timeout or held.broken >= held.generation or held.recovering:
+    if not state.me.hang_timeout or held.loss_reported >= held.generation or held.recovering:
         return None
     for replica in _watched(held):
-        if replica.stepped is None or replica.pinged is not None or replica.over:
+        if replica.stepped is None or replica.pinged is not None or replica.epochs_finished:
             continue
         if replica.heard == replica.stepped:
-            continue  # whether it answers is not known yet: we may have been stopped ourselves
+            continue  # it is unknown whether it answers: this agent itself may have been stopped for a while
         if now >= replica.stepped + patience:
             message = f"no step for {patience:g} s after step {replica.step}: it hangs (--hang-timeout)"
             held = replace(held, failure=Failure(replica.rank, -9, message))

@@ -1,16 +1,16 @@
-"""A change of size in place, as one node's agent sees it: pure, like `decisions`, which calls it.
+"""Decide one node's part of a change of size in place: pure functions, called by `decisions`.
 
-The replicas drive the change themselves; the agents start newcomers, pass the plan on, and keep the
-books. A process has its slot (LOCAL_RANK) for life: slots that both plans name survive, those that only
-the new one names are newcomers, and no slot means two processes at once::
+The replicas carry out the change themselves. The agents start newcomers, pass the plan on, and record the
+progress. A process keeps its slot (LOCAL_RANK) for life: slots that both plans name survive, slots that only
+the new plan names are newcomers, and a slot never has two processes at once::
 
-    plan g+1 ─► TellPlan to replicas of g, StartReplicas(newcomers, join)     training goes on in g
-             ─► every newcomer ready: WriteReady
-             ─► every survivor and newcomer switched, leavers gone: Adopt, WriteEnded(g), WriteRunning(g+1)
+ plan g+1 ─► TellPlan to replicas of g, StartReplicas(newcomers, join)     training goes on in g
+   ─► every newcomer ready: WriteReady
+   ─► every survivor and newcomer switched, leavers gone: Adopt, WriteEnded(g), WriteRunning(g+1)
 
-Before the first replica has switched a newcomer that ends or is late costs nothing: the change is
-withdrawn, `ended` says so for g+1, training goes on in g, and the coordinator makes another plan. After
-that, an end is one of g+1 like any other. `recovery` has what becomes of deaths.
+Until the first replica has switched, a newcomer that ends or is late does no harm: the change is withdrawn,
+`ended` reports that for g+1, training goes on in g, and the coordinator makes another plan. After that, the
+end of a process is an end in g+1. `peer_loss` handles deaths.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ Step = tuple[State, list[Action]]
 
 @dataclass(frozen=True)
 class Renumbering:
-    """Who becomes who: `ranks[old rank]` is the new one, None for those who leave."""
+    """The new ranks: `ranks[old rank]`, None for replicas that leave."""
 
     ranks: tuple[int | None, ...]
-    newcomers: tuple[int, ...]  # new ranks
+    newcomers: tuple[int, ...]  # ranks of newcomers in the new generation
 
 
 def renumber(old: Plan, new: Plan) -> Renumbering:
-    """On each node the slots survive that both plans name."""
+    """Return the new ranks; on each node the slots that both plans name survive."""
     ranks: list[int | None] = []
     survivors: set[int] = set()
     for placement in old.placements:
@@ -72,23 +72,25 @@ def renumber(old: Plan, new: Plan) -> Renumbering:
 
 
 def plan_message(plan: Plan, master: MasterRecord, numbers: Renumbering) -> ChangePlan:
-    """Return what a replica of the generation before is told, but for its `environ`."""
+    """Return the message to a replica of the previous generation, without its `environ`."""
     return ChangePlan(
         plan.generation, plan.replicas, plan.nodes, numbers.ranks, numbers.newcomers, master.host, master.port
     )
 
 
 def recovery_message(plan: Plan, master: MasterRecord, rank: int | None) -> RecoveryPlan:
-    """Return what a survivor of deaths is told, but for its `environ`.
+    """Return the message to a survivor of deaths, without its `environ`.
 
     Args:
-        rank: Its own from now on; None: it leaves.
+        plan: the plan without the dead.
+        master: the store of the new generation.
+        rank: the replica's new rank; None: it leaves.
     """
     return RecoveryPlan(plan.generation, rank, plan.replicas, plan.nodes, master.host, master.port)
 
 
 def possible(held: LocalGeneration, plan: Plan) -> bool:
-    """Whether what is held here can go over to this plan without stopping."""
+    """Return whether the held replicas can follow this plan in place."""
     return (
         plan.transition is Transition.INPLACE
         and bool(plan.placements)
@@ -99,12 +101,12 @@ def possible(held: LocalGeneration, plan: Plan) -> bool:
 
 
 def waits(held: LocalGeneration, plan: Plan) -> bool:
-    """Whether this plan is for when newcomers have joined: the others have said that they are about to."""
+    """Return whether this plan applies once the newcomers here have joined, which is about to happen."""
     return held.joining and plan.transition is Transition.INPLACE and plan.base == held.generation
 
 
 def begin(state: State, held: LocalGeneration, plan: Plan, master: MasterRecord, now: float) -> Step:
-    """Tell the replicas, and start those that join them."""
+    """Send the plan to the replicas, and start those that join them."""
     here = {r.local_rank for r in held.replicas}
     named = plan.rank_by_slot(state.me.node)
     fresh = tuple(Replica(slot, rank) for slot, rank in named.items() if slot not in here)
@@ -118,7 +120,7 @@ def begin(state: State, held: LocalGeneration, plan: Plan, master: MasterRecord,
 def learn(
     held: LocalGeneration, event: ReplicaReady | ReplicaSwitched | ReplicaExited, now: float
 ) -> LocalGeneration:
-    """Take note of what a replica says about the change, or of a newcomer's end."""
+    """Record what a replica reports about the change, or the end of a newcomer."""
     change = held.change
     if held.joining and event.generation == held.generation and not isinstance(event, ReplicaExited):
         return _learn_joining(held, event, now)
@@ -138,7 +140,7 @@ def learn(
 
 
 def _heard(replicas: tuple[Replica, ...], local_rank: int, now: float) -> tuple[Replica, ...]:
-    """From now on a newcomer has to answer (`hangs`): the others will wait for its part of every step."""
+    """Record a newcomer's first sign of life: from now on it is watched for hangs (`hang_detection`)."""
     return tuple(replace(r, heard=now) if r.local_rank == local_rank else r for r in replicas)
 
 
@@ -165,7 +167,7 @@ def _learn_end(held: LocalGeneration, event: ReplicaExited) -> LocalGeneration:
 
     change = held.change
     if change is None or event.generation != change.plan.generation:
-        return replace(held, stray=ended(held.stray))
+        return replace(held, orphans=ended(held.orphans))
     held = replace(held, change=replace(change, newcomers=ended(change.newcomers)))
     if change.switched and event.exit_code != 0 and held.failure is None and held.phase is Phase.RUNNING:
         rank = next((r.rank for r in change.newcomers if r.local_rank == event.local_rank), -1)
@@ -174,7 +176,7 @@ def _learn_end(held: LocalGeneration, event: ReplicaExited) -> LocalGeneration:
 
 
 def reconcile(state: State, held: LocalGeneration, now: float) -> Step | None:
-    """One step of a change that is under way; None: there is nothing to do for it now."""
+    """Make one step of a change that is under way; None: nothing to do now."""
     if held.joining:
         return _reconcile_joining(state, held, now)
     change = held.change
@@ -182,7 +184,7 @@ def reconcile(state: State, held: LocalGeneration, now: float) -> Step | None:
         return None
     if held.recovering:
         return _adopt(state, held, change, now)
-    if held.broken >= held.generation and not change.switched:
+    if held.loss_reported >= held.generation and not change.switched:
         return withdraw(state, held, "a replica was lost")
     if all(r.exit_code is not None for r in held.replicas) and any(
         r.exit_code is None for r in change.newcomers
@@ -218,18 +220,21 @@ def _adopt(state: State, held: LocalGeneration, change: StateChange, now: float)
         return None
     if any(r.exit_code is None for r in held.replicas if r.local_rank not in slots):
         return None  # leavers
-    state, _, actions = peer_loss.enter(state, held, change, now)
+    state, _, actions = peer_loss.adopt(state, held, change, now)
     return state, actions
 
 
 def _never_switching(held: LocalGeneration, change: StateChange, first: int | None) -> set[int]:
-    """Who is on the way to the script's end, and may end without those who died (`recovery.missed`).
+    """Return the slots that may end with the script instead of switching (`peer_loss.missed`).
 
-    first: the slot of the new rank 0, if that is here.
+    Args:
+        held: the generation held here.
+        change: the change under way.
+        first: the slot of the new rank 0 if it is on this node, else None.
     """
-    if not held.recovering or held.broken >= held.generation:
-        return set()  # somebody here waits for the others to meet
-    over = {r.local_rank for r in held.replicas if r.over and r.exit_code is None}
+    if not held.recovering or held.loss_reported >= held.generation:
+        return set()  # a replica here waits for the others to form the new generation
+    over = {r.local_rank for r in held.replicas if r.epochs_finished and r.exit_code is None}
     new = next((r for r in held.replicas if r.local_rank == first), None)
     return over if new is None or new.rank == 0 else set()
 
@@ -245,7 +250,7 @@ def withdraw(state: State, held: LocalGeneration, why: str) -> Step:
     alive = tuple(r.local_rank for r in change.newcomers if r.exit_code is None)
     state = replace(
         state,
-        held=replace(held, change=None, withdrawn=plan.generation, stray=change.newcomers),
+        held=replace(held, change=None, withdrawn=plan.generation, orphans=change.newcomers),
         acted=max(state.acted, plan.generation),
         ended={**state.ended, (plan.generation, node): outcome},
     )
@@ -258,7 +263,7 @@ def withdraw(state: State, held: LocalGeneration, why: str) -> Step:
 
 
 def _reconcile_joining(state: State, held: LocalGeneration, now: float) -> Step | None:
-    """This node has newcomers only."""
+    """Make one step on a node that has newcomers only; None: nothing to do now."""
     if held.phase is not Phase.RUNNING:
         return None
     if all(r.switched for r in held.replicas):

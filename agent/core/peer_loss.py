@@ -1,21 +1,21 @@
-"""A death that the others survive, as one node's agent sees it: pure, like `decisions`, which calls it.
+"""Decide what one node does about a death that others survive: pure functions, called by `decisions`.
 
-A replica that a signal has killed while the others are *resilient* (they said so) is no failure: nothing
-is killed, `broken` tells the coordinator which slots are dead, and its answer is a plan with the transition
-RECOVER, which names the survivors::
+A replica killed by a signal while the others are *resilient* (they reported it) is no failure. No replica is
+killed; `broken` tells the coordinator which slots are dead. The coordinator answers with a plan with
+transition RECOVER that names the survivors::
 
-    a replica dies, or the living say "broken" ─► WriteBroken(g)        they wait in their processes
-    plan G (recover) ─► TellPlan to the living: each one's new rank, or to leave
-                     ─► all of G here switched: Adopt, WriteEnded(g), WriteRunning(G)
-    another death before that ─► WriteBroken(G), and the next plan follows
+ a replica dies, or the living report a lost peer ─► WritePeerLoss(g)    they wait in their processes
+ plan G (recover) ─► TellPlan to the living: the new rank of each, or to leave
+     ─► all of G here switched: Adopt, WriteEnded(g), WriteRunning(G)
+ another death before that ─► WritePeerLoss(G), and the next plan follows
 
-There is no way back from such a plan: what comes after it is another one, or an abort.
+Such a plan cannot be withdrawn: another one follows it, or an abort.
 
-Replicas that have all epochs behind them go on to the end of the script without those who die there,
-unless rank 0 is among them; they pass no place any more where they could become another generation.
+Replicas that have finished all epochs go on to the end of the script without those that die there, unless
+rank 0 is among the dead. They reach no point any more at which they could form another generation.
 
-A planned change that nobody has gone over to yet is withdrawn first. If somebody has, the death is one of
-the new generation: whoever was to be in it and lives is in it.
+If a planned change is under way and no replica has switched, it is withdrawn first. If one has switched, the
+death belongs to the new generation, and so do all its living members.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from adaptdl_elastic.agent.core.states import (
     Lost,
     Phase,
     Replica,
-    ReplicaBroken,
     ReplicaExited,
+    ReplicaLostPeer,
     State,
     StateChange,
     TellPlan,
-    WriteBroken,
     WriteEnded,
+    WritePeerLoss,
     WriteRunning,
 )
 from adaptdl_elastic.rendezvous.schema.records import (
@@ -53,18 +53,18 @@ from adaptdl_elastic.rendezvous.schema.records import (
 Step = tuple[State, list[Action]]
 
 
-def resilient(state: State, held: LocalGeneration, local_rank: int) -> Step:
-    """A replica says that it would survive the death of others; it does so for good."""
+def record_resilient(state: State, held: LocalGeneration, local_rank: int) -> Step:
+    """Record that a replica survives the death of others, from now on."""
     known = all(r.resilient for r in held.replicas)
-    held = said(held, local_rank, resilient=True)
+    held = record_report(held, local_rank, resilient=True)
     state = replace(state, held=held)
     if known or held.joining or not all(r.resilient for r in held.replicas):
         return state, []
     return state, [WriteRunning(held.generation, library=True, resilient=True)]
 
 
-def said(held: LocalGeneration, local_rank: int, **fields: Any) -> LocalGeneration:
-    """What a replica has said of itself, which may be a newcomer that is not held yet."""
+def record_report(held: LocalGeneration, local_rank: int, **fields: Any) -> LocalGeneration:
+    """Record fields that a replica reported about itself; it may be a newcomer that has not joined yet."""
 
     def heard(replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:
         return tuple(replace(r, **fields) if r.local_rank == local_rank else r for r in replicas)
@@ -76,12 +76,12 @@ def said(held: LocalGeneration, local_rank: int, **fields: Any) -> LocalGenerati
 
 
 def survived(held: LocalGeneration, event: ReplicaExited) -> bool:
-    """Whether this end is a death that the others, if there are any, live on after."""
+    """Return whether an exit is a death that the other replicas, if there are any, survive."""
     if held.phase is not Phase.RUNNING or held.failure is not None or held.joining:
         return False
     change = held.change
     if event.generation not in (held.generation, -1 if change is None else change.plan.generation):
-        return False  # of one that is on its way out
+        return False  # a replica that is on its way out
     replica = _find(held, event.local_rank)
     if change is not None and change.switched and replica is None:
         replica = next((r for r in change.newcomers if r.local_rank == event.local_rank), None)
@@ -89,80 +89,83 @@ def survived(held: LocalGeneration, event: ReplicaExited) -> bool:
         return False
     others = [r for r in held.replicas if r.exit_code is None and r is not replica]
     if not all(r.resilient for r in others or [replica]):
-        # one that was not in it yet when the others found that they can not form the new generation
-        return held.broken >= held.generation and not replica.resilient and event.exit_code != 0
+        # the others could not form the new generation, and this replica had not joined it yet
+        return held.loss_reported >= held.generation and not replica.resilient and event.exit_code != 0
     return event.exit_code < 0
 
 
-def lose(state: State, held: LocalGeneration, event: ReplicaExited, now: float) -> Step:
-    """Take note of such a death, and tell the coordinator."""
+def record_death(state: State, held: LocalGeneration, event: ReplicaExited, now: float) -> Step:
+    """Record such a death, and report it to the coordinator if necessary."""
     actions: list[Action] = []
-    if _entered(held) and held.change is not None:
-        state, held, actions = enter_in_haste(state, held, held.change, now)
-    slot, held = event.local_rank, stray_ended(held, event.local_rank, event.exit_code)
+    if _has_switched(held) and held.change is not None:
+        state, held, actions = adopt_after_peer_loss(state, held, held.change, now)
+    slot, held = event.local_rank, orphan_ended(held, event.local_rank, event.exit_code)
     members = (*held.replicas, *held.lost)
     dead = next((r for r in members if r.local_rank == slot), None)
-    if dead is None:  # one who was about to leave
+    if dead is None:  # a replica that was about to leave
         return replace(state, held=held), actions
     dead = replace(dead, exit_code=event.exit_code, message=event.message, exited=event.time)
     left = tuple(r for r in held.replicas if r.local_rank != slot)
     held = replace(held, replicas=left, lost=(*(r for r in held.lost if r.local_rank != slot), dead))
     state = replace(state, held=held)
-    generation = _books(held)
+    generation = _loss_generation(held)
     if any(r.exit_code is None for r in left) or (state.plan is not None and state.plan.nodes > 1):
         actions.append(Lost(generation, _failure(dead)))
-    if not missed(held) and held.broken < generation:
-        return state, actions  # unless the living say that they need another generation
-    state, more = say_broken(state, held, again=True)
+    if not missed(held) and held.loss_reported < generation:
+        # report only if the living replicas have reported that they need another generation
+        return state, actions
+    state, more = report_peer_loss(state, held, again=True)
     return state, [*actions, *more]
 
 
-def stray_ended(held: LocalGeneration, local_rank: int, exit_code: int) -> LocalGeneration:
-    """One that was on its way out has gone: its slot is free."""
+def orphan_ended(held: LocalGeneration, local_rank: int, exit_code: int) -> LocalGeneration:
+    """Record the end of an orphan, which frees its slot."""
     return replace(
         held,
-        stray=tuple(replace(r, exit_code=exit_code) if r.local_rank == local_rank else r for r in held.stray),
+        orphans=tuple(
+            replace(r, exit_code=exit_code) if r.local_rank == local_rank else r for r in held.orphans
+        ),
     )
 
 
 def missed(held: LocalGeneration) -> tuple[Replica, ...]:
-    """Those of the dead whom it would be wrong to do without at the end of the script.
+    """Return the dead without whom the script must not end.
 
-    Once all epochs are over the others end without them. But what rank 0 had still to do, nobody else does.
+    After the last epoch the others end without them. But no other replica does what rank 0 had still to do.
     """
-    return tuple(r for r in held.lost if not r.over or r.rank == 0)
+    return tuple(r for r in held.lost if not r.epochs_finished or r.rank == 0)
 
 
-def hear(state: State, held: LocalGeneration, event: ReplicaBroken, now: float) -> Step:
-    """A replica has found that others are gone."""
+def handle_report(state: State, held: LocalGeneration, event: ReplicaLostPeer, now: float) -> Step:
+    """Handle a replica's report that others are gone."""
     change, actions = held.change, list[Action]()
     if held.phase is not Phase.RUNNING or held.failure is not None or held.joining:
         return state, []
     over = change is not None and (change.switched or event.generation == change.plan.generation)
-    if change is not None and over and not held.recovering:  # it came as far as that
-        state, held, actions = enter_in_haste(state, held, change, now)
-    elif event.generation < _books(held):
+    if change is not None and over and not held.recovering:  # the replica had reached the new generation
+        state, held, actions = adopt_after_peer_loss(state, held, change, now)
+    elif event.generation < _loss_generation(held):
         return state, []
-    state, more = say_broken(state, held)
+    state, more = report_peer_loss(state, held)
     return state, [*actions, *more]
 
 
-def say_broken(state: State, held: LocalGeneration, again: bool = False) -> Step:
-    """Write that the generation can not go on as it is: once, and `again` when more have died."""
-    generation = _books(held)
-    if held.broken >= generation and not again:
+def report_peer_loss(state: State, held: LocalGeneration, again: bool = False) -> Step:
+    """Report once that the generation has lost replicas; with `again`, report further deaths."""
+    generation = _loss_generation(held)
+    if held.loss_reported >= generation and not again:
         return state, []
     slots = {r.local_rank for r in held.lost}
-    if held.change is not None and held.recovering:  # whoever of those that it counts on is not alive
+    if held.change is not None and held.recovering:  # every slot of the plan that is not alive
         slots = set(held.change.plan.slots(state.me.node))
         slots -= {r.local_rank for r in held.replicas if r.exit_code is None}
     first = next((_failure(r) for r in held.lost if r.local_rank in slots), None)
     record = PeerLossRecord(state.me.node, generation, tuple(sorted(slots)), first)
-    return replace(state, held=replace(held, broken=generation)), [WriteBroken(record)]
+    return replace(state, held=replace(held, loss_reported=generation)), [WritePeerLoss(record)]
 
 
 def possible(held: LocalGeneration, plan: Plan) -> bool:
-    """Whether what is held here can go on as this plan says."""
+    """Return whether the held replicas can go on as this plan says."""
     return (
         plan.transition is Transition.RECOVER
         and held.phase is Phase.RUNNING
@@ -172,10 +175,10 @@ def possible(held: LocalGeneration, plan: Plan) -> bool:
 
 
 def begin(state: State, held: LocalGeneration, plan: Plan, master: MasterRecord) -> Step:
-    """Tell the living who they are from now on, and the coordinator who of them is not alive any more."""
+    """Tell the living replicas their new ranks, and report which of the plan's replicas have died."""
     node, before = state.me.node, held.change
     actions: list[Action] = [TellPlan(plan, master)]
-    if before is not None:  # a plan of the same kind that nobody came to carry out
+    if before is not None:  # an earlier plan of this kind that was not carried out
         g = before.plan.generation
         if len(before.plan.ranks(node)):
             actions.append(WriteEnded(EndedRecord(node, g, Outcome.STOPPED)))
@@ -184,28 +187,28 @@ def begin(state: State, held: LocalGeneration, plan: Plan, master: MasterRecord)
     held = replace(held, change=StateChange(plan, (), float("inf"), announced=True))
     state = replace(state, held=held, acted=max(state.acted, plan.generation))
     if not set(slots) <= {r.local_rank for r in held.replicas if r.exit_code is None}:
-        state, more = say_broken(state, held)
+        state, more = report_peer_loss(state, held)
         actions += more
     return state, actions
 
 
-def enter(
+def adopt(
     state: State, held: LocalGeneration, change: StateChange, now: float
 ) -> tuple[State, LocalGeneration, list[Action]]:
-    """What is held is the new generation now, and who is not of it is on the way out."""
+    """Make the new generation the held one; replicas that are not in it become orphans."""
     plan, node = change.plan, state.me.node
     ready = bool(held.replicas) and all(r.resilient for r in held.replicas)
     newcomers = (replace(r, resilient=r.resilient or ready) for r in change.newcomers)
     have = {r.local_rank: r for r in (*held.replicas, *newcomers)}
-    members = tuple(  # nobody could take a step meanwhile
+    members = tuple(  # no replica could take a step meanwhile
         replace(have[slot], rank=rank, library=True, stepped=None if have[slot].stepped is None else now)
         for slot, rank in plan.rank_by_slot(node).items()
         if slot in have
     )
     leavers = (r for r in held.replicas if r.local_rank not in plan.slots(node))
-    stray = tuple(r for r in (*held.stray, *leavers) if r.exit_code is None)
+    orphans = tuple(r for r in (*held.orphans, *leavers) if r.exit_code is None)
     before = held.generation
-    held = LocalGeneration(plan.generation, members, plain=False, stray=stray, since=now)
+    held = LocalGeneration(plan.generation, members, plain=False, orphans=orphans, since=now)
     state = replace(
         state,
         held=held,
@@ -217,11 +220,11 @@ def enter(
     return state, held, [Adopt(plan), WriteEnded(record), running]
 
 
-def enter_in_haste(
+def adopt_after_peer_loss(
     state: State, held: LocalGeneration, change: StateChange, now: float
 ) -> tuple[State, LocalGeneration, list[Action]]:
-    """The same where a death came between: newcomers that were not in it yet have nothing to go on from."""
-    state, held, actions = enter(state, held, change, now)
+    """Do the same after a death during the change: newcomers that had not joined are dropped."""
+    state, held, actions = adopt(state, held, change, now)
     late = tuple(
         replace(r, exit_code=-9, message="was not in it yet") if r.exit_code is None else r
         for r in held.replicas
@@ -235,20 +238,20 @@ def enter_in_haste(
         held,
         replicas=tuple(r for r in held.replicas if r.local_rank not in slots),
         lost=(*held.lost, *late),
-        stray=(*held.stray, *(r for r in held.replicas if r.local_rank in living)),
+        orphans=(*held.orphans, *(r for r in held.replicas if r.local_rank in living)),
     )
     if living:
         actions.append(Kill(living, "somebody died while they joined"))
     return replace(state, held=held), held, actions
 
 
-def _entered(held: LocalGeneration) -> bool:
-    """Whether somebody here has gone over to what a planned change makes."""
+def _has_switched(held: LocalGeneration) -> bool:
+    """Return whether a replica here has switched to the generation of a planned change."""
     return held.change is not None and bool(held.change.switched) and not held.recovering
 
 
-def _books(held: LocalGeneration) -> int:
-    """The generation that a death is one of."""
+def _loss_generation(held: LocalGeneration) -> int:
+    """Return the generation to which a death belongs."""
     if held.change is not None and held.recovering:
         return held.change.plan.generation
     return held.generation

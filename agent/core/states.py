@@ -1,4 +1,4 @@
-"""What an agent knows, hears and does: the vocabulary of its decisions."""
+"""The state, the events and the actions of an agent."""
 
 from __future__ import annotations
 
@@ -20,72 +20,72 @@ from adaptdl_elastic.rendezvous.schema.records import (
 
 @dataclass(frozen=True)
 class AgentIdentity:
-    """Who this agent is, and the limits it keeps to; constant."""
+    """The names of this agent and its fixed time limits, in seconds."""
 
     node: str
     agent: str
     job: str
     run: str
     checkpoint_timeout: float = 120.0
-    hang_timeout: float | None = None  # seconds without a step or an answer; None, 0: see `hangs`
+    hang_timeout: float | None = None  # seconds without a step or an answer; None and 0: see `hang_detection`
     rescale_timeout: float = 60.0
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of an exit beside its code: whether it is the cause of others, and whether it recurs."""
+    """What is known about an exit beside its code, to find the cause of several failures."""
 
-    kind: str = ""  # the same for failures of the same kind; "": nothing can be concluded from two of them
-    raised: float | None = None  # wall clock at which the script raised an error that nobody caught
-    lost_peer: bool = False  # the error tells only that another replica is gone
+    kind: str = ""  # equal for failures of the same kind; "": unknown
+    raised: float | None = None  # wall clock when the script raised an error that was not caught
+    lost_peer: bool = False  # the error only reports that another replica is gone
 
 
 @dataclass(frozen=True)
 class Replica:
     """One process of a generation."""
 
-    local_rank: int  # its slot: stays the same while its rank changes
+    local_rank: int  # its slot: never changes, while the rank may
     rank: int
     pid: int | None = None
-    library: bool = False  # it said hello: stop it by message
-    resilient: bool = False  # the death of others does not end it
-    over: bool = False  # it has all epochs behind it, and is on its way to the script's end
+    library: bool = False  # it has said hello, so it is stopped by a message
+    resilient: bool = False  # it survives the death of others
+    epochs_finished: bool = False  # it has finished all epochs and runs to the script's end
     signalled: bool = False  # it was sent SIGTERM
-    finished: bool = False  # its script had come to its end before any SIGTERM could reach it
-    stopping: bool = False  # it has saved on request, and leaves the script by SystemExit(143)
-    stopped: bool = False  # it has exited because it was asked to, whatever its exit code
-    switched: bool = False  # a newcomer that has joined what it was to join
+    finished: bool = False  # its script had ended before any SIGTERM could reach it
+    stopping: bool = False  # it has saved on request and leaves the script with SystemExit(143)
+    stopped: bool = False  # it has exited because it was asked to, with any exit code
+    switched: bool = False  # a newcomer that has joined
     exit_code: int | None = None
     exited: float = 0.0  # wall clock
-    message: str = ""  # what is known of why it exited
+    message: str = ""  # what is known about the reason of the exit
     evidence: Evidence = Evidence()
-    unsignalled: bool = False  # it has exited before any signal of its agent's reached it
+    unsignalled: bool = False  # it exited before any signal from its agent reached it
     step: int | None = None
-    stepped: float | None = None  # `now` of its newest step
-    heard: float | None = None  # `now` of its newest sign of life, since its first step or since it joined
-    pinged: float | None = None  # `now` when it was asked for one that has not come
-    hanging: bool = False  # it gave none, and is killed
+    stepped: float | None = None  # monotonic time of its newest step
+    # monotonic time of its newest sign of life since its first step, or since it joined
+    heard: float | None = None
+    pinged: float | None = None  # monotonic time of a ping that it has not answered
+    hanging: bool = False  # it did not answer a ping and is killed
 
 
 class Phase(str, Enum):
-    """What becomes of the held generation."""
+    """What the held generation is doing."""
 
     RUNNING = "running"
-    STOPPING = "stopping"  # asked to save and leave
+    STOPPING = "stopping"  # asked to save and exit
     KILLING = "killing"
 
 
 @dataclass(frozen=True)
 class StateChange:
-    """A change in place that is under way here: planned, beside the training of the held generation, or the
-    survivors' way into the generation after a death."""
+    """A change in place that is under way here: a planned one, or the survivors' change after a death."""
 
     plan: Plan
-    newcomers: tuple[Replica, ...]  # of the new generation, on this node
-    until: float  # `now` by which they must be ready
-    ready: frozenset[int] = frozenset()  # local ranks of newcomers
-    switched: frozenset[int] = frozenset()  # local ranks that are in the new generation already
-    announced: bool = False  # that all newcomers are ready
+    newcomers: tuple[Replica, ...]  # processes of the new generation on this node
+    until: float  # monotonic time by which they must be ready
+    ready: frozenset[int] = frozenset()  # local ranks of newcomers that are ready
+    switched: frozenset[int] = frozenset()  # local ranks that are already in the new generation
+    announced: bool = False  # WriteReady was sent
 
 
 @dataclass(frozen=True)
@@ -95,28 +95,28 @@ class LocalGeneration:
     generation: int
     replicas: tuple[Replica, ...]
     phase: Phase = Phase.RUNNING
-    until: float | None = None  # stopping: kill then; killing: kill again then
-    failure: Failure | None = None  # the first one, which made us kill the others
-    plain: bool = True  # nobody said hello
+    until: float | None = None  # monotonic time: if stopping, when to kill; if killing, when to kill again
+    failure: Failure | None = None  # the first failure, because of which the others are killed
+    plain: bool = True  # no replica has said hello
     change: StateChange | None = None
     withdrawn: int = -1  # generation of a change in place that was given up
-    stray: tuple[Replica, ...] = ()  # newcomers of a change that was given up, on their way out
-    joining: bool = False  # newcomers only: they warm up to join replicas of other nodes
+    orphans: tuple[Replica, ...] = ()  # processes outside of any generation that are on their way out
+    joining: bool = False  # newcomers only: they get ready to join replicas of other nodes
     join_by: float | None = None
-    since: float = 0.0  # `now` when it became what is held
-    lost: tuple[Replica, ...] = ()  # who died while the others live on
-    broken: int = -1  # the newest generation of which we said that it can not go on as it is
+    since: float = 0.0  # monotonic time when it became the held generation
+    lost: tuple[Replica, ...] = ()  # replicas that died while the others live on
+    loss_reported: int = -1  # newest generation whose loss of replicas was reported
 
     @property
     def recovering(self) -> bool:
-        """Whether the survivors are on their way into a generation without the dead."""
+        """Whether the survivors are changing to a generation without the dead."""
         return self.change is not None and self.change.plan.transition is Transition.RECOVER
 
     @property
     def alive(self) -> tuple[Replica, ...]:
-        """Those that have not exited, newcomers and strays included."""
+        """The replicas that have not exited, newcomers and orphans included."""
         newcomers = self.change.newcomers if self.change is not None else ()
-        return tuple(r for r in (*self.replicas, *newcomers, *self.stray) if r.exit_code is None)
+        return tuple(r for r in (*self.replicas, *newcomers, *self.orphans) if r.exit_code is None)
 
 
 @dataclass(frozen=True)
@@ -124,32 +124,32 @@ class Departure:
     """Why and since when this node leaves the job."""
 
     reason: str
-    since: float  # `now`
-    deadline: float | None = None  # wall clock: when the node will be gone
+    since: float  # monotonic time
+    deadline: float | None = None  # wall clock when the node will be gone
 
 
 @dataclass(frozen=True)
 class State:
-    """What an agent knows and has."""
+    """What an agent knows and runs."""
 
     me: AgentIdentity
     plan: Plan | None = None
-    acted: int = -1  # highest generation that was started here, or given up before it was
+    acted: int = -1  # highest generation that was started here, or given up before
     held: LocalGeneration | None = None
-    agents: Mapping[str, str] | None = None  # node → agent registered for this job; None: not heard yet
+    agents: Mapping[str, str] | None = None  # node → agent registered for this job; None: not read yet
     ended: Mapping[tuple[int, str], Outcome] = field(default_factory=dict)
     master: MasterRecord | None = None
-    opening: int = -1  # generation whose master we were asked to open
+    opening: int = -1  # generation whose store was requested from this agent
     status: JobStatus | None = None
     departure: Departure | None = None
     outcome: Outcome | None = None  # of the last generation held here
     outcome_at: float = 0.0
-    away: float | None = None  # `now` since which the store can not be reached, or refuses us
-    refused: bool = False  # while it is away: it answers, and refuses us
+    away: float | None = None  # monotonic time since which the store is away or refuses the agent
+    refused: bool = False  # the store answers, but refuses the agent
     exiting: bool = False
 
 
-# Events -----------------------------------------------------------------------------------------
+# Events
 
 
 @dataclass(frozen=True)
@@ -166,29 +166,29 @@ class PlanSeen:
 
 @dataclass(frozen=True)
 class StatusSeen:
-    """The coordinator's word about the job."""
+    """The coordinator's status of the job."""
 
     status: JobStatus
 
 
 @dataclass(frozen=True)
 class Unfit:
-    """This node can not run a replica, and why."""
+    """This node cannot run a replica, for this reason."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class NodesSeen:
-    """Who is registered for this job now: node → agent."""
+    """The agents registered for this job, by node."""
 
     agents: Mapping[str, str]
-    holder: str = ""  # who has this node's name, for a person
+    holder: str = ""  # description of the agent that has this node's name
 
 
 @dataclass(frozen=True)
 class EndedSeen:
-    """A node's replicas are gone from a generation."""
+    """A node's replicas of a generation are gone."""
 
     generation: int
     node: str
@@ -197,14 +197,14 @@ class EndedSeen:
 
 @dataclass(frozen=True)
 class MasterSeen:
-    """Where a generation meets."""
+    """The address of a generation's store is known."""
 
     master: MasterRecord
 
 
 @dataclass(frozen=True)
 class ReplicaStarted:
-    """A process is there."""
+    """A replica's process exists."""
 
     generation: int
     local_rank: int
@@ -213,7 +213,7 @@ class ReplicaStarted:
 
 @dataclass(frozen=True)
 class ReplicaHello:
-    """The script uses the library."""
+    """A replica's script uses the library."""
 
     generation: int
     local_rank: int
@@ -230,7 +230,7 @@ class ReplicaStep:
 
 @dataclass(frozen=True)
 class ReplicaReady:
-    """A newcomer is warm and waits to join. `generation` is the one it joins."""
+    """A newcomer is ready to join `generation`."""
 
     generation: int
     local_rank: int
@@ -246,15 +246,15 @@ class ReplicaSwitched:
 
 @dataclass(frozen=True)
 class ReplicaResilient:
-    """From now on the death of others does not end this replica."""
+    """A replica survives the death of others from now on."""
 
     generation: int
     local_rank: int
 
 
 @dataclass(frozen=True)
-class ReplicaOver:
-    """A replica has all epochs behind it, as have all others; or it begins more of them."""
+class ReplicaEpochsFinished:
+    """All replicas have finished all epochs (`over`), or begin more epochs."""
 
     local_rank: int
     over: bool
@@ -262,21 +262,21 @@ class ReplicaOver:
 
 @dataclass(frozen=True)
 class ReplicaFinished:
-    """A script came to its end by itself, with exit code 0, and no SIGTERM can interrupt it any more."""
+    """A script ended by itself with exit code 0, and SIGTERM cannot interrupt it any more."""
 
     local_rank: int
 
 
 @dataclass(frozen=True)
 class ReplicaStopping:
-    """A replica has carried out a stop: what follows is the end of its process, with whatever exit code."""
+    """A replica has carried out a stop; its process will end with any exit code."""
 
     local_rank: int
 
 
 @dataclass(frozen=True)
-class ReplicaBroken:
-    """A replica has found that others of that generation are gone, and waits for another plan."""
+class ReplicaLostPeer:
+    """A replica has noticed that others of that generation are gone, and waits for another plan."""
 
     generation: int
     local_rank: int
@@ -284,7 +284,7 @@ class ReplicaBroken:
 
 @dataclass(frozen=True)
 class ReplicaPong:
-    """A replica has answered."""
+    """A replica has answered a ping."""
 
     generation: int
     local_rank: int
@@ -292,19 +292,19 @@ class ReplicaPong:
 
 @dataclass(frozen=True)
 class ReplicaExited:
-    """A process is gone. `message` is what is known of why."""
+    """A process has ended. `message` says what is known about the reason."""
 
     generation: int
     local_rank: int
     exit_code: int
     time: float  # wall clock
     message: str = ""
-    signal_arrived: bool = True  # False: it had ended before a signal of ours was delivered
+    signal_arrived: bool = True  # False: it had ended before the agent's signal was delivered
     evidence: Evidence = Evidence()
 
 
 def failure_of(rank: int, exited: ReplicaExited) -> Failure:
-    """Return the failure that a replica's exit is."""
+    """Return an exit as a failure."""
     evidence = exited.evidence
     when = exited.time if evidence.raised is None else evidence.raised
     return Failure(rank, exited.exit_code, exited.message, when, evidence.kind, evidence.lost_peer)
@@ -312,7 +312,7 @@ def failure_of(rank: int, exited: ReplicaExited) -> Failure:
 
 @dataclass(frozen=True)
 class Leave:
-    """A signal, a notice or a drain request: this node shall go in an orderly way."""
+    """This node is to leave in order, after a signal, a notice or a drain request."""
 
     reason: str
     deadline: float | None = None
@@ -320,26 +320,26 @@ class Leave:
 
 @dataclass(frozen=True)
 class LeaveNow:
-    """A second signal: do not wait for anything."""
+    """This agent is to end at once, after a second signal."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class StoreAway:
-    """The store can not be reached any more, or it answers and refuses us."""
+    """The store is away, or it refuses the agent."""
 
     refused: bool = False
 
 
 @dataclass(frozen=True)
 class StoreBack:
-    """The store can be reached again."""
+    """The store can be used again."""
 
 
 @dataclass(frozen=True)
 class SpecSeen:
-    """Which run the job's specification in the store belongs to."""
+    """The run that the job's specification in the store belongs to."""
 
     run: str
 
@@ -358,10 +358,10 @@ Event = (
     | ReplicaReady
     | ReplicaSwitched
     | ReplicaResilient
-    | ReplicaOver
+    | ReplicaEpochsFinished
     | ReplicaFinished
     | ReplicaStopping
-    | ReplicaBroken
+    | ReplicaLostPeer
     | ReplicaPong
     | ReplicaExited
     | Leave
@@ -372,19 +372,19 @@ Event = (
 )
 
 
-# Actions ----------------------------------------------------------------------------------------
+# Actions
 
 
 @dataclass(frozen=True)
 class OpenMaster:
-    """Keep a TCPStore for this generation and publish where."""
+    """Serve a TCPStore for this generation and publish its address."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class StartReplicas:
-    """Start this node's part of a plan: all of it, or the newcomers that join what runs."""
+    """Start this node's replicas of a plan: all of them, or newcomers that join running ones."""
 
     plan: Plan
     master: MasterRecord
@@ -394,7 +394,7 @@ class StartReplicas:
 
 @dataclass(frozen=True)
 class TellPlan:
-    """Tell the replicas of the held generation how they change in place."""
+    """Tell the replicas of the held generation their change in place."""
 
     plan: Plan
     master: MasterRecord
@@ -402,7 +402,7 @@ class TellPlan:
 
 @dataclass(frozen=True)
 class Withdraw:
-    """Tell the replicas of the held generation that a change is off."""
+    """Tell the replicas of the held generation that a change was given up."""
 
     plan: Plan
     reason: str
@@ -410,21 +410,21 @@ class Withdraw:
 
 @dataclass(frozen=True)
 class Adopt:
-    """The held generation is now this plan's: survivors have new ranks, newcomers belong to it."""
+    """Make this plan's generation the held one: survivors get new ranks, newcomers belong to it."""
 
     plan: Plan
 
 
 @dataclass(frozen=True)
 class WriteReady:
-    """Tell the others that this node's newcomers are warm."""
+    """Report that this node's newcomers are ready."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class AskToStop:
-    """Ask replicas to save and leave: those with the library by message, plain ones by SIGTERM."""
+    """Ask replicas to save and exit: with the library by a message, `plain` ones by SIGTERM."""
 
     local_ranks: tuple[int, ...]
     plain: tuple[int, ...]
@@ -440,7 +440,7 @@ class Ping:
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL to replicas and what they started."""
+    """Send SIGKILL to replicas and the processes that they started."""
 
     local_ranks: tuple[int, ...]
     reason: str
@@ -448,7 +448,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class WriteRunning:
-    """Tell the others that this node's replicas have started."""
+    """Report that this node's replicas have started."""
 
     generation: int
     library: bool = False
@@ -456,15 +456,15 @@ class WriteRunning:
 
 
 @dataclass(frozen=True)
-class WriteBroken:
-    """Tell the others who has died here, and that those who live wait to go on without the dead."""
+class WritePeerLoss:
+    """Report the dead of this node, and that the living wait to go on without them."""
 
     record: PeerLossRecord
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A replica has died, and the others live on: tell the person at the terminal, and the event log."""
+    """Tell the user, and the event log, that a replica died and the others live on."""
 
     generation: int
     failure: Failure
@@ -472,14 +472,14 @@ class Lost:
 
 @dataclass(frozen=True)
 class WriteEnded:
-    """Tell the others that this node's slots are free."""
+    """Report that this node's slots are free."""
 
     record: EndedRecord
 
 
 @dataclass(frozen=True)
 class WriteDraining:
-    """Say in this node's registration that it leaves."""
+    """Mark this node's registration as draining."""
 
     reason: str
     deadline: float | None
@@ -487,14 +487,14 @@ class WriteDraining:
 
 @dataclass(frozen=True)
 class Say:
-    """One line for the person at the terminal."""
+    """Print one line for the user."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Exit:
-    """The agent is done."""
+    """End the agent."""
 
     code: int
     reason: str
@@ -511,7 +511,7 @@ Action = (
     | Kill
     | WriteReady
     | WriteRunning
-    | WriteBroken
+    | WritePeerLoss
     | Lost
     | WriteEnded
     | WriteDraining

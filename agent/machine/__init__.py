@@ -1,4 +1,4 @@
-"""What the machine says about itself.
+"""What the machine reports about itself.
 
 | question | module |
 |---|---|

@@ -1,6 +1,6 @@
-"""What the cloud says about the machine we run on: who it is, and when it will be taken away.
+"""Read from the cloud which instance this machine is, and when it will be taken away.
 
-On EC2 the instance metadata service (IMDSv2) is asked three things every second:
+On EC2 three paths of the instance metadata service (IMDSv2) are read every second:
 
 | path                                     | answer         | what it means                               |
 |------------------------------------------|----------------|---------------------------------------------|
@@ -8,12 +8,12 @@ On EC2 the instance metadata service (IMDSv2) is asked three things every second
 | autoscaling/target-lifecycle-state       | a word         | `Terminated`: the group removes the instance|
 | events/recommendations/rebalance         | 404, or JSON   | likelier than usual to be taken away        |
 
-Every request carries a session token that was had by PUT. One second, because the notice is to become
-a plan within five; AWS suggests five seconds between looks, and a local request costs nothing.
+Every request carries a session token, which a PUT returns. The interval is one second because a notice must
+become a plan within five seconds. AWS suggests intervals of five seconds, and a local request is cheap.
 
-Nothing is sent anywhere unless the machine is an EC2 instance by its firmware's own word, or
-`AWS_EC2_METADATA_SERVICE_ENDPOINT` names a service: elsewhere 169.254.169.254 is a stranger, or a
-route to nowhere that hangs.
+Nothing is sent unless the firmware says that the machine is an EC2 instance, or
+`AWS_EC2_METADATA_SERVICE_ENDPOINT` names a service. On other machines 169.254.169.254 may be another service,
+or a route without an answer.
 """
 
 from __future__ import annotations
@@ -33,38 +33,38 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"  # the name that boto3 and the AWS SDKs use
+ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"  # name used by boto3 and the AWS SDKs
 DISABLED_VARIABLE = "AWS_EC2_METADATA_DISABLED"
 DEFAULT_ENDPOINT = "http://169.254.169.254"
-TOKEN_SECONDS = 21600  # the most that IMDSv2 grants
-SPOT_NOTICE_SECONDS = 120.0  # what AWS promises; used where the notice's time can not be read
+TOKEN_SECONDS = 21600  # the longest lifetime that IMDSv2 grants
+SPOT_NOTICE_SECONDS = 120.0  # the time that AWS promises; used if a notice has no readable time
 _FIRMWARE = ("sys_vendor", "board_vendor", "bios_vendor", "chassis_vendor")
 _MAX_ANSWER = 1 << 16
-_WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds between the attempts to learn who we are
+_WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds between the attempts to read the instance's identity
 
 
 @dataclass(frozen=True)
 class InstanceIdentity:
-    """Which machine this is, as far as the cloud is concerned."""
+    """The machine as an instance of the cloud."""
 
     instance: str
     instance_type: str | None = None
     zone: str | None = None
     preemptible: bool = False
-    endpoint: str | None = None  # of the metadata service; None: there is none to watch
+    endpoint: str | None = None  # of the metadata service; None: there is none
 
 
 class NoticeKind(str, Enum):
-    """What kind of end was announced."""
+    """The kind of an announced end."""
 
-    SPOT = "spot"  # taken back: stop, hibernate or terminate
-    LIFECYCLE = "lifecycle"  # its group removes it
+    SPOT = "spot"  # spot instance taken back: stopped, hibernated or terminated
+    LIFECYCLE = "lifecycle"  # removed by its auto-scaling group
     REBALANCE = "rebalance"  # at risk; nothing is decided yet
 
 
 @dataclass(frozen=True)
 class Notice:
-    """One announcement. `deadline` is in seconds since the epoch; None: the cloud named no time."""
+    """One announcement. `deadline` is in seconds since the epoch; None: the cloud gave no time."""
 
     kind: NoticeKind
     reason: str
@@ -72,7 +72,7 @@ class Notice:
 
     @property
     def drain(self) -> bool:
-        """Whether the node has to be left (a rebalance recommendation alone is only a risk)."""
+        """Whether the replicas must leave the node (a rebalance recommendation is only a risk)."""
         return self.kind is not NoticeKind.REBALANCE
 
 
@@ -81,14 +81,14 @@ class MetadataError(OSError):
 
 
 class RefusedError(MetadataError):
-    """It answered, with a status that says nothing."""
+    """The metadata service answered with an unexpected status."""
 
 
 class MetadataClient:
-    """IMDSv2: a token by PUT, then GETs that carry it. Never through a proxy, never for long.
+    """A client of IMDSv2: a token by PUT, then GETs that carry it. It uses no proxy and short time-outs.
 
-    Each request opens its own connection: the service drops idle ones, and a request that hangs must
-    not be able to take a later one with it.
+    Each request opens its own connection, because the service drops idle ones, and a request that hangs must
+    not affect a later one.
     """
 
     def __init__(
@@ -107,9 +107,13 @@ class MetadataClient:
         self._token_until = 0.0
 
     def get(self, path: str) -> str | None:
-        """The text at `latest/<path>`, None where there is none (404); MetadataError otherwise."""
+        """Return the text at `latest/<path>`; None if there is none (404).
+
+        Raises:
+            MetadataError: any other answer, or none.
+        """
         status, body = self._request("GET", path, {"X-aws-ec2-metadata-token": self._fresh_token()})
-        if status == 401:  # expired early, as after a stop and start of the instance
+        if status == 401:  # the token expired early, as after a stop and start of the instance
             self._token = ""
             status, body = self._request("GET", path, {"X-aws-ec2-metadata-token": self._fresh_token()})
         if status == 404:
@@ -145,11 +149,11 @@ def discover(
     firmware: Path = Path("/sys/class/dmi/id"),
     wait: Callable[[float], None] = time.sleep,
 ) -> InstanceIdentity | None:
-    """Who this machine is: from `ADAPTDL_INSTANCE_ID` and its like, else from EC2; None anywhere else.
+    """Return this machine's identity from `ADAPTDL_INSTANCE_ID` and so on, else from EC2, else None.
 
-    Takes a file read where it is no EC2 instance. A metadata service that does not answer, as while the
-    instance boots, is asked five times in 7.5 s: a node without its name is never told of its end, and the
-    autoscaler would take its instance for one that never became a node.
+    On a machine that is no EC2 instance this only reads a file. A metadata service that does not answer, as
+    while the instance boots, is asked five times within 7.5 s: without an identity the node would not be told
+    of interruptions, and the autoscaler would take its instance for one without an agent.
     """
     endpoint = environ.get(ENDPOINT_VARIABLE)
     named = environ.get("ADAPTDL_INSTANCE_ID")
@@ -183,7 +187,7 @@ def discover(
 
 
 def on_ec2(firmware: Path = Path("/sys/class/dmi/id")) -> bool:
-    """Whether the firmware says that this machine is an EC2 instance (Nitro, metal or Xen)."""
+    """Return whether the firmware says that this machine is an EC2 instance (Nitro, metal or Xen)."""
     for name in _FIRMWARE:
         try:
             if "amazon ec2" in (firmware / name).read_text(errors="replace").lower():
@@ -207,9 +211,9 @@ def _ask(client: MetadataClient, endpoint: str) -> InstanceIdentity | None:
 
 
 def parse_instance_action(body: str, now: float) -> Notice:
-    """`spot/instance-action`, e.g. `{"action": "terminate", "time": "2017-09-18T08:22:00Z"}`.
+    """Parse `spot/instance-action`, e.g. `{"action": "terminate", "time": "2017-09-18T08:22:00Z"}`.
 
-    What is there but can not be read is still a notice: it is believed, with the deadline AWS promises.
+    An unreadable text is still a notice; it gets the deadline that AWS promises.
     """
     try:
         content = json.loads(body)
@@ -220,12 +224,12 @@ def parse_instance_action(body: str, now: float) -> Notice:
 
 
 def parse_rebalance(body: str) -> Notice:
-    """`events/recommendations/rebalance`, e.g. `{"noticeTime": "2020-10-27T08:22:00Z"}`."""
+    """Parse `events/recommendations/rebalance`, e.g. `{"noticeTime": "2020-10-27T08:22:00Z"}`."""
     return Notice(NoticeKind.REBALANCE, "rebalance recommendation")
 
 
 def parse_target_state(body: str) -> Notice | None:
-    """`autoscaling/target-lifecycle-state`: None while the group wants the instance to stay."""
+    """Parse `autoscaling/target-lifecycle-state`; None while the group keeps the instance."""
     state = body.strip()
     if state in ("Terminated", "Warmed:Terminated"):
         return Notice(NoticeKind.LIFECYCLE, f"its group takes it to {state}")
@@ -238,9 +242,9 @@ def _epoch(text: str) -> float:
 
 
 def look(client: MetadataClient, now: float) -> tuple[tuple[Notice, ...], MetadataError | None]:
-    """Everything that the metadata service announces at this moment, the most urgent first; what failed.
+    """Return the present notices, the most urgent first, and the first error.
 
-    One path that is refused does not silence the others; a service that hangs is not asked for more.
+    A path that is refused does not hide the others. After a time-out the other paths are not tried.
     """
     found: list[Notice] = []
     failed: MetadataError | None = None
@@ -265,10 +269,10 @@ def look(client: MetadataClient, now: float) -> tuple[tuple[Notice, ...], Metada
 
 
 class Watcher:
-    """Looks every `interval` seconds, and tells each kind of notice once (again when its time changes).
+    """A thread that checks every `interval` seconds and reports each kind of notice once.
 
-    A service that hangs, refuses or talks nonsense is asked again at the next interval for ever; what
-    fails is said once, and once more when it works again.
+    A notice is reported again if its time changes. If the service hangs, refuses or answers nonsense, it is
+    asked again at the next interval. An error is logged once, and so is its end.
     """
 
     def __init__(
@@ -288,18 +292,18 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="adaptdl-interruption", daemon=True)
 
     def start(self) -> Watcher:
-        """Begin to look, in a thread of its own."""
+        """Start the thread; return the watcher."""
         self._thread.start()
         return self
 
     def stop(self) -> None:
-        """Look no more. Returns at once when it sleeps, after the present request otherwise."""
+        """Stop checking; wait for a request under way."""
         self._end.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
 
     def look_once(self) -> None:
-        """One look; the notices that are new are told."""
+        """Check once and report new notices."""
         notices, failed = look(self._client, self._clock())
         for notice in notices:
             self._tell(notice)
@@ -316,7 +320,10 @@ class Watcher:
         self._on_notice(notice)
 
     def _same(self, notice: Notice) -> bool:
-        """Within a second or two of what was told: an unreadable notice gets a new deadline at every look."""
+        """Return whether a notice was reported already with about this deadline.
+
+        An unreadable notice gets a new deadline at every check.
+        """
         told = self._told[notice.kind]
         if told is None or notice.deadline is None:
             return told is notice.deadline
@@ -337,7 +344,7 @@ def watch(
     interval: float = 1.0,
     timeout: float = 1.0,
 ) -> Watcher | None:
-    """Watch the machine that `discover` found; None where there is no metadata service to watch."""
+    """Watch the machine that `discover` found; None if it has no metadata service."""
     if identity is None or identity.endpoint is None:
         return None
     return Watcher(MetadataClient(identity.endpoint, timeout), on_notice, interval).start()

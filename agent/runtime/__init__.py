@@ -2,13 +2,15 @@
 
 | question | module |
 |---|---|
-| Who executes the actions of `core.decisions`? | `agent` |
-| How are events, posts of other threads and timers waited for? | `event_loop` |
+| Which module executes the actions of `core.decisions`? | `agent` |
+| How does the agent wait for events, posts of other threads and timers? | `event_loop` |
 | How does a replica's process start? | `fork_server`, `forked_child` |
 | Which environment does a replica get? | `replica_environment` |
-| What has a replica said so far? | `replica_handle` |
+| What has a replica reported so far? | `replica_handle` |
 | Where do the replicas of a generation meet? | `generation_store` |
 | With which values is an agent started? | `agent_config` |
-| Why did a replica fail? | `failure_reports` |
+| Why did a replica fail, and what is the user told of it? | `failure_reports`, `failure_reporter` |
+| Which processes that outlive a replica are kept quiet? | `orphan_errors` |
+| Which events does torchrun's event handler get? | `torch_events` |
 | What does torchelastic get as the result and as the rendezvous? | `run_result`, `plan_handler` |
 """

@@ -1,8 +1,8 @@
-"""The elastic agent: carries out what `decisions` decides, for one node and one job.
+"""The elastic agent: carries out what `core.decisions` decides, for one node and one job.
 
-Derived from torch's SimpleElasticAgent, whose worker group, results and metrics it keeps, and whose
-polling loop and all-or-nothing process context it replaces: every replica has its own handle, and one
-loop waits for messages, ends, the store, signals and timers at once.
+It is derived from torch's SimpleElasticAgent, whose worker group, results and metrics it keeps. It replaces
+the polling loop and the process context that handles all replicas as one: every replica has its own handle,
+and one loop waits for messages, exits, the store, signals and timers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from adaptdl_elastic.agent.cluster.store_link import (
     KeyChanged,
     Keyspace,
     Registration,
-    Said,
+    UserLine,
     Watcher,
     Writer,
 )
@@ -53,14 +53,15 @@ from adaptdl_elastic.agent.core.pending_notice import PendingNotice
 from adaptdl_elastic.agent.machine.interruption import Notice
 from adaptdl_elastic.agent.runtime import failure_reports
 from adaptdl_elastic.agent.runtime.agent_config import AgentConfig
-from adaptdl_elastic.agent.runtime.event_loop import Count, Loop, Signalled
+from adaptdl_elastic.agent.runtime.event_loop import Loop, Signalled, StopRequests
+from adaptdl_elastic.agent.runtime.failure_reporter import FailureReporter
 from adaptdl_elastic.agent.runtime.fork_server import Exited, ForkServer, Spawned
 from adaptdl_elastic.agent.runtime.generation_store import GenerationStore
 from adaptdl_elastic.agent.runtime.replica_environment import replica_environment
 from adaptdl_elastic.agent.runtime.replica_handle import ReplicaHandle
 from adaptdl_elastic.agent.runtime.run_result import run_result
 from adaptdl_elastic.agent.runtime.torch_events import TorchEvents
-from adaptdl_elastic.agent.terminal.event_recorder import Journal
+from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
 from adaptdl_elastic.agent.terminal.replica_output import NoOutputError, Output
 from adaptdl_elastic.protocol import messages
 from adaptdl_elastic.protocol.channel import STOPPED
@@ -69,7 +70,6 @@ from adaptdl_elastic.protocol.messages import Ping, ReplicaMessage, SaveCheckpoi
 from adaptdl_elastic.rendezvous.local.addresses import NoPortError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
-    Cause,
     CheckpointRecord,
     EndedRecord,
     Failure,
@@ -85,7 +85,7 @@ from adaptdl_elastic.rendezvous.text import pluralize
 
 logger = logging.getLogger(__name__)
 
-_FLUSH_SECONDS = 10.0  # for the last writes to the store
+_FLUSH_SECONDS = 10.0  # time for the last writes to the store
 
 
 class ElasticAgent(SimpleElasticAgent):
@@ -94,69 +94,72 @@ class ElasticAgent(SimpleElasticAgent):
     def __init__(
         self,
         spec: WorkerSpec,
-        setting: AgentConfig,
+        config: AgentConfig,
         store: PlanStore,
         keys: Keys,
         registration: Registration,
         fork_server: ForkServer,
         output: Output,
-        journal: Journal,
+        recorder: EventRecorder,
         say: Callable[[str], None],
         restart_fork_server: Callable[[], ForkServer],
     ) -> None:
         super().__init__(spec)
         self._worker_group.workers = []
-        self._setting, self._store_link, self._keys = setting, store, keys
-        self._registration, self._forks, self._output = registration, fork_server, output
-        self._journal, self._say, self._restart_forks = journal, say, restart_fork_server
-        self.state = states.State(me=setting.me)
+        self._config, self._store_link, self._keys = config, store, keys
+        self._registration, self._fork_server, self._output = registration, fork_server, output
+        self._recorder, self._say, self._restart_fork_server = recorder, say, restart_fork_server
+        self.state = states.State(me=config.me)
         self.exit_code, self.exit_reason = 1, ""
         self._loop = Loop()
         self._registration.monitor = ConnectionMonitor(self._loop.post)
         self._writer = Writer(self._loop.post, self._registration.monitor)
-        self._books = NodeReporter(store, keys, self._writer, setting.me)
-        self._mirror = StoreView(keys, setting.me.job, setting.me.node)
-        self._watchers = [Watcher(store, prefix, self._loop.post) for prefix in self._mirror.prefixes]
+        self._reporter = NodeReporter(store, keys, self._writer, config.me)
+        self._view = StoreView(keys, config.me.job, config.me.node)
+        self._watchers = [Watcher(store, prefix, self._loop.post) for prefix in self._view.prefixes]
         self._replicas: dict[int, ReplicaHandle] = {}  # by their number at the fork server
         self._numbers = 0
-        self._meeting = GenerationStore(setting.host, setting.ports)
-        self._plan: Plan | None = None  # of the held generation
-        log, holder = output.directory / "coordinator.log", Holder(setting.me.node, setting.me.agent)
+        self._generation_store = GenerationStore(config.host, config.ports)
+        self._plan: Plan | None = None  # plan of the held generation
+        log, holder = output.directory / "coordinator.log", Holder(config.me.node, config.me.agent)
         self._coordinator = CoordinatorHost(
             holder,
             keys,
-            lambda: CoordinatorChild(setting.coordinator, log, lambda text: self._loop.post(Said(text))),
+            lambda: CoordinatorChild(config.coordinator, log, lambda text: self._loop.post(UserLine(text))),
             lambda key, other: self._writer.submit(partial(registration.claim, key, str(holder), other)),
             lambda key: self._writer.submit(partial(registration.release, key, str(holder))),
             time.monotonic() + SETTLED_AFTER,
             time.monotonic,
         )
-        self._signals = Count()
+        self._signals = StopRequests()
         self._checkpoint_asked = 0
-        self._mourned: set[tuple[int, int]] = set()  # (generation, rank) of the dead whom others survive
-        self._waiting = PendingNotice()
+        self._failures = FailureReporter(output, recorder, say, config.max_restarts)
+        # (generation, rank) of replicas whose death the others survived
+        self._survived_losses: set[tuple[int, int]] = set()
+        self._pending_notice = PendingNotice()
         self._last_exits: list[tuple[ReplicaHandle, int]] = []
-        self._plan_seen = (-1, 0.0)  # the newest plan's generation, and when it was seen first
+        # generation of the newest plan, and time.perf_counter() when it was first seen
+        self._plan_seen = (-1, 0.0)
         self._torch_events = TorchEvents(spec.event_log_handler)
 
     @property
     def post(self) -> Callable[[object], None]:
-        """Hand in an event from any thread."""
+        """Return a function that hands an event to the agent from any thread."""
         return self._loop.post
 
     @property
     def job_done(self) -> bool:
-        """Whether the job itself, not only this node's part in it, came to its end."""
+        """Whether the job itself is done, not only this node's part in it."""
         status = self.state.status
         return self.exit_code == 0 and status is not None and status.state is JobState.DONE
 
     @property
     def job_ended(self) -> JobStatus | None:
-        """How the job itself, not only this node's part in it, has ended; None where it has not."""
+        """The last status of the job if the job itself has ended, else None."""
         status = self.state.status
         return status if status is not None and status.state.ended else None
 
-    # SimpleElasticAgent's methods ---------------------------------------------------------------
+    # Methods of SimpleElasticAgent
 
     def run(self, role: str = "default") -> RunResult:
         """Run until the job, or this node's part in it, is over."""
@@ -166,40 +169,40 @@ class ElasticAgent(SimpleElasticAgent):
             self._torch_events.send(self, "FAILED", raw_error=traceback.format_exc())
             raise
         else:
-            self._torch_events.send(self, "SUCCEEDED")  # as torchrun says it, whatever became of the workers
+            self._torch_events.send(self, "SUCCEEDED")  # torchrun records this, too, even if workers failed
             return result
         finally:
             self._torch_events.close()
 
     def _invoke_run(self, role: str = "default") -> RunResult:
-        self._loop.on_signals(self._setting.signals)
-        self._loop.add(self._forks, self._fork_news)
+        self._loop.on_signals(self._config.signals)
+        self._loop.add(self._fork_server, self._on_fork_server)
         self._writer.start()
         for watcher in self._watchers:
             watcher.start()
         while not self.state.exiting:
             try:
                 for event in self._loop.wait(self._next_time()):
-                    self._take(event)
+                    self._handle(event)
                 if not self.state.exiting:
                     self._decide(states.Tick())
             except (NoPortError, NoOutputError) as error:
                 self._decide(states.Unfit(str(error)))
-            if (due := self._journal.due()) is not None and time.time() >= due:
-                self._journal.flush()
-            if any(due is not None and time.monotonic() >= due for due in self._looks):
-                self._look_around()
+            if (due := self._recorder.due()) is not None and time.time() >= due:
+                self._recorder.flush()
+            if any(due is not None and time.monotonic() >= due for due in self._check_times):
+                self._check_requests()
         return self._result()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         plan, group = self._plan, worker_group
         if plan is None:
             raise RuntimeError("there is no plan to act on")
-        group.group_rank = plan.index(self._setting.me.node)  # type: ignore[assignment]
+        group.group_rank = plan.index(self._config.me.node)  # type: ignore[assignment]
         group.group_world_size = plan.nodes  # type: ignore[assignment]
         group.workers = [
             Worker(slot, rank, rank, plan.replicas, plan.replicas)
-            for slot, rank in plan.rank_by_slot(self._setting.me.node).items()
+            for slot, rank in plan.rank_by_slot(self._config.me.node).items()
         ]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -225,54 +228,54 @@ class ElasticAgent(SimpleElasticAgent):
             )
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Whatever way `run` ends: nothing of ours survives it."""
+        """End all processes and threads of the agent, however `run` ends."""
         self._coordinator.close()
         for watcher in self._watchers:
             watcher.close()
         if self._writer.is_alive():
             self._writer.close(_FLUSH_SECONDS)
-        self._forks.close()
+        self._fork_server.close()
         for handle in self._replicas.values():
             handle.close()
         self._replicas.clear()
-        self._meeting.close()
+        self._generation_store.close()
         self._loop.close()
 
     def _result(self) -> RunResult:
         return run_result(self.exit_code, self._last_exits, self._worker_group.workers)
 
-    # Events -------------------------------------------------------------------------------------
+    # Events
 
     def _next_time(self) -> float | None:
-        times = [decisions.deadline(self.state), *self._looks]
-        if (due := self._journal.due()) is not None:
+        times = [decisions.deadline(self.state), *self._check_times]
+        if (due := self._recorder.due()) is not None:
             times.append(time.monotonic() + max(0.0, due - time.time()))
         return min((t for t in times if t is not None), default=None)
 
     @property
-    def _looks(self) -> tuple[float | None, float | None]:
-        return self._coordinator.due, self._waiting.due
+    def _check_times(self) -> tuple[float | None, float | None]:
+        return self._coordinator.due, self._pending_notice.due
 
-    def _take(self, event: object) -> None:
+    def _handle(self, event: object) -> None:
         match event:
             case Keyspace() | KeyChanged():
-                for heard in self._mirror.learn(event):
-                    self._decide(heard)
-                self._look_around()
+                for change in self._view.apply(event):
+                    self._decide(change)
+                self._check_requests()
             case Signalled(number):
                 self._on_signal(signal.Signals(number))
             case Notice():
                 self._on_notice(event)
-            case Said(text):
+            case UserLine(text):
                 self._say(text)
-                self._look_around()  # it may have been the coordinator's last word
+                self._check_requests()  # the message may be the last one of a coordinator that has failed
             case Connection(up, why, refused):
                 self._say(str(event))
                 state = "back" if up else "refused" if refused else "away"
-                self._journal.emit("store", state=state, message=why)
+                self._recorder.emit("store", state=state, message=why)
                 self._decide(states.StoreBack() if up else states.StoreAway(refused))
                 if up:
-                    self._look_around()
+                    self._check_requests()
             case _:
                 self._decide(event)  # type: ignore[arg-type]
 
@@ -284,7 +287,7 @@ class ElasticAgent(SimpleElasticAgent):
             self._act(action)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        match self._signals.up(time.monotonic()):
+        match self._signals.count(time.monotonic()):
             case 0:
                 pass
             case 1:
@@ -295,36 +298,39 @@ class ElasticAgent(SimpleElasticAgent):
 
     def _leave(self, reason: str, deadline: float | None) -> None:
         if self.state.departure is None:
-            self._journal.emit("drain", node=self._setting.me.node, deadline=deadline, reason=reason)
+            self._recorder.emit("drain", node=self._config.me.node, deadline=deadline, reason=reason)
         self._decide(states.Leave(reason, deadline))
 
     def _on_notice(self, notice: Notice) -> None:
-        """The cloud has said something about this machine."""
+        """Handle a notice of the cloud about this machine."""
         if notice.drain:
             self._say(f"this node will be gone: {notice.reason}")
             self._leave(notice.reason, notice.deadline)
         else:
             self._writer.submit(lambda: self._registration.update(at_risk=True))
 
-    def _look_around(self) -> None:
-        """What the store asks of this agent beside its plan."""
-        mirror, me = self._mirror, self._setting.me
-        drain = mirror.drain
+    def _check_requests(self) -> None:
+        """Handle requests in the store other than the plan.
+
+        Drains, checkpoints, and the coordinator's keys.
+        """
+        view, me = self._view, self._config.me
+        drain = view.drain
         if drain is not None and self.state.departure is None:
             record = self._registration.record
             if drain.instance in (None, record.instance):
                 self._leave(drain.reason, drain.deadline)
-        asked = mirror.request
+        asked = view.request
         if asked is not None and asked.run in ("", me.run) and asked.checkpoint > self._checkpoint_asked:
             self._checkpoint_asked = asked.checkpoint
             for handle in self._replicas.values():
                 if handle.rank == 0 and handle.library:
                     handle.send(SaveCheckpoint(asked.checkpoint))
-        if (why := self._waiting.hear(self.state.status, time.monotonic())) is not None:
+        if (why := self._pending_notice.notice(self.state.status, time.monotonic())) is not None:
             self._say(why)
-        self._coordinator.mind(mirror.host, mirror.second, mirror.leader)
+        self._coordinator.update(view.host, view.second, view.leader)
 
-    # Actions ------------------------------------------------------------------------------------
+    # Actions
 
     def _act(self, action: states.Action) -> None:
         match action:
@@ -339,7 +345,7 @@ class ElasticAgent(SimpleElasticAgent):
             case states.Adopt(plan):
                 self._adopt(plan)
             case states.WriteReady(generation):
-                self._books.ready(generation)
+                self._reporter.ready(generation)
             case states.AskToStop(local_ranks, plain, reason):
                 self._ask_to_stop(local_ranks, plain, reason)
             case states.Ping(local_ranks):
@@ -349,11 +355,11 @@ class ElasticAgent(SimpleElasticAgent):
                 self._kill(local_ranks, reason)
             case states.WriteRunning(generation, library, resilient):
                 self._write_running(generation, library, resilient)
-            case states.WriteBroken(record):
-                self._journal.emit("peers_lost", generation=record.generation)
-                self._books.broken(record)
+            case states.WritePeerLoss(record):
+                self._recorder.emit("peers_lost", generation=record.generation)
+                self._reporter.peer_loss(record)
             case states.Lost(generation, failure):
-                self._mourn(generation, failure)
+                self._record_survived_loss(generation, failure)
             case states.WriteEnded(record):
                 self._write_ended(record)
             case states.WriteDraining(reason, when):
@@ -364,18 +370,18 @@ class ElasticAgent(SimpleElasticAgent):
                 self.exit_code, self.exit_reason = code, reason
 
     def _open_master(self, generation: int) -> None:
-        # beside replicas that run, and go over, the place that a script names is taken
-        wanted = self._setting.meeting_point if self.state.held is None else None
-        record = self._meeting.open(generation, wanted)
+        # while replicas of the previous generation run, they may still use the port that the user asked for
+        wanted = self._config.meeting_point if self.state.held is None else None
+        record = self._generation_store.open(generation, wanted)
         if wanted is not None and wanted.host not in (None, record.host):
             self._say(f"{wanted} is not here, where rank 0 is: replicas meet at {record.host}:{record.port}")
-        self._books.master(record)
+        self._reporter.master(record)
         self._decide(states.MasterSeen(record))
 
     def _start(self, start: states.StartReplicas) -> None:
         if not start.join:
-            self._meeting.forget(start.plan.generation)
-            self._say_restart(start.plan)
+            self._generation_store.forget(start.plan.generation)
+            self._failures.starts_again(start.plan, self._view.checkpoint)
         if not start.join or not self._replicas:
             self._last_exits.clear()
             self._plan = start.plan
@@ -384,20 +390,9 @@ class ElasticAgent(SimpleElasticAgent):
         if self._plan is start.plan:
             self._initialize_workers(self._worker_group)
 
-    def _say_restart(self, plan: Plan) -> None:
-        """Tell the person at the terminal that a generation starts because the one before was lost."""
-        if plan.transition is not Transition.ABORT or plan.generation <= plan.first:
-            return
-        saved = self._mirror.checkpoint
-        origin = "the beginning" if saved is None else f"the checkpoint of step {saved.step}"
-        if plan.cause is Cause.FAILURE:
-            self._say(f"restart {plan.restarts} of {self._setting.max_restarts}, from {origin}")
-        else:
-            self._say(f"starting again, from {origin} ({plan.reason}; not counted as a restart)")
-
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         met, used = time.perf_counter(), self._plan.restarts if self._plan is not None else 0
-        self._remaining_restarts = max(0, self._setting.max_restarts - used)
+        self._remaining_restarts = max(0, self._config.max_restarts - used)
         self._rendezvous(worker_group)
         assigned = time.perf_counter()
         self._torch_events.rendezvous(
@@ -407,7 +402,7 @@ class ElasticAgent(SimpleElasticAgent):
 
     def _spawn(self, start: states.StartReplicas, local_rank: int) -> None:
         plan = start.plan
-        rank = plan.rank_by_slot(self._setting.me.node)[local_rank]
+        rank = plan.rank_by_slot(self._config.me.node)[local_rank]
         self._numbers += 1
         destination = self._output.open(plan.generation, local_rank, rank)
         handle = ReplicaHandle(self._numbers, plan.generation, local_rank, rank, destination.error_file)
@@ -415,24 +410,25 @@ class ElasticAgent(SimpleElasticAgent):
         if start.join:
             environment[JOIN] = "1"
         reports = str(Path(destination.error_file).parent)
-        command = replace(self._setting.command, env=environment, reports=reports)
+        quiet = self._output.keeps_tracebacks(local_rank)
+        command = replace(self._config.command, env=environment, reports=reports, quiet=quiet)
         theirs = handle.theirs.fileno()
         sys.stdout.flush()
         try:
-            self._forks.spawn(handle.number, command, destination.stdout, destination.stderr, theirs)
+            self._fork_server.spawn(handle.number, command, destination.stdout, destination.stderr, theirs)
         except OSError as error:
             logger.warning("the fork server is gone: %s", error)
         destination.close()
         handle.theirs.close()
         self._replicas[handle.number] = handle
-        self._loop.add(handle, partial(self._channel_news, handle))
+        self._loop.add(handle, partial(self._read_channel, handle))
 
     def _environment(
         self, plan: Plan, master: MasterRecord, local_rank: int, error_file: str
     ) -> dict[str, str]:
-        checkpoint = self._mirror.checkpoint
+        checkpoint = self._view.checkpoint
         return replica_environment(
-            self._setting.environment,
+            self._config.environment,
             plan,
             master,
             local_rank,
@@ -442,10 +438,10 @@ class ElasticAgent(SimpleElasticAgent):
         )
 
     def _tell_plan(self, plan: Plan, master: MasterRecord) -> None:
-        """To every replica of the held generation: who it becomes, and where."""
+        """Tell every replica of the held generation its new rank and the address of the new store."""
         if self._plan is None:
             return
-        mine = plan.rank_by_slot(self._setting.me.node)
+        mine = plan.rank_by_slot(self._config.me.node)
         recover = plan.transition is Transition.RECOVER
         numbers = None if recover else inplace_change.renumber(self._store_link.whole(self._plan), plan)
         for handle in self._replicas.values():
@@ -461,8 +457,8 @@ class ElasticAgent(SimpleElasticAgent):
             handle.send(replace(message, environ=environment))
 
     def _withdraw(self, plan: Plan, reason: str) -> None:
-        goes_on = "" if self._is_to_stop else ", training goes on"
-        self._say(f"generation {plan.generation} is withdrawn{goes_on}: {reason}")
+        newcomers = self._ended_in(plan.generation)
+        self._failures.withdrawn(plan, newcomers, reason, stopping=self._is_to_stop)
         for handle in self._replicas.values():
             if handle.generation != plan.generation:
                 handle.send(WithdrawPlan(plan.generation, reason))
@@ -475,72 +471,75 @@ class ElasticAgent(SimpleElasticAgent):
         return self.state.departure is not None or ends
 
     def _adopt(self, plan: Plan) -> None:
-        """The replicas have gone over: their handles follow."""
-        ranks = plan.rank_by_slot(self._setting.me.node)
+        """Update the handles of replicas that have switched to a new generation."""
+        ranks = plan.rank_by_slot(self._config.me.node)
         members = [handle for handle in self._replicas.values() if handle.local_rank in ranks]
         for handle in members:
             handle.generation, handle.rank = plan.generation, ranks[handle.local_rank]
             handle.first_step = None
         self._plan = plan
+        self._output.renumber(ranks)
         if plan.transition is Transition.RECOVER:
             size = pluralize(plan.replicas, "replica")
             self._say(f"training goes on with {size}, without a restart: {plan.reason}")
-        self._meeting.forget(plan.generation)
+        self._generation_store.forget(plan.generation)
         self._initialize_workers(self._worker_group)
         self._all_started(plan, members)
-        self._journal.hello()
+        self._recorder.hello()
         for handle in members:
             early, handle.early_step, handle.switched = handle.early_step, None, False
             if early is not None:
-                self._heard_step(handle, *early)
+                self._on_step(handle, *early)
 
     def _held(self, local_ranks: tuple[int, ...]) -> list[ReplicaHandle]:
         return [h for h in self._replicas.values() if h.local_rank in local_ranks]
 
     def _ask_to_stop(self, local_ranks: tuple[int, ...], plain: tuple[int, ...], reason: str) -> None:
         for handle in self._held((*local_ranks, *plain)):
-            handle.send(Stop(reason))  # one that cannot hear it is about to end
-        for handle in self._held(plain):  # after the message, which `channel.say_finished` looks for
-            self._forks.signal(handle.number, signal.SIGTERM)
+            handle.send(Stop(reason))  # a replica whose channel is closed is about to end
+        for handle in self._held(plain):  # after the message, because `channel.say_finished` looks for it
+            self._fork_server.signal(handle.number, signal.SIGTERM)
 
     def _kill(self, local_ranks: tuple[int, ...], reason: str) -> None:
         logger.info("killing local ranks %s: %s", local_ranks, reason)
         for handle in self._held(local_ranks):
-            self._forks.signal(handle.number, signal.SIGKILL)
+            self._fork_server.signal(handle.number, signal.SIGKILL)
 
-    def _mourn(self, generation: int, failure: Failure) -> None:
-        """The death of a replica that the others survive."""
-        self._mourned.add((generation, failure.rank))
-        self._journal.lost(generation, failure)
+    def _record_survived_loss(self, generation: int, failure: Failure) -> None:
+        """Record and report the death of a replica that the others survive."""
+        self._survived_losses.add((generation, failure.rank))
+        self._recorder.lost(generation, failure)
         self._say(f"replica {failure.rank} is lost ({failure.message})")
 
     def _write_running(self, generation: int, library: bool, resilient: bool = False) -> None:
         first = min((h.first_step for h in self._replicas.values() if h.first_step), default=None)
-        self._books.running(generation, first, library, resilient)
+        self._reporter.running(generation, first, library, resilient)
 
     def _write_ended(self, record: EndedRecord) -> None:
         if self._plan is None or record.generation == self._plan.generation:
-            self._journal.ended()
+            self._recorder.ended()
         if self.state.held is None:
-            self._journal.emit("ended", generation=record.generation, outcome=record.outcome.value)
-        record = replace(record, last_step=self._journal.last_step, time=time.time())
-        # the last of this node's dead is no failure where those of other nodes live on
+            self._recorder.emit("ended", generation=record.generation, outcome=record.outcome.value)
+        record = replace(record, last_step=self._recorder.last_step, time=time.time())
+        # the last death on this node is no failure if replicas of other nodes live on
         elsewhere = self._plan is not None and self._plan.nodes > 1
         failure = record.failure
-        mourned = failure is not None and (record.generation, failure.rank) in self._mourned
-        if failure is not None and record.outcome is Outcome.FAILED and not (mourned and elsewhere):
+        survived = failure is not None and (record.generation, failure.rank) in self._survived_losses
+        if failure is not None and record.outcome is Outcome.FAILED and not (survived and elsewhere):
             status = self.state.status
-            used = min((status.restarts_used if status else 0) + 1, self._setting.max_restarts)
-            self._journal.failure(failure, used, self._setting.max_restarts)
-            what, why = f"replica {failure.rank} failed", failure.message
-            name = failure_reports.exit_name(failure.exit_code)
-            self._say(f"{what}: {why}" if why.startswith(name) else f"{what} ({name}): {why}")
-        self._books.ended(record)
+            used = status.restarts_used if status is not None else 0
+            self._failures.failed(failure, self._ended_in(record.generation), used, alone=not elsewhere)
+        else:
+            self._failures.left(record, self._ended_in(record.generation))
+        self._reporter.ended(record)
 
-    # Replicas -----------------------------------------------------------------------------------
+    def _ended_in(self, generation: int) -> list[ReplicaHandle]:
+        return [handle for handle, _ in self._last_exits if handle.generation == generation]
 
-    def _fork_news(self) -> None:
-        news = self._forks.receive()
+    # Replicas
+
+    def _on_fork_server(self) -> None:
+        news = self._fork_server.receive()
         if news is None:
             self._fork_server_died()
             return
@@ -554,12 +553,12 @@ class ElasticAgent(SimpleElasticAgent):
                 self._exited(handle, item.exit_code, item.signalled, item.time)
 
     def _fork_server_died(self) -> None:
-        """The kernel has killed its replicas with it."""
+        """Start another fork server; the kernel has killed the replicas with the old one."""
         self._say("the fork server died and its replicas with it; starting another")
-        self._loop.remove(self._forks)
-        self._forks.close()
-        self._forks = self._restart_forks()
-        self._loop.add(self._forks, self._fork_news)
+        self._loop.remove(self._fork_server)
+        self._fork_server.close()
+        self._fork_server = self._restart_fork_server()
+        self._loop.add(self._fork_server, self._on_fork_server)
         for handle in list(self._replicas.values()):
             self._exited(handle, -signal.SIGKILL)
 
@@ -567,13 +566,14 @@ class ElasticAgent(SimpleElasticAgent):
         handle.pid = pid
         self._decide(states.ReplicaStarted(handle.generation, handle.local_rank, pid))
         plan = self._plan
-        mine = [h for h in self._replicas.values() if h.generation == handle.generation]
+        living = [h for h in self._replicas.values() if h.generation == handle.generation]
+        mine = [*living, *self._ended_in(handle.generation)]  # some have ended before the last has started
         if plan is not None and plan.generation == handle.generation and all(h.pid is not None for h in mine):
             self._all_started(plan, mine)
 
     def _all_started(self, plan: Plan, members: list[ReplicaHandle]) -> None:
         pids = {h.rank: h.pid for h in members if h.pid is not None}
-        self._journal.started(plan, pids, self._mirror.last_step_before(plan))
+        self._recorder.started(plan, pids, self._view.last_step_before(plan))
         for worker in self._worker_group.workers:
             worker.id = pids.get(worker.global_rank)
         self._torch_events.started(self, self._worker_group.workers)
@@ -581,8 +581,8 @@ class ElasticAgent(SimpleElasticAgent):
     def _exited(
         self, handle: ReplicaHandle, code: int, signalled: bool = True, when: float | None = None
     ) -> None:
-        while select.select([handle], [], [], 0)[0]:  # its last words come before its end
-            if not self._channel_news(handle):
+        while select.select([handle], [], [], 0)[0]:  # read its last messages before its end is handled
+            if not self._read_channel(handle):
                 break
         self._loop.remove(handle)
         self._replicas.pop(handle.number, None)
@@ -590,62 +590,61 @@ class ElasticAgent(SimpleElasticAgent):
         self._last_exits.append((handle, code))
         message, evidence = "", states.Evidence()
         if code not in (0, STOPPED):
-            message, evidence = failure_reports.examine(
-                code, handle.error_file, self._setting.command.argv[0]
-            )
+            message, evidence = failure_reports.examine(code, handle.error_file, self._config.command.argv[0])
         generation, local_rank, when = handle.generation, handle.local_rank, when or time.time()
         self._decide(states.ReplicaExited(generation, local_rank, code, when, message, signalled, evidence))
 
-    def _channel_news(self, handle: ReplicaHandle) -> bool:
+    def _read_channel(self, handle: ReplicaHandle) -> bool:
         received = handle.receive()
         if received is None:
             self._loop.remove(handle)
             return False
         for message in received:
-            self._hear(handle, message)
+            self._on_message(handle, message)
         return True
 
-    def _hear(self, handle: ReplicaHandle, message: ReplicaMessage) -> None:
+    def _on_message(self, handle: ReplicaHandle, message: ReplicaMessage) -> None:
         match message:
             case messages.Hello():
                 handle.library = True
-                self._journal.hello()
+                self._recorder.hello()
                 self._decide(states.ReplicaHello(handle.generation, handle.local_rank))
             case messages.StepFinished(step, when):
-                self._heard_step(handle, step, when)
+                self._on_step(handle, step, when)
             case messages.Event(event, when, fields):
-                self._journal.emit(event, when, **fields)
+                self._recorder.emit(event, when, **fields)
             case messages.Ready(generation):
                 self._decide(states.ReplicaReady(generation, handle.local_rank))
             case messages.Switched(generation, last_step):
-                # newcomers are of their generation from the start
+                # newcomers belong to their generation from the start
                 handle.switched = self._plan is None or self._plan.generation != generation
-                self._journal.last_step_was(last_step)
+                self._recorder.last_step_was(last_step)
                 self._decide(states.ReplicaSwitched(generation, handle.local_rank))
             case messages.Pong():
                 self._decide(states.ReplicaPong(handle.generation, handle.local_rank))
             case messages.Resilient(generation):
                 self._decide(states.ReplicaResilient(generation, handle.local_rank))
             case messages.EpochsFinished(finished):
-                self._decide(states.ReplicaOver(handle.local_rank, finished))
+                self._decide(states.ReplicaEpochsFinished(handle.local_rank, finished))
             case messages.Finished():
                 self._decide(states.ReplicaFinished(handle.local_rank))
             case messages.Stopping():
                 self._decide(states.ReplicaStopping(handle.local_rank))
             case messages.PeerLost(generation, reason):
                 logger.info("replica %d: others are gone: %s", handle.rank, reason)
-                self._decide(states.ReplicaBroken(generation, handle.local_rank))
+                self._decide(states.ReplicaLostPeer(generation, handle.local_rank))
             case messages.Hints(hints):
-                if self._books.hints(hints):
-                    self._journal.goodput(hints)
+                if self._reporter.hints(hints):
+                    self._recorder.goodput(hints)
             case messages.Saved():
-                self._heard_saved(handle, message)
+                self._on_saved(handle, message)
 
-    def _heard_step(self, handle: ReplicaHandle, step: int, when: float) -> None:
-        if handle.switched and handle.first_step is not None:  # of a generation that is not all there yet
+    def _on_step(self, handle: ReplicaHandle, step: int, when: float) -> None:
+        # a step of a generation that this agent has not adopted yet
+        if handle.switched and handle.first_step is not None:
             handle.early_step = handle.early_step or (step, when)
             return
-        self._journal.step(when)
+        self._recorder.step(when)
         if handle.first_step is None:
             handle.first_step = when
             if all(h.first_step is None or h is handle for h in self._replicas.values()):
@@ -654,7 +653,8 @@ class ElasticAgent(SimpleElasticAgent):
                 self._write_running(handle.generation, library=True, resilient=resilient)
         self._decide(states.ReplicaStep(handle.generation, handle.local_rank, step))
 
-    def _heard_saved(self, handle: ReplicaHandle, saved: messages.Saved) -> None:
+    def _on_saved(self, handle: ReplicaHandle, saved: messages.Saved) -> None:
         record = CheckpointRecord(saved.id, saved.path, handle.generation, saved.step, time.time())
-        self._mirror.checkpoint = record  # what comes next on this node must not wait for the store's echo
-        self._books.checkpoint(record)
+        # set at once, so that the next replica on this node does not wait for the watch
+        self._view.checkpoint = record
+        self._reporter.checkpoint(record)

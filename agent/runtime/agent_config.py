@@ -1,4 +1,4 @@
-"""What an agent is given when it starts."""
+"""The fixed values that an agent is started with."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Where replicas are to meet because a script names it: `--master-addr` and `--master-port`.
+    """The address at which the user wants replicas to meet: `--master-addr` and `--master-port`.
 
-    host: None for the address of the node of rank 0.
+    Attributes:
+        host: None: the address of the node of rank 0.
+        port: the port.
     """
 
     host: str | None
     port: int
 
     def __str__(self) -> str:
-        """As it was given on the command line."""
+        """Return the options as given on the command line."""
         address = f"--master-addr={self.host} " if self.host is not None else ""
         return f"{address}--master-port={self.port}"
 
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """What the agent is given; constant."""
+    """The fixed values that an agent is started with."""
 
     me: AgentIdentity
     host: str  # address by which other nodes reach this one
@@ -39,4 +41,4 @@ class AgentConfig:
     coordinator: CoordinatorCommand
     max_restarts: int
     meeting_point: MeetingPoint | None = None
-    signals: tuple[signal.Signals, ...] = ()  # that make the agent save and leave
+    signals: tuple[signal.Signals, ...] = ()  # signals that make the agent save and leave

@@ -1,4 +1,4 @@
-"""One thread, one selector: what is to be read, what was posted from other threads, and one timer."""
+"""One thread that waits for readable descriptors, posts of other threads, signals and one time."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
-_DOUBLE_DELIVERY = 0.3  # seconds: `timeout` and its like signal a program, and then its whole process group
+# seconds: `timeout` and similar programs signal a process and then its whole process group
+_DOUBLE_DELIVERY = 0.3
 
 
 @dataclass(frozen=True)
 class Signalled:
-    """A signal has come."""
+    """A signal has arrived."""
 
     number: int
 
 
-class Count:
-    """How often somebody has asked."""
+class StopRequests:
+    """Counts requests to stop, without counting a signal twice that was delivered twice."""
 
     def __init__(self) -> None:
         self._times, self._last = 0, 0.0
 
-    def up(self, now: float) -> int:
-        """Which time this is; 0: the one before came twice. `now` is a monotonic clock."""
+    def count(self, now: float) -> int:
+        """Return the number of this request; 0: the previous one was delivered twice. `now` is monotonic."""
         if self._times == 1 and now - self._last < _DOUBLE_DELIVERY:
             return 0
         self._times, self._last = self._times + 1, now
@@ -38,14 +39,17 @@ class Count:
 
 
 class HasFileno(Protocol):
-    """What can be selected on."""
+    """An object that a selector can wait for."""
 
     def fileno(self) -> int:
-        """The descriptor."""
+        """Return the descriptor."""
 
 
 class Loop:
-    """`post` is safe from any thread and from signal handlers; everything else is the loop's own."""
+    """An event loop.
+
+    `post` is safe in any thread and in signal handlers; all else is for the loop's thread.
+    """
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -59,22 +63,23 @@ class Loop:
     def post(self, event: object) -> None:
         """Hand an event to the loop."""
         self._posted.put(event)
-        with suppress(BlockingIOError, OSError):  # full: it is awake anyway; closed: nobody cares
+        # full: the loop is awake already; closed: the event has no receiver
+        with suppress(BlockingIOError, OSError):
             self._waker.send(b"\0")
 
     def add(self, source: HasFileno, readable: Callable[[], object]) -> None:
-        """Call `readable` whenever there is something to read."""
+        """Call `readable` whenever the source can be read."""
         self._selector.register(source, selectors.EVENT_READ, readable)
 
     def remove(self, source: HasFileno) -> None:
-        """Forget a source; before it is closed."""
+        """Remove a source; call it before the source is closed."""
         with suppress(KeyError, ValueError):
             self._selector.unregister(source)
 
     def on_signals(self, numbers: Iterable[int]) -> None:
-        """Post `Signalled` for these signals, until `close`; not for those that this process is to ignore.
+        """Post `Signalled` for these signals until `close`, except for those that this process ignores.
 
-        `nohup` wants that, and so does a shell with the interrupts of what it runs in the background.
+        `nohup` depends on that, and so does a shell that starts programs in the background.
         """
 
         def handle(number: int, frame: FrameType | None) -> None:
@@ -85,7 +90,7 @@ class Loop:
                 self._handlers[number] = signal.signal(number, handle)
 
     def wait(self, until: float | None) -> list[object]:
-        """Sleep until something happens, or `until` (monotonic); what was posted, in order."""
+        """Wait until an event happens, or until `until` (monotonic); return what was posted, in order."""
         timeout = None if until is None else max(0.0, until - time.monotonic())
         for key, _ in self._selector.select(timeout):
             if key.fileobj is self._wake:
@@ -100,7 +105,7 @@ class Loop:
         return events
 
     def close(self) -> None:
-        """Give signals back to who had them, and let go of all descriptors."""
+        """Restore the signal handlers and close all descriptors."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers.clear()

@@ -1,4 +1,4 @@
-"""Why a replica failed: its error file, its exit code, and one line that says what to do."""
+"""Explain a replica's failure in one line, from its error file and exit code."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import signal
 from pathlib import Path
 
 from adaptdl_elastic.agent.core.states import Evidence
-from adaptdl_elastic.agent.runtime import uncaught_error
+from adaptdl_elastic.protocol import uncaught_error
 from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN
+from adaptdl_elastic.rendezvous.schema.records import Failure
 
-_LONGEST = 400  # characters of a message; the whole of it is in the replica's stderr and error file
+_LONGEST = 400  # characters of a message; the replica's stderr and error file have all of it
 _REMEDY = {
     signal.SIGKILL: "killed from outside; if nobody did, the machine ran out of memory (dmesg)",
     signal.SIGSEGV: "crashed in native code; run the script alone under `python -X faulthandler`",
@@ -20,7 +21,7 @@ _REMEDY = {
 
 
 def examine(exit_code: int, error_file: str, argument: str = "") -> tuple[str, Evidence]:
-    """Return one line about a replica's failure, and what can be concluded from it."""
+    """Return one line about a replica's failure, and the evidence it gives about the cause."""
     line = describe(exit_code, error_file, argument)
     error = uncaught_error.read(Path(error_file).parent)
     if error is None:
@@ -29,7 +30,7 @@ def examine(exit_code: int, error_file: str, argument: str = "") -> tuple[str, E
 
 
 def describe(exit_code: int, error_file: str, argument: str = "") -> str:
-    """One line: the exception that the replica recorded, or what its exit code means."""
+    """Return the error that the replica recorded, else the meaning of its exit code, as one line."""
     recorded = read_error_file(Path(error_file))
     if recorded:
         return recorded
@@ -48,7 +49,7 @@ def describe(exit_code: int, error_file: str, argument: str = "") -> str:
 
 
 def read_error_file(path: Path) -> str | None:
-    """The message in torch.distributed.elastic's error file format; None when there is none."""
+    """Return the message in an error file of torch.distributed.elastic, or None."""
     try:
         message = json.loads(path.read_text())["message"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -61,7 +62,7 @@ def read_error_file(path: Path) -> str | None:
 
 
 def exit_name(exit_code: int) -> str:
-    """`exit code 1`, or `SIGKILL`."""
+    """Return the name of an exit: `exit code 1`, or `SIGKILL`."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
@@ -74,8 +75,23 @@ _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def kind_of(exit_code: int) -> str:
-    """Return the kind of a failure that only its exit code tells of.
+    """Return the kind of a failure of which only the exit code is known.
 
-    A signal that people and the kernel send is no property of the script, so two of them are not the same.
+    A signal that users and the kernel send says nothing about the script, so two of them are not of one kind:
+    "".
     """
     return "" if -exit_code in _FROM_OUTSIDE else exit_name(exit_code)
+
+
+def summarise(failure: Failure, *, again: bool, traceback: Path | None) -> str:
+    """Return the line that a person is told of a failure.
+
+    Args:
+        failure: What is known of it.
+        again: Its traceback is the one that was shown before.
+        traceback: Where its traceback can be read, if it was not shown.
+    """
+    name, why = exit_name(failure.exit_code), failure.message
+    what = f"replica {failure.rank} failed" + (" in the same way again" if again else "")
+    line = f"{what}: {why}" if why.startswith(name) else f"{what} ({name}): {why}"
+    return line if traceback is None else f"{line}; its traceback: {traceback}"

@@ -1,13 +1,13 @@
-"""A process that has imported what every replica needs, and forks replicas in milliseconds.
+"""A process that has imported what every replica needs, and forks replicas within milliseconds.
 
-`import torch` takes seconds, and so does what the first DistributedDataParallel imports; a fork of a
-process that has done both takes 30 ms. The server runs in a process of its own (`start`), with a
-single thread and nothing initialised: no process group, no CUDA context, no random numbers drawn.
+`import torch` takes seconds, and so do the imports of the first DistributedDataParallel. A fork of a process
+that has made both takes 30 ms. The server is a process (`ForkServer.start`) with a single thread in which
+nothing is initialised: no process group, no CUDA context, no random numbers drawn.
 
-The agent's end is `ForkServer`: `spawn`, `signal` and `receive`. On the wire, over a socket pair, are
-lines of JSON; the descriptors of a replica travel as ancillary data with its line. The server is the
-replicas' parent. When the agent's end closes, whatever way the agent went, it kills every replica's
-process group and ends; when the server itself dies the kernel kills the replicas.
+The agent uses a `ForkServer`: `spawn`, `signal` and `receive`. They exchange lines of JSON over a socket
+pair; the descriptors of a replica are sent as ancillary data with its line. The server is the parent process
+of the replicas. When the agent's end of the socket closes, however the agent ended, the server kills every
+replica's process group and ends. When the server dies, the kernel kills the replicas.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 
 from adaptdl_elastic.agent.runtime.forked_child import Command, become, run
 
-PRELOAD_VARIABLE = "ADAPTDL_PRELOAD"  # more modules to import, separated by commas
+PRELOAD_VARIABLE = "ADAPTDL_PRELOAD"  # further modules to import, separated by commas
 PRELOAD = ("numpy", "torch", "torch.distributed", "torch._dynamo", "adaptdl_elastic.torch")
 _PR_SET_CHILD_SUBREAPER = 36
 _BOOT = (
@@ -40,9 +40,9 @@ _BOOT = (
 )
 _CHUNK = 1 << 16
 _STREAMS = ("stdout", "stderr", "channel")
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # by the server
-_GRACE = 2.0  # seconds between SIGTERM and SIGKILL for what replicas have left behind
-_LAST_WAIT = 2.0  # seconds at most for those that were killed, at the server's end
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that the server ignores
+_GRACE = 2.0  # seconds between SIGTERM and SIGKILL for processes that replicas have left behind
+_LAST_WAIT = 2.0  # most seconds to wait, at the server's end, for killed processes
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,16 @@ class Spawned:
 
 @dataclass(frozen=True)
 class Exited:
-    """A replica has ended; the code is negative when a signal ended it."""
+    """A replica has ended; the code is negative if a signal ended it."""
 
     id: int
     exit_code: int
-    signalled: bool = False  # a signal of the agent's was delivered to it before it ended
+    signalled: bool = False  # a signal from the agent was delivered to it before it ended
     time: float = 0.0  # wall clock
 
 
 class ForkServer:
-    """The agent's end."""
+    """The agent's side of the fork server."""
 
     def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
         self.process = process
@@ -86,7 +86,7 @@ class ForkServer:
         return cls(process, ours)
 
     def fileno(self) -> int:
-        """For selectors: readable when `receive` has something."""
+        """Return the descriptor, for selectors: it is readable when `receive` returns something."""
         return self._socket.fileno()
 
     def spawn(
@@ -97,7 +97,7 @@ class ForkServer:
         stderr: int | None = None,
         channel: int | None = None,
     ) -> None:
-        """Ask for a replica; descriptors left out are the agent's own. OSError when the server is gone."""
+        """Ask for a replica; OSError if the server is gone. Without descriptors it uses the agent's."""
         self._used = True
         streams = dict(zip(_STREAMS, (stdout, stderr, channel), strict=True))
         given = [(name, value) for name, value in streams.items() if value is not None]
@@ -108,12 +108,12 @@ class ForkServer:
         self._socket.sendall(line)
 
     def signal(self, number: int, what: int) -> None:
-        """Send a signal to a replica's whole process group; nothing happens when it has ended."""
+        """Send a signal to a replica's whole process group; do nothing if it has ended."""
         with suppress(OSError):
             self._socket.sendall(_line(op="signal", id=number, signal=int(what)))
 
     def receive(self) -> list[Spawned | Exited] | None:
-        """What has happened since; None when the server is gone. Blocks only when there is nothing."""
+        """Return what has happened since the last call; None if the server is gone. Blocks if nothing has."""
         try:
             data = self._socket.recv(_CHUNK)
         except OSError:
@@ -124,7 +124,7 @@ class ForkServer:
         return [_news(json.loads(line)) for line in lines]
 
     def close(self, timeout: float = 4 * (_GRACE + _LAST_WAIT)) -> None:
-        """Kill what still runs, and wait for the server's end: a little more than both waits at most."""
+        """Kill what still runs and wait for the server's end."""
         self._socket.close()
         if not self._used:
             self.process.kill()  # it may be in the middle of its imports
@@ -146,10 +146,10 @@ def _line(**message: object) -> bytes:
 
 
 def main(number: int, modules: Sequence[str]) -> None:
-    """The server's process; in a replica it returns into the user's script."""
+    """Run the server; in a forked replica, return into the user's script."""
     with suppress(OSError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # an interrupt is the agent's business: it closes our socket when it has done what it wants
+    # the agent handles interrupts, and closes the socket when the server is to end
     for name in _IGNORED:
         signal.signal(name, signal.SIG_IGN)
     preload((*modules, *filter(None, os.environ.get(PRELOAD_VARIABLE, "").split(","))))
@@ -159,16 +159,19 @@ def main(number: int, modules: Sequence[str]) -> None:
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Import what can be imported; a replica that needs what is missing says so itself."""
+    """Import the modules that exist; a replica reports what it misses by itself."""
     for name in modules:
         with suppress(ImportError):
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a collection in a replica shall not copy every page
+    gc.freeze()  # so that a garbage collection in a replica does not copy every page
 
 
 def _has_members(group: int) -> bool:
-    """Whether a process group has anybody: what a replica leaves behind becomes a child of the server."""
+    """Return whether a process group has members that are children of the server.
+
+    Processes that a replica leaves behind become such children.
+    """
     try:
         os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -177,7 +180,7 @@ def _has_members(group: int) -> bool:
 
 
 def _children() -> list[int]:
-    """The server's children that have not been reaped."""
+    """Return the server's children that have not been reaped."""
     mine, found = str(os.getpid()), []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, IndexError):
@@ -187,13 +190,13 @@ def _children() -> list[int]:
 
 
 class _Server:
-    """One thread, one selector: requests of the agent, and ends of replicas."""
+    """The server: one thread and one selector for requests of the agent and exits of replicas."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._pids: dict[int, int] = {}  # replica's id → pid
-        self._signalled: set[int] = set()  # ids of replicas that the agent has sent a signal
-        self._graces: dict[int, float] = {}  # process group → when it is killed
+        self._signalled: set[int] = set()  # ids of replicas to which the agent has sent a signal
+        self._graces: dict[int, float] = {}  # process group → monotonic time when it is killed
         self._buffer = b""
         self._descriptors: list[int] = []
         self._wake, self._waker = socket.socketpair()
@@ -201,7 +204,7 @@ class _Server:
         self._wake.setblocking(False)
 
     def serve(self) -> Command | None:
-        """Until the agent is gone: None. In a replica: what it is to run."""
+        """Serve until the agent is gone and return None; in a forked replica, return what it is to run."""
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         with selectors.DefaultSelector() as selector:
@@ -219,7 +222,8 @@ class _Server:
                 if self._socket in ready:
                     lines = self._read()
                     if lines is None:
-                        signal.set_wakeup_fd(-1)  # it is closed before the last of them has ended
+                        # the socket pair is closed before the last children have ended
+                        signal.set_wakeup_fd(-1)
                         self._kill_all()
                         return None
                     for line in lines:
@@ -240,14 +244,14 @@ class _Server:
 
     def _handle(self, message: dict[str, Any]) -> Command | None:
         if message["op"] == "signal":
-            self._reap()  # one that has ended already was not ended by this signal
+            self._reap()  # a replica that has ended already was not ended by this signal
             if message["id"] in self._pids:
                 self._signalled.add(message["id"])
                 self._signal_group(self._pids[message["id"]], message["signal"])
             return None
         count = len(message["streams"])
         mine, self._descriptors = self._descriptors[:count], self._descriptors[count:]
-        # the server ignores these; what is sent to a replica that has not got its own handlers yet must wait
+        # block the signals that the server ignores until the replica has its own handlers
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
         server = os.getpid()
         pid = os.fork()
@@ -267,11 +271,11 @@ class _Server:
         return None
 
     def _leave(self) -> None:
-        """In a replica: nothing of the server's is to be held on to."""
+        """Close the server's descriptors in a replica."""
         signal.set_wakeup_fd(-1)
         for sock in (self._socket, self._wake, self._waker):
             sock.close()
-        for number in self._descriptors:  # of replicas that were asked for in the same breath
+        for number in self._descriptors:  # descriptors of replicas that were requested at the same time
             os.close(number)
 
     def _reap(self) -> None:
@@ -285,7 +289,7 @@ class _Server:
             for number, known in list(self._pids.items()):
                 if known == pid:
                     del self._pids[number]
-                    # what it has started and left behind: data loading processes, mostly
+                    # signal processes that it has started and left behind, mostly of data loaders
                     self._signal_group(pid, signal.SIGTERM if status == 0 else signal.SIGKILL)
                     if status == 0:
                         self._graces[pid] = time.monotonic() + _GRACE
@@ -299,12 +303,12 @@ class _Server:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, number)
             return
-        with suppress(ProcessLookupError):  # it had no time for setsid yet
+        with suppress(ProcessLookupError):  # it has not called setsid yet
             if pid in self._pids.values():
                 os.kill(pid, number)
 
     def _end_graces(self) -> None:
-        """Kill what is left of groups whose time is over, and forget those of which nothing is left."""
+        """Kill process groups whose grace period is over, and forget empty ones."""
         for group, due in list(self._graces.items()):
             if not _has_members(group):
                 del self._graces[group]
@@ -313,7 +317,7 @@ class _Server:
                 self._signal_group(group, signal.SIGKILL)
 
     def _kill_all(self) -> None:
-        """Replicas with their groups at once; orphans in sessions of their own have `_GRACE` to end by."""
+        """Kill replicas with their groups at once; end orphans in sessions of their own within `_GRACE`."""
         for pid in self._pids.values():
             self._signal_group(pid, signal.SIGKILL)
         self._pids.clear()
@@ -321,14 +325,14 @@ class _Server:
         asked, kill_at = set[int](), time.monotonic() + _GRACE
         end = kill_at + _LAST_WAIT
         while ((children := _children()) or self._graces) and (now := time.monotonic()) < end:
-            for pid in children:  # its own children come to us when it has gone
+            for pid in children:  # the children of a killed process become children of the server
                 with suppress(ProcessLookupError, PermissionError):
                     if now >= kill_at:
                         os.kill(pid, signal.SIGKILL)
                     elif pid not in asked and os.getpgid(pid) not in self._graces:
                         os.kill(pid, signal.SIGTERM)
                         asked.add(pid)
-            # those who come to us by another's end are not told of
+            # an adopted child sends no SIGCHLD for the adoption, so check at intervals
             signal.sigtimedwait((signal.SIGCHLD,), min(0.1, (end if now >= kill_at else kill_at) - now))
             self._reap()
             self._end_graces()

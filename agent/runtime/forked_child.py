@@ -1,13 +1,14 @@
-"""What a replica does between `fork` and the user's first line, and after the last one.
+"""What a replica's process does between `fork` and the script's first line, and after its last one.
 
-The script must not notice that it was forked from a warm server: it is `__main__`, its directory is
-`sys.path[0]`, its arguments are `sys.argv`, its output comes by the line, its random
-numbers are its own, and its tracebacks hold no frame of ours. Its end is that of `python script.py`: other
-threads are waited for, atexit functions run, what was written is flushed and closed, objects of the
-script's own modules are finalized. Only the interpreter itself is not torn down: a thread of gloo's that
-comes back from a collective then, to call Python, would abort the process (SIGABRT, "terminate called
-without an active exception"), long after the script has done its work. As in a process of
-`multiprocessing`, C's own atexit handlers do not run, which belong to that tearing down.
+The script must not notice that it was forked from a warm server. It is `__main__`, its directory is
+`sys.path[0]`, its arguments are `sys.argv`, its output is line-buffered, its random numbers are its own, and
+its tracebacks contain no frames of this package.
+
+It ends as `python script.py` does: other threads are waited for, atexit functions run, output is flushed and
+closed, and objects of the script's own modules are finalized. Only the interpreter is not torn down, because
+a thread of gloo that returns from a collective and calls Python during the tear-down would abort the process
+(SIGABRT, "terminate called without an active exception"), long after the script has done its work. C's own
+atexit handlers do not run either, as in a process of `multiprocessing`.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from adaptdl_elastic.agent.runtime import uncaught_error
-from adaptdl_elastic.protocol import environment
+from adaptdl_elastic.agent.runtime import orphan_errors
+from adaptdl_elastic.protocol import environment, uncaught_error
 from adaptdl_elastic.protocol.channel import say_finished
 
 _PR_SET_PDEATHSIG = 1
 ERROR_FILE_VARIABLE = environment.ERROR_FILE
-CANNOT_EXEC = 127  # as a shell says it
-_NOT_FLUSHED = 120  # Python's own, where the last output can not be written
+CANNOT_EXEC = 127  # as in a shell
+_NOT_FLUSHED = 120  # Python's exit code if the last output cannot be written
 _STUCK = 10.0  # seconds after which a file that can be neither flushed nor closed is given up
 
 
@@ -52,19 +53,25 @@ class Command:
     mode: str
     argv: tuple[str, ...]
     cwd: str
-    env: dict[str, str] = field(default_factory=dict)  # on top of the server's own
-    threads: int | None = None  # of torch; None: torch's choice
-    reports: str = ""  # directory for what `uncaught_error` writes; "": nobody reads it
-    quiet: bool = (
-        False  # the traceback goes there too, and not to stderr: the agent shows one of all replicas'
-    )
+    env: dict[str, str] = field(default_factory=dict)  # added to the server's environment
+    threads: int | None = None  # number of torch's threads; None: torch's choice
+    reports: str = ""  # directory for the files of `uncaught_error`; "": none are written
+    quiet: bool = False  # write the traceback there, not to stderr: the agent shows one
 
 
 def become(
     command: Command, parent: int, stdout: int | None, stderr: int | None, channel: int | None
 ) -> None:
-    """Turn the freshly forked process into one that looks freshly started; `parent` has forked it."""
-    os.setsid()  # a terminal's Ctrl-C is for the agent, which asks the replicas to stop
+    """Make a freshly forked process look like a freshly started one.
+
+    Args:
+        command: what it will run.
+        parent: pid of the process that forked it.
+        stdout: descriptor of its standard output; None: that of the server.
+        stderr: descriptor of its standard error; None: that of the server.
+        channel: descriptor of its channel to the agent, if it has one.
+    """
+    os.setsid()  # Ctrl-C in a terminal is for the agent, which then asks the replicas to stop
     die_with(parent)
     for number in range(1, signal.NSIG):
         if number not in (signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, getattr(signal, "SIGXFSZ", 0)):
@@ -80,14 +87,14 @@ def become(
     os.chdir(command.cwd)
     os.environ.update(command.env)
     if channel is not None:
-        os.set_inheritable(channel, True)  # for a program that starts Python itself
+        os.set_inheritable(channel, True)  # inheritable for a program that starts Python itself
         os.environ[environment.AGENT_FD] = str(channel)
 
 
 def die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent is gone."""
+    """Ask the kernel to kill this process when its parent ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it went before we asked
+    if os.getppid() != parent:  # the parent ended before the request
         os._exit(1)
 
 
@@ -96,16 +103,19 @@ def run(command: Command) -> NoReturn:
     if command.mode == "exec":
         _exec(command)
     _fresh_interpreter(command)
+    if command.quiet:
+        orphan_errors.silence()
     warm, code, interrupted, pid = frozenset(sys.modules), 0, False, os.getpid()
     try:
         _run(command, pid)
     except SystemExit as error:
         code = _exit_code(error)
-    except KeyboardInterrupt:  # which has been said
+    except KeyboardInterrupt:  # its traceback has been printed already
         interrupted = True
     threading._shutdown()  # type: ignore[attr-defined]
-    if code == 0 and not interrupted and os.getpid() == pid:  # a fork of the script's own may come here, too
-        # too late to stop what has ended; no SIG_IGN, which programs started from here would inherit
+    # a process that the script has forked may reach this line, too
+    if code == 0 and not interrupted and os.getpid() == pid:
+        # a stop comes too late now; SIG_IGN would be inherited by programs started from here
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         say_finished()
     flushed = _wind_up(warm)
@@ -127,7 +137,7 @@ def _run(command: Command, pid: int) -> None:
         raise
     except BaseException as error:
         _record(error)
-        # a process that the script has forked comes here, too, and is not the replica
+        # a process that the script has forked may reach this line, too, and is not the replica
         _die_of(error, command if os.getpid() == pid else replace(command, reports=""))
 
 
@@ -141,7 +151,7 @@ def _exec(command: Command) -> NoReturn:
 
 def _fresh_interpreter(command: Command) -> None:
     sys.argv = list(command.argv)
-    # by the line, as on a terminal: replicas that write to the same file do not cut each other's lines
+    # line-buffered as on a terminal: replicas that write to one file do not cut each other's lines
     for name, number in (("stdout", 1), ("stderr", 2)):
         raw = open(number, "wb", closefd=False)  # noqa: SIM115 - lives as long as the process
         errors = "backslashreplace" if name == "stderr" else None
@@ -154,7 +164,7 @@ def _fresh_interpreter(command: Command) -> None:
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
-    # every process would draw the server's numbers
+    # otherwise every process would draw the same numbers as the server
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
         if command.threads is not None:
@@ -167,7 +177,7 @@ def _run_script(script: str) -> None:
     if not script.endswith(".py") and (Path(script).is_dir() or script.endswith((".zip", ".pyz", ".pyc"))):
         runpy.run_path(script, run_name="__main__")
         return
-    main = sys.modules["__main__"]
+    main, script = sys.modules["__main__"], str(Path(script).absolute())  # as Python does
     loader = importlib.machinery.SourceFileLoader("__main__", script)
     main.__dict__.update(__file__=script, __loader__=loader, __spec__=None, __cached__=None)
     with io.open_code(str(Path(script).resolve())) as file:
@@ -176,7 +186,7 @@ def _run_script(script: str) -> None:
 
 
 def _die_of(error: BaseException, command: Command) -> NoReturn:
-    """Do what the interpreter does with an error that nobody caught, without our frames in it."""
+    """Do what the interpreter does with an uncaught error, without frames of this package."""
     trace = _users(error.__traceback__)
     error = error.with_traceback(trace)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
@@ -192,7 +202,7 @@ def _die_of(error: BaseException, command: Command) -> NoReturn:
 
 
 def _show_to_agent(error: BaseException, trace: types.TracebackType | None, directory: Path) -> None:
-    """Write what the script's excepthook says of an error to a file; to stderr, where that cannot be done."""
+    """Write the traceback of an error, by the script's excepthook, to a file; to stderr if that fails."""
     stderr, said = sys.stderr, io.StringIO()
     sys.stderr = said
     try:
@@ -206,7 +216,7 @@ def _show_to_agent(error: BaseException, trace: types.TracebackType | None, dire
 
 
 def _exit_code(error: SystemExit) -> int:
-    """As the interpreter makes a number of it: any other object is a message."""
+    """Return the exit code that the interpreter would use; an object that is no number is a message."""
     if error.code is None:
         return 0
     if isinstance(error.code, int):
@@ -216,20 +226,25 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _wind_up(warm: frozenset[str]) -> bool:
-    """Do what the interpreter does after its threads and before its teardown; True if all output was written.
+    """Do what the interpreter does after its threads and before its tear-down.
 
-    warm: the modules that there were before the script.
+    Args:
+        warm: names of the modules that were imported before the script.
+
+    Returns:
+        Whether all output was written.
     """
     atexit._run_exitfuncs()
-    _each_file("flush")  # a collection may finalize a file's inner layer before its outer one
+    # flush first: a garbage collection may finalize a file's inner layer before its outer one
+    _each_file("flush")
     for name in ("__main__", *_users_modules(warm)):
-        sys.modules.pop(name, None)  # with what only the script refers to: finalizers run
+        sys.modules.pop(name, None)  # finalizers of objects that only the script's modules refer to run
     sys.last_type = sys.last_value = sys.last_traceback = None
     gc.collect()
     _each_file("close")
     ctypes.CDLL(None).fflush(None)
     try:
-        for stream in (sys.stdout, sys.stderr):  # a script may have put anything there
+        for stream in (sys.stdout, sys.stderr):  # a script may have replaced these streams by any object
             if stream is not None and not getattr(stream, "closed", False):
                 stream.flush()
     except Exception:
@@ -238,7 +253,7 @@ def _wind_up(warm: frozenset[str]) -> bool:
 
 
 def _users_modules(warm: frozenset[str]) -> list[str]:
-    """Modules that lie beside the script, say: neither installed nor Python's."""
+    """Return modules that are neither installed nor part of Python, such as those beside the script."""
     paths = sysconfig.get_paths()
     installed = tuple(paths[where] for where in ("stdlib", "platstdlib", "purelib", "platlib"))
     new = {name: module for name, module in sys.modules.items() if name not in warm}
@@ -247,11 +262,11 @@ def _users_modules(warm: frozenset[str]) -> list[str]:
 
 
 def _each_file(method: str) -> None:
-    """Flush or close them, but for what waits for a lock: a daemon thread's that waits for a reader, say."""
+    """Flush or close all files in a thread, for at most `_STUCK` seconds: a file may wait for a lock."""
 
     def work() -> None:
         for one in _files():
-            with suppress(Exception):  # as its finalizer would: nobody is left to be told
+            with suppress(Exception):  # ignored, as in a finalizer
                 getattr(one, method)()
 
     thread = threading.Thread(target=work, daemon=True)
@@ -260,16 +275,16 @@ def _each_file(method: str) -> None:
 
 
 def _files() -> list[Any]:
-    """What the script writes to and has left open, outer layers first: all of it has to reach the disk.
+    """Return the open files that the script writes to, outer layers first.
 
-    Not what it only reads, to whose end nothing is lost, nor the writing side's reading half.
+    Files that are only read are left out, since their end loses no data.
     """
     found = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase)]
     streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     standard = (*streams, *(getattr(stream, "buffer", None) for stream in streams))
     plain = (io.BufferedWriter, io.BufferedRandom)
     text = [one for one in found if isinstance(one, io.TextIOBase)]
-    bare = (io.FileIO, socket.SocketIO)  # with nothing of their own to write
+    bare = (io.FileIO, socket.SocketIO)  # unbuffered, so nothing is left to write
     packed = [one for one in found if not isinstance(one, (io.TextIOBase, *bare)) and type(one) not in plain]
     ordered = (*text, *packed, *(one for one in found if type(one) in plain))
     return [one for one in ordered if _writes(one) and not any(one is each for each in standard)]
@@ -278,12 +293,12 @@ def _files() -> list[Any]:
 def _writes(file: Any) -> bool:
     try:
         return bool(file.writable())
-    except Exception:  # closed, or half made
+    except Exception:  # closed, or not fully initialised
         return False
 
 
 def _users(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The part of a traceback that begins in the user's code."""
+    """Return the part of a traceback that begins in the user's code."""
     ours = (__file__, runpy.__file__, "<frozen runpy>")
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
@@ -305,5 +320,5 @@ def _record(error: BaseException) -> None:
     }
     try:
         Path(path).write_text(json.dumps(record))
-    except OSError:  # the log directory is gone: the traceback on stderr has to do
+    except OSError:  # the log directory is gone; the traceback is on stderr all the same
         return

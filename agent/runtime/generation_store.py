@@ -1,7 +1,8 @@
-"""Where the replicas of a generation meet: a TCPStore that the agent of rank 0 keeps.
+"""The TCPStore at which the replicas of a generation meet, served by the agent of rank 0.
 
-Whoever reaches its port reads and writes it: torch asks nobody who they are. So nothing secret is in it,
-and replicas believe only values that one of them has signed (`signed_store` of the library).
+Every process that reaches its port can read and write it, since torch does not authenticate clients. So it
+holds nothing secret, and replicas accept only values that another replica has signed (`signed_store` of the
+library).
 """
 
 from __future__ import annotations
@@ -19,22 +20,25 @@ _JOIN_SECONDS = 30.0
 
 
 class GenerationStore:
-    """Keeps the stores of the newest generations."""
+    """Serves the stores of the newest generations."""
 
     def __init__(self, host: str, ports: tuple[int, int] | None) -> None:
         self._host, self._ports = host, ports
         self._stores: dict[int, tuple[TCPStore, socket.socket]] = {}
 
     def open(self, generation: int, wanted: MeetingPoint | None = None) -> MasterRecord:
-        """Keep the store of a generation; NoPortError when nothing is free to listen on.
+        """Open the store of a generation and return its address.
 
         Args:
-            generation: Its number.
-            wanted: Where it should be. An address of another node is passed over: rank 0 is here.
+            generation: number of the generation.
+            wanted: address that the user asked for. A host that is another node is ignored: rank 0 is here.
+
+        Raises:
+            NoPortError: no port is free.
         """
         host, ports = self._host, self._ports
         if wanted is not None:
-            self.forget(generation)  # the one before may have been there
+            self.forget(generation)  # an older store may use that port
             host = wanted.host if wanted.host is not None and is_local(wanted.host) else host
             ports = (wanted.port, wanted.port)
         try:
@@ -50,16 +54,16 @@ class GenerationStore:
             timeout=timedelta(seconds=_JOIN_SECONDS),
             master_listen_fd=sock.detach(),
         )
-        kept = reserve(host, self._ports)  # for rank 0, which will listen there when it has started
+        kept = reserve(host, self._ports)  # a port for rank 0, which will listen there when it has started
         self._stores[generation] = store, kept
         return MasterRecord(generation, host, port, int(kept.getsockname()[1]))
 
     def forget(self, before: int) -> None:
-        """Close the stores of older generations."""
+        """Close the stores of generations before `before`."""
         for generation in [g for g in self._stores if g < before]:
             _, kept = self._stores.pop(generation)
             kept.close()
 
     def close(self) -> None:
-        """Close them all."""
+        """Close all stores."""
         self.forget(max(self._stores, default=0) + 1)

@@ -1,4 +1,4 @@
-"""What torch's WorkerSpec wants for a rendezvous; the plan is ours."""
+"""The rendezvous handler that torch's WorkerSpec requires; in fact ranks come from the plan."""
 
 from __future__ import annotations
 
@@ -6,39 +6,39 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 
 class PlanHandler(RendezvousHandler):
-    """Names the job to torch's metrics and events. Ranks come from the plan, in ElasticAgent."""
+    """Names the job in torch's metrics and events. `ElasticAgent` takes the ranks from the plan."""
 
     def __init__(self, job: str) -> None:
         self._job = job
 
     def get_backend(self) -> str:
-        """As in `--rdzv-backend`."""
+        """Return the name of the backend."""
         return "adaptdl"
 
     @property
     def use_agent_store(self) -> bool:
-        """The TCPStore of a generation is kept by the agent of rank 0."""
+        """Whether the agent of rank 0 serves the TCPStore: it does."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Never asked."""
+        """Raise NotImplementedError: the agent never calls this."""
         raise NotImplementedError("the coordinator's plan takes the place of a rendezvous")
 
     def is_closed(self) -> bool:
-        """Never."""
+        """Return False."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
     def num_nodes_waiting(self) -> int:
-        """Nobody waits for us: who joins is planned for."""
+        """Return 0: the coordinator plans for nodes that join."""
         return 0
 
     def get_run_id(self) -> str:
-        """The job's name."""
+        """Return the job's name."""
         return self._job
 
     def shutdown(self) -> bool:
-        """Nothing to shut down."""
+        """Return True: there is nothing to shut down."""
         return True

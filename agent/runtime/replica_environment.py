@@ -1,4 +1,4 @@
-"""The environment of a replica (docs/architecture.md has the table)."""
+"""The environment variables of a replica (docs/architecture.md has the table)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.rendezvous.local.scratch_directory import Shared, sweep
 from adaptdl_elastic.rendezvous.schema.records import MasterRecord, Plan
 
-_SHARE, _KEPT_FOR = "share-", 86400.0  # seconds
+_SHARE, _KEPT_FOR = "share-", 86400.0  # _KEPT_FOR in seconds
 
 
 @dataclass(frozen=True)
 class JobEnvironment:
-    """What is the same for all replicas of this agent."""
+    """Values that are the same for all replicas of this agent."""
 
     node: str
     role: str
@@ -28,7 +28,7 @@ class JobEnvironment:
     threads: int | None
     rescale: str = "auto"
     virtual_local_rank: bool = False
-    secret: str = field(default="", repr=False)  # of the run
+    secret: str = field(default="", repr=False)  # secret of the run
 
 
 def replica_environment(
@@ -40,7 +40,17 @@ def replica_environment(
     error_file: str,
     inherited: Mapping[str, str],
 ) -> dict[str, str]:
-    """The variables of one replica, on top of the `inherited` ones."""
+    """Return the variables of one replica.
+
+    Args:
+        job: values that all replicas of this agent share.
+        plan: the plan of its generation.
+        master: the store of its generation.
+        local_rank: its slot.
+        checkpoint: id of the newest checkpoint; None: there is none.
+        error_file: path for the error that ends the script.
+        inherited: environment of the agent, which these variables are added to.
+    """
     ranks = plan.ranks(job.node)
     group = plan.index(job.node)
     rank = ranks[plan.slots(job.node).index(local_rank)]
@@ -68,6 +78,7 @@ def replica_environment(
         environment.REPLICA_RANK: rank,
         environment.NUM_NODES: plan.nodes,
         environment.NUM_RESTARTS: restarts,
+        environment.GENERATION: plan.generation,
         environment.JOB_ID: plan.job,
         environment.CHECKPOINT_PATH: job.checkpoint_path,
         environment.CHECKPOINT_TIMEOUT: f"{job.checkpoint_timeout:g}",
@@ -77,7 +88,7 @@ def replica_environment(
         environment.RESCALE: job.rescale,
         environment.SECRET: job.secret,
     }
-    if job.rescale == "restart":  # else the library decides, which may want to survive an error
+    if job.rescale == "restart":  # otherwise the library decides, since it may survive an error
         values["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if job.threads is not None:
         values["OMP_NUM_THREADS"] = job.threads
@@ -93,10 +104,10 @@ def _nth_device(visible: str | None, local_rank: int) -> str:
 
 
 class SharePath:
-    """A directory for what replicas of this node share between generations, `ADAPTDL_SHARE_PATH`.
+    """The directory `ADAPTDL_SHARE_PATH`, which replicas of this node share between generations.
 
-    Ours if nobody gave one: it goes when its job is done, else when no agent has used it for a day.
-    RuntimeFileError when there can not be one.
+    Without that variable the agent makes a directory. It is removed when the job is done, else when no agent
+    has used it for a day. RuntimeFileError if there can be none.
     """
 
     def __init__(self, environ: Mapping[str, str], job: str, runtime: Path | None = None) -> None:
@@ -115,6 +126,6 @@ class SharePath:
         self.path = self._ours.path
 
     def close(self, done: bool = False) -> None:
-        """Let go of it. `done`: nobody will go on with this job."""
+        """Release the directory. `done`: the job will not continue."""
         if self._ours is not None:
             self._ours.close(keep=not done)

@@ -1,4 +1,4 @@
-"""The agent's handle of one replica: its channel, and what it has said so far."""
+"""The agent's handle of one replica: its channel, and what it has reported so far."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from adaptdl_elastic.protocol.messages import (
 
 logger = logging.getLogger(__name__)
 _CHUNK = 1 << 16
-_LONGEST = 1 << 24  # bytes of one message; a script that writes more to the descriptor is not the library
+_LONGEST = 1 << 24  # most bytes of one message; more cannot come from the library
 
 
 class ReplicaHandle:
-    """One process of one generation."""
+    """One replica process."""
 
     def __init__(self, number: int, generation: int, local_rank: int, rank: int, error_file: str) -> None:
-        self.number = number  # names it to the fork server
+        self.number = number  # identifies it at the fork server
         self.generation = generation
         self.local_rank = local_rank
         self.rank = rank
@@ -30,17 +30,18 @@ class ReplicaHandle:
         self.pid: int | None = None
         self.library = False
         self.first_step: float | None = None  # wall clock
-        self.switched = False  # it went over to the next generation, which this agent has not adopted yet
-        self.early_step: tuple[int, float] | None = None  # its first step there
+        self.switched = False  # it has switched to the next generation, which this agent has not adopted yet
+        # its first step in that generation: number, wall clock
+        self.early_step: tuple[int, float] | None = None
         self.channel, self.theirs = Channel.pair()
         self._buffer = b""
 
     def fileno(self) -> int:
-        """For selectors: readable when `receive` has something."""
+        """Return the descriptor, for selectors: it is readable when `receive` returns something."""
         return self.channel.fileno()
 
     def receive(self) -> list[ReplicaMessage] | None:
-        """Messages that have come; None when the other end is closed."""
+        """Return the messages that have arrived; None if the other end is closed."""
         try:
             data = os.read(self.channel.fileno(), _CHUNK)
         except OSError:
@@ -54,11 +55,11 @@ class ReplicaHandle:
         return [message for line in lines if (message := _message(line, self.rank)) is not None]
 
     def send(self, message: AgentMessage) -> bool:
-        """False when the replica is gone."""
+        """Send a message; return False if the replica is gone."""
         return self.channel.send(message)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close both ends of the channel."""
         self.channel.close()
         self.theirs.close()
 

@@ -1,4 +1,4 @@
-"""What an agent's run came to, in torchelastic's terms."""
+"""The result of an agent's run in torchelastic's types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adaptdl_elastic.protocol.channel import STOPPED
 def run_result(
     exit_code: int, exits: Iterable[tuple[ReplicaHandle, int]], workers: Iterable[Worker]
 ) -> RunResult:
-    """The result of a run that ended with `exit_code`, when its last replicas ended with these."""
+    """Return the result of a run that ended with `exit_code`, and whose last replicas ended with `exits`."""
     failed = exit_code not in (0, STOPPED)
     state = {0: WorkerState.SUCCEEDED, STOPPED: WorkerState.STOPPED}.get(exit_code, WorkerState.FAILED)
     broken = {

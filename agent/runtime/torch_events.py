@@ -1,7 +1,7 @@
-"""The events that torchrun's agent records, for the handler that `--event-log-handler` names.
+"""Record the events of torchrun's agent for the handler that `--event-log-handler` names.
 
-They are written in a thread of their own, in order: torch looks this host up in the DNS for every event,
-and the agent must not wait for that.
+A thread records them in order: for every event torch looks up this host's name, and the agent must not wait
+for DNS.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.elastic.events.handlers import get_logging_handler
 logger = logging.getLogger(__name__)
 
 NO_HANDLER = "null"
-_CLOSE_SECONDS = 10.0  # for what is left to be written at the end
+_CLOSE_SECONDS = 10.0  # time for recording the remaining events at the end
 
 
 def is_known(handler: str) -> bool:
@@ -37,7 +37,7 @@ def is_known(handler: str) -> bool:
 
 @dataclass(frozen=True)
 class _Moment:
-    """What torch's `_construct_event` reads of an agent, as it is now."""
+    """A copy of the fields that torch's `_construct_event` reads from an agent."""
 
     _worker_group: WorkerGroup
     _remaining_restarts: int
@@ -45,7 +45,7 @@ class _Moment:
 
 
 class TorchEvents(threading.Thread):
-    """Records events of one agent. Without a handler it does nothing, and its thread does not run."""
+    """Records the events of one agent. Without a handler it does nothing, and its thread does not run."""
 
     def __init__(self, handler: str) -> None:
         super().__init__(name="torch-events", daemon=True)
@@ -60,22 +60,22 @@ class TorchEvents(threading.Thread):
         """Record an event of the agent, or of one of its workers.
 
         Args:
-            agent: Whose event it is.
-            state: Its name, e.g. START.
-            worker: Whose event it is, if not the agent's own.
-            fields: Of torch's `_construct_event`.
+            agent: the agent.
+            state: the event's name, e.g. START.
+            worker: the worker that the event belongs to; None: it belongs to the agent.
+            fields: further arguments of torch's `_construct_event`.
         """
         if self._handler == NO_HANDLER:
             return
         group = copy.copy(agent.get_worker_group())
         moment = _Moment(group, agent._remaining_restarts, agent._total_execution_time)
         source = EventSource.AGENT if worker is None else EventSource.WORKER
-        # a method of torch's agent, on a copy of what it reads
+        # a method of torch's agent, called with a copy of the fields that it reads
         make = partial(SimpleElasticAgent._construct_event, moment)  # type: ignore[arg-type]
         self._queue.put(partial(make, state, source, copy.copy(worker), **fields))
 
     def rendezvous(self, agent: SimpleElasticAgent, met_ms: float, assigned_ms: float) -> None:
-        """Record how long the nodes took to meet, and the agent to give ranks to its workers."""
+        """Record how long the nodes took to meet, and the agent to assign ranks to its workers."""
         self.send(agent, "RENDEZVOUS", duration_ms=met_ms)
         self.send(agent, "ASSIGN_WORKER_RANKS", duration_ms=assigned_ms)
 
@@ -85,15 +85,15 @@ class TorchEvents(threading.Thread):
             self.send(agent, "START", worker)
 
     def run(self) -> None:
-        """The thread."""
+        """Record the queued events until `close`."""
         while (make := self._queue.get()) is not None:
             try:
                 record(make(), self._handler)
-            except Exception as error:  # the handler is anybody's
+            except Exception as error:  # a handler may raise any error
                 logger.warning("an event could not be handed to %r: %r", self._handler, error)
 
     def close(self) -> None:
-        """Record what is left, unless that takes too long."""
+        """Record the remaining events within a time limit, and end the thread."""
         self._queue.put(None)
         if self.is_alive():
             self.join(_CLOSE_SECONDS)

@@ -1,10 +1,11 @@
-"""What a person gives to `adaptdl-run` and sees of it: options, output, event log, summary, picture.
+"""The user's side of `adaptdl-run`: options, output, event log, summary, picture.
 
 | question | module |
 |---|---|
 | Which options are there, and are they valid? | `run_options`, `torchrun_options` |
 | Where does the output of replicas go? | `replica_output` |
+| Which traceback is shown when replicas fail? | `traceback_display` |
 | What is on the terminal while the job runs, and at its end? | `display`, `run_summary` |
-| Which events go into the event log? | `event_recorder`, `event_log` |
+| Which events are written to the event log? | `event_recorder`, `event_log` |
 | How is the picture of a run drawn? | `run_plot` |
 """

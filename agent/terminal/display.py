@@ -1,6 +1,6 @@
-"""What a person at the terminal sees: a live line while the job runs, and what the run was at its end.
+"""The user's terminal: a live line while the job runs, and a summary at its end.
 
-Quiet where nobody watches: without a terminal only what needs attention is said, one line each.
+Without a terminal only messages are printed, one line each.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ class Display:
 
     @classmethod
     def of(cls, options: RunOptions, plain: Callable[[str], None]) -> Display:
-        """As the command line wants it."""
+        """Return the display that the command line asks for."""
         return cls(options.job, options.summary, options.plot, plain)
 
     @property
     def show(self) -> Callable[[str], None] | None:
-        """Prints a line of a replica above the live line; None: replicas print for themselves."""
+        """A function that prints a replica's line above the live line; None: replicas print by themselves."""
         if self._live is None:
             return None
         return lambda text: self._console.print(text, markup=False)
 
     def say(self, text: str) -> None:
-        """One line of ours."""
+        """Print one line of the agent."""
         if self._live is None:
             self._plain(text)
         else:
             self._console.print(f"{PROGRAM}: {text}", markup=False, style="dim")
 
     def event(self, event: Event) -> None:
-        """Take note of an event."""
+        """Take in an event."""
         self._collector.add(event)
         self._latest[event["event"]] = event
         if event["event"] == "generation" and self._live is not None and event.get("pause_s") is not None:
@@ -91,7 +91,7 @@ class Display:
         return line
 
     def finish(self, exit_code: int, reason: str, logs: Path | None) -> None:
-        """The run is over: the summary and the picture."""
+        """Print the summary and draw the picture at the end of the run."""
         self.close()
         summary = run_summary.summarise(self._collector.events)
         if self._summary:
@@ -117,16 +117,17 @@ class Display:
                 self._console.print(f"picture: {path}", markup=False)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Stop the live line."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
 
 def live_cells(latest: Mapping[str, Event], now: float) -> list[tuple[str, str]]:
-    """Return the cells of the live line, text and style, out of the latest event of each kind.
+    """Return the cells of the live line (text, style) for the latest event of each kind.
 
-    The size of a job is the store's to say: while the store does not answer, it is what was last heard.
+    The size of a job is known from the store only. While the store does not answer, the last known size is
+    shown.
     """
     cells = [*_size_cells(latest, now)]
     if "batch_size" in latest:
@@ -162,7 +163,7 @@ def _size_cells(latest: Mapping[str, Event], now: float) -> Iterator[tuple[str, 
 
 
 def print_summary(console: Console, job: str, summary: Summary) -> None:
-    """Generations and why each began, pauses, batch size and gain over time, final metrics."""
+    """Print generations and their reasons, pauses, batch sizes and gains, and final metrics."""
     from rich.table import Table
     from rich.text import Text
 
@@ -187,7 +188,7 @@ def print_summary(console: Console, job: str, summary: Summary) -> None:
             pause,
             batch,
             gain,
-            # Text: a reason may quote an error message, whose brackets are no markup.
+            # Text: a reason may quote an error message, whose brackets are no markup
             Text.assemble((f"{generation.cause}: " if style else "", style), generation.reason),
         )
     console.print(table)
@@ -202,7 +203,7 @@ def print_summary(console: Console, job: str, summary: Summary) -> None:
 
 
 def _span(values: list[Any], form: str) -> str:
-    """`32`, or `32 → 124` for what it was first and last."""
+    """Return the first and the last value, as in `32 → 124`; if they are equal, one of them."""
     if not values:
         return ""
     first, last = format(values[0], form), format(values[-1], form)

@@ -1,4 +1,4 @@
-"""The event log: one JSON object a line, as it happens."""
+"""The event log: one JSON object per line, written as events happen."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 
 Event = dict[str, Any]
 
-MOST = 1 << 20  # bytes that wait for the reader of a pipe; what comes beyond that is lost
-LAST_WAIT = 1.0  # seconds for which `close` waits for that reader
+MOST = 1 << 20  # most bytes that wait for the reader of a pipe; events beyond it are lost
+LAST_WAIT = 1.0  # seconds that `close` waits for that reader
 
 
 class EventLog:
-    """Appends to a file (or a named pipe), and tells listeners; never in the way of training.
+    """Appends events to a file or a named pipe and passes them to listeners; never blocks training.
 
-    `say` gets one line when events are lost from here on.
+    `say` gets one line when events begin to be lost.
     """
 
     def __init__(self, path: Path | None = None, say: Callable[[str], None] = lambda text: None) -> None:
@@ -38,7 +38,7 @@ class EventLog:
                 os.set_blocking(self._descriptor, False)
 
     def write(self, event: Event) -> None:
-        """One event with its `time` and `event`."""
+        """Write one event, which has `time` and `event`."""
         if self._descriptor is not None:
             line = json.dumps(event, default=str).encode() + b"\n"
             if self._size + len(line) > MOST:
@@ -51,11 +51,11 @@ class EventLog:
             listener(event)
 
     def _carry(self) -> None:
-        """Hand over what is taken at once."""
+        """Write as much as possible without blocking."""
         while self._waiting and self._descriptor is not None:
             line = self._waiting[0]
             try:
-                # one call: lines of several writers do not mix
+                # one call per line, so that lines of several writers do not mix
                 written = os.write(self._descriptor, line)
             except BlockingIOError:
                 return
@@ -75,7 +75,7 @@ class EventLog:
             self.say(f"--event-log {self._path}: {why}")
 
     def close(self) -> None:
-        """Close the file; later events reach only the listeners."""
+        """Close the file; later events only reach the listeners."""
         end = time.monotonic() + LAST_WAIT
         while self._waiting and self._descriptor is not None:
             ready = select.select([], [self._descriptor], [], max(0.0, end - time.monotonic()))[1]

@@ -1,4 +1,4 @@
-"""Turns what happens on this node into events of the event log (docs/architecture.md, Events)."""
+"""Turn what happens on this node into events of the event log (docs/architecture.md, Events)."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from typing import Any
 from adaptdl_elastic.agent.terminal.event_log import Event
 from adaptdl_elastic.rendezvous.schema.records import Failure, Plan, Transition
 
-_DENSE_FOR, _THEN_EVERY = 600.0, 15.0  # seconds: a day must not fill a disk
+# seconds of frequent samples, then seconds between two samples, so that a day does not fill a disk
+_DENSE_FOR, _THEN_EVERY = 600.0, 15.0
 _SAMPLED = ("goodput", "predicted_goodput", "throughput", "efficiency", "batch_size", "step", "epoch")
 PLAIN_AFTER = 30.0  # seconds without a hello after which a script is taken for one without the library
 
 
 @dataclass
-class _Begun:
-    """A generation whose event is not written yet."""
+class _UnwrittenGeneration:
+    """A generation whose event has not been written yet."""
 
     plan: Plan
     started: float  # wall clock
-    before: float | None  # end of the last step before it
+    before: float | None  # wall clock of the end of the last step before it
     library: bool = False
 
 
 @dataclass
-class Journal:
-    """Knows what has been written, so that each generation is written once."""
+class EventRecorder:
+    """Writes the events of this node; writes each generation once."""
 
     write: Callable[[Event], None]
     wall: Callable[[], float] = time.time
-    _begun: _Begun | None = None
-    _knows: bool = False  # the script uses the library: it has said hello once
+    _unwritten: _UnwrittenGeneration | None = None
+    _uses_library: bool = False  # whether a replica has ever said hello, so the script uses the library
     _last_step: float | None = None
-    _holds: bool = False  # a generation has begun here and not ended
+    _running: bool = False  # whether a generation has unwritten here and not ended
     _sampled: float = 0.0  # wall clock of the last `goodput` event
     _opened: float = field(init=False)
 
@@ -46,49 +47,59 @@ class Journal:
         self.write({"time": self.wall() if when is None else when, "event": event, **fields})
 
     def started(self, plan: Plan, pids: dict[int, int], last_step: float | None) -> None:
-        """This node's replicas have started; `last_step` is what other nodes said of the one before."""
+        """Record that this node's replicas have started.
+
+        Args:
+            plan: the plan of their generation.
+            pids: rank → pid of this node's replicas.
+            last_step: wall clock of the end of the previous generation's last step, as other nodes report it.
+        """
         self.flush()
-        # who joins others that are still training has not heard of their last step: they tell the pause
-        joins = plan.transition is Transition.INPLACE and not self._holds
+        # newcomers do not know the last step of replicas that still train; those report the pause
+        joins = plan.transition is Transition.INPLACE and not self._running
         known = [t for t in (self._last_step, last_step) if t is not None and not joins]
-        self._holds = True
-        self._begun = _Begun(plan, self.wall(), max(known, default=None), self._knows)
+        self._running = True
+        self._unwritten = _UnwrittenGeneration(
+            plan, self.wall(), max(known, default=None), self._uses_library
+        )
         self.emit("started", generation=plan.generation, pids={str(rank): pid for rank, pid in pids.items()})
 
     def hello(self) -> None:
-        """A replica uses the library: its first step is the beginning."""
-        self._knows = True
-        if self._begun is not None:
-            self._begun.library = True
+        """Record that a replica uses the library: the generation begins with its first step."""
+        self._uses_library = True
+        if self._unwritten is not None:
+            self._unwritten.library = True
 
     def step(self, when: float) -> None:
-        """A step was finished."""
+        """Record the end of a step."""
         self._last_step = max(when, self._last_step or when)
-        if self._begun is not None:
-            self._write_generation(self._begun, when)
+        if self._unwritten is not None:
+            self._write_generation(self._unwritten, when)
 
     def last_step_was(self, when: float | None) -> None:
-        """A replica says when its last step before a change was; steps are not all reported."""
+        """Record the last step before a change, as a replica reports it, since not every step is reported."""
         if when is not None:
             self._last_step = max(float(when), self._last_step or 0.0)
 
     def flush(self) -> None:
-        """The generation ends, or says nothing for long: write what is known of it."""
-        if self._begun is not None:
-            self._write_generation(self._begun, None if self._begun.library else self._begun.started)
+        """Write what is known of the present generation, because it ends or reports nothing for long."""
+        if self._unwritten is not None:
+            self._write_generation(
+                self._unwritten, None if self._unwritten.library else self._unwritten.started
+            )
 
     def ended(self) -> None:
-        """The generation is over; for a script without the library that is the end of its last step."""
-        begun = self._begun
-        self._holds = False
+        """Record the end of the generation; without the library it is also the end of its last step."""
+        unwritten = self._unwritten
+        self._running = False
         self.flush()
-        if self._last_step is None or (begun is not None and not begun.library):
+        if self._last_step is None or (unwritten is not None and not unwritten.library):
             self._last_step = self.wall()
 
     def due(self) -> float | None:
-        """Wall-clock time at which `flush` is due."""
-        begun = self._begun
-        return None if begun is None or begun.library else begun.started + PLAIN_AFTER
+        """Return the wall-clock time at which `flush` is due, or None."""
+        unwritten = self._unwritten
+        return None if unwritten is None or unwritten.library else unwritten.started + PLAIN_AFTER
 
     @property
     def last_step(self) -> float | None:
@@ -96,7 +107,7 @@ class Journal:
         return self._last_step
 
     def goodput(self, hints: dict[str, Any]) -> None:
-        """What rank 0 reports goes into the log too, less and less often."""
+        """Write rank 0's measurements; after a while less often."""
         now = self.wall()
         interval = 1.5 if now - self._opened < _DENSE_FOR else _THEN_EVERY
         if hints.get("goodput") is not None and now - self._sampled >= interval:
@@ -104,7 +115,7 @@ class Journal:
             self.emit("goodput", **{name: hints.get(name) for name in _SAMPLED})
 
     def failure(self, failure: Failure, used: int, most: int) -> None:
-        """A replica failed by itself."""
+        """Record the failure of a replica."""
         self.emit(
             "failure",
             rank=failure.rank,
@@ -115,7 +126,7 @@ class Journal:
         )
 
     def lost(self, generation: int, failure: Failure) -> None:
-        """A replica has died, and the others go on without it."""
+        """Record the death of a replica that the others survive."""
         self.emit(
             "replica_lost",
             generation=generation,
@@ -124,12 +135,12 @@ class Journal:
             message=failure.message,
         )
 
-    def _write_generation(self, begun: _Begun, first_step: float | None) -> None:
-        self._begun = None
-        plan = begun.plan
+    def _write_generation(self, unwritten: _UnwrittenGeneration, first_step: float | None) -> None:
+        self._unwritten = None
+        plan = unwritten.plan
         pause = None
-        if first_step is not None and begun.before is not None:
-            pause = max(0.0, first_step - begun.before)
+        if first_step is not None and unwritten.before is not None:
+            pause = max(0.0, first_step - unwritten.before)
         self.emit(
             "generation",
             when=first_step,

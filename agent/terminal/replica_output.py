@@ -1,8 +1,12 @@
-"""Where the replicas' output goes: the terminal, a file, or both, as torchrun's options say.
+"""Send the replicas' output to the terminal, to files, or to both, as torchrun's options say.
 
-`<log-dir>/<job>_<random>/attempt_<generation>/<local rank>/{stdout.log,stderr.log,error.json}`, kept
-when the generation and the run are over. What is shown on the terminal and also kept (`--tee`), and
-what must not tear a live display, goes through pipes that one thread reads.
+The files are `<log-dir>/<job>_<random>/attempt_<generation>/<local rank>/{stdout.log,stderr.log,error.json}`.
+They are kept when the generation and the run are over. Output that is shown and also kept (`--tee`), output
+that is shown above a live line, and output that gets the rank before every line, because several replicas
+write to one terminal, goes through pipes, which one thread reads.
+
+Tracebacks of errors that nobody caught are left to `traceback_display`, unless `--tracebacks=all` is given:
+replicas write them to `traceback.log` beside their other logs.
 """
 
 from __future__ import annotations
@@ -16,30 +20,33 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import BinaryIO
 
+from adaptdl_elastic.protocol.uncaught_error import TRACEBACK
 from adaptdl_elastic.rendezvous.local.scratch_directory import Scratch, sweep
 
 logger = logging.getLogger(__name__)
 
 OUT, ERR = 1, 2
-_KEPT_RUNS, _KEPT_FOR = 20, 86400.0  # whichever is more: logs of failed runs, where no --log-dir was given
+_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+# without --log-dir, logs of failed runs are kept while either limit (number, seconds) holds
+_KEPT_RUNS, _KEPT_FOR = 20, 86400.0
 _CHUNK = 1 << 16
 _LINE_END = re.compile(rb"\r?\n|\r")
-MOMENT = 1.0  # seconds for which a line may keep its end to itself
-LONGEST = 1 << 16  # bytes that are shown at once
+MOMENT = 1.0  # seconds after which the beginning of a line is shown without its end
+LONGEST = 1 << 16  # most bytes that are shown at once
 
 
 class StreamOptionError(ValueError):
-    """--redirects or --tee can not be read."""
+    """The value of --redirects or --tee is invalid."""
 
 
 class NoOutputError(RuntimeError):
-    """There is no place for what replicas write."""
+    """The output of replicas cannot be stored."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         super().__init__(
@@ -50,18 +57,21 @@ class NoOutputError(RuntimeError):
 
 @dataclass(frozen=True)
 class Streams:
-    """Which streams (1 stdout, 2 stderr, 3 both, 0 none) of which local rank; `default` for the rest."""
+    """The streams (1 stdout, 2 stderr, 3 both, 0 none) that an option selects by local rank.
+
+    `default` applies if `by_rank` is empty.
+    """
 
     default: int = 0
     by_rank: tuple[tuple[int, int], ...] = ()
 
     def has(self, local_rank: int, stream: int) -> bool:
-        """Whether a stream of a local rank is meant."""
+        """Return whether a stream of a local rank is selected."""
         return bool(dict(self.by_rank).get(local_rank, 0 if self.by_rank else self.default) & stream)
 
     @classmethod
     def parse(cls, option: str, text: str) -> Streams:
-        """torchrun's form: `3`, or `0:1,1:2`."""
+        """Parse torchrun's form: `3`, or `0:1,1:2`."""
         if re.fullmatch(r"[0-3]", text):
             return cls(int(text))
         if re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
@@ -74,7 +84,7 @@ class Streams:
 
 @dataclass
 class Destination:
-    """Descriptors for one replica, to be closed once it has them; None: the agent's own."""
+    """The descriptors for one replica, closed once it has them; None: the agent's own stream."""
 
     directory: Path
     stdout: int | None = None
@@ -82,19 +92,33 @@ class Destination:
 
     @property
     def error_file(self) -> str:
-        """Where the replica writes why it failed."""
+        """Path of the file to which the replica writes its error."""
         return str(self.directory / "error.json")
 
     def close(self) -> None:
-        """Let go of our copies."""
+        """Close the agent's copies."""
         for number in (self.stdout, self.stderr):
             if number is not None:
                 os.close(number)
         self.stdout = self.stderr = None
 
 
+@dataclass
+class _Label:
+    """The rank of the replica that has a LOCAL_RANK: it changes while the process lives."""
+
+    rank: int
+
+
 class Output:
-    """Opens destinations, and carries what goes through pipes."""
+    """Opens the destinations of replicas' output, and forwards what goes through pipes.
+
+    Args:
+        several: Several replicas of this node may write to the terminal: the rank stands before their lines.
+        all_tracebacks: Each replica writes its traceback itself, where its other output goes.
+        prefix: Text before lines, with `${role_name}`, `${rank}` and `${local_rank}`; None: torchrun's
+            variable says it, else `[<role><local rank>]:` with `--tee`, `[rank<rank>]: ` for `several`.
+    """
 
     def __init__(
         self,
@@ -106,6 +130,9 @@ class Output:
         role: str = "default",
         show: Callable[[str], None] | None = None,
         prefix: str | None = None,
+        *,
+        several: bool = False,
+        all_tracebacks: bool = False,
     ) -> None:
         base = log_dir or Path(tempfile.gettempdir()) / f"adaptdl-logs-{os.getuid()}"
         try:
@@ -116,50 +143,79 @@ class Output:
         except OSError as error:
             raise NoOutputError(base, error) from None
         self.directory = self._scratch.path
-        self.keep = log_dir is not None  # or when something went wrong
+        self.keep = log_dir is not None  # also set when the run has failed
         self._redirects, self._tee, self._shown = redirects, tee, shown
         self._role, self._show = role, show
-        self._prefix = Template(prefix or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or "")
+        given = os.environ.get(_PREFIX_VARIABLE) if prefix is None else prefix
+        self._template = None if given is None else Template(given)
+        self._several, self._all_tracebacks = several, all_tracebacks
+        self._labels: dict[int, _Label] = {}  # by LOCAL_RANK
         self._pump: Pump | None = None
 
     def open(self, generation: int, local_rank: int, rank: int) -> Destination:
-        """The streams of one replica. NoOutputError when there is no place for them."""
+        """Open the streams of one replica; NoOutputError if they cannot be stored."""
         directory = self.directory / f"attempt_{generation}" / str(local_rank)
         made = Destination(directory)
+        self._labels[local_rank] = _Label(rank)
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            made.stdout = self._open_one(directory, OUT, local_rank, rank)
-            made.stderr = self._open_one(directory, ERR, local_rank, rank)
+            made.stdout = self._open_one(directory, OUT, local_rank)
+            made.stderr = self._open_one(directory, ERR, local_rank)
         except OSError as error:
             made.close()
             raise NoOutputError(directory, error) from None
         return made
 
-    def _open_one(self, directory: Path, stream: int, local_rank: int, rank: int) -> int | None:
+    def renumber(self, ranks: Mapping[int, int]) -> None:
+        """Take note of the ranks, by LOCAL_RANK, that replicas have from now on."""
+        for local_rank, rank in ranks.items():
+            if local_rank in self._labels:
+                self._labels[local_rank].rank = rank
+
+    def keeps_tracebacks(self, local_rank: int) -> bool:
+        """Whether a replica leaves its traceback to the agent, and does not write it to its stderr."""
+        return not (self._all_tracebacks or self._is_redirected(local_rank, ERR))
+
+    def shows_errors(self, local_rank: int) -> bool:
+        """Whether the stderr of a replica is seen on the terminal."""
+        return self._is_visible(local_rank) and not self._is_redirected(local_rank, ERR)
+
+    def show_error(self, local_rank: int, rank: int, text: str) -> None:
+        """Show a replica's traceback on the terminal, behind all that replicas have written before."""
+        if self._pump is not None:
+            self._pump.catch_up()
+        show = self._print(ERR, local_rank, _Label(rank))
+        for line in text.splitlines():
+            show(line.encode())
+
+    def _is_visible(self, local_rank: int) -> bool:
+        return self._shown is None or local_rank in self._shown
+
+    def _is_redirected(self, local_rank: int, stream: int) -> bool:
+        return self._redirects.has(local_rank, stream) and not self._tee.has(local_rank, stream)
+
+    def _open_one(self, directory: Path, stream: int, local_rank: int) -> int | None:
         path = directory / ("stdout.log" if stream == OUT else "stderr.log")
-        tee = self._tee.has(local_rank, stream)
-        visible = self._shown is None or local_rank in self._shown
-        if not tee and self._redirects.has(local_rank, stream):
+        tee, visible = self._tee.has(local_rank, stream), self._is_visible(local_rank)
+        if self._is_redirected(local_rank, stream):
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         if not tee and not visible:
             return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        if not tee and self._show is None:
+        marked = self._template.template != "" if self._template is not None else self._several
+        if not tee and self._show is None and not marked:
             return None
         file = path.open("ab", buffering=0) if tee else None
-        default = f"[{self._role}{local_rank}]:" if tee else ""
-        prefix = (
-            self._prefix.safe_substitute(role_name=self._role, local_rank=local_rank, rank=rank) or default
-        )
-        shown = self._print(stream, prefix) if visible else None
+        shown = self._print(stream, local_rank, self._labels[local_rank]) if visible else None
         if self._pump is None:
             self._pump = Pump()
-        return self._pump.pipe(file, shown)
+        kept = stream == ERR and tee and self.keeps_tracebacks(local_rank)
+        return self._pump.pipe(file, shown, directory / TRACEBACK if kept else None)
 
-    def _print(self, stream: int, prefix: str) -> Callable[[bytes], None]:
-        show = self._show
+    def _print(self, stream: int, local_rank: int, label: _Label) -> Callable[[bytes], None]:
+        show, tee = self._show, self._tee.has(local_rank, stream)
 
         def one(line: bytes) -> None:
-            text = prefix + line.decode(errors="replace").rstrip("\n")
+            text = self._marked(line.decode(errors="replace").rstrip("\n"), local_rank, label.rank, tee)
             if show is not None:
                 show(text)
             else:
@@ -167,15 +223,25 @@ class Output:
 
         return one
 
+    def _marked(self, line: str, local_rank: int, rank: int, tee: bool) -> str:
+        """Return a line with what says whose it is."""
+        if self._template is not None:
+            names = {"role_name": self._role, "local_rank": local_rank, "rank": rank}
+            return self._template.safe_substitute(names) + line
+        if tee:
+            return f"[{self._role}{local_rank}]:{line}"
+        mark = f"[rank{rank}]:"  # as torch writes it itself in many places
+        return f"{mark} {line}" if self._several and not line.startswith(mark) else line
+
     def close(self) -> None:
-        """Show what is left in the pipes; remove the directory unless it is to be kept."""
+        """Show the rest of the pipes; remove the directory unless it is to be kept."""
         if self._pump is not None:
             self._pump.close()
         self._scratch.close(self.keep)
 
 
 class Pump(threading.Thread):
-    """Reads pipes, writes all of it to a file and line by line to the terminal."""
+    """A thread that reads pipes, writes everything to files and shows it line by line."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(name="output", daemon=True)
@@ -184,26 +250,47 @@ class Pump(threading.Thread):
         self._lock = threading.Lock()
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._closing = False
+        self._closing = self._lagging = False
+        self._caught_up = threading.Event()
         self.start()
 
-    def pipe(self, file: BinaryIO | None, shown: Callable[[bytes], None] | None) -> int:
-        """The end to write to; the reading one ends when every writer has closed."""
+    def pipe(
+        self, file: BinaryIO | None, shown: Callable[[bytes], None] | None, appendix: Path | None = None
+    ) -> int:
+        """Return a pipe's writing end. The thread reads it until every writer has closed it.
+
+        appendix: a file whose content is added to `file` at the end, if it exists by then.
+        """
         read, write = os.pipe()
         with self._lock:
-            self._selector.register(read, selectors.EVENT_READ, Flow(file, shown))
+            self._selector.register(read, selectors.EVENT_READ, Flow(file, shown, appendix))
         os.write(self._wake_write, b"\0")
         return write
 
+    def catch_up(self, timeout: float = MOMENT) -> None:
+        """Wait until what has been written by now has been shown."""
+        self._caught_up.clear()
+        self._lagging = True
+        os.write(self._wake_write, b"\0")
+        self._caught_up.wait(timeout)
+
     def run(self) -> None:
-        """The thread."""
-        flows: set[Flow] = set()  # of which something is still to be shown
+        """Read the pipes until `close`."""
+        flows: set[Flow] = set()  # flows with text that is still to be shown
         while True:
             due = min((flow.due for flow in flows if flow.due is not None), default=None)
             wait = None if due is None else max(0.0, due - self._clock())
-            ready = self._selector.select(min(0.2, wait or 0.2) if self._closing else wait)
-            if self._closing and not any(key.data for key, _ in ready):
-                break
+            # read before it is looked: what was written before they were set is found by then
+            closing, lagging = self._closing, self._lagging
+            if closing or lagging:
+                wait = 0.0 if lagging else min(0.2, wait or 0.2)
+            ready = self._selector.select(wait)
+            if not any(key.data for key, _ in ready):
+                if lagging:
+                    self._lagging = False
+                    self._caught_up.set()
+                if closing:
+                    break
             for key, _ in ready:
                 data = os.read(key.fd, _CHUNK)
                 if key.data is None:
@@ -222,7 +309,7 @@ class Pump(threading.Thread):
                     flows.discard(flow)
 
     def close(self) -> None:
-        """Carry what is there, then end."""
+        """Forward what is in the pipes, then end."""
         self._closing = True
         os.write(self._wake_write, b"\0")
         self.join(5)
@@ -235,23 +322,25 @@ class Pump(threading.Thread):
 
 
 class Flow:
-    """One stream of one replica on its way. Times are those of the pump's clock.
+    """One stream of one replica. Times are those of the pump's clock.
 
-    A line is shown when it ends, and what has not ended when it is older than `MOMENT`, or longer than
-    `LONGEST`. What ends in a carriage return is overwritten on a terminal by what follows: of a progress bar
-    the latest state is shown, once in a moment.
+    A line is shown when it ends. A part of a line is shown when it is older than `MOMENT` or longer than
+    `LONGEST`. Text that ends with a carriage return is overwritten on a terminal, so of a progress bar only
+    the latest state is shown, once per `MOMENT`.
     """
 
-    def __init__(self, file: BinaryIO | None, shown: Callable[[bytes], None] | None) -> None:
-        self._file, self._shown = file, shown
-        self._rest: list[bytes] = []  # of the line that has not ended
+    def __init__(
+        self, file: BinaryIO | None, shown: Callable[[bytes], None] | None, appendix: Path | None = None
+    ) -> None:
+        self._file, self._shown, self._appendix = file, shown, appendix
+        self._rest: list[bytes] = []  # parts of the line that has not ended
         self._size = 0
-        self._state = b""  # what a carriage return has ended, and nobody has seen yet
-        self._seen = False  # the beginning of this line has been shown
+        self._state = b""  # text that a carriage return has ended and that has not been shown yet
+        self._seen = False  # the beginning of the present line has been shown
         self.due: float | None = None  # when `flush` has something to show
 
     def feed(self, data: bytes, now: float) -> None:
-        """Pass it on to those who still take it: a replica must never wait for one who does not."""
+        """Write and show data; skip a file or terminal that has failed, so that the replica never blocks."""
         if self._file is not None:
             try:
                 self._file.write(data)
@@ -262,11 +351,11 @@ class Flow:
             ended = self._split(data)
             if not (self._rest or self._state):
                 self.due = None
-            elif self.due is None or (ended and not self._state):  # what is left has just begun
+            elif self.due is None or (ended and not self._state):  # the remaining text has just begun
                 self.due = now + MOMENT
 
     def _split(self, data: bytes) -> bool:
-        """Whether a line has ended, and what waits now is of another."""
+        """Split data into lines; return whether a line has ended, so that the rest belongs to a new one."""
         start, ended = 0, False
         for end in _LINE_END.finditer(data):
             self._add(data[start : end.start()])
@@ -300,7 +389,7 @@ class Flow:
         return line
 
     def flush(self, now: float) -> None:
-        """Show what has waited for its end for long enough."""
+        """Show the beginning of a line that has not ended for long enough."""
         if self.due is None or now < self.due:
             return
         self.due = None
@@ -314,16 +403,18 @@ class Flow:
             return
         try:
             self._shown(line)
-        except (OSError, ValueError) as error:  # `| head` has seen enough
+        except (OSError, ValueError) as error:  # the reader has gone, as with `| head`
             logger.warning("replicas' output is not shown any more: %s", error)
             self._shown = None
 
     def end(self) -> None:
-        """There is no more to come."""
+        """Show the rest at the end of the stream."""
         self.due = None
         last, self._state = self._take() or self._state, b""
         if last:
             self._show(last)
         if self._file is not None:
             with contextlib.suppress(OSError):
+                if self._appendix is not None and self._appendix.is_file():
+                    self._file.write(self._appendix.read_bytes())
                 self._file.close()

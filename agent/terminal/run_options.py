@@ -1,4 +1,4 @@
-"""What the command line says: torchrun's options and ours, checked before anything is started."""
+"""The command line of `adaptdl-run`: torchrun's options and additional ones, checked before the start."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from adaptdl_elastic.rendezvous.schema.records import HEAVIEST
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, parse_endpoints
 
 PROGRAM = "adaptdl-run"
-MANY_REPLICAS = 65536  # as many as the nodes have room for
-# torchrun's options that have no meaning here, and why
+MANY_REPLICAS = 65536  # stands for "as many replicas as the nodes have slots"
+# torchrun's options that have no effect here, and why
 _NO_MEANING = {
     "rdzv_backend": "plans come from the coordinator, through etcd",
     "rdzv_conf": "torch's rendezvous is not used; --etcd-timeout and --rescale-timeout are what it would set",
@@ -37,7 +37,7 @@ _NO_MEANING = {
     "duplicate_stdout_filters": "lines are not filtered by words; see --tee and --local-ranks-filter",
     "duplicate_stderr_filters": "lines are not filtered by words; see --tee and --local-ranks-filter",
 }
-# torchrun's options of which its own text would not be true here
+# help texts of torchrun's options whose own text would be wrong here
 _HELP = {
     "nnodes": "nodes of the job: N or MIN:MAX (default 1)",
     "nproc_per_node": "replicas on this node: N, or MIN:MAX between which their number is chosen; auto, gpu "
@@ -63,7 +63,7 @@ _HELP = {
 
 
 class OptionError(ValueError):
-    """An option can not be used; the message says what was given and what to write instead."""
+    """An option is invalid; the message says what was given and what to write instead."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class RunOptions:
     cluster: str
     node_name: str | None
     local_addr: str | None
-    master_addr: str | None  # where a generation meets, if somebody wants to know it beforehand
+    master_addr: str | None  # address at which generations meet, if the user asks for one
     master_port: int | None
     port_range: tuple[int, int] | None
     checkpoint_path: str
@@ -107,26 +107,27 @@ class RunOptions:
     weight: float
     event_log: Path | None
     plot: Path | None
-    summary: bool | None  # None: when a person is watching
+    summary: bool | None  # None: only on a terminal
     log_dir: Path | None
     redirects: str
+    tracebacks: str
     tee: str
     local_ranks_filter: frozenset[int] | None
     role: str
-    threads: int | None  # OMP_NUM_THREADS of a replica, unless the environment says it
+    threads: int | None  # OMP_NUM_THREADS of a replica, unless the environment sets it
     virtual_local_rank: bool
     event_log_handler: str
-    signals: tuple[signal.Signals, ...]  # that stop in an orderly way
-    notes: tuple[str, ...] = ()  # one line each, for the person who typed it
+    signals: tuple[signal.Signals, ...]  # signals at which the agent saves and leaves
+    notes: tuple[str, ...] = ()  # one line each, to print for the user
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What is run, as it is shown to people."""
+        """The command line of the script, for messages."""
         return (self.script, *self.script_args)
 
 
 def parser() -> argparse.ArgumentParser:
-    """torchrun's parser, with our options added."""
+    """Return torchrun's parser with the additional options."""
     made = torchrun_parser()
     made.prog = PROGRAM
     made.usage = f"{PROGRAM} [options] SCRIPT [arguments of the script]"
@@ -136,15 +137,15 @@ def parser() -> argparse.ArgumentParser:
         "Run a PyTorch job whose replicas, batch size and learning rate adapt while it runs. "
         "Takes what torchrun takes, and options of its own."
     )
-    made.set_defaults(max_restarts=os.environ.get("PET_MAX_RESTARTS", "3"))  # argparse reads it
+    made.set_defaults(max_restarts=os.environ.get("PET_MAX_RESTARTS", "3"))  # argparse converts it
     _arrange(made)
     return made
 
 
 def _prefer_torchruns(made: argparse.ArgumentParser) -> None:
-    """Let a shortened option mean what it means to torchrun, whatever options are added from now on.
+    """Resolve an abbreviated option as torchrun does, whatever options are added here.
 
-    Both spellings of one option (`--nproc-per-node`, `--nproc_per_node`) are no ambiguity.
+    Both spellings of one option (`--nproc-per-node`, `--nproc_per_node`) are not ambiguous.
     """
     theirs = list(made._actions)
     matches = made._get_option_tuples
@@ -159,7 +160,7 @@ def _prefer_torchruns(made: argparse.ArgumentParser) -> None:
 
 
 def _arrange(made: argparse.ArgumentParser) -> None:
-    """The help: our options, then those of torchrun that count, then those that do not."""
+    """Arrange the help: additional options, then torchrun's that have an effect, then its others."""
     theirs = made._optionals
     theirs.title = "options of torchrun"
     ours = made.add_argument_group("options")
@@ -176,7 +177,7 @@ def _arrange(made: argparse.ArgumentParser) -> None:
 
 
 def _refuse(made: argparse.ArgumentParser, message: str) -> None:
-    """argparse prints a screen of usage first; one line with the likely word is easier to read."""
+    """Raise argparse's message as one line that suggests the likely option, without the usage text."""
     known = [name for action in made._actions for name in action.option_strings if name.startswith("--")]
     for word in re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else ():
         close = difflib.get_close_matches(word, known, 1)
@@ -274,6 +275,13 @@ def _add_ours(group: Any) -> None:
     )
     add("--no-preempt", action="store_true", help="it keeps the size it begins with, MIN")
     add("--avoid-preemptible-nodes", action="store_true", help="use spot instances last")
+    add(
+        "--tracebacks",
+        choices=["first", "all"],
+        default="first",
+        help="of replicas that fail together show one traceback, that of the first (the default), or all of "
+        "them as they come; --log-dir keeps all",
+    )
     add("--event-log", type=Path, metavar="FILE", help="append one JSON object per event")
     add("--plot", type=Path, metavar="FILE.png", help="draw the run when it has ended")
     add(
@@ -284,14 +292,19 @@ def _add_ours(group: Any) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> RunOptions:
-    """The checked options; OptionError when they can not be used, SystemExit for --help and the unknown."""
+    """Return the checked options.
+
+    Raises:
+        OptionError: an option is invalid.
+        SystemExit: for --help.
+    """
     typed = list(sys.argv[1:] if arguments is None else arguments)
     args = parser().parse_args(typed)
     return check(args, _given(typed), environ)
 
 
 def _given(typed: Sequence[str]) -> set[str]:
-    """Return which options were typed, by their destination."""
+    """Return the destinations of the options that were given."""
     made = parser()
     made._defaults.clear()
     for action in made._actions:
@@ -302,7 +315,7 @@ def _given(typed: Sequence[str]) -> set[str]:
 def check(
     args: argparse.Namespace, given: set[str], environ: Mapping[str, str], slots_of: Any = None
 ) -> RunOptions:
-    """Pure apart from looking at the files that are named: a namespace → Options."""
+    """Return the checked options of a namespace. The only I/O is to look at the files that it names."""
     mode = _mode(args)
     job = _job(args)
     min_nodes, max_nodes = parse_range("--nnodes", args.nnodes)
@@ -380,6 +393,7 @@ def check(
         summary=args.summary,
         log_dir=Path(args.log_dir) if args.log_dir else None,
         redirects=args.redirects,
+        tracebacks=args.tracebacks,
         tee=args.tee,
         local_ranks_filter=_ranks(args.local_ranks_filter),
         role=args.role,
@@ -392,9 +406,9 @@ def check(
 
 
 def _is_c10d_alone(args: argparse.Namespace, max_nodes: int) -> bool:
-    """Return whether torchrun would keep the store itself, on this machine and for it alone.
+    """Return whether torchrun would serve the store itself, for this machine alone.
 
-    So its users write what is --standalone: `--nnodes=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:0`.
+    This stands for --standalone, as in `--nnodes=1 --rdzv-backend=c10d --rdzv-endpoint=localhost:0`.
     """
     host = (args.rdzv_endpoint or "").rpartition(":")[0]
     here = host in ("localhost", "127.0.0.1", "[::1]")
@@ -418,7 +432,7 @@ _TORCHS_PORT = 29500
 def _meeting_point(
     args: argparse.Namespace, given: set[str], environ: Mapping[str, str], max_nodes: int
 ) -> tuple[str | None, int | None]:
-    """Return --master-addr and --master-port, where torchrun would heed them; None: no wishes."""
+    """Return --master-addr and --master-port if torchrun would use them; None for those not given."""
     named = "master_addr" in given or bool(environ.get("PET_MASTER_ADDR"))
     address = args.master_addr.strip("[]") if named else None
     port = args.master_port
@@ -443,7 +457,7 @@ def _mode(args: argparse.Namespace) -> str:
     script = Path(args.training_script)
     try:
         there = script.exists()
-    except OSError as error:  # below a directory that may not be entered
+    except OSError as error:  # for example below a directory that this user may not enter
         raise OptionError(f"the script {args.training_script!r} can not be read: {error.strerror}") from None
     if not there:
         raise OptionError(f"there is no script {args.training_script!r} in {Path.cwd()}: give its path")
@@ -458,7 +472,7 @@ def _job(args: argparse.Namespace) -> str:
 
 
 def check_option(option: str, name: str) -> str:
-    """A name that can be part of a key in the store."""
+    """Return a name that can be part of a key in the store; OptionError if it cannot."""
     try:
         return check_name(option, name)
     except ValueError as error:
@@ -466,7 +480,7 @@ def check_option(option: str, name: str) -> str:
 
 
 def parse_range(option: str, text: str) -> tuple[int, int]:
-    """`N` or `MIN:MAX` with 1 <= MIN <= MAX."""
+    """Parse `N` or `MIN:MAX` with 1 <= MIN <= MAX."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if match is None:
         raise OptionError(f"{option}={text} is neither a number nor MIN:MAX, as in {option}=1:8")
@@ -482,7 +496,7 @@ _DEVICES = ("auto", "cpu", "gpu", "xpu")
 
 
 def parse_slots(text: str, count: Any) -> tuple[int, int]:
-    """(min_slots, slots): `N` and words such as `gpu` stand for all of them together."""
+    """Return (min_slots, slots); `N` and words such as `gpu` set both."""
     if re.fullmatch(r"[\d:]+", text):
         return parse_range("--nproc-per-node", text)
     low, colon, high = text.partition(":")
@@ -490,11 +504,11 @@ def parse_slots(text: str, count: Any) -> tuple[int, int]:
         slots = count(high)
         return parse_range("--nproc-per-node", f"{low}:{slots}")
     slots = count(text)
-    return parse_range("--nproc-per-node", str(slots))  # torchrun's reading of numbers takes -1, too
+    return parse_range("--nproc-per-node", str(slots))  # torchrun would also accept -1
 
 
 def count_devices(word: str) -> int:
-    """torchrun's `auto`, `cpu`, `gpu`, `xpu`."""
+    """Return the number of devices that torchrun's `auto`, `cpu`, `gpu` or `xpu` stands for."""
     from torch.distributed.run import determine_local_world_size
 
     try:
@@ -505,7 +519,7 @@ def count_devices(word: str) -> int:
 
 
 def parse_ports(text: str) -> tuple[int, int]:
-    """`LOW:HIGH` (or `LOW-HIGH`), inclusive."""
+    """Parse `LOW:HIGH` (or `LOW-HIGH`), both included."""
     match = re.fullmatch(r"(\d+)[:-](\d+)", text)
     if match is None or not 1024 <= int(match[1]) <= int(match[2]) <= 65535:
         raise OptionError(f"--port-range={text} is not LOW:HIGH between 1024 and 65535, as in 29500:29600")
@@ -568,7 +582,7 @@ _OF_AN_ETCD = ("rdzv_endpoint", "etcd", "etcd_api", "etcd_user", "etcd_ca", "etc
 
 
 def _notes_on_ignored(given: set[str], environ: Mapping[str, str]) -> Iterator[str]:
-    """Tell of torchrun's options that have no meaning here, and of the variables they are read from."""
+    """Return notes about torchrun's options that have no effect, also when set by environment variables."""
     for name, why in _NO_MEANING.items():
         if name in given:
             yield f"--{name.replace('_', '-')} has no effect: {why}"

@@ -1,6 +1,6 @@
-"""The picture of a run: replicas, batch size, learning rate, goodput and metrics over time.
+"""Draw a run: replicas, batch size, learning rate, goodput and metrics over time.
 
-Needs matplotlib (the `plot` extra); draws without a display and without pyplot's global state.
+Needs matplotlib (the `plot` extra). It needs no display and does not use pyplot's global state.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from adaptdl_elastic.rendezvous.text import pluralize
 
 _INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 _BLUE, _GREEN, _ORANGE, _RED, _PURPLE = "#2f6fde", "#17916b", "#e07b00", "#d64545", "#7c4dbd"
-_NODES = (_BLUE, _ORANGE, _GREEN, _PURPLE, _RED, _MUTED)  # one colour a node, as far as they go
+# one colour per node; further nodes get the default colour
+_NODES = (_BLUE, _ORANGE, _GREEN, _PURPLE, _RED, _MUTED)
 _HIGHER_IS_BETTER = ("acc", "auc", "f1", "score", "precision", "recall", "bleu")
 _WIDTH = 10.0  # inches
-_LABELLED = 12  # generations whose reason fits above the picture
+_LABELLED = 12  # most generations whose reason fits into the picture
 
 
 def draw(summary: Summary, path: Path, title: str) -> None:
-    """Write the picture; the format goes by the name's ending. OSError when it can not be written."""
+    """Write the picture in the format of the file name's suffix; OSError if it cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -55,7 +56,7 @@ Paint = Callable[[Any, Summary], None]
 
 
 def _panels(summary: Summary) -> list[tuple[float, Paint]]:
-    """Heights in inches, and what is painted: only what the run has told about."""
+    """Return the height in inches and the drawing function of each panel that the run has data for."""
     panels: list[tuple[float, Paint]] = [(1.7, _replicas)]
     if summary.batch_sizes:
         panels += [(1.3, _batch), (1.1, _learning_rate)]
@@ -94,7 +95,7 @@ def _dress(axis: Any, last: bool) -> None:
 
 
 def _mark(axis: Any, summary: Summary) -> None:
-    """Pauses as bands, failures and drains as lines, through every panel."""
+    """Draw pauses as bands, failures and drains as lines, in every panel."""
     for generation in summary.generations:
         if generation.pause:
             axis.axvspan(generation.start - generation.pause, generation.start, color=_RED, alpha=0.13, lw=0)
@@ -156,7 +157,7 @@ def _cause(generation: Generation) -> str:
 
 
 def _spells(summary: Summary) -> list[tuple[float, float]]:
-    """Begin and end of each generation's training, pauses left out."""
+    """Return begin and end of each generation's training, without pauses."""
     return [(g.start, g.end - _pause_after(g, summary.generations)) for g in summary.generations]
 
 
@@ -181,7 +182,8 @@ def _learning_rate(axis: Any, summary: Summary) -> None:
 
 def _goodput(axis: Any, summary: Summary) -> None:
     _name(axis, "goodput (useful samples per second)")
-    labels = ["predicted", "measured"]  # each is said once: a first spell may have one of them only
+    # each label appears once; the first part of a run may have only one of the curves
+    labels = ["predicted", "measured"]
     for begin, end in _spells(summary):
         inside = [g for g in summary.goodputs if begin <= g[0] < end]
         predicted = [(at, value) for at, _, value in inside if value is not None]
@@ -199,7 +201,7 @@ def _goodput(axis: Any, summary: Summary) -> None:
 
 
 def _once(labels: list[str], name: str) -> dict[str, str]:
-    """Label a curve, unless one of that name has been labelled."""
+    """Return the label of a curve, unless another curve has it already."""
     if name not in labels:
         return {}
     labels.remove(name)

@@ -1,4 +1,4 @@
-"""What a run was, out of its events: pure, so that a log of yesterday reads as well as a run of now."""
+"""Summarise a run from its events: pure functions, so that they also work on an old log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOT_METRICS = {"time", "event", "epoch", "rank", "step"}
 
 @dataclass(frozen=True)
 class Generation:
-    """One size the job had, from its first step to the next one's."""
+    """A size of the job, from its first step to the first step of the next one."""
 
     number: int
     start: float  # seconds since the run began
@@ -24,14 +24,14 @@ class Generation:
     nodes: int
     cause: str
     reason: str
-    pause: float | None  # seconds without a step before it; None: it was the first, or nobody knows
+    pause: float | None  # seconds without a step before it; None: the first one, or unknown
     transition: str = "restart"
-    placements: tuple[tuple[str, int], ...] = ()  # node, replicas
+    placements: tuple[tuple[str, int], ...] = ()  # (node, replicas)
 
 
 @dataclass(frozen=True)
 class BatchSize:
-    """What was in use from `time` on."""
+    """A batch size in use from `time` on."""
 
     time: float
     batch_size: int
@@ -50,7 +50,7 @@ class Summary:
     seconds: float
     generations: tuple[Generation, ...] = ()
     batch_sizes: tuple[BatchSize, ...] = ()
-    goodputs: tuple[tuple[float, float | None, float | None], ...] = ()  # time, measured, predicted
+    goodputs: tuple[tuple[float, float | None, float | None], ...] = ()  # (time, measured, predicted)
     metrics: tuple[tuple[float, dict[str, float]], ...] = ()
     epochs: tuple[tuple[float, int], ...] = ()
     failures: tuple[tuple[float, str], ...] = ()
@@ -72,13 +72,13 @@ class Summary:
 
 @dataclass
 class Collector:
-    """Keeps of a stream of events what a summary needs; batch sizes are thinned when they are many."""
+    """Collects the events that a summary needs; drops some batch sizes and metrics if there are too many."""
 
     most: int = 4000
     events: list[Event] = field(default_factory=list)
 
     def add(self, event: Event) -> None:
-        """Take note of an event."""
+        """Take in an event."""
         self.events.append(event)
         if len(self.events) > self.most:
             many = [
@@ -86,13 +86,13 @@ class Collector:
                 for i, e in enumerate(self.events)
                 if e["event"] in ("batch_size", "goodput", "checkpoint", "metrics")
             ]
-            drop = set(many[1:-100:2])  # every other one of the older ones
+            drop = set(many[1:-100:2])  # every other one of the older events
             self.events = [e for i, e in enumerate(self.events) if i not in drop]
             self.most = max(self.most, len(self.events) + 100)
 
 
 def read(path: Path) -> list[Event]:
-    """The events of a log, without lines that were cut off."""
+    """Return the events of a log; skip lines that were cut off."""
     events = []
     for line in path.read_text().splitlines():
         try:
@@ -105,7 +105,7 @@ def read(path: Path) -> list[Event]:
 
 
 def summarise(events: Sequence[Event], now: float | None = None) -> Summary:
-    """The summary of a run's events; `now` is its end as long as it has none."""
+    """Return the summary of a run's events; `now` is the end of a run that has no `exit` event yet."""
     ordered = sorted(events, key=lambda event: float(event["time"]))
     if not ordered:
         return Summary(now or 0.0, 0.0)
@@ -174,7 +174,7 @@ def _failure(event: Event) -> str:
 
 
 def numbers(event: Event) -> dict[str, float]:
-    """The fields of a `metrics` event that can be drawn or shown as numbers."""
+    """Return the fields of a `metrics` event that are numbers."""
     return {
         name: float(value)
         for name, value in event.items()
@@ -187,7 +187,7 @@ def _number(value: Any) -> float | None:
 
 
 def duration(seconds: float) -> str:
-    """For people: `0.31 s`, `42 s`, `3 min 05 s`, `2 h 04 min`."""
+    """Format seconds for users: `0.31 s`, `42 s`, `3 min 05 s`, `2 h 04 min`."""
     if seconds < 10:
         return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
     if seconds < 60:

@@ -1,9 +1,9 @@
 """torchrun's own argument parser, without the seconds that `import torch` takes.
 
 A typing error should be answered at once, and the agent can import torch while the fork server does.
-`torch.distributed.run.get_args_parser` needs nothing of torch but two argparse actions and one enum, so
-its definition is read from the installed torch's source and executed with those. Where that does not
-work (another torch, no source) torch is imported and asked; a test holds the two to be the same.
+`torch.distributed.run.get_args_parser` needs only two argparse actions and one enum of torch. So its
+definition is read from the source of the installed torch and executed with those. If that fails (another
+torch, no source), torch is imported. A test checks that both ways give the same parser.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 def torchrun_parser() -> argparse.ArgumentParser:
-    """The parser that `torchrun` of the installed torch uses."""
+    """Return the parser that `torchrun` of the installed torch uses."""
     spec = importlib.util.find_spec("torch")  # does not import it
     if spec is not None and spec.origin is not None:
         try:
             return from_source(Path(spec.origin).parent)
-        except Exception as error:  # whatever a future torch.distributed.run needs
+        except Exception as error:  # a later torch.distributed.run may need more
             logger.debug("torchrun's parser could not be had from its source: %r", error)
     from torch.distributed.run import get_args_parser
 
@@ -34,7 +34,7 @@ def torchrun_parser() -> argparse.ArgumentParser:
 
 
 def from_source(torch: Path) -> argparse.ArgumentParser:
-    """The parser, out of the source files in torch's directory."""
+    """Return the parser defined by the source files in torch's directory."""
     names: dict[str, Any] = {
         "ArgumentParser": argparse.ArgumentParser,
         "REMAINDER": argparse.REMAINDER,

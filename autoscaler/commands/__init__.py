@@ -1,1 +1,1 @@
-"""The subcommands of `adaptdl`; `adaptdl_elastic.autoscaler.cli` says which there are."""
+"""The subcommands of `adaptdl`; `adaptdl_elastic.autoscaler.cli` lists them."""

@@ -1,4 +1,4 @@
-"""`adaptdl autoscale`: let EC2, or this machine, give and take nodes."""
+"""The command `adaptdl autoscale`: let EC2, this machine or another provider start and stop nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PART = r"(\d+\.?\d*|\.\d+)([smhd])"
 
 
 def _deadline(text: str, now: float) -> tuple[str, float]:
-    """`JOB=2h30m`, `2h` (every job) or an ISO time, to (job, seconds since the epoch)."""
+    """Parse `JOB=2h30m`, `2h` (every job) or an ISO time; return (job, seconds since the epoch)."""
     from datetime import datetime
 
     bad = OptionError(f"--deadline {text!r}: give [JOB=]2h30m, or [JOB=]2026-11-22T06:00:00+00:00")
@@ -273,7 +273,7 @@ def _prices(options: tuple[str, ...], path: Path | None) -> dict[str, float]:
 
 
 def _options(pairs: tuple[str, ...]) -> dict[str, str]:
-    """Return `-o KEY=VALUE` as a dictionary."""
+    """Return `-o KEY=VALUE` options as a dictionary."""
     found: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

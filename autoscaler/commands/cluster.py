@@ -1,4 +1,4 @@
-"""`adaptdl coordinator`, `nodes`, `drain` and `events`: what concerns the cluster as a whole."""
+"""The commands `adaptdl coordinator`, `nodes`, `drain` and `events`, which are about the whole cluster."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ def coordinator(
             version=version("adaptdl-elastic"),
         )
         for number in (signal.SIGTERM, signal.SIGINT):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as a shell has it in the background
+            # a shell ignores SIGINT for a program in the background
+            if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda *_: served.stop())
         if parent_fd is not None:
             stop_with_parent(parent_fd, served.stop)
@@ -221,7 +222,7 @@ def drain(
 
 
 def _place_of(where: Where, node: str, job: str | None) -> Place:
-    """Return the store that has a node; several standalone jobs are each a store of their own."""
+    """Return the store that has a node, since each standalone job has a store of its own."""
     from adaptdl_elastic.autoscaler.commands.tables import load_all
 
     if len(where.places(job)) == 1:
@@ -261,7 +262,7 @@ def events(where: Where, as_json: bool, tail: int) -> None:
             event = json.loads(item.value)
         except ValueError:
             continue
-        if not isinstance(event, dict):  # another program's
+        if not isinstance(event, dict):  # written by another program
             continue
         if as_json:
             click.echo(json.dumps(event))

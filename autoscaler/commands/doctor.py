@@ -1,4 +1,4 @@
-"""`adaptdl doctor`."""
+"""The command `adaptdl doctor`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _endpoint(where: Where, job: str | None) -> str | None:
     try:
         return where.locate(job).endpoint
     except CommandError:
-        return None  # it is said with what concerns the store
+        return None  # the checks of the store report it
 
 
 def _store(where: Where, job: str | None, node: str, directory: Path | None) -> list[Any]:

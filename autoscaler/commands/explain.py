@@ -1,4 +1,4 @@
-"""`adaptdl explain JOB`."""
+"""The command `adaptdl explain JOB`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def explain(job: str, where: Where, as_json: bool) -> None:
 
 
 def leaders_settings(store: Store, keys: Keys) -> CoordinatorSettings:
-    """What the coordinator that leads decides by; the defaults where there is none that says so."""
+    """Return the leading coordinator's settings.
+
+    The defaults if there is no leader or it has published none.
+    """
     found = store.get(keys.coordinator_leader)
     try:
         told = dict(decode(LeaderRecord, found.value, found.key).settings) if found else {}

@@ -1,4 +1,4 @@
-"""`adaptdl ls`, `status`, `scale`, `checkpoint` and `stop`: see a job, and ask something of it.
+"""The commands `adaptdl ls`, `status`, `scale`, `checkpoint` and `stop`.
 
 A request is one record in the store, changed by compare-and-swap; the coordinator carries it out.
 """
@@ -231,7 +231,7 @@ def stop(job: str, where: Where, wait: bool, timeout: float) -> None:
 
 
 def has_stopped(view: View, name: str, run: str) -> bool:
-    """Whether this run of the job is over; an earlier run's status does not say so, a later run does."""
+    """Return whether this run of the job is over: its status says so, or a later run has begun."""
     job = view.jobs.get(name)
     return job is None or job.over or (job.spec is not None and job.spec.record.run != run)
 
@@ -282,7 +282,7 @@ def _ask(
     change: Callable[[JobRequest], JobRequest],
     check: Callable[[View, JobView], None],
 ) -> str:
-    """Change the job's request, whoever else changes it meanwhile; the run that is asked."""
+    """Change the job's request by compare-and-swap, again if others change it; return the run it is for."""
     for attempt in range(_ATTEMPTS):
         view = read(store, keys)
         job = find_job(view, name, keys.cluster)
@@ -291,7 +291,7 @@ def _ask(
         run = job.spec.record.run
         old = job.request.record if job.request else JobRequest()
         if old.run not in ("", run):
-            old = JobRequest(checkpoint=old.checkpoint)  # what was asked of an earlier run is over
+            old = JobRequest(checkpoint=old.checkpoint)  # requests to an earlier run are not valid any more
         wanted = records.encode(replace(change(old), run=run))
         revision = job.unreadable.get("request") or (job.request.revision if job.request else 0)
         if store.compare_and_swap(keys.job(name, "request"), wanted, revision) is not None:

@@ -1,4 +1,4 @@
-"""What people are shown: rows of plain values made from a view, and the tables they are put in."""
+"""Rows of plain values made from a view, and the tables that show them."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from adaptdl_elastic.rendezvous.store.base import CompactedError, Store, StoreEr
 from adaptdl_elastic.rendezvous.store.local_socket import JobEndedError
 
 LOST = "lost"
-"""The state of a job that was running when its last agent and the last coordinator died."""
+"""State of a job that was running when its last agent and the last coordinator died."""
 
 Row = dict[str, Any]
 T = TypeVar("T")
 
-_LEAST_WIDTH = 12  # of the last column of a table, where it is cut
+_LEAST_WIDTH = 12  # narrowest last column of a table, in characters; below it the column is left out
 
 
 def read(store: Store, keys: Keys) -> View:
-    """The cluster as it stands now."""
+    """Return the present view of the cluster."""
     return view_of(keys, store.range(keys.root), time.monotonic(), time.time())
 
 
 def load(where: Where, name: str) -> tuple[View, JobView]:
-    """Read the store of a job; what it says of all, and of this job. CommandError when there is none."""
+    """Read the store of a job; return the view and the job. CommandError if there is no such job."""
     store, cluster = where.connect(name)
     with store:
         view = read(store, Keys(cluster))
@@ -42,18 +42,19 @@ def load(where: Where, name: str) -> tuple[View, JobView]:
 
 
 def ask_all(where: Where, ask: Callable[[Store, Place], T], job: str | None = None) -> list[tuple[Place, T]]:
-    """Ask every store that a command is about.
+    """Call a function on every store that a command is about; return the results.
 
-    A standalone job that ends meanwhile is left out. One that does not answer is told of on stderr, unless it
-    is the only one.
+    A standalone job that ends meanwhile is left out. A store that does not answer is reported on stderr,
+    unless it is the only one.
 
     Args:
-        where: the stores, as the command line says.
-        ask: what to ask of one store.
+        where: the stores that the command line selects.
+        ask: the function; gets the store and its place.
         job: only the standalone job of this name.
 
     Raises:
-        CommandError, StoreError: the only store does not answer.
+        CommandError: the only store cannot be used.
+        StoreError: the only store does not answer.
     """
     places = where.places(job)
     answers = []
@@ -70,12 +71,12 @@ def ask_all(where: Where, ask: Callable[[Store, Place], T], job: str | None = No
 
 
 def load_all(where: Where, job: str | None = None) -> list[tuple[Place, View]]:
-    """Read every store that a command is about, as `ask_all` does."""
+    """Read every store that a command is about; see `ask_all`."""
     return ask_all(where, lambda store, place: read(store, Keys(place.cluster)), job)
 
 
 def wait_until(store: Store, keys: Keys, done: Callable[[View], bool], timeout: float) -> bool:
-    """Watch the cluster until `done`; False when `timeout` seconds pass first."""
+    """Watch the cluster until `done`; return False if `timeout` seconds pass first."""
     import threading
 
     deadline = time.monotonic() + timeout
@@ -102,7 +103,7 @@ def wait_until(store: Store, keys: Keys, done: Callable[[View], bool], timeout: 
 
 
 def find_job(view: View, name: str, cluster: str) -> JobView:
-    """The job of this name; CommandError, naming those that there are, when there is none."""
+    """Return the job of this name; CommandError, which names the existing jobs, if there is none."""
     job = view.jobs.get(name)
     if job is None or job.spec is None:
         names = ", ".join(sorted(n for n, j in view.jobs.items() if j.spec))
@@ -112,9 +113,9 @@ def find_job(view: View, name: str, cluster: str) -> JobView:
 
 
 def is_lost(view: View, job: JobView) -> bool:
-    """Return whether a job that has not ended has no agent, and there is no coordinator that would say so.
+    """Return whether a job that has not ended has no agent, and no coordinator is there to report it.
 
-    What the store says of such a job is what it was when the last of them died.
+    The store then shows the job as it was when the last of them died.
     """
     return not job.over and view.leader is None and not view.agents(job.job)
 
@@ -130,23 +131,23 @@ def why_lost(job: JobView) -> str:
 
 
 def clock(seconds: object) -> str:
-    """Local time; with its date where that is not today's."""
+    """Return local time; with its date if that is not today."""
     try:
         then = time.localtime(seconds)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError, OSError):  # not of our writing
+    except (TypeError, ValueError, OverflowError, OSError):  # written by another program
         return "--:--:--"
     today = time.localtime()[:3]
     return time.strftime("%H:%M:%S" if then[:3] == today else "%Y-%m-%d %H:%M:%S", then)
 
 
 def job_row(view: View, job: JobView) -> Row:
-    """One job as `adaptdl ls --json` shows it."""
+    """Return one job as `adaptdl ls --json` shows it."""
     spec = job.spec.record if job.spec else None
     status = job.status_now
     hints = job.hints.record if job.hints else None
     plan = this_run(job)
     if hints is not None and plan is not None and hints.generation < plan.first:
-        hints = None  # of an earlier run
+        hints = None  # hints of an earlier run
     lost = is_lost(view, job)
     running = status is not None and not status.state.ended and not lost
     done = status is not None and status.state is JobState.DONE
@@ -169,7 +170,7 @@ def job_row(view: View, job: JobView) -> Row:
         "prediction_error": status.prediction_error if status else None,
         "throughput": hints.throughput if hints else None,
         "efficiency": hints.efficiency if hints else None,
-        # its last report may be of the epoch before the end
+        # the last report may come from the epoch before the end
         "epoch": (hints.epochs if done and hints.epochs else hints.epoch) if hints else None,
         "epochs": hints.epochs if hints else None,
         "progress": 1.0 if done else hints.progress if hints else None,
@@ -197,7 +198,7 @@ def _state(status: JobStatus | None, lost: bool) -> str:
 
 
 def cost_row(view: View, job: str) -> Row | None:
-    """What a job's nodes have cost and will; None where no autoscaler has looked at it."""
+    """Return what a job's nodes have cost and will cost; None if no autoscaler has reported it."""
     found = view.cost(job)
     if found is None:
         return None
@@ -211,7 +212,7 @@ def cost_row(view: View, job: str) -> Row | None:
 
 
 def cost_text(cost: Row) -> str:
-    """The same for people."""
+    """Return the same as text."""
     if cost["seconds_old"] > BILL_SECONDS:
         return f"{cost['so_far']:.2f} {cost['seconds_old'] / 60:.0f} min ago: no autoscaler has looked since"
     text = f"{cost['so_far']:.2f} so far, {cost['hourly']:.2f} an hour now"
@@ -221,7 +222,7 @@ def cost_text(cost: Row) -> str:
 
 
 def node_rows(view: View, ledger: Ledger) -> list[Row]:
-    """One row a node."""
+    """Return one row per node."""
     rows: dict[str, Row] = {}
     for job, agents in sorted(view.nodes.items()):
         for node, seen in agents.items():
@@ -246,14 +247,14 @@ def node_rows(view: View, ledger: Ledger) -> list[Row]:
             row["jobs"][job] = held
             row["free"] -= held
             if view.draining(record):
-                row["state"] = "draining"  # for one of its jobs at least
+                row["state"] = "draining"  # for at least one of its jobs
             elif record.at_risk and row["state"] == "ok":
                 row["state"] = "at risk"
     return [rows[node] for node in sorted(rows)]
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], empty: str = "") -> None:
-    """Print a table: on a terminal no wider than that (the last column is cut), elsewhere one line a row."""
+    """Print a table, on a terminal no wider than the terminal."""
     import sys
 
     if not rows and empty:
@@ -266,10 +267,10 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], empty: str
 
 
 def layout(cells: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """Lines of aligned columns, at most `width` characters where the first columns fit into that.
+    """Return lines of aligned columns, at most `width` characters if the first columns fit into that.
 
-    What does not fit is cut from the last column; where next to nothing of it would be left it is left
-    out. Widths are those that a terminal shows (two columns for a wide character).
+    The last column is cut to fit, or left out if hardly any of it would remain. Widths are those on a
+    terminal, where a wide character takes two columns.
     """
     from rich.cells import cell_len as size
 
@@ -291,7 +292,7 @@ def layout(cells: Sequence[Sequence[str]], width: int | None) -> list[str]:
 
 
 def show(value: Any) -> str:
-    """A value for a person's eyes."""
+    """Return a value as text for users."""
     if value is None:
         return "-"
     if isinstance(value, bool):

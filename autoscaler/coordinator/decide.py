@@ -1,22 +1,22 @@
-"""The coordinator's decisions, without any I/O: `decide(view, memory, …)` says what to write.
+"""Decide what the coordinator writes: `decide(view, memory, …)`, without any I/O.
 
-The order of a round:
+The order of a decision:
 
-1. **Fence.** A plan that another leader wrote is written again with our fence, and a job without one
-   gets a claim; until that has gone through nothing else is decided about the job. An older leader's
-   compare-and-swap fails from then on.
-2. **What can not wait**, job by job: stop, failure, lost nodes, drains, nodes that do not start.
-3. **The policy** decides for all other jobs together, when its interval is over or when what it would
-   be asked has changed. It is computed elsewhere, from a question that nothing changes any more, while
-   decisions go on; of its answer counts what still holds when it comes.
-4. **Targets** become plans as soon as the slots they need are free: what another job holds is used only
-   after that job has released it.
-5. **Statuses**, derived from the view; **events**; and what nobody needs any more is collected.
+1. **Fence.** A plan that another leader wrote is written again with this leader's fence, and a job without a
+   plan gets a claim. Until that is written, nothing else is decided about the job. From then on the
+   compare-and-swap of an older leader fails.
+2. **Urgent changes**, job by job: stops, failures, lost nodes, drains, nodes that do not start.
+3. **The policy** decides for all other jobs together when its interval is over, or when the question has
+   changed. It is computed elsewhere, from an immutable question, while decisions go on. The parts of its
+   answer that are still valid when it comes are used.
+4. **Targets** become plans as soon as the slots that they need are free: slots of another job are used only
+   after that job has released them.
+5. **Statuses**, derived from the view; **events**; and the deletion of keys that are not needed any more.
 
-A job whose records can not be dealt with is left alone, with what it holds, and said; the others are decided.
+A job whose records cannot be used keeps what it has, and its status says so; the other jobs are decided.
 
-Everything that must survive this process is in the store (the restart budget is in the plan, the last
-pauses in the status), so that a successor goes on where we were.
+Everything that must survive this process is in the store (the restart budget is in the plan, the last pauses
+in the status), so that the next leader can continue.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def decide(
     settings: CoordinatorSettings,
     answer: PolicyAnswer | None = None,
 ) -> Decided:
-    """What the leader with this `fence` does about what it sees. Pure.
+    """Return what the leader with this `fence` does about the view. Pure.
 
-    The policy is not called from here: where `Decided.ask` is a round, somebody computes it
-    (`rounds.compute`) and passes the `answer` to a later call. A leader that is `deposed` decides nothing.
+    The policy is not called here. If `Decided.ask` is a round, the caller computes it (`rounds.compute`) and
+    passes the `answer` to a later call. A leader that is `deposed` decides nothing.
     """
     if deposed(view, fence):
         return Decided((), memory, math.inf)
@@ -77,10 +77,10 @@ def decide(
 
 
 def deposed(view: View, fence: int) -> bool:
-    """Return True if another coordinator was elected after the one with this `fence`.
+    """Return whether another coordinator was elected after the one with this `fence`.
 
-    The older one has lost its lease then, though nobody has told it so yet. What it would write of plans that
-    it has seen from its successor would fit, compare-and-swap or not.
+    Then the older one has lost its lease, even if it does not know it yet. It might have seen its successor's
+    plans, so a compare-and-swap alone would not reject its writes.
     """
     return view.leader is not None and view.leader.revision > fence
 
@@ -88,18 +88,18 @@ def deposed(view: View, fence: int) -> bool:
 def decide_at_once(
     view: View, memory: Memory, *, keys: Keys, fence: int, settings: CoordinatorSettings, policy: Policy
 ) -> Decided:
-    """The same where the policy may take its time: for simulations, in which none passes meanwhile."""
+    """Decide and compute the policy in one call, for simulations in which no time passes meanwhile."""
     decided = decide(view, memory, keys=keys, fence=fence, settings=settings)
     if decided.ask is None:
         return decided
     answer = rounds.compute(policy, decided.ask, clock=lambda: 0.0)
-    # what the first has said is not carried out
+    # the actions of the first decision are not carried out
     memory = replace(decided.memory, undecidable=memory.undecidable)
     return decide(view, memory, keys=keys, fence=fence, settings=settings, answer=answer)
 
 
 class _Deciding:
-    """One call of `decide`; lives no longer."""
+    """The state of one call of `decide`."""
 
     def __init__(
         self,
@@ -113,11 +113,12 @@ class _Deciding:
         self.draft = DecisionBuilder(view, memory, keys, fence, settings)
         self.view, self.keys, self.fence, self.settings, self.answer = view, keys, fence, settings, answer
         self.ledger, self.notes, self.actions = self.draft.ledger, self.draft.notes, self.draft.actions
-        self.round: PolicyRound | None = None  # to be computed
+        self.round: PolicyRound | None = None  # round to be computed
         self.conditions: dict[str, Condition] = {}
         self.described: dict[str, tuple[JobView, Condition]] = {}
-        self.blocked: dict[str, set[str]] = {}  # jobs whose target waits for slots, and on which nodes
-        self.undecidable: dict[str, str] = {}  # jobs that nothing can be decided about, and why
+        # jobs whose target waits for slots, and the nodes of those slots
+        self.blocked: dict[str, set[str]] = {}
+        self.undecidable: dict[str, str] = {}  # jobs about which nothing can be decided, and why
 
     def run(self) -> Decided:
         fenced = [job for job in self.view.jobs.values() if self._one(job, self._fence)]
@@ -129,7 +130,8 @@ class _Deciding:
         if self.answer is not None:
             self._take_answer(self.answer)
         if self.answer is not None or any(isinstance(action, CompareAndSwap) for action in self.actions):
-            self.draft.wake_at = self.view.now  # what is about to be written would be missing in the question
+            # the question would miss the plans that are about to be written
+            self.draft.wake_at = self.view.now
         else:
             self._ask_policy()
         for name in sorted(self.draft.memory.targets, key=self._turn):
@@ -152,10 +154,10 @@ class _Deciding:
         )
         return Decided(tuple(self.actions), memory, max(self.draft.wake_at, self.view.now), self.round)
 
-    # -- one job at a time
+    # One job at a time
 
     def _one(self, job: JobView, what: Callable[[JobView], bool]) -> bool:
-        """Do something about a job, unless nothing can be: the others do not suffer from it."""
+        """Call a function on a job; an error excludes that job only, and its actions are dropped."""
         if job.job in self.undecidable:
             return False
         before = len(self.actions)
@@ -167,13 +169,16 @@ class _Deciding:
             return False
 
     def _leave_alone(self, name: str, why: str) -> None:
-        """Decide no more about this job than what it holds."""
+        """Decide nothing more about this job: it keeps what it has."""
         self.undecidable[name] = why
         self.conditions.pop(name, None)
         self.blocked.pop(name, None)
 
     def _say_undecidable(self) -> dict[str, str]:
-        """Statuses and events of what has gone wrong; what is said by now."""
+        """Add statuses and events about jobs that could not be decided.
+
+        Return all messages reported so far.
+        """
         for name, why in self.undecidable.items():
             job = self.view.jobs[name]
             status = left_alone(self.view, job, why)
@@ -200,34 +205,34 @@ class _Deciding:
         self.actions += garbage_collection.collect(self.view, job, self.conditions[job.job], self.keys)
         return True
 
-    # -- 1. fence
+    # 1. Fence
 
     def _fence(self, job: JobView) -> bool:
-        """Make sure that this job's plan is ours; whether it is already."""
+        """Make sure that the job's plan has this leader's fence; return whether it has already."""
         if job.spec is None:
             return False
         actions = fence_off(self.view, job, self.keys, self.fence)
         self.actions += actions
         return not actions
 
-    # -- 3. the policy
+    # 3. The policy
 
     def _remember_waiting(self) -> None:
-        """Since when jobs have had no replicas; a leader before us may have counted, too."""
+        """Record since when jobs have had no replicas, including the time counted by earlier leaders."""
         waiting = waiting_since(self.view, self.conditions, self.draft.memory.waiting)
         self.draft.memory = replace(self.draft.memory, waiting=MappingProxyType(waiting))
 
     def _unplanned(self) -> dict[str, Condition]:
-        """Jobs that the urgent part of this round has left alone."""
+        """Return the jobs for which no plan was written in this decision."""
         return {
             name: condition for name, condition in self.conditions.items() if not self.notes[name].planned
         }
 
     def _take_answer(self, answer: PolicyAnswer) -> None:
-        """Make targets of what still holds of the policy's answer."""
+        """Make targets of the parts of the policy's answer that are still valid."""
         asked = self.draft.memory.round
         if asked is None or asked.number != answer.number:
-            return  # of a round that nobody waits for any more
+            return  # of a round that was given up
         conditions = self._unplanned()
         pending: Mapping[str, str] = {}
         if answer.decision is None:
@@ -252,16 +257,19 @@ class _Deciding:
         )
 
     def _ask_policy(self) -> None:
-        """Begin a round if one is due."""
+        """Begin a round of the policy if one is due."""
         self.draft.memory, self.round, wake_at = rounds.consider(
             self.view, self._unplanned(), self.draft.with_late(), self.ledger, self.settings
         )
         self.draft.wake(wake_at)
 
-    # -- 4. targets
+    # 4. Targets
 
     def _turn(self, name: str) -> tuple[bool, float, str]:
-        """Shrinking jobs first, since they make room; then who has waited longest."""
+        """Return the sort key of a job.
+
+        Shrinking jobs first, since they free slots, then the longest waiting.
+        """
         job, target = self.view.jobs.get(name), self.draft.memory.targets[name]
         now = sum(in_plan(jobs.this_run(job) if job else None).values())
         return (
@@ -271,9 +279,9 @@ class _Deciding:
         )
 
     def _apply(self, job: JobView) -> bool:
-        """Make a plan of the job's target if it can be had; whether it was."""
+        """Write a plan for the job's target if its slots are free; return whether one was written."""
         name, condition = job.job, self.conditions.get(job.job)
-        target = self.draft.memory.targets.get(name)  # a plan of another reason may have dropped it
+        target = self.draft.memory.targets.get(name)  # a plan for another reason may have dropped it
         if target is None or condition is None or self.notes[name].planned or jobs.stop_requested(job):
             return False
         if condition.phase not in (Phase.EMPTY, Phase.STEADY):
@@ -282,10 +290,10 @@ class _Deciding:
             return False
         now = in_plan(condition.plan)
         if dict(target.allocation) == now or (target.cause is Cause.MANUAL and now and not target.allocation):
-            return False  # what a person has asked to be larger or smaller is not taken away
+            return False  # a job whose size a user has chosen keeps its replicas
         agents = self.view.agents(name)
         if any(n not in agents or self.view.draining(agents[n].record) for n in target.allocation):
-            return False  # the world has moved on: the next round will know
+            return False  # the cluster has changed: the next round takes it into account
         how, step = self.draft.route(job, target.allocation)
         if self.draft.insists(job, how):
             return False
@@ -300,7 +308,7 @@ class _Deciding:
                 self.notes[name].waits_for = f"waits for {slots} that another job is about to leave"
             return False
         if how is Transition.INPLACE and not jobs.said_hello(job, condition):
-            # replicas that were started a moment ago would only be started again
+            # replicas that have just been started would be started a second time
             ready = condition.health.started_at + job.spec.record.rescale_timeout
             if self.view.now < ready:
                 self.draft.wake(ready)
@@ -318,18 +326,18 @@ class _Deciding:
         )
 
     def _break_deadlock(self) -> None:
-        """Jobs that wait for each other's slots would wait for ever: one of them leaves its slots first."""
+        """Let one of the jobs that wait for each other's slots leave its slots."""
         if any(note.planned for note in self.notes.values()) or any(
             condition.phase is Phase.CHANGING for condition in self.conditions.values()
         ):
-            return  # somebody is about to leave
+            return  # slots are about to become free
         first = rounds.in_the_way(self.conditions, self.blocked, self.ledger)
         if first is not None:
             why = "moves to other nodes, and jobs there wait for the slots that it has"
             leaves = JobChange({}, Cause.POLICY, Transition.RESTART, why)
             self._one(self.view.jobs[first], lambda job: self.draft.publish(job, leaves))
 
-    # -- 5. statuses, and what is left behind
+    # 5. Statuses, and keys that are not needed any more
 
     def _status(self, job: JobView, condition: Condition) -> None:
         if self.notes[job.job].planned or job.spec is None or condition.phase in (Phase.OVER, Phase.UNKNOWN):
@@ -338,7 +346,7 @@ class _Deciding:
         known = self.draft.memory.described.get(job.job)
         if known is not None and not waits_for and known[0] is job and known[1] == condition:
             self.described[job.job] = known
-            return  # nothing that it would be made from has changed
+            return  # nothing that the status depends on has changed
         since = self.draft.memory.waiting.get(job.job)
         if since is not None:
             self.draft.wake(since + (1 + (self.view.now - since) // WAITED_STEP) * WAITED_STEP)
@@ -350,7 +358,7 @@ class _Deciding:
             self.described[job.job] = job, condition
 
     def _why_waits(self, job: JobView, spec: JobSpec, condition: Condition) -> str:
-        """What a job waits for; "": for nothing that is known here."""
+        """Return what a job waits for; "" if nothing is known here."""
         waits_for = self.notes[job.job].waits_for
         if waits_for or condition.phase is not Phase.EMPTY:
             return waits_for

@@ -1,6 +1,6 @@
-"""What one decision has come to so far: what is to be written, and how a plan comes to be.
+"""Collect the actions of one decision, and make plans.
 
-`core` and `urgent` fill it in; nothing outlives the decision but what goes into `Decided`.
+`decide` and `reactive` use it. It lives for one decision; only what goes into `Decided` remains.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from adaptdl_elastic.autoscaler.coordinator.slots import Ledger, holding, in_pla
 from adaptdl_elastic.autoscaler.coordinator.status import impossible, why_pending
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
-    INSISTS,
+    INPLACE_REQUIRED,
     Cause,
     NodeRecord,
     Placement,
@@ -39,14 +39,14 @@ from adaptdl_elastic.rendezvous.text import pluralize
 
 @dataclass
 class JobNotes:
-    """What one round has found out about one job beyond its condition."""
+    """What one decision finds out about a job beyond its condition."""
 
     waits_for: str = ""
-    planned: bool = False  # a plan was written in this round: the rest is for the next
+    planned: bool = False  # a plan was written in this decision; all else waits for the next one
 
 
 class DecisionBuilder:
-    """One decision while it is being made."""
+    """One decision under construction."""
 
     def __init__(
         self, view: View, memory: Memory, keys: Keys, fence: int, settings: CoordinatorSettings
@@ -62,18 +62,18 @@ class DecisionBuilder:
         }
 
     def wake(self, at: float) -> None:
-        """Look again at that time at the latest."""
+        """Decide again at this time at the latest."""
         self.wake_at = min(self.wake_at, at)
 
     def why_restart(self, job: JobView) -> str:
-        """Why a planned change of this job has to be by restart; "" where it may be in place."""
+        """Return why a planned change of this job must be a restart; "" if it may be in place."""
         assert job.spec is not None
         if job.spec.record.run in self.restart_only:
             return "newcomers could not join it"
         return jobs.why_not_in_place(job)
 
     def route(self, job: JobView, allocation: Allocation) -> tuple[Transition, Allocation]:
-        """How to get to an allocation, and what to plan first on the way there."""
+        """Return how to get to an allocation, and the allocation to plan first."""
         plan = jobs.this_run(job)
         if not allocation or plan is None or not plan.placements or self.why_restart(job):
             return Transition.RESTART, allocation
@@ -83,7 +83,7 @@ class DecisionBuilder:
         return (Transition.RESTART, allocation) if first is None else (Transition.INPLACE, first)
 
     def insists(self, job: JobView, how: Transition) -> bool:
-        """Whether a change is not made, because its owner wants none but in place; the status says why."""
+        """Return whether a change is not made because the user allows changes in place only."""
         assert job.spec is not None
         plan = jobs.this_run(job)
         insists = job.spec.record.rescale is Rescale.INPLACE and plan is not None and bool(plan.placements)
@@ -91,14 +91,14 @@ class DecisionBuilder:
             return False
         why = self.why_restart(job) or "none of its nodes would stay"
         size = pluralize(plan.replicas, "replica")
-        self.notes[job.job].waits_for = f"keeps its {size}: {INSISTS}, and {why}"
+        self.notes[job.job].waits_for = f"keeps its {size}: {INPLACE_REQUIRED}, and {why}"
         return True
 
     def count_stillborn(self, plan: Plan, started_at: float) -> None:
-        """Remember that a newcomer has died, if that was within moments of its joining.
+        """Record the death of a newcomer if it came soon after the newcomer had joined.
 
-        A death costs nothing of the restart budget. One that comes of joining (no memory for one more, a
-        library that crashes) would come again each time, at once and for ever.
+        A death does not count against the restart budget. One that is caused by joining (no memory for one
+        more replica, a library that crashes) would be repeated at once and without end.
         """
         now, settings = self.view.now, self.settings
         if started_at and now - started_at > settings.joined:
@@ -118,7 +118,7 @@ class DecisionBuilder:
         return jobs.pause_before_restart(last.times, self.settings)
 
     def backs_off(self, job: JobView, plan: Plan, allocation: Allocation) -> bool:
-        """Whether a change is put off that would bring replicas where the last ones died as they joined."""
+        """Return whether a change is delayed because its newcomers would join where the last ones died."""
         last, now = self.memory.stillborn.get(plan.run), in_plan(plan)
         if last is None or all(count <= now.get(node, 0) for node, count in allocation.items()):
             return False
@@ -135,7 +135,7 @@ class DecisionBuilder:
         return True
 
     def with_late(self) -> Memory:
-        """The memory with those nodes that have turned out to be late in this round, too."""
+        """Return the memory with the nodes that this decision found to be late."""
         return replace(self.memory, late=MappingProxyType(self.late))
 
     def _late_nodes(self, job: JobView) -> tuple[tuple[str, str], ...]:
@@ -154,7 +154,10 @@ class DecisionBuilder:
         failed_as: str | None = None,
         feasible_only: bool = False,
     ) -> bool:
-        """Publish a plan as near to the present size as what is left allows; an empty one if nothing is."""
+        """Publish the plan nearest to the present size that the cluster allows.
+
+        An empty one if none is possible.
+        """
         assert job.spec is not None
         spec, now = job.spec.record, in_plan(plan)
         avoided = {node for (name, node) in self.late if name == job.job}
@@ -181,7 +184,7 @@ class DecisionBuilder:
         )
 
     def publish(self, job: JobView, change: JobChange) -> bool:
-        """Write the job's next plan."""
+        """Write the job's next plan; return False if the job already has nothing and is to have nothing."""
         assert job.plan is not None
         assert job.spec is not None
         before, mine = job.plan.record, jobs.this_run(job)
@@ -224,11 +227,11 @@ class DecisionBuilder:
     def _placed(
         self, job: JobView, mine: Plan | None, change: JobChange, agents: Mapping[str, Observed[NodeRecord]]
     ) -> tuple[Placement, ...]:
-        """Who is where, in the order of ranks."""
+        """Return the placements in the order of ranks."""
         allocation = change.allocation
         if change.transition is not Transition.INPLACE or mine is None:
             return tuple(Placement(node, n, agents[node].record.agent) for node, n in allocation.items())
-        # rank 0 of the new generation is one of those who were there
+        # rank 0 of the new generation is a survivor
         order = [one.node for one in survivors.present(job, mine)[1] if one.node in allocation]
         order += [node for node in allocation if node not in order]
         return tuple(
@@ -242,7 +245,7 @@ class DecisionBuilder:
         )
 
     def _drop_target(self, name: str, allocation: Allocation) -> None:
-        """What the policy wished for before it knew of this plan must not undo it: it is asked again."""
+        """Drop a target that was chosen before this plan and differs from it; the policy is asked again."""
         target = self.memory.targets.get(name)
         if target is not None and allocation and dict(target.allocation) != dict(allocation):
             left = {other: kept for other, kept in self.memory.targets.items() if other != name}
@@ -256,7 +259,7 @@ def _failed_as(job: JobView, mine: Plan | None, change: JobChange) -> str:
 
 
 def _handed_down(view: View) -> dict[tuple[str, str], tuple[str, float]]:
-    """Nodes that were late under a leader before us: from now on, on our own clock."""
+    """Return the nodes that were late under earlier leaders, with times on this process's clock."""
     return {
         (job.job, node): (agent, view.now)
         for job in view.jobs.values()

@@ -1,11 +1,11 @@
-"""Failures that come again before a script has made a step: restarting would only repeat them.
+"""Recognise failures that are repeated before a script's first step, which restarts cannot cure.
 
-A restart helps where a failure came of something that passes: a machine, a network, a disk. A script that
-fails at the same line as the time before, and has made no step in between, has a defect. So a job fails at
-the second of two such failures, whatever is left of its restart budget.
+A restart helps if a failure was caused by a temporary problem of a machine, a network or a disk. A script
+that fails twice at the same line without a step between has a defect. So a job fails at the second of two
+such failures, whatever is left of its restart budget.
 
-Agents tell of which kind a failure is (`Failure.kind`). Deaths by SIGKILL and errors that tell only of the
-loss of a peer have none: two of them prove nothing.
+Agents report the kind of a failure (`Failure.kind`). Deaths by SIGKILL, and errors that only report the loss
+of a peer, have none, since two of them may have different causes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from adaptdl_elastic.rendezvous.schema.records import Cause, Plan
 
 
 def kind_to_remember(job: JobView, generation: int, lived: float) -> str:
-    """Return the kind of a generation's failure, or "" if it has made a step.
+    """Return the kind of a generation's failure, or "" if the generation has made a step.
 
     Args:
-        job: The job.
-        generation: The generation that has failed.
-        lived: Seconds for which a generation that reports no steps counts as one that has made none.
+        job: the job.
+        generation: the generation that failed.
+        lived: seconds after which a generation that reports no steps counts as having made one.
     """
     if not _before_the_first_step(job, generation, lived):
         return ""
@@ -29,14 +29,14 @@ def kind_to_remember(job: JobView, generation: int, lived: float) -> str:
 
 
 def kind_to_keep(job: JobView, plan: Plan) -> str:
-    """Return what the plan after `plan` has to remember of the failures before, if it follows no failure."""
+    """Return the kind of failure that the plan after `plan` keeps, if `plan` has not failed."""
     return "" if _has_stepped(job, plan.generation) else plan.failed_as
 
 
 def is_repeated(job: JobView, plan: Plan, lived: float) -> bool:
-    """Whether the generation of `plan` has failed as the one before did, both before their first step.
+    """Return whether the generation of `plan` failed like the one before, both before their first step.
 
-    Agents of several nodes may be heard of in another order each time, so all that failed count.
+    Reports of several nodes may arrive in another order each time, so all failures of a generation count.
     """
     before = {plan.failed_as}
     if plan.cause is Cause.FAILURE and plan.failed_as:
@@ -51,10 +51,10 @@ def _has_stepped(job: JobView, generation: int) -> bool:
 
 
 def _before_the_first_step(job: JobView, generation: int, lived: float) -> bool:
-    """Whether a generation has failed before its first step, as far as is known.
+    """Return whether a generation failed before its first step, as far as is known.
 
-    A script without the library says nothing of its steps. Both ends of its life on a node are read from the
-    clock of that node.
+    A script without the library reports no steps. Then the generation's life on a node counts, measured by
+    that node's clock.
     """
     if _has_stepped(job, generation):
         return False

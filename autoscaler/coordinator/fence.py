@@ -1,7 +1,6 @@
-"""How a leader makes a job's plan its own, before it decides anything about the job.
+"""Write a job's plan again with the new leader's fence, before anything is decided about the job.
 
-Whatever an older leader saw of the plan is stale once this write has gone through, so its own
-compare-and-swap fails. Nothing is left to write for a plan that is ours already.
+After this write the compare-and-swap of an older leader fails, since its revision of the plan is outdated.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from adaptdl_elastic.rendezvous.schema.records import Cause, JobSpec, Plan, Tran
 
 
 def fence_off(view: View, job: JobView, keys: Keys, fence: int) -> list[Action]:
-    """What to write so that the job's plan is that of the leader with this `fence`; nothing if it is.
+    """Return the writes that give the job's plan this `fence`; none if it has it.
 
-    A job that has no plan gets a claim, and so does a new run of a job, over the plan of the run before.
+    A job without a plan gets a claim. A new run of a job gets a claim over the plan of the previous run.
     """
     assert job.spec is not None
     spec, key = job.spec.record, keys.job(job.job, "plan")
@@ -28,7 +27,7 @@ def fence_off(view: View, job: JobView, keys: Keys, fence: int) -> list[Action]:
         claim = _claim(spec, last, fence, view.wall)
         return [CompareAndSwap(key, claim, garbage or 0)]
     plan = job.plan.record
-    if garbage is not None:  # the last plan that could be read still stands
+    if garbage is not None:  # the last valid plan is still in force
         return [CompareAndSwap(key, replace(plan, fence=fence), garbage)]
     if plan.run != spec.run:
         claim = _claim(spec, plan.generation, fence, view.wall)
@@ -41,7 +40,7 @@ def fence_off(view: View, job: JobView, keys: Keys, fence: int) -> list[Action]:
 
 
 def _claim(spec: JobSpec, last: int, fence: int, wall: float) -> Plan:
-    """A plan that defines no generation: the run's first will be the one after `last`."""
+    """Return a plan that defines no generation: the run's first generation will be the one after `last`."""
     return Plan(
         job=spec.job,
         run=spec.run,

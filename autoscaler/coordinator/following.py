@@ -1,7 +1,7 @@
-"""What a coordinator knows of its cluster, kept up to date by a watch: while it leads, and before.
+"""Keep what a coordinator knows of its cluster current by a watch, while it leads and while it stands by.
 
-One that waits to lead follows the store as the leader does. What it has seen vanish, and whether the store
-was well then, it need not find out when it comes to power.
+A coordinator that stands by follows the store as the leader does. So when it becomes the leader, it already
+knows which registrations have vanished, and whether the store was available then.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from adaptdl_elastic.rendezvous.store.base import (
 
 logger = logging.getLogger(__name__)
 
-_LAZY = ("hints", "checkpoint")  # changes of these may wait for others to come along
+# changes of these keys may wait a moment, so that several are handled together
+_LAZY = ("hints", "checkpoint")
 
 
 @dataclass(frozen=True)
 class _Reload:
-    """The watch has lost its place."""
+    """The watch cannot continue: its revision was compacted."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class _Broken:
 
 @dataclass(frozen=True)
 class Wake:
-    """Somebody wants whoever waits to look around."""
+    """Another thread has called `wake`."""
 
 
 _Item = Change | _Reload | _Broken | Wake
@@ -49,17 +50,17 @@ _Item = Change | _Reload | _Broken | Wake
 
 @dataclass(frozen=True)
 class Update:
-    """Whether what has come calls for a decision: at once, or after others have come along."""
+    """Whether the changes require a decision: at once, or a moment later together with others."""
 
     eager: bool = False
     lazy: bool = False
 
 
 class Follower:
-    """Feed of a `ClusterCache`. Not thread-safe, but for `wake` and `close`.
+    """Feeds a `ClusterCache` from a watch. Only `wake` and `close` are thread-safe.
 
-    `steady_since` is since when, by `clock`, the store has answered without a break: what expired in a
-    break proves nothing.
+    `steady_since` is when, by `clock`, the store began to answer without a break: a lease that expired during
+    a break does not prove a death.
     """
 
     def __init__(self, store: Store, keys: Keys, clock: Callable[[], float]) -> None:
@@ -72,7 +73,7 @@ class Follower:
     def load(self) -> None:
         """Read everything, and watch from there."""
         self.close()
-        self._queue = queue.SimpleQueue()  # what the old watch may still bring is old
+        self._queue = queue.SimpleQueue()  # drop changes of the old watch
         snapshot = self._store.range(self._keys.root)
         self.keeper.load(snapshot, self._clock())
         watch = self._watch = self._store.watch(self._keys.root, snapshot.revision + 1)
@@ -81,29 +82,30 @@ class Follower:
         ).start()
 
     def close(self) -> None:
-        """Let go of the watch."""
+        """Close the watch."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
 
     def wake(self) -> None:
-        """End a `take` that waits."""
+        """End a waiting `take`."""
         self._queue.put(Wake())
 
     @property
     def loaded(self) -> bool:
-        """Whether it follows the store."""
+        """Whether the store is being watched."""
         return self._watch is not None
 
     @property
     def pending(self) -> bool:
-        """Whether `take` would find something."""
+        """Whether `take` would return changes at once."""
         return not self._queue.empty()
 
     def take(self, timeout: float) -> Update:
-        """Wait for changes, `timeout` seconds at most, and take in all there are.
+        """Wait up to `timeout` seconds for changes, and apply all there are.
 
-        StoreError when the watch has ended.
+        Raises:
+            StoreError: the watch has ended.
         """
         try:
             item = self._queue.get(timeout=timeout) if timeout > 0 else self._queue.get_nowait()
@@ -122,7 +124,7 @@ class Follower:
         match item:
             case Change():
                 if not self.keeper.apply(item, self._clock()):
-                    return Update()  # what we wrote ourselves comes back
+                    return Update()  # this process's own write
                 if item.key.startswith(self._keys.events):
                     return Update()
                 lazy = item.key.rsplit("/", 1)[-1] in _LAZY
@@ -139,17 +141,17 @@ class Follower:
                 return Update()
 
     def check(self, lease: Lease) -> None:
-        """Note a break of the store, as our own lease tells of it."""
+        """Record a break of the store if this process's own lease was not renewed in time."""
         if lease.remaining() < lease.ttl / 3:
             self.shaken()
 
     def shaken(self) -> None:
-        """The store has not answered just now."""
+        """Record that the store has not answered just now."""
         self.steady_since = self._clock()
 
 
 def _pump(watch: Watch, into: queue.SimpleQueue[_Item]) -> None:
-    """Carry a watch's changes into the queue, from a thread of its own."""
+    """Put a watch's changes into the queue, from a thread."""
     try:
         for change in watch:
             into.put(change)

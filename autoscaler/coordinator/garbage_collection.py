@@ -1,4 +1,4 @@
-"""What decisions leave behind: lines of the log, and keys that nobody reads any more."""
+"""Find keys that are not needed any more, and make events for the log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adaptdl_elastic.rendezvous.schema.records import Plan
 
 
 def collect(view: View, job: JobView, condition: Condition, keys: Keys) -> list[DeletePrefix]:
-    """The keys of generations that nobody reads any more."""
+    """Return the keys of generations that are not needed any more."""
     if job.plan is None:
         return []
     needed = {leaver.generation for leaver in holding(view, job)}
@@ -32,7 +32,7 @@ def collect(view: View, job: JobView, condition: Condition, keys: Keys) -> list[
 def forget_ended(
     view: View, conditions: Mapping[str, Condition], keys: Keys, settings: CoordinatorSettings
 ) -> list[DeletePrefix]:
-    """Everything of jobs that have ended, but of the last `keep_ended`."""
+    """Return the keys of jobs that have ended, except for the last `keep_ended`."""
     over = [
         (job.status.revision, name)
         for name, condition in conditions.items()
@@ -48,7 +48,7 @@ def forget_ended(
 
 
 def plan_event(plan: Plan) -> dict[str, Any]:
-    """The log's line of a plan."""
+    """Return the event about a plan."""
     return {
         "job": plan.job,
         "generation": plan.generation,
@@ -64,7 +64,7 @@ def plan_event(plan: Plan) -> dict[str, Any]:
 
 
 def prediction_event(job: JobView, error: float) -> dict[str, Any]:
-    """The log's line of what was predicted for a job and what came out."""
+    """Return the event about the predicted and the measured goodput of a job."""
     hints = job.hints.record if job.hints else None
     plan = job.plan.record if job.plan else None
     return {

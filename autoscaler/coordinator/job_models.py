@@ -1,4 +1,4 @@
-"""What jobs report of themselves, and what those of one script know together."""
+"""Goodput models of jobs, from their own reports and from those of jobs with the same script."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from adaptdl_elastic.goodput import GradParams, PerfParams
 from adaptdl_elastic.protocol.hints import JobHints, ProfileEntry
 from adaptdl_elastic.rendezvous.schema.records import JobState
 
-_SHORTEST = 1e-9  # seconds: a step that takes less has not been measured
-_LONGEST = 1e6  # the same: others' steps are told to nobody
-_LARGEST = math.log(1e3)  # ratio of two jobs' step times that is believed
+_SHORTEST = 1e-9  # seconds: a shorter step time is not a valid measurement
+_LONGEST = 1e6  # seconds: longer step times are not shared with other jobs
+_LARGEST = math.log(1e3)  # largest ratio, as a logarithm, of two jobs' step times that is used
 
 _Key = tuple[int, int, int]
 """Nodes, replicas, atomic batch size."""
 
 
 def own_hints(job: JobView) -> JobHints | None:
-    """The last good report of the job's present run."""
+    """Return the last valid report of the job's present run."""
     if job.hints is None or job.plan is None or job.spec is None:
         return None
     if job.plan.record.run != job.spec.record.run or job.hints.record.generation < job.plan.record.first:
@@ -34,7 +34,7 @@ def own_hints(job: JobView) -> JobHints | None:
 
 
 def model(hints: JobHints) -> GoodputModel | None:
-    """A report's goodput model; None while it has none."""
+    """Return the goodput model in a report, or None."""
     if hints.perf_params is None or hints.grad_params is None or hints.init_batch_size < 1:
         return None
     return GoodputModel(
@@ -50,22 +50,22 @@ def model(hints: JobHints) -> GoodputModel | None:
 
 @lru_cache(maxsize=8192)
 def _corrections(theta: tuple[float, ...], profile: tuple[ProfileEntry, ...]) -> Corrections | None:
-    """What the measured step times say that θ does not; remembered, for it is asked at every decision."""
+    """Return the measured step times as corrections of θ; cached, since every decision needs them."""
     times = {_key(entry): entry.optim_step_time for entry in profile if entry.optim_step_time > _SHORTEST}
     return correct(PerfParams(*theta), times) if times else None
 
 
 def attained(hints: JobHints | None) -> float:
-    """Samples at the initial batch size that the job has done so far."""
+    """Return the samples that the job has completed, counted at the initial batch size."""
     return 0.0 if hints is None or hints.samples_done is None else hints.samples_done
 
 
-# -- jobs of one kind
+# Jobs with the same script
 
 
 @dataclass(frozen=True)
 class _Told:
-    """A measurement, the job that has reported it, and the time of that report."""
+    """A measurement, the job that reported it, and the time of that report."""
 
     seen: float
     job: str
@@ -74,13 +74,14 @@ class _Told:
 
 @dataclass(frozen=True)
 class Curve:
-    """What jobs of one script have found out together."""
+    """What jobs with the same script have measured together."""
 
-    told: Mapping[_Key, tuple[_Told, ...]]  # by configuration, of at most two jobs, the latest first
-    totals: tuple[float, ...] = ()  # samples of the jobs that are done
+    told: Mapping[_Key, tuple[_Told, ...]]  # configuration → reports of at most two jobs, the latest first
+    widest: JobHints  # report of the job that has run on the most replicas
+    totals: tuple[float, ...] = ()  # samples of each job that is done
 
     def besides(self, job: str) -> dict[_Key, ProfileEntry]:
-        """Return what other jobs than `job` have measured. The latest report of a configuration counts."""
+        """Return the measurements of other jobs than `job`. The latest report of a configuration counts."""
         found: dict[_Key, ProfileEntry] = {}
         for at, told in self.told.items():
             for one in told:
@@ -95,12 +96,12 @@ class Report:
 
     job: str
     hints: JobHints
-    seen: float  # when it came, on any clock that is the same for all reports
+    seen: float  # when it was received, on a clock common to all reports
     done: bool = False  # whether the job has ended well
 
 
 def curves(view: View) -> dict[str, Curve]:
-    """By `profile_key`: jobs of one script with the same arguments share what they know, ended ones too."""
+    """Return the shared measurements by `profile_key`; jobs that have ended contribute, too."""
     reports: dict[str, list[Report]] = {}
     for job in view.jobs.values():
         key = job.spec.record.profile_key if job.spec else ""
@@ -113,37 +114,43 @@ def curves(view: View) -> dict[str, Curve]:
 
 
 def curve_of(reports: Sequence[Report]) -> Curve:
-    """Return what the reports of one script's jobs say together. There is at least one."""
+    """Return the shared measurements of at least one report."""
     told: dict[_Key, tuple[_Told, ...]] = {}
     for report in reports:
         for entry in report.hints.profile:
             both = (*told.get(_key(entry), ()), _Told(report.seen, report.job, entry))
             told[_key(entry)] = tuple(sorted(both, key=lambda one: (-one.seen, -one.entry.optim_count))[:2])
+    widest = max(reports, key=lambda report: (report.hints.max_profiled_replicas, report.seen))
     ended = [report.hints for report in reports if report.done]
     totals = tuple(attained(hints) + (hints.remaining_samples or 0.0) for hints in ended)
-    return Curve(told, totals)
+    return Curve(told, widest.hints, totals)
 
 
 def informed(job: str, hints: JobHints | None, curve: Curve | None) -> JobHints | None:
-    """Return a job's own report with step times that only other jobs of its script have measured.
+    """Return a job's own report, extended by what only other jobs with the same script have measured.
 
-    What a job has measured itself counts, however often others have measured the same: it may run on another
-    machine, or have changed its behaviour. Step times of others are converted to its own pace. Before its
-    first measurement a job borrows nothing, and others' sizes do not count as tried: it tries sizes itself,
-    each at most twice as large as the largest before. In replays both make completion times shorter.
+    A job's own measurements always count, even if others measured the same configuration more often: the job
+    may run on another machine, or have changed its behaviour. Step times of others are converted to the job's
+    own pace. θ is taken from the job that has run on the most replicas, since it predicts larger sizes best;
+    at measured sizes the measurements correct it. Before its first measurement a job uses nothing of others,
+    and their sizes do not count as tried: the job tries sizes itself, each at most twice as large as the
+    largest one before. In replays each of these rules makes completion times shorter.
     """
     if curve is None or hints is None or hints.perf_params is None or hints.grad_params is None:
         return hints
     own = {_key(entry): entry for entry in hints.profile}
-    return replace(hints, profile=(*hints.profile, *_at_pace(own, curve.besides(job))))
+    profile = (*hints.profile, *_at_pace(own, curve.besides(job)))
+    wider = curve.widest.max_profiled_replicas > hints.max_profiled_replicas
+    theta = curve.widest.perf_params if wider else hints.perf_params
+    return replace(hints, profile=profile, perf_params=theta or hints.perf_params)
 
 
 def _at_pace(own: Mapping[_Key, ProfileEntry], others: Mapping[_Key, ProfileEntry]) -> Iterable[ProfileEntry]:
-    """Yield what only others have measured, times the ratio of this job's step times to theirs.
+    """Yield what only others have measured, multiplied by the ratio of this job's step times to theirs.
 
-    The ratio is known where both have measured. Between those numbers of replicas its logarithm is
-    interpolated in log R, beyond them the nearest is taken. Where only one node, or only several, can be
-    compared, that ratio is used for the other as well.
+    The ratio is known for configurations that both have measured. Between those numbers of replicas its
+    logarithm is interpolated in log R; beyond them the nearest ratio is used. If the ratio is known only for
+    one node, or only for several nodes, it is used for both.
     """
     ratios: dict[bool, dict[int, list[float]]] = {False: {}, True: {}}
     for (nodes, replicas, _), entry in own.items():

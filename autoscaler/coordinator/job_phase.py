@@ -1,7 +1,6 @@
-"""One job, looked at by itself: in what phase it is, and what must happen to it before any policy is asked.
+"""Find the phase of one job, and what must happen to it before the policy is asked.
 
-Pure functions of the view. What they answer is carried out by `core`, which alone knows of
-the other jobs.
+Pure functions of the view. `decide`, which also knows the other jobs, carries out the result.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ FOREVER = float("inf")
 
 
 class Phase(str, Enum):
-    """Where a job stands.
+    """The phase of a job.
 
     UNKNOWN   no specification yet: nothing can be done
     OVER      it has ended, and its status says so
     EMPTY     it has no replicas and may get some
-    CHANGING  a plan is out and not all of its nodes have started their replicas
+    CHANGING  a plan is published and not all of its nodes have started their replicas
     STEADY    every node of the plan runs its replicas
     BROKEN    replicas failed or vanished: it needs another plan
     FINISHED  every replica ended well
-    LEFT      every replica was stopped, and not by us
+    LEFT      every replica was stopped, but not by the coordinator
     """
 
     UNKNOWN = "unknown"
@@ -53,34 +52,34 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True)
 class Health:
-    """The placements of the current plan, sorted by what has become of them."""
+    """The nodes of the current plan by the state of their replicas."""
 
     running: tuple[str, ...] = ()
     starting: tuple[str, ...] = ()
     done: tuple[str, ...] = ()
     stopped: tuple[str, ...] = ()
-    failed: tuple[str, ...] = ()  # failed or aborted, unasked
-    lost: tuple[str, ...] = ()  # registration gone, and there is evidence or patience is over
-    missing: tuple[str, ...] = ()  # registration gone, patience is not over
-    undone: tuple[str, ...] = ()  # newcomers that failed before anybody had left the generation before
-    broken: bool = False  # replicas wait for another plan, because somebody is gone
-    recovers: survivors.Losses | None = None  # somebody has died, and the others are to go on
-    settled_at: float = FOREVER  # when patience with the missing, or with not knowing who is gone, ends
-    started_at: float = 0.0  # when the last of the running was seen to run
+    failed: tuple[str, ...] = ()  # failed or aborted without having been asked to stop
+    lost: tuple[str, ...] = ()  # registration vanished, and the node is given up
+    missing: tuple[str, ...] = ()  # registration vanished, and the node may still come back
+    undone: tuple[str, ...] = ()  # newcomers that failed before any replica left the previous generation
+    broken: bool = False  # replicas have lost others and wait for another plan
+    recovers: survivors.Losses | None = None  # set if replicas have died and the others are to go on
+    settled_at: float = FOREVER  # when the missing are given up, or the dead are known
+    started_at: float = 0.0  # when the last of the running nodes was seen to run
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What `condition_of` found."""
+    """The result of `condition_of`."""
 
     phase: Phase
     health: Health = Health()
-    plan: Plan | None = None  # of this run; None: a claim, another run's, or none
+    plan: Plan | None = None  # of this run; None: there is none, only a claim, or only another run's plan
 
 
 @dataclass(frozen=True)
 class JobChange:
-    """A plan that ought to be written next."""
+    """A plan to be written next."""
 
     allocation: Allocation
     cause: Cause
@@ -91,11 +90,11 @@ class JobChange:
     failed_as: str | None = None
     predicted_goodput: float | None = None
     placements: tuple[Placement, ...] = ()  # (): the nodes of the allocation, whatever runs there
-    midway: bool = False  # a step towards what is wanted, which is still wanted after it
+    midway: bool = False  # a step on the way to a target, which remains valid
 
 
 def this_run(job: JobView) -> Plan | None:
-    """The plan of the job's present run; None when there is none but a claim or another run's."""
+    """Return the plan of the job's present run; None if there is only a claim or another run's plan."""
     if job.plan is None or job.spec is None:
         return None
     plan = job.plan.record
@@ -103,9 +102,9 @@ def this_run(job: JobView) -> Plan | None:
 
 
 def size_of(plan: Plan) -> int:
-    """Replicas that a plan is to leave its job with: a move away from draining nodes may be midway.
+    """Return the replicas that a plan leaves its job with; more than that may run during a drain.
 
-    It goes over old and new nodes together, and makes no job larger.
+    A move away from draining nodes first runs on old and new nodes together, and does not enlarge the job.
     """
     if plan.cause is not Cause.DRAIN or plan.transition is not Transition.INPLACE:
         return plan.replicas
@@ -115,13 +114,13 @@ def size_of(plan: Plan) -> int:
 
 
 def stop_requested(job: JobView) -> bool:
-    """Whether a person asked for the present run to stop."""
+    """Return whether a user asked the present run to stop."""
     request = job.request.record if job.request else None
     return bool(request and request.stop and job.spec and request.run in ("", job.spec.record.run))
 
 
 def requested_replicas(job: JobView) -> int | None:
-    """How many replicas a person asked for; None where the policy is to say."""
+    """Return the number of replicas that a user asked for; None: the policy chooses."""
     request = job.request.record if job.request else None
     if request is None or job.spec is None or request.run not in ("", job.spec.record.run):
         return None
@@ -129,7 +128,7 @@ def requested_replicas(job: JobView) -> int | None:
 
 
 def uses_library(job: JobView) -> bool:
-    """Whether the script has said hello, in any generation of this run."""
+    """Return whether the script has said hello in any generation of this run."""
     first = job.plan.record.first if job.plan else 0
     if any(seen.record.library for (g, _), seen in job.running.items() if g >= first):
         return True
@@ -137,7 +136,7 @@ def uses_library(job: JobView) -> bool:
 
 
 def said_hello(job: JobView, condition: Condition) -> bool:
-    """Whether all replicas of the plan in force have: only they can change their number in place."""
+    """Return whether all replicas of the present plan have said hello: only they can change in place."""
     plan = condition.plan
     if plan is None:
         return True
@@ -146,7 +145,7 @@ def said_hello(job: JobView, condition: Condition) -> bool:
 
 
 def condition_of(view: View, job: JobView, settings: CoordinatorSettings) -> Condition:
-    """In what phase a job is."""
+    """Return the phase of a job, and the reasons for it."""
     if job.spec is None:
         return Condition(Phase.UNKNOWN)
     plan = this_run(job)
@@ -173,7 +172,7 @@ def _phase(plan: Plan, health: Health) -> Phase:
 
 
 def _ended_before(job: JobView, plan: Plan) -> bool:
-    """Whether a planned change crossed the job's end: all of the generation before was done already."""
+    """Return whether the job ended while this plan was made: all of the previous generation was done."""
     unplanned = plan.cause in (Cause.FAILURE, Cause.NODE_LOST, Cause.REPLICA_LOST)
     if unplanned or any(g == plan.generation for g, _ in job.running):
         return False
@@ -184,24 +183,24 @@ def _ended_before(job: JobView, plan: Plan) -> bool:
 
 @dataclass(frozen=True)
 class _Sorted:
-    """The placements of a plan by what their agents have written, before anybody is judged."""
+    """The nodes of a plan by what their agents have written, before deaths are considered."""
 
-    generation: int  # that runs while the plan is in force
+    generation: int  # generation that runs while the plan is in force
     running: tuple[str, ...]
     starting: tuple[str, ...]
     done: tuple[str, ...]
     stopped: tuple[str, ...]
     failed: tuple[str, ...]
-    absent: tuple[Placement, ...]  # registration gone
-    died: bool  # a node's replicas were killed, all of them
-    broken: bool  # somebody has said that others are gone
+    absent: tuple[Placement, ...]  # registration vanished
+    died: bool  # all replicas of a node were killed
+    broken: bool  # an agent has reported a lost peer
     started_at: float
     undone: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """Who is to be replaced, and who goes on."""
+    """Which nodes are replaced, and whether the others go on."""
 
     losses: survivors.Losses
     failed: tuple[str, ...] = ()
@@ -211,7 +210,7 @@ class _Verdict:
 
 
 def health_of(view: View, job: JobView, plan: Plan, settings: CoordinatorSettings) -> Health:
-    """What has become of each node of the current plan."""
+    """Return the state of each node of the current plan."""
     found = _before_the_switch(view, job, plan, _sort(view, job, plan))
     evidence = bool(found.failed) or found.broken
     lost, missing, settled_at = _sort_absent(view, job, found.absent, evidence, settings)
@@ -264,9 +263,9 @@ def _sort(view: View, job: JobView, plan: Plan) -> _Sorted:
 
 
 def _before_the_switch(view: View, job: JobView, plan: Plan, found: _Sorted) -> _Sorted:
-    """What it means where nobody has gone over to a change in place yet: the generation before still runs.
+    """Return the state while no replica has switched to a change in place: the previous generation runs.
 
-    Of the newcomers a failure undoes the change and no more; who is to leave is still needed.
+    A failed newcomer only undoes the change. Nodes that are to leave are still needed.
     """
     generation, members = survivors.present(job, plan)
     if generation == plan.generation:
@@ -299,12 +298,12 @@ def _who_lives(
     losses = survivors.Losses(found.generation)
     if found.broken or found.died or found.absent:
         losses = survivors.inquire(job, plan, (*lost, *missing), fewest(view, job))
-    if found.failed:  # all are started again, whoever else is gone
+    if found.failed:  # all replicas are started again, whatever else is gone
         return _Verdict(losses, found.failed, lost)
     if lost or losses.dead:
         if losses.able:
             return _Verdict(losses, lost=lost, recovers=True)
-        # a death is a failure, as it is without resilience
+        # replicas that are not resilient: the death counts as a failure
         return _Verdict(losses, tuple(node for node in losses.dead if node not in lost), lost)
     if losses.said:
         return _who_is_silent(view, job, plan, losses, missing, settings)
@@ -319,18 +318,19 @@ def _who_is_silent(
     missing: tuple[str, ...],
     settings: CoordinatorSettings,
 ) -> _Verdict:
-    """Somebody is gone, and we do not know who: one whose replicas have not said that they wait, too?"""
+    """Decide about a generation that reports a lost peer although no dead replica is known."""
     silent = {one.node for one in losses.survivors} - losses.said
-    # Who is busy has not come to a recovery yet, and can not know that others are gone from it: only
-    # of a generation that all of them were in does silence say anything.
+    # A busy replica cannot know yet that others are gone from a recovery: silence proves a death only in a
+    # generation that all replicas were in.
     again = plan.transition is Transition.RECOVER and not _all_running(job, plan)
     heard_by = FOREVER if again else losses.since + settings.silence
     patience = losses.since + settings.node_ttl + settings.grace
     if silent and view.now >= heard_by:
         without = survivors.inquire(job, plan, (*missing, *silent), fewest(view, job))
-        if without.able:  # its lease still runs, and nobody can hear it
+        if without.able:  # its lease has not expired, but it cannot be reached
             return _Verdict(without, lost=tuple(sorted(silent)), recovers=True)
-    if not silent or view.now >= patience:  # nobody has died; that they go on by themselves is tried once
+    # no replica has died: they lost only their connections; going on is tried once
+    if not silent or view.now >= patience:
         if losses.able and not again:
             return _Verdict(losses, recovers=True)
         return _Verdict(losses, failed=tuple(sorted(losses.said)))
@@ -342,9 +342,9 @@ def _all_running(job: JobView, plan: Plan) -> bool:
 
 
 def _failed_before(job: JobView, plan: Plan) -> list[str]:
-    """Nodes whose replicas failed in the generation that a change in place has not yet left.
+    """Return the nodes whose replicas failed in the generation that a change in place has not left yet.
 
-    That is the one that runs: what a withdrawn change had started beside it may end as it likes.
+    Only the generation that runs counts; processes that a withdrawn change had started may end in any way.
     """
     return [
         leaver.node
@@ -373,13 +373,13 @@ def _gone(registration: Observed[NodeRecord] | None, placement: Placement) -> bo
 def _sort_absent(
     view: View, job: JobView, absent: Sequence[Placement], evidence: bool, settings: CoordinatorSettings
 ) -> tuple[tuple[str, ...], tuple[str, ...], float]:
-    """Which absent nodes are lost now, which are missing still, and until when.
+    """Return the absent nodes that are lost, those that are missing, and when that changes.
 
-    A lease that ran out while the store was away proves nothing: its agent may be as well as its
-    replicas. So after a break (or our own start) an agent has one lease time to come back, unless
-    another one has taken its place, or the replicas of others have failed for want of its. Breaks much
-    later than its loss put that off no further: a store that stutters for ever would keep a dead node
-    in its job. While the store is away altogether, though, nobody could come back.
+    A lease that expired while the store was away proves nothing: the agent and its replicas may be well. So
+    after a break (or this process's own start) an agent has one lease time to come back, unless another agent
+    has taken its place, or replicas of other nodes have failed because of it. Breaks long after its loss do
+    not extend that time; otherwise an unstable store would keep a dead node in its job. While the store is
+    away, no agent can come back.
     """
     lost, missing, settled_at = [], [], FOREVER
     assert job.plan is not None
@@ -390,7 +390,8 @@ def _sort_absent(
         shaken = gone is None or since - view.steady_since < settings.steady
         patience = since
         if shaken:
-            missed_at = gone.seen if gone is not None else job.plan.seen  # as its leader we have written it
+            # this leader, or its predecessor, has written the plan
+            missed_at = gone.seen if gone is not None else job.plan.seen
             answers = min(max(since, view.steady_since), missed_at + settings.steady)
             patience = max(answers + settings.node_ttl, view.steady_since + settings.grace)
         if replaced or evidence or view.now >= patience:
@@ -401,13 +402,13 @@ def _sort_absent(
     return tuple(lost), tuple(missing), settled_at
 
 
-# -- failures
+# Failures
 
 
 def failures(job: JobView, generation: int) -> tuple[Failure, ...]:
     """Return the failed replicas of a generation, the likely root cause first.
 
-    That is the first to be heard of, but for those that only tell of the loss of another.
+    That is the failure that was reported first, except for those that only report the loss of a peer.
     """
     found = [
         (seen.seen, seen.record.failure)
@@ -421,7 +422,7 @@ def failures(job: JobView, generation: int) -> tuple[Failure, ...]:
 
 
 def failed_generation(job: JobView, plan: Plan) -> int:
-    """The generation that failed: the plan's own, or the one that a change in place had not yet left."""
+    """Return the generation that failed: the plan's, or the one that a change in place has not left yet."""
     if plan.transition is Transition.INPLACE and not failures(job, plan.generation):
         failed = set(_failed_before(job, plan))
         before = [
@@ -435,7 +436,7 @@ def failed_generation(job: JobView, plan: Plan) -> int:
 
 
 def root_exit_code(job: JobView, generation: int) -> int:
-    """The exit code a job fails with: that of its root cause, a signal as the shell says it."""
+    """Return the job's exit code: that of the root cause; 128 plus the number of a signal."""
     codes = [failure.exit_code for failure in failures(job, generation)]
     codes += [s.record.exit_code for (g, _), s in job.ended.items() if g == generation]
     for code in codes:
@@ -445,10 +446,10 @@ def root_exit_code(job: JobView, generation: int) -> int:
 
 
 def refilled(view: View, job: JobView, plan: Plan, settings: CoordinatorSettings) -> bool:
-    """Whether the job has come on since its last restart, so that the budget is whole again.
+    """Return whether the job has made progress since its last restart, so that the budget is restored.
 
-    It has when this generation has lived for `refill_after` and has saved a checkpoint beyond the one
-    that the last restart began from.
+    That is so if this generation has lived for `refill_after` and has saved a checkpoint beyond the one that
+    the last restart began from.
     """
     if plan.restarts == 0 or job.checkpoint is None or job.plan is None:
         return False
@@ -457,29 +458,29 @@ def refilled(view: View, job: JobView, plan: Plan, settings: CoordinatorSettings
 
 
 def pause_before_restart(restarts: int, settings: CoordinatorSettings) -> float:
-    """Seconds to wait before the restart that makes the count `restarts`: none before the first."""
+    """Return the seconds to wait before restart number `restarts`; none before the first."""
     if restarts <= 1:
         return 0.0
     return min(settings.max_backoff, settings.backoff * float(2 ** min(restarts - 2, 30)))
 
 
 def failed_at(job: JobView, generation: int) -> float:
-    """When we first saw that the generation had failed."""
+    """Return when this process first saw that the generation had failed."""
     heard = [s.seen for (g, _), s in job.ended.items() if g == generation]
     heard += [s.seen for (g, _), s in job.broken.items() if g == generation]
     return min(heard, default=0.0)
 
 
-# -- transitions
+# Transitions
 
 
 def base(job: JobView, plan: Plan) -> int:
-    """The generation that runs while `plan` is in force."""
+    """Return the generation that runs while `plan` is in force."""
     return survivors.present(job, plan)[0]
 
 
 def why_not_in_place(job: JobView) -> str:
-    """Why this job's replicas can not change their number in their processes; "" where they can."""
+    """Return why this job's replicas cannot change their number in place; "" if they can."""
     hints, plan = job.hints.record if job.hints else None, this_run(job)
     if job.spec is not None and job.spec.record.rescale is Rescale.RESTART:
         return "--rescale=restart"
@@ -489,15 +490,15 @@ def why_not_in_place(job: JobView) -> str:
 
 
 def stays(job: JobView, plan: Plan, allocation: Allocation) -> bool:
-    """Whether somebody who has the state is of that allocation, too."""
+    """Return whether an allocation keeps a node that has the training state."""
     return any(member.node in allocation for member in survivors.present(job, plan)[1])
 
 
 def bridge(view: View, job: JobView, plan: Plan, allocation: Allocation) -> Allocation | None:
-    """The first of two steps to nodes of which none runs the job now: old and new ones together.
+    """Return the first of two steps to nodes of which none runs the job: old and new nodes together.
 
-    All of the old where the job's bounds allow, else as many on rank 0's node as there is room for beside
-    the new ones; None where there is none.
+    All old replicas if the job's bounds allow, else as many on rank 0's node as fit beside the new ones; None
+    if there is no room.
     """
     assert job.spec is not None
     spec, members = job.spec.record, survivors.present(job, plan)[1]
@@ -515,10 +516,9 @@ def bridge(view: View, job: JobView, plan: Plan, allocation: Allocation) -> Allo
 
 
 def pause(job: JobView, plan: Plan) -> float | None:
-    """Seconds without a step before a plan's first one; None before that, and for a job's first.
+    """Return the seconds without a step before a plan's first one; None if unknown, or for the first plan.
 
-    Both ends are read from one machine's clock where one machine has both; otherwise by when we
-    heard of them.
+    If one machine has both ends, its clock counts; otherwise the times at which they were reported.
     """
     firsts = {
         node: seen
@@ -541,7 +541,7 @@ def pause(job: JobView, plan: Plan) -> float | None:
 
 
 def late_nodes(memory: Memory, view: View, job: JobView, settings: CoordinatorSettings) -> set[str]:
-    """Nodes that did not start this job's replicas in time and are not tried again yet."""
+    """Return the nodes that did not start this job's replicas in time and are not tried again yet."""
     agents = view.agents(job.job)
     return {
         node

@@ -1,4 +1,4 @@
-"""Between the store's records and the policy: what it is asked about, when, and what its answer means."""
+"""Translate between the store's records and the policy: its question, when to ask, its answer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Policy = Callable[
     [Sequence[JobInfo], Sequence[NodeInfo], Mapping[str, Allocation], float, Any],
     Decision,
 ]
-"""`adaptdl_elastic.autoscaler.policy.allocate`, or one that stands in for it."""
+"""`adaptdl_elastic.autoscaler.policy.allocate`, or a replacement for it."""
 
 _UNSETTLED = (Phase.CHANGING, Phase.BROKEN)
 _ACTIVE = (Phase.EMPTY, Phase.STEADY, *_UNSETTLED)
@@ -48,7 +48,7 @@ def ask(
     ledger: Ledger,
     settings: CoordinatorSettings,
 ) -> PolicyQuestion:
-    """Put the state of the cluster into the policy's terms."""
+    """Return the state of the cluster in the policy's terms."""
     known = curves(view)
     infos: list[JobInfo] = []
     current: dict[str, Allocation] = {}
@@ -68,7 +68,7 @@ def ask(
             continue
         try:
             info, why = _job(view, job, condition, places, memory, settings, known)
-        except Exception as error:  # this job's records alone: the others are asked about
+        except Exception as error:  # an error in this job's records: the policy is asked about the others
             undecidable[name] = described(error)
             continue
         infos.append(info)
@@ -87,15 +87,15 @@ def ask(
 
 
 def described(error: Exception) -> str:
-    """An error in one line."""
+    """Return an error as one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:300].removesuffix(": ")
 
 
 def worth_asking(question: PolicyQuestion, before: PolicyQuestion | None, drift: float) -> bool:
-    """Whether the answer may be another than to the question before.
+    """Return whether the answer may differ from that to the previous question.
 
-    Reports are noisy: forecasts count when one has moved by more than the factor 1 + `drift` since then.
+    Reports are noisy: a forecast counts as changed if it has moved by more than the factor 1 + `drift`.
     """
     if before is None or question.fingerprint != before.fingerprint:
         return True
@@ -106,7 +106,7 @@ def worth_asking(question: PolicyQuestion, before: PolicyQuestion | None, drift:
 
 
 def _nodes(view: View, ledger: Ledger, asked_about: set[str]) -> tuple[NodeInfo, ...]:
-    """Every node with the slots that the jobs in question may share."""
+    """Return every node with the slots that the jobs of the question may share."""
     elsewhere: dict[str, int] = {}
     for name in view.jobs:
         if name not in asked_about:
@@ -121,7 +121,7 @@ def _nodes(view: View, ledger: Ledger, asked_about: set[str]) -> tuple[NodeInfo,
                 name=node,
                 slots=max(0, ledger.capacity[node] - elsewhere.get(node, 0)),
                 preemptible=record.preemptible or (was is not None and was.preemptible),
-                # one agent that leaves is its own job's concern: the node leaves when all of them do
+                # a node leaves only if the agents of all its jobs do
                 draining=view.draining(record) and (was is None or was.draining),
                 at_risk=record.at_risk or (was is not None and was.at_risk),
             )
@@ -175,17 +175,17 @@ def _job(
 
 @dataclass(frozen=True)
 class _Fixed:
-    """A size that is not the policy's to choose."""
+    """A size that the policy does not choose."""
 
     size: int
-    text: str  # why
-    cause: Cause | None = None  # of plans that give it; None: it has it already
+    text: str  # reason
+    cause: Cause | None = None  # cause of plans that give this size; None: the job has it already
 
 
 def _fixed_size(
     view: View, job: JobView, condition: Condition, places: Mapping[str, Room], settings: CoordinatorSettings
 ) -> tuple[_Fixed | None, Mapping[str, Room]]:
-    """The size of a job that the policy is not to choose, None where it is; and where it may be."""
+    """Return a size that the policy does not choose (None: it chooses), and the nodes that are possible."""
     assert job.spec is not None
     spec, now = job.spec.record, in_plan(condition.plan)
     wanted = jobs.requested_replicas(job)
@@ -197,7 +197,7 @@ def _fixed_size(
         return _Fixed(size, text, Cause.MANUAL), places
     size = sum(now.values())
     if not spec.autoscale:
-        if condition.plan is not None and jobs.size_of(condition.plan) != size:  # a move was called off
+        if condition.plan is not None and jobs.size_of(condition.plan) != size:  # a move was cancelled
             size = sum((nearest(spec, jobs.size_of(condition.plan), places, now) or now).values())
         return _Fixed(size, "it was started with autoscaling off") if size else None, places
     if condition.phase is Phase.STEADY and not jobs.uses_library(job):
@@ -213,9 +213,9 @@ def _fixed_size(
 
 
 def expected_pause(job: JobView, settings: CoordinatorSettings) -> float | None:
-    """Seconds that a change would cost: as measured; before the first what one in place takes, if it can be.
+    """Return the expected seconds of a change; None: unknown, the policy has a default.
 
-    None where neither is known: the policy has a default.
+    That is the median of measured ones; before the first, that of a change in place if the job allows it.
     """
     measured = typical_pause(job)
     hints = own_hints(job)
@@ -237,16 +237,16 @@ def _fingerprint(job: JobView, condition: Condition, info: JobInfo, places: Mapp
     )
 
 
-# -- the answer
+# The answer
 
 
 def targets(
     question: PolicyQuestion, decision: Decision, view: View, conditions: Mapping[str, Condition]
 ) -> dict[str, Target]:
-    """What each job is to have, by the policy's answer.
+    """Return what each job is to have by the policy's answer.
 
-    Nothing is answered about jobs whose change was under way: of those that have not been heard of for a
-    moment not even the nodes were in the question.
+    Jobs whose size was changing are left out: nodes that were missing for a moment were not even part of the
+    question.
     """
     found: dict[str, Target] = {}
     for name, allocation in decision.allocations.items():
@@ -281,6 +281,6 @@ def _cause(question: PolicyQuestion, name: str, condition: Condition, spec: JobS
 
 
 def _survivors_first(allocation: Allocation, now: Allocation) -> dict[str, int]:
-    """The same allocation with the nodes that stay first, in the order of their ranks."""
+    """Return the same allocation with the nodes that stay first, in the order of their ranks."""
     order = [node for node in now if node in allocation] + [node for node in allocation if node not in now]
     return {node: allocation[node] for node in order if allocation[node] > 0}

@@ -1,12 +1,12 @@
-"""The coordinator as a process: elected by a lease, fed by a watch, driven by `core.decide`.
+"""The coordinator as a process: elected by a lease, fed by a watch, driven by `decide`.
 
-This is the thin edge around the pure core. It holds nothing that is not in the store, save what a
-successor can do without (`Memory`). Three things keep an old leader harmless, one that was stopped and
-wakes up included: it writes only while its lease certainly holds, every write is a compare-and-swap
-against what it saw, and its successor has written every plan again by then.
+This is the I/O around the pure core. Beside the store it keeps only what a successor does not need
+(`Memory`). Three things make an old leader harmless, even one that was stopped for a while: it writes only
+while its lease is certain to last, every write is a compare-and-swap against what it has seen, and its
+successor has written every plan again by then.
 
-Rounds of the policy are computed in a thread of their own, from a snapshot, while the loop goes on. (numpy
-and HiGHS let go of the interpreter's lock for most of it.)
+Rounds of the policy are computed in a thread, from an immutable question, while the loop goes on. (numpy and
+HiGHS release the interpreter lock most of the time.)
 """
 
 from __future__ import annotations
@@ -54,28 +54,28 @@ from adaptdl_elastic.rendezvous.store.base import (
 logger = logging.getLogger(__name__)
 
 LEASE_TTL = 5.0
-_HEARTBEAT = 1.0  # how often the lease is looked at, locally
+_HEARTBEAT = 1.0  # seconds between two checks of the lease
 _LAZY_DELAY = 0.5
 _LOUD = {"policy_failed": logging.ERROR, "job_broken": logging.ERROR, "malformed": logging.WARNING}
-_SLICE = 0.2  # seconds of writing after which what has happened meanwhile is taken in
-_LAST_ROUND = 5.0  # seconds that the end of a term waits for a round of the policy
-_ROUNDS = 50  # decisions in a row without anything new from the store
+_SLICE = 0.2  # seconds of writing after which changes of the store are handled first
+_LAST_ROUND = 5.0  # seconds to wait for a round of the policy when a leader ends
+_ROUNDS = 50  # most decisions in a row without a change from outside
 
 
 class Observer(Protocol):
-    """Told of every decision; metrics are one."""
+    """An object that is told about every decision, such as the metrics."""
 
     def decided(self, view: View, decided: Decided, seconds: float) -> None:
-        """`seconds` of wall time it took."""
+        """Take note of a decision that took `seconds`."""
 
     def leading(self, leads: bool) -> None:
-        """Whether this process leads now."""
+        """Take note of whether this process leads."""
 
 
 class Coordinator:
     """Campaigns, leads, and campaigns again, until it is stopped.
 
-    `clock` is monotonic, `wall` is what people read. `stop()` may be called from any thread.
+    `clock` is monotonic, `wall` gives times for users. `stop()` may be called from any thread.
     """
 
     def __init__(
@@ -102,21 +102,22 @@ class Coordinator:
         )
         self._follower = Follower(store, keys, clock)
         self._stopped = threading.Event()
-        self._computing: threading.Thread | None = None  # of the last round of the policy
-        self._ended = threading.Event()  # whether that round came to its end
-        self._admitted = False  # the store has let us in once
+        self._computing: threading.Thread | None = None  # thread of the last round of the policy
+        self._ended = threading.Event()  # set when that round has ended
+        self._admitted = False  # the store has accepted this process once
         self.leads = threading.Event()
         self.stands_by = threading.Event()
 
     def stop(self) -> None:
-        """End `run` soon; a leader lets go of its lease, so that another can lead at once."""
+        """End `run` soon; a leader revokes its lease, so that another coordinator can lead at once."""
         self._stopped.set()
         self._follower.wake()
 
     def run(self) -> None:
-        """Serve until `stop`; ask a store that is away, or that refuses us, again.
+        """Serve until `stop`; retry while the store is away or refuses this process.
 
-        Raises StoreAuthError when the store has refused us from the beginning.
+        Raises:
+            StoreAuthError: the store has refused this process from the beginning.
         """
         delay = 0.1
         while not self._stopped.is_set():
@@ -131,12 +132,12 @@ class Coordinator:
                 logger.warning("%s (%s); trying again in %.1f s", what, error, delay)
                 self._stopped.wait(delay)
                 delay = min(5.0, 2 * delay)
-            except Exception:  # a defect: whoever leads next would meet it, too
+            except Exception:  # a defect, which the next leader would meet, too
                 logger.exception("the coordinator could not decide; trying again in %.1f s", delay)
                 self._stopped.wait(delay)
                 delay = min(5.0, 2 * delay)
 
-    # -- election
+    # Election
 
     def _campaign_and_lead(self) -> None:
         lease = self._store.lease(self._ttl)
@@ -157,14 +158,15 @@ class Coordinator:
                 lease.revoke()
 
     def _claim(self, lease: Lease) -> int | None:
-        """Lead if nobody does: the fence."""
+        """Become the leader if there is none; return the fence, or None."""
         key, value = self._keys.coordinator_leader, records.encode(self._record)
         return self._store.compare_and_swap(key, value, 0, lease)
 
     def _stand_by(self, lease: Lease) -> int | None:
-        """Follow the store as the leader does until there is none any more; the fence that we lead with.
+        """Follow the store until there is no leader, then lead; return the fence.
 
-        None: stopped, or out of touch with the store for so long that what we have seen counts for little.
+        Returns:
+            None if stopped, or if the lease was lost, so that what was seen is out of date.
         """
         follower = self._follower
         standby = self._keys.coordinator_standby(self._identity)
@@ -182,7 +184,7 @@ class Coordinator:
             self.stands_by.clear()
         return None
 
-    # -- leading
+    # Leading
 
     def _lead(self, fence: int, lease: Lease) -> None:
         term = _Term(self, fence, lease)
@@ -204,7 +206,7 @@ class Coordinator:
 
 
 class _Term:
-    """One time in office."""
+    """One term as the leader."""
 
     def __init__(self, owner: Coordinator, fence: int, lease: Lease) -> None:
         self._o, self._fence, self._lease = owner, fence, lease
@@ -213,15 +215,15 @@ class _Term:
         self._wake_at = owner._clock()
         self._answers: queue.SimpleQueue[PolicyAnswer] = queue.SimpleQueue()
         self.deposed = False  # another coordinator was elected after this one
-        self._asked: tuple[int, float] | None = None  # number of the round under way, and since when
+        self._asked: tuple[int, float] | None = None  # number and start of the round under way
 
     def close(self) -> None:
-        """Let go of the policy."""
+        """Wait for the round of the policy."""
         if self._o._computing is not None:
             self._o._computing.join(_LAST_ROUND)
 
     def step(self) -> None:
-        """Wait for something to happen or to be due, take it in, and decide."""
+        """Wait until something happens or is due, apply it, and decide."""
         heard = self._follower.take(min(_HEARTBEAT, max(0.0, self._wake_at - self._o._clock())))
         now = self._o._clock()
         if heard.lazy:
@@ -231,13 +233,13 @@ class _Term:
         if heard.eager or now >= self._wake_at or not self._answers.empty():
             self._decide()
 
-    # -- deciding
+    # Deciding
 
     def _compute(self, asked: PolicyRound) -> None:
-        """Begin a round of the policy; `_answers` gets what comes of it."""
+        """Start a round of the policy in a thread; `_answers` gets its answer."""
         before, now = self._o._computing, self._o._clock()
         if before is not None and before.is_alive() and not self._o._ended.is_set():
-            # a thread can not be ended: a second one beside it would only take its time away
+            # a thread cannot be stopped; another one would only slow it down
             self._give_up(asked.number, 0.0, "the round before has not come to an end yet")
             return
         self._asked = asked.number, now
@@ -247,7 +249,7 @@ class _Term:
             answer = PolicyAnswer(asked.number, None, 0.0, "its thread was ended")
             try:
                 answer = compute(self._o._policy, asked, self._o._clock)
-            finally:  # whatever may come: who waits for the answer gets one
+            finally:  # after any error the waiting decision gets an answer
                 ended.set()
                 self._answers.put(answer)
                 self._follower.wake()
@@ -256,7 +258,7 @@ class _Term:
         self._o._computing.start()
 
     def _check_round(self, now: float) -> None:
-        """Wait no longer for a round that takes longer than it may."""
+        """Give up a round that takes too long."""
         if self._asked is None or now - self._asked[1] < self._o._settings.policy_timeout:
             return
         (number, since), self._asked = self._asked, None
@@ -289,7 +291,7 @@ class _Term:
             for observer in owner._observers:
                 try:
                     observer.decided(view, decided, owner._clock() - started)
-                except Exception:  # whoever looks on must not keep it from deciding
+                except Exception:  # an observer's error must not prevent decisions
                     logger.exception("%s could not take note of a decision", observer)
             for problem in self._keeper.problems():
                 self.say("malformed", {"key": problem.key, "message": problem.message})
@@ -301,10 +303,10 @@ class _Term:
         self._wake_at = owner._clock() + 1.0
 
     def _carry_out(self, actions: tuple[Action, ...]) -> bool:
-        """Write what was decided; whether something was written and the rest should be decided now.
+        """Write what was decided; return whether something was written, so that the rest is decided at once.
 
-        A round of the policy can change hundreds of jobs at once. What happens meanwhile does not wait for
-        the last of them: after `_SLICE` seconds it is taken in, and the rest is decided anew.
+        A round of the policy can change hundreds of jobs. After `_SLICE` seconds, changes of the store are
+        handled first, and the rest is decided again.
         """
         written, began = False, self._o._clock()
         for action in actions:
@@ -324,7 +326,7 @@ class _Term:
                     case Say():
                         self.say(action.event, action.fields)
             except StoreAuthError:
-                raise  # another coordinator may be let in: let go of the lease
+                raise  # another coordinator may be accepted: give up the lease
             except StoreError as error:
                 logger.warning("could not write (%s); trying again", error)
                 self._follower.shaken()
@@ -335,12 +337,12 @@ class _Term:
     def _swap(self, action: CompareAndSwap) -> bool:
         try:
             text = records.encode(action.record)
-        except Exception:  # of one job: what is decided about the others is written
+        except Exception:  # an error of one job: what is decided about the others is written
             logger.exception("%s can not be written", action.key)
             return False
         revision = self._o._store.compare_and_swap(action.key, text, action.expected_revision)
         if revision is None:
-            # somebody else wrote: the watch brings what, and if it does not, a look in a moment does
+            # another program wrote; the watch reports it, or else the next decision reads it
             logger.debug("%s has changed meanwhile", action.key)
             now = self._o._clock()
             self._wake_at = min(max(self._wake_at, now + _LAZY_DELAY), now + _HEARTBEAT)
@@ -349,7 +351,7 @@ class _Term:
         return True
 
     def say(self, event: str, fields: Any) -> None:
-        """One line of the bounded log in the store; never the reason for anything to fail."""
+        """Write one line of the bounded log in the store; a failure is only logged."""
         wall = self._o._wall()
         logger.log(_LOUD.get(event, logging.INFO), "%s %s", event, fields)
         key = f"{self._o._keys.events}{int(wall * 1000):013d}-{secrets.token_hex(3)}"
@@ -367,7 +369,7 @@ class _Term:
 
 
 def stop_with_parent(descriptor: int, stop: Callable[[], None]) -> threading.Thread:
-    """Call `stop` when the other end of a pipe is closed: our parent is gone."""
+    """Call `stop` when the other end of a pipe is closed because the parent process has ended."""
 
     def wait() -> None:
         with suppress(OSError):

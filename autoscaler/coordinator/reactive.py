@@ -1,4 +1,4 @@
-"""What can not wait for the policy, job by job: stops, failures, lost nodes, drains, nodes that are late."""
+"""Handle what cannot wait for the policy, job by job: stops, failures, lost nodes, drains, late nodes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from adaptdl_elastic.rendezvous.text import pluralize
 
 
 def see_to(draft: DecisionBuilder, job: JobView, condition: Condition) -> None:
-    """Do what can not wait for the policy, if there is anything."""
+    """Write a plan if something about this job cannot wait for the policy."""
     if condition.phase in (Phase.UNKNOWN, Phase.OVER, Phase.FINISHED, Phase.LEFT, Phase.EMPTY):
         return
     assert condition.plan is not None
     if condition.health.recovers is not None:
         _recover(draft, job, condition, condition.plan, condition.health.recovers)
     elif condition.plan.transition is Transition.RECOVER and condition.phase is Phase.CHANGING:
-        # what else is wanted can wait for it: nobody could save anything now
+        # all other changes wait for the recovery, since no replica could save now
         draft.wake(condition.health.settled_at)
         _late_recovery(draft, job, condition.plan)
     elif jobs.stop_requested(job):
@@ -48,7 +48,7 @@ def see_to(draft: DecisionBuilder, job: JobView, condition: Condition) -> None:
 
 
 def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> None:
-    """Plan again after replicas failed or nodes vanished."""
+    """Write a plan after replicas failed or nodes vanished."""
     lost = condition.health.lost
     if lost:
         restarts = plan.restarts - (1 if _wrongly_counted(draft, job, plan, lost) else 0)
@@ -59,7 +59,7 @@ def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan
         _withdraw(draft, job, condition, plan)
         return
     if exhausted(draft.view, job, condition, draft.settings):
-        return  # the status ends the job
+        return  # the job's status ends it
     restarts = restarts_after_failure(draft.view, job, plan, draft.settings)
     generation = jobs.failed_generation(job, plan)
     not_before = jobs.failed_at(job, generation) + jobs.pause_before_restart(restarts, draft.settings)
@@ -81,7 +81,7 @@ def _mend(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan
 
 
 def _recover(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan, losses: Losses) -> None:
-    """Let those who live go on in their processes without the dead."""
+    """Let the survivors go on in their processes without the dead."""
     lost = condition.health.lost
     if not lost and survivors.newcomers(plan, losses):
         draft.count_stillborn(plan, condition.health.started_at)
@@ -94,7 +94,7 @@ def _recover(draft: DecisionBuilder, job: JobView, condition: Condition, plan: P
 
 
 def _late_recovery(draft: DecisionBuilder, job: JobView, plan: Plan) -> None:
-    """Begin anew from the last checkpoint when the survivors do not find together."""
+    """Restart from the last checkpoint if the survivors have not gone on in time."""
     assert job.plan is not None
     assert job.spec is not None
     timeout = job.spec.record.rescale_timeout
@@ -107,7 +107,7 @@ def _late_recovery(draft: DecisionBuilder, job: JobView, plan: Plan) -> None:
 
 
 def _withdraw(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> None:
-    """Newcomers failed beside the running training: it goes on, and later changes are by restart."""
+    """Take back a change whose newcomers failed; later changes of this run are restarts."""
     ended = [job.ended[plan.generation, node].record for node in condition.health.undone]
     said = next((one.failure.message for one in ended if one.failure and one.failure.message), "")
     draft.restart_only |= {plan.run}
@@ -115,7 +115,7 @@ def _withdraw(draft: DecisionBuilder, job: JobView, condition: Condition, plan: 
 
 
 def _take_back(draft: DecisionBuilder, job: JobView, plan: Plan, why: str) -> None:
-    """Let the generation that a change in place has not left yet go on under a new number."""
+    """Continue the generation that a change in place has not left yet, under a new number."""
     was = _before(plan)
     if was and set(was) <= set(draft.view.agents(job.job)) and was != in_plan(plan):
         draft.publish(job, JobChange(was, plan.cause, Transition.INPLACE, why))
@@ -124,16 +124,17 @@ def _take_back(draft: DecisionBuilder, job: JobView, plan: Plan, why: str) -> No
 
 
 def _wrongly_counted(draft: DecisionBuilder, job: JobView, plan: Plan, lost: tuple[str, ...]) -> bool:
-    """Whether the failure that led to `plan` was the loss of a node that we only see now."""
+    """Return whether the failure that led to `plan` was in fact the loss of a node."""
     silent = {one.node for one in plan.leaving if (one.generation, one.node) not in job.ended}
     never_ran = {node for node in lost if (plan.generation, node) not in job.running}
     return plan.cause is Cause.FAILURE and bool(silent & never_ran)
 
 
 def _left_before_it_began(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> bool:
-    """Plan without nodes that left a generation before they started its processes; return whether one did.
+    """Plan without nodes that left a generation before starting its processes; return whether one did.
 
-    The replicas of the other nodes wait for theirs, and would do so for ever. Nothing of it has been trained.
+    The replicas of the other nodes wait for theirs without a limit. Nothing of that generation has been
+    trained.
     """
     health, starts = condition.health, plan.transition in (Transition.RESTART, Transition.ABORT)
     if not starts or not (health.running or health.starting):
@@ -146,7 +147,7 @@ def _left_before_it_began(draft: DecisionBuilder, job: JobView, condition: Condi
 
 
 def _drain(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> bool:
-    """Move away from nodes that are to be left; whether there is one."""
+    """Move away from draining nodes; return whether there is one."""
     agents, health = draft.view.agents(job.job), condition.health
     leaving = [
         node
@@ -158,13 +159,13 @@ def _drain(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Pla
     if plan.cause is Cause.DRAIN and plan.transition is Transition.INPLACE and health.starting:
         fresh = set(in_plan(plan)) - set(_before(plan))
         if fresh and not fresh & set(leaving):
-            return False  # those who take over are about to join those who leave
+            return False  # the newcomers are about to take over from the replicas that leave
     draft.replan(job, plan, Cause.DRAIN, None, f"drains {', '.join(leaving)}")
     return True
 
 
 def _by_hand(draft: DecisionBuilder, job: JobView, plan: Plan) -> None:
-    """Give a person what they asked for if there is room; the policy is asked to make some if not."""
+    """Give a job the size that a user asked for if there is room; otherwise the policy is asked."""
     wanted = jobs.requested_replicas(job)
     if wanted is None or wanted == plan.replicas or job.spec is None or impossible(job.spec.record):
         return
@@ -179,7 +180,7 @@ def _by_hand(draft: DecisionBuilder, job: JobView, plan: Plan) -> None:
 
 
 def _late(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> None:
-    """Plan without nodes that have not started in time, if enough others are there."""
+    """Plan without nodes that have not started in time, if the others are enough."""
     starting = set(condition.health.starting)
     if not starting or job.plan is None or job.spec is None:
         return
@@ -188,14 +189,14 @@ def _late(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan
         _late_in_place(draft, job, plan, starting, job.plan.seen + timeout, timeout)
         return
     if any(not released(draft.view, job, x.node, x.agent, x.generation) for x in plan.leaving):
-        return  # nobody can start yet, and their own time-out is running
+        return  # no node can start yet, and the time limit of the leaving nodes is running
     gone = [s.seen for s in job.ended.values() if s.record.generation < plan.generation]
     due = max([job.plan.seen, *gone]) + timeout
     if draft.view.now < due:
         draft.wake(due)
         return
     if starting == set(in_plan(plan)):
-        return  # nobody has: there is no better plan than to go on waiting
+        return  # no node has started: no other plan is better than waiting
     agents = draft.view.agents(job.job)
     kept, draft.late = draft.late, dict(draft.late)
     draft.late.update({(job.job, n): (agents[n].record.agent, draft.view.now) for n in starting})
@@ -208,15 +209,15 @@ def _late(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan
 def _late_in_place(
     draft: DecisionBuilder, job: JobView, plan: Plan, starting: set[str], due: float, timeout: float
 ) -> None:
-    """Take back a change in place whose newcomers are late, or that does not come about.
+    """Take back a change in place whose newcomers are late, or that does not happen.
 
-    Nobody has left the generation before, so it simply goes on under a new number.
+    No replica has left the previous generation, so it continues under a new number.
     """
     was = _before(plan)
     ready = {node for (g, node) in job.ready if g == plan.generation}
     late = {n for n, count in in_plan(plan).items() if n in starting and count > was.get(n, 0)} - ready
     if not late:
-        due += timeout  # they are ready: now it is for those who train to find the place to switch
+        due += timeout  # the newcomers are ready: now the running replicas need time to agree on a step
     if draft.view.now < due:
         draft.wake(due)
         return
@@ -230,6 +231,6 @@ def _late_in_place(
 
 
 def _before(plan: Plan) -> dict[str, int]:
-    """What the generation has that a change in place is to follow."""
+    """Return the allocation of the generation that a change in place follows."""
     before = survivors.before(plan)
     return {one.node: one.replicas for one in plan.leaving if one.generation == before}

@@ -1,8 +1,8 @@
-"""A round of the policy: what it is asked, its computation, and what of its answer still holds when it comes.
+"""Rounds of the policy: the question, its computation, and the valid part of the answer.
 
-A round takes from milliseconds to seconds, and the coordinator decides on: nodes die, people ask for
-other sizes. So a `PolicyRound` holds everything that the policy reads, frozen, and may be computed in any
-thread; its `PolicyAnswer` is checked against the cluster as it is by then.
+A round takes from milliseconds to seconds. Meanwhile the coordinator goes on deciding: nodes die, users ask
+for other sizes. So a `PolicyRound` holds everything that the policy reads, immutable, and may be computed in
+any thread; its `PolicyAnswer` is checked against the cluster as it is when it comes.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ def consider(
     ledger: Ledger,
     settings: CoordinatorSettings,
 ) -> tuple[Memory, PolicyRound | None, float]:
-    """Whether a round is due: what to remember, the round to begin, and when to look again."""
+    """Decide whether a round is due; return the new memory, the round, and when to check again."""
     if memory.round is not None:
-        return memory, None, math.inf  # one at a time: its answer wakes us
+        return memory, None, math.inf  # one round at a time: its answer causes the next decision
     now, missing = view.now, any(condition.health.missing for condition in conditions.values())
     held_up_since = (now if memory.held_up_since is None else memory.held_up_since) if missing else None
     memory = replace(memory, held_up_since=held_up_since)
-    if held_up_since is not None:  # their nodes are likely well; but there may be others the whole time
+    # the missing nodes are probably well, but the wait is bounded in case that others follow
+    if held_up_since is not None:
         until = held_up_since + settings.steady + settings.node_ttl + settings.interval
         if now < until:
             return memory, None, until
@@ -75,7 +76,7 @@ def consider(
 
 
 def _silent_until(view: View, conditions: Mapping[str, Condition], settings: CoordinatorSettings) -> float:
-    """When patience ends with the next script that has not said that it uses the library."""
+    """Return when the next script without a hello is taken for one without the library."""
     ends = (
         condition.health.started_at + settings.hello_grace
         for name, condition in conditions.items()
@@ -85,16 +86,16 @@ def _silent_until(view: View, conditions: Mapping[str, Condition], settings: Coo
 
 
 def _soonest(memory: Memory, settings: CoordinatorSettings) -> float:
-    """When it may be looked again whether a round is due, where nobody is in a hurry.
+    """Return the earliest time to check again whether a round is due, if nothing is urgent.
 
-    To put the question together takes longer than all the rest, and one event seldom comes alone.
+    To build the question takes longer than everything else, and events seldom come alone.
     """
     gap = min(settings.interval, max(settings.min_gap, 10 * memory.policy_seconds))
     return max(memory.round_at + gap, memory.looked_at + settings.min_gap)
 
 
 def begin(number: int, question: PolicyQuestion, view: View, settings: CoordinatorSettings) -> PolicyRound:
-    """A round about `question`, which was put together from `view`."""
+    """Return a round about a question that was made from `view`."""
     standing = {info.name: _standing(view.jobs[info.name]) for info in question.jobs}
     return PolicyRound(number, question, view.now, settings.policy or PolicySettings(), standing)
 
@@ -102,9 +103,9 @@ def begin(number: int, question: PolicyQuestion, view: View, settings: Coordinat
 def compute(
     policy: Policy, asked: PolicyRound, clock: Callable[[], float] = time.perf_counter
 ) -> PolicyAnswer:
-    """Ask the policy. Never raises: the coordinator must go on without it.
+    """Ask the policy. Never raises an error, since the coordinator must go on without the policy.
 
-    Where it fails, jobs that it fails for by themselves are asked about once more without what they report.
+    If the policy fails, it is asked again without the reports of those jobs for which it fails even alone.
     """
     started = clock()
     unusable: dict[str, str] = {}
@@ -130,7 +131,7 @@ def _asked(policy: Policy, asked: PolicyRound, about: Sequence[JobInfo]) -> Deci
 
 
 def _unusable_reports(policy: Policy, asked: PolicyRound) -> dict[str, str]:
-    """The jobs that the policy fails for even if they are alone, and how."""
+    """Return the jobs for which the policy fails even if they are alone, and its errors."""
     found: dict[str, str] = {}
     for job in asked.question.jobs:
         try:
@@ -141,18 +142,18 @@ def _unusable_reports(policy: Policy, asked: PolicyRound) -> dict[str, str]:
 
 
 def _silent(job: JobInfo) -> JobInfo:
-    """A job as if it had reported nothing."""
+    """Return a job as if it had reported nothing."""
     return replace(job, model=None, remaining=None, attained=0.0, kind_totals=(), pause=None)
 
 
 def still_valid(
     asked: PolicyRound, decision: Decision, view: View, conditions: Mapping[str, Condition]
 ) -> dict[str, Target]:
-    """The targets of jobs that stand as they did when they were asked about.
+    """Return the targets of jobs that have not changed since the question.
 
-    A job that has another plan by now (a node of it died, a person chose its size), or for which a person
-    has asked something else, is left out: the next round knows. That the nodes of the others are still
-    there and have room is looked at whenever a target is applied.
+    Left out is a job that has another plan by now (after a death, or because a user chose its size), or for
+    which a user has asked for another size: the next round takes it into account. Whether the nodes exist and
+    have room is checked when a target is applied.
     """
     same = {
         name: condition
@@ -171,7 +172,7 @@ def _standing(job: JobView) -> Standing:
 
 
 def asked_by_hand(view: View, conditions: Mapping[str, Condition]) -> frozenset[tuple[str, int]]:
-    """(job, replicas) that people have asked for and do not have: they wait for the answer."""
+    """Return (job, replicas) that users have asked for and do not have: they wait for the answer."""
     found = set()
     for name, condition in conditions.items():
         wanted = jobs.requested_replicas(view.jobs[name])
@@ -183,7 +184,7 @@ def asked_by_hand(view: View, conditions: Mapping[str, Condition]) -> frozenset[
 
 
 def somebody_starts(conditions: Mapping[str, Condition], memory: Memory) -> bool:
-    """Whether a job that was never started waits: it need not wait for the gap between rounds."""
+    """Return whether a job waits that was never started: it does not wait for the gap between rounds."""
     return any(
         condition.phase is Phase.EMPTY and condition.plan is None and name not in memory.targets
         for name, condition in conditions.items()
@@ -193,7 +194,7 @@ def somebody_starts(conditions: Mapping[str, Condition], memory: Memory) -> bool
 def without_policy(
     question: PolicyQuestion, view: View, conditions: Mapping[str, Condition], ledger: Ledger
 ) -> dict[str, Target]:
-    """Start what waits with the least it can begin with, give people what they ask; nothing else."""
+    """Return minimal allocations for waiting jobs, and sizes that users asked for; nothing else."""
     found: dict[str, Target] = {}
     for info in question.jobs:
         if info.name in question.unsettled:
@@ -216,9 +217,14 @@ def without_policy(
 def in_the_way(
     conditions: Mapping[str, Condition], blocked: Mapping[str, set[str]], ledger: Ledger
 ) -> str | None:
-    """Of jobs that wait for each other's slots the one that leaves first, None where there are none.
+    """Return which of the jobs that wait for each other's slots leaves first; None if there are none.
 
-    `blocked`: the jobs whose target waits for slots, and on which nodes. The smallest goes.
+    The smallest one leaves.
+
+    Args:
+        conditions: condition of every job.
+        blocked: jobs whose target waits for slots, and the nodes of those slots.
+        ledger: slots by job.
     """
     wanted = set().union(*blocked.values())
     found = [

@@ -1,9 +1,9 @@
-"""A policy seen through the coordinator: for simulations that drive the same code as a real cluster.
+"""A policy behind the real coordinator, so that simulations run the same code as a cluster.
 
-`ThroughCoordinator(policy)` is called as a policy is, by a simulator that knows jobs, nodes and the time.
-It writes what it is told as the records that agents and replicas would write, lets `core.decide` decide as
-often as it wants to, plays agents that obey at once, and answers with the plans that came out: fences and
-claims, capacity and release, hysteresis and urgency are the coordinator's own.
+`ThroughCoordinator(policy)` is called like a policy by a simulator that knows jobs, nodes and the time. It
+writes the records that agents and replicas would write, calls `decide` until nothing changes, acts as agents
+that obey at once, and returns the resulting plans. Fences and claims, capacity and release, hysteresis and
+urgent changes are those of the coordinator.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ROUNDS = 100
 
 
 class ThroughCoordinator:
-    """Call it as `policy.allocate` is called. One instance is one simulated cluster."""
+    """A policy like `policy.allocate`; one instance is one simulated cluster."""
 
     def __init__(self, policy: Policy, **settings: Any) -> None:
         self._ask = policy
@@ -53,7 +53,7 @@ class ThroughCoordinator:
         self._nodes: dict[str, NodeInfo] = {}
         self._plans: dict[str, Plan] = {}
         self._answer: Decision | None = None
-        self.decisions = 0  # how often the core was asked
+        self.decisions = 0  # number of calls of `decide`
 
     def __call__(
         self,
@@ -63,7 +63,7 @@ class ThroughCoordinator:
         now: float,
         settings: Any,
     ) -> Decision:
-        """What the coordinator makes of this cluster at `now`."""
+        """Return the allocations that the coordinator makes for this cluster at `now`."""
         infos = {job.name: job for job in jobs}
         self._follow_nodes(infos, nodes, now)
         self._follow_jobs(infos, now)
@@ -74,14 +74,14 @@ class ThroughCoordinator:
         changed = tuple(name for name in infos if allocations[name] != dict(current.get(name, {})))
         return replace(answer, allocations=allocations, changed=changed)
 
-    # -- the world
+    # The simulated cluster
 
     def _note(self, key: str, record: object, now: float) -> None:
         self._revision += 1
         self._keeper.note(key, record, self._revision, now)
 
     def _follow_nodes(self, infos: Mapping[str, JobInfo], nodes: Sequence[NodeInfo], now: float) -> None:
-        """Every job has an agent on every node that it may use."""
+        """Register an agent of every job on every node that the job may use."""
         there = {node.name: node for node in nodes}
         for name in set(self._nodes) - set(there):
             self._keeper.forget(f"{self._keys.nodes}{name}/", now)
@@ -111,7 +111,7 @@ class ThroughCoordinator:
         self._note(self._keys.node(node.name, job.name), record, now)
 
     def _follow_jobs(self, infos: Mapping[str, JobInfo], now: float) -> None:
-        """Jobs that are new are submitted, those that are gone have ended."""
+        """Submit new jobs, and end those that are gone."""
         for name in set(self._jobs) - set(infos):
             self._end(name, now)
         for name, info in infos.items():
@@ -146,7 +146,7 @@ class ThroughCoordinator:
         self._note(key, EndedRecord(node, plan.generation, outcome, time=now), now)
 
     def _obey(self, plan: Plan, now: float) -> None:
-        """Leave the generation before and start this one."""
+        """End the previous generation and start this one."""
         before = self._plans.get(plan.job)
         if before is not None and before.generation < plan.generation:
             for placement in before.placements:
@@ -156,7 +156,7 @@ class ThroughCoordinator:
             self._note(key, RunningRecord(placement.node, plan.generation, now, now, library=True), now)
         self._plans[plan.job] = plan
 
-    # -- the coordinator
+    # The coordinator
 
     def _decide(self, infos: Mapping[str, JobInfo], now: float, settings: Any) -> None:
         self._answer = None
@@ -189,7 +189,10 @@ class ThroughCoordinator:
         raise RuntimeError(f"the coordinator's decisions do not settle at {now}")
 
     def _informed(self, infos: Mapping[str, JobInfo]) -> Callable[..., Decision]:
-        """The policy with what the simulator knows about the jobs in place of reports, asked once a round."""
+        """Return the policy with the simulator's knowledge instead of reports.
+
+        It is computed once per round.
+        """
 
         def ask(
             jobs: Sequence[JobInfo],
@@ -207,7 +210,7 @@ class ThroughCoordinator:
 
 
 def _merge(known: JobInfo, asked: JobInfo) -> JobInfo:
-    """The simulator's knowledge of a job under the coordinator's constraints."""
+    """Return the simulator's knowledge of a job under the coordinator's constraints."""
     return replace(
         known,
         limits=asked.limits,

@@ -1,4 +1,4 @@
-"""Which slots are whose: pure arithmetic over nodes, used by every decision about placement."""
+"""Account for slots of nodes: pure arithmetic for every decision about placement."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from adaptdl_elastic.rendezvous.schema.records import JobSpec, Leaving, Plan
 
 @dataclass(frozen=True)
 class Room:
-    """What one job could have on one node: none, or between `least` and `most` replicas."""
+    """What one job could have on one node: no replica, or between `least` and `most`."""
 
     node: str
     least: int
     most: int
     agent: str
-    preferred: int = 0  # smaller is better: preemptible or at risk nodes last
+    preferred: int = 0  # smaller is better; preemptible nodes and nodes at risk come last
 
 
 def capacity(view: View) -> dict[str, int]:
-    """Slots of every node that is registered: the most that any job's agent reports for it."""
+    """Return the slots of every registered node: the most that any job's agent reports."""
     slots: dict[str, int] = {}
     for agents in view.nodes.values():
         for node, seen in agents.items():
@@ -34,7 +34,7 @@ def capacity(view: View) -> dict[str, int]:
 
 
 def released(view: View, job: JobView, node: str, agent: str, generation: int) -> bool:
-    """Whether a node's replicas of a generation are gone: it says so, or its agent is no more."""
+    """Return whether a node's replicas of a generation are gone: it says so, or its agent is gone."""
     if (generation, node) in job.ended:
         return True
     registration = view.agents(job.job).get(node)
@@ -42,7 +42,7 @@ def released(view: View, job: JobView, node: str, agent: str, generation: int) -
 
 
 def holding(view: View, job: JobView) -> list[Leaving]:
-    """Everybody who has, or may still have, replicas of this job."""
+    """Return all replicas of this job that exist, or may still exist."""
     if job.plan is None:
         return []
     plan = job.plan.record
@@ -61,7 +61,7 @@ def holding(view: View, job: JobView) -> list[Leaving]:
 
 
 def used(view: View, job: JobView) -> dict[str, int]:
-    """Slots that a job holds on each node: the most of any generation that is not gone."""
+    """Return the slots that a job holds on each node: the most of any generation that is not gone."""
     slots: dict[str, int] = {}
     for leaving in holding(view, job):
         slots[leaving.node] = max(slots.get(leaving.node, 0), leaving.replicas)
@@ -69,7 +69,7 @@ def used(view: View, job: JobView) -> dict[str, int]:
 
 
 class Ledger:
-    """Every slot of the cluster and who holds it, kept while one round of decisions goes on."""
+    """Every slot of the cluster and the job that holds it, during one decision."""
 
     def __init__(self, view: View) -> None:
         self.capacity = capacity(view)
@@ -79,7 +79,7 @@ class Ledger:
             self.hold(job.job, used(view, job))
 
     def hold(self, job: str, slots: Allocation) -> None:
-        """`job` holds at least so many slots from now on."""
+        """Make `job` hold at least these slots."""
         mine = self._by_job.setdefault(job, {})
         for node, count in slots.items():
             more = max(0, count - mine.get(node, 0))
@@ -87,26 +87,26 @@ class Ledger:
             self._total[node] = self._total.get(node, 0) + more
 
     def free_for(self, job: str, node: str) -> int:
-        """Slots of a node that no other job holds."""
+        """Return the slots of a node that no other job holds."""
         others = self._total.get(node, 0) - self._by_job.get(job, {}).get(node, 0)
         return self.capacity.get(node, 0) - others
 
     def held(self, job: str) -> Allocation:
-        """Slots that a job holds, by node."""
+        """Return the slots that a job holds, by node."""
         return self._by_job.get(job, {})
 
     @property
     def used(self) -> int:
-        """Slots that anybody holds."""
+        """The number of slots that are held."""
         return sum(self._total.values())
 
 
 def rooms(
     view: View, job: JobView, ledger: Ledger | None = None, late: Iterable[str] = ()
 ) -> dict[str, Room]:
-    """Where a job's replicas could go: its own registrations, less what others hold by the `ledger`.
+    """Return where a job's replicas could go: its own registrations, less what others hold.
 
-    Without a ledger: where they could go if no other job were there.
+    Without a ledger the result is where they could go if there were no other job.
     """
     spec = job.spec.record if job.spec else None
     avoided = set(late)
@@ -129,7 +129,7 @@ def rooms(
 
 
 def fits(allocation: Allocation, places: Mapping[str, Room]) -> bool:
-    """Whether every node of an allocation has the room for it."""
+    """Return whether every node of an allocation has room for it."""
     return all(
         node in places and places[node].least <= replicas <= places[node].most
         for node, replicas in allocation.items()
@@ -144,18 +144,18 @@ def resize(
     min_nodes: int = 1,
     max_nodes: int | None = None,
 ) -> dict[str, int] | None:
-    """An allocation of exactly `replicas` that moves as few as can be, on as few nodes as can be.
+    """Return an allocation of exactly `replicas` that moves as few replicas, to as few nodes, as possible.
 
-    Keeps the order of the nodes that stay, so that rank 0 survives. None when none is found.
+    The order of the nodes that stay is kept, so that rank 0 survives. None if there is no such allocation.
     """
     limit = len(places) if max_nodes is None else min(max_nodes, len(places))
     stay = [node for node in current if node in places]
-    stay.sort(key=lambda node: places[node].preferred)  # stable: rank order among equals
+    stay.sort(key=lambda node: places[node].preferred)  # stable sort: rank order among equals
     fresh = [node for node in places if node not in current]
     roomy = sorted(fresh, key=lambda node: (places[node].preferred, -places[node].most, node))
     small = sorted(fresh, key=lambda node: (places[node].least, places[node].preferred, node))
     largest = sorted(fresh, key=lambda node: (-places[node].most, places[node].preferred, node))
-    # Few nodes of the preferred kind if that works, else those that ask for least, else whatever is large.
+    # First few nodes of the preferred kind, then those with the smallest minimum, then the largest ones.
     for order in (roomy, small, largest):
         best: tuple[tuple[int, int, int], dict[str, int]] | None = None
         for chosen in _choices(stay, order, replicas, places, max(min_nodes, 1), limit):
@@ -174,7 +174,7 @@ def resize(
 def _choices(
     stay: list[str], fresh: list[str], replicas: int, places: Mapping[str, Room], min_nodes: int, limit: int
 ) -> Iterator[list[str]]:
-    """For each number of nodes that stay, those dropped from the end, the fewest fresh ones that do."""
+    """Yield, for each number of nodes that stay (dropped from the end), the fewest new nodes that suffice."""
     most = list(accumulate((places[node].most for node in fresh), initial=0))
     least = list(accumulate((places[node].least for node in fresh), initial=0))
     for kept in range(min(len(stay), limit), -1, -1):
@@ -188,7 +188,7 @@ def _choices(
 def _fill(
     chosen: list[str], replicas: int, current: Allocation, places: Mapping[str, Room]
 ) -> dict[str, int]:
-    """`replicas` over exactly these nodes: first what each needs, then what it had, then the rest."""
+    """Distribute `replicas` over exactly these nodes: their minimum, then what they had, then the rest."""
     filled = {node: places[node].least for node in chosen}
     left = replicas - sum(filled.values())
     for goal in (current, {node: places[node].most for node in chosen}):
@@ -200,13 +200,13 @@ def _fill(
 
 
 def _sizes(spec: JobSpec, places: Mapping[str, Room]) -> range:
-    """Numbers of replicas that a job may have and that these rooms could hold."""
+    """Return the numbers of replicas that the job may have and that fit into these rooms."""
     least = max(1, spec.min_replicas, spec.min_nodes)
     return range(least, min(spec.max_replicas, sum(room.most for room in places.values())) + 1)
 
 
 def fewest(view: View, job: JobView) -> int:
-    """Replicas below which a job does not run: by its bounds, and because a node takes its least or none."""
+    """Return the fewest replicas that a job runs with, by its bounds and the minimum of each node."""
     spec = job.spec.record if job.spec else None
     if spec is None:
         return 1
@@ -218,14 +218,14 @@ def fewest(view: View, job: JobView) -> int:
 def smallest(
     spec: JobSpec, places: Mapping[str, Room], current: Allocation | None = None
 ) -> dict[str, int] | None:
-    """The least that this job can begin with."""
+    """Return the smallest allocation that this job can begin with, or None."""
     return _first(_sizes(spec, places), spec, places, current or {})
 
 
 def nearest(
     spec: JobSpec, wanted: int, places: Mapping[str, Room], current: Allocation
 ) -> dict[str, int] | None:
-    """The allocation whose size is as near to `wanted` as these rooms allow, smaller before larger."""
+    """Return the allocation whose size is nearest to `wanted`, smaller before larger; None if impossible."""
     sizes = sorted(_sizes(spec, places), key=lambda size: (abs(size - wanted), size))
     return _first(sizes, spec, places, current)
 
@@ -241,7 +241,7 @@ def _first(
 
 
 def everything(spec: JobSpec, places: Mapping[str, Room], current: Allocation) -> dict[str, int] | None:
-    """What torchrun would do: `min_slots` on every node there is, as far as the job's bounds allow."""
+    """Return `min_slots` replicas on every node, as torchrun would, within the job's bounds."""
     order = [node for node in current if node in places]
     order += sorted((n for n in places if n not in current), key=lambda n: (places[n].preferred, n))
     chosen: dict[str, int] = {}
@@ -256,5 +256,5 @@ def everything(spec: JobSpec, places: Mapping[str, Room], current: Allocation) -
 
 
 def in_plan(plan: Plan | None) -> dict[str, int]:
-    """A plan's allocation, in the order of its ranks."""
+    """Return a plan's allocation, in the order of its ranks."""
     return {} if plan is None else {p.node: p.replicas for p in plan.placements}

@@ -1,4 +1,4 @@
-"""What the coordinator says about a job: derived from the view alone, so that any leader says the same."""
+"""Derive a job's status from the view alone, so that every leader reports the same."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from adaptdl_elastic.rendezvous.text import pluralize
 
 MAX_PAUSES = 5
 WAITED_STEP = 60.0
-"""Seconds of waiting after which the status is written again: as much of it can be lost with a leader."""
+"""Seconds of waiting after which the status is written again, and so what a change of leader may lose."""
 LONGEST = 1e7
-"""Seconds beyond which no wait and no pause counts: who says so has not measured it."""
-_MOST = 10**9  # replicas and nodes that bounds may speak of
-_MOST_WRONG = 1e6  # of measured over predicted: beyond it the prediction was none
+"""Longest wait or pause, in seconds, that is believed."""
+_MOST = 10**9  # most replicas and nodes in a job's bounds
+_MOST_WRONG = 1e6  # largest measured / predicted - 1; beyond it the prediction is invalid
 _PLANNED = (Cause.POLICY, Cause.MANUAL, Cause.JOIN, Cause.DRAIN)
 
 
 def restarts_after_failure(view: View, job: JobView, plan: Plan, settings: CoordinatorSettings) -> int:
-    """What the count of restarts becomes if the failed generation `plan` is followed by another."""
+    """Return the number of restarts if the failed generation `plan` is followed by another."""
     return (0 if jobs.refilled(view, job, plan, settings) else plan.restarts) + 1
 
 
 def exhausted(view: View, job: JobView, condition: Condition, settings: CoordinatorSettings) -> bool:
-    """Whether a failed job may not be restarted any more."""
+    """Return whether a failed job may not be restarted any more."""
     if condition.phase is not Phase.BROKEN or condition.health.lost or condition.plan is None:
         return False
     if not condition.health.failed:
-        return False  # newcomers that failed beside the running training cost nothing
+        return False  # newcomers that failed beside the running training do not count
     assert job.spec is not None
     if early_failure.is_repeated(job, condition.plan, settings.refill_after):
         return True
@@ -51,9 +51,15 @@ def describe(
     waits_for: str = "",
     waits_since: float | None = None,
 ) -> JobStatus | None:
-    """The status that a job should show now; None where there is nothing to say.
+    """Return the status that a job should show now; None if there is nothing to report.
 
-    `waits_since`: when it was left without replicas, on the view's clock.
+    Args:
+        view: the cluster.
+        job: the job.
+        condition: its condition.
+        settings: the coordinator's settings.
+        waits_for: what it waits for, if that is known.
+        waits_since: since when it has had no replicas, on the view's clock.
     """
     if job.spec is None or condition.phase is Phase.OVER:
         return None
@@ -76,7 +82,7 @@ def describe(
 
 
 def left_alone(view: View, job: JobView, why: str) -> JobStatus | None:
-    """The status of a job that nothing can be decided about; None where it says so already, or has ended."""
+    """Return the status of a job that could not be decided; None if it has that status, or has ended."""
     if job.spec is None:
         return None
     spec = job.spec.record
@@ -93,7 +99,7 @@ def left_alone(view: View, job: JobView, why: str) -> JobStatus | None:
 
 
 def waited(job: JobView) -> float:
-    """Seconds that the present run is known to have been without replicas."""
+    """Return the seconds that the present run is known to have been without replicas."""
     status = job.status_now
     if status is None:
         return 0.0
@@ -103,7 +109,10 @@ def waited(job: JobView) -> float:
 def waiting_since(
     view: View, conditions: Mapping[str, Condition], known: Mapping[str, float]
 ) -> dict[str, float]:
-    """Since when, on the view's clock, jobs have had no replicas: as `known`, else as their status says."""
+    """Return since when jobs have had no replicas, on the view's clock.
+
+    That is the time in `known`, else the one in the job's status.
+    """
     return {
         name: known[name] if name in known else view.now - waited(view.jobs[name])
         for name, condition in conditions.items()
@@ -112,7 +121,7 @@ def waiting_since(
 
 
 def differs(status: JobStatus, old: JobStatus | None) -> bool:
-    """Whether writing it tells anybody anything."""
+    """Return whether the new status differs in more than its time."""
     return old is None or replace(status, updated=old.updated) != old
 
 
@@ -154,14 +163,14 @@ def _given_up(job: JobView, plan: Plan, settings: CoordinatorSettings) -> tuple[
 
 
 def _of_plan(job: JobView, plan: Plan, status: JobStatus, old: JobStatus) -> JobStatus:
-    """The fields that belong to the current generation."""
+    """Return the status with the fields that belong to the current generation."""
     new = old.generation != plan.generation
     last_pause, pauses = (None if new else old.last_pause), old.pauses
     if last_pause is None and plan.placements and plan.generation > plan.first:
         last_pause = jobs.pause(job, plan)
         if last_pause is not None and plan.cause in _PLANNED:
             pauses = (*pauses, last_pause)[-MAX_PAUSES:]
-    # one further back when a change in place was not yet made when it failed
+    # up to two generations back, since a change in place may not have been made yet
     recent = (
         jobs.failures(job, generation) for generation in range(plan.generation, plan.generation - 3, -1)
     )
@@ -179,7 +188,7 @@ def _of_plan(job: JobView, plan: Plan, status: JobStatus, old: JobStatus) -> Job
 
 
 def _error(job: JobView, plan: Plan, old: float | None) -> float | None:
-    """measured / predicted - 1 of this generation; small movements keep the old value."""
+    """Return measured / predicted - 1 of this generation; small changes keep the old value."""
     hints = job.hints.record if job.hints else None
     if hints is None or hints.generation != plan.generation or not hints.goodput:
         return old
@@ -192,20 +201,20 @@ def _error(job: JobView, plan: Plan, old: float | None) -> float | None:
 
 
 def typical_pause(job: JobView) -> float | None:
-    """Median seconds that this job's last planned changes cost; None before the first."""
+    """Return the median seconds of the job's last planned changes; None before the first."""
     status = job.status_now
     if status is None or not status.pauses:
         return None
     return min(max(0.0, float(statistics.median(status.pauses))), LONGEST)
 
 
-# -- why a job waits
+# Why a job waits
 
 ITS_TURN = "waits for its turn"
 
 
 def impossible(spec: JobSpec) -> str | None:
-    """What is wrong with bounds that no cluster could meet; None when nothing is."""
+    """Return what is wrong with bounds that no cluster can meet, or None."""
     if spec.min_replicas > spec.max_replicas:
         return f"min_replicas {spec.min_replicas} is more than max_replicas {spec.max_replicas}"
     if spec.min_nodes > spec.max_nodes:
@@ -222,7 +231,7 @@ def impossible(spec: JobSpec) -> str | None:
 
 
 def why_pending(spec: JobSpec, places: Mapping[str, Room], free: Mapping[str, Room], ledger: Ledger) -> str:
-    """Why a job without replicas has none, with the numbers that say what would help."""
+    """Return why a job has no replicas, with the numbers that show what would help."""
     wrong = impossible(spec)
     if wrong is not None:
         return f"can never run: {wrong}; submit it with other bounds"

@@ -1,9 +1,9 @@
-"""Who lives on when replicas or nodes have died: pure, and about one job.
+"""Find the replicas of one job that live on after a death. Pure functions.
 
-Agents write `broken` when replicas of theirs have died while others live, and when the living have noticed
-that somebody elsewhere is gone. As long as the dead are not known (a node is lost when its lease runs out)
-there is nothing to decide. Once they are, those who live go on in their processes by a plan with the
-transition RECOVER, at once and free of charge, if they have said that they can and are enough of them.
+Agents write `broken` when replicas of theirs have died and others live, and when living replicas have noticed
+that others are gone. Nothing is decided until the dead are known (a node is lost when its lease expires).
+Then the survivors go on in their processes by a plan with transition RECOVER, at once and without using the
+restart budget, if they have reported that they can and if they are enough.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from adaptdl_elastic.rendezvous.schema.records import (
 
 @dataclass(frozen=True)
 class Losses:
-    """What is known of deaths in the generation that runs."""
+    """What is known of deaths in the running generation."""
 
     generation: int
-    dead: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # node → slots that a signal has ended
+    # node → slots whose replica was killed by a signal
+    dead: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     said: frozenset[str] = frozenset()  # nodes whose replicas wait for another plan
-    since: float = float("inf")  # when the first of them was heard
+    since: float = float("inf")  # when the first of their reports came
     survivors: tuple[Placement, ...] = ()  # in the order of their ranks
-    able: bool = False  # they can go on, and are enough
+    able: bool = False  # whether they can go on and are enough
 
 
 def present(job: JobView, plan: Plan) -> tuple[int, tuple[Placement, ...]]:
-    """The generation that runs while `plan` is in force, and who was in it, in the order of their ranks."""
+    """Return the generation that runs while `plan` is in force, and its placements."""
     if plan.transition is not Transition.INPLACE or begun(job, plan):
         return plan.generation, plan.placements
     base = before(plan)
@@ -46,18 +47,19 @@ def present(job: JobView, plan: Plan) -> tuple[int, tuple[Placement, ...]]:
 
 
 def before(plan: Plan) -> int:
-    """The generation that a change in place is to follow; -1 where there is none.
+    """Return the generation that a change in place follows; -1 if there is none.
 
-    A change that was itself taken back never ran.
+    A change that was taken back never ran.
     """
     return plan.base if plan.base >= 0 else min((one.generation for one in plan.leaving), default=-1)
 
 
 def begun(job: JobView, plan: Plan) -> bool:
-    """Whether replicas have gone over into what a change in place makes: its failures are its own then.
+    """Return whether replicas have switched to the generation of a change in place.
 
-    A node that said `running` or `broken` and has ended since counts; so does one whose replicas left the
-    generation before well and failed in this one, before all of them had come over.
+    Then its failures are its own. A node counts if it reported `running` or `broken`, even if it has ended
+    since. So does a node whose replicas left the previous generation well and failed in this one before all
+    had switched.
     """
     at = [(plan.generation, placement.node) for placement in plan.placements]
     return any(one in job.running or one in job.broken for one in at) or any(
@@ -68,25 +70,25 @@ def begun(job: JobView, plan: Plan) -> bool:
 
 
 def given_up(plan: Plan) -> tuple[Leaving, ...]:
-    """Of whom nothing had been heard when others went on without them: they may still have replicas.
+    """Return the replicas of nodes that were silent when the others went on without them.
 
-    Nobody knows whether such a node is still there. It is not to be counted on until it has said that it
-    has left, or has registered anew.
+    It is unknown whether such a node still exists. It is not used until it has reported that it has ended, or
+    has registered again.
     """
     if plan.transition is Transition.RECOVER:
         runs = plan.generation
     elif plan.transition is Transition.INPLACE:
         runs = before(plan)
     else:
-        return ()  # who has not left holds the plan up
+        return ()  # a node that has not left delays the plan
     placed = {placement.node for placement in plan.placements}
     return tuple(one for one in plan.leaving if one.generation < runs and one.node not in placed)
 
 
 def inquire(job: JobView, plan: Plan, gone: Iterable[str], least: int) -> Losses:
-    """Who has died and who lives on, when nothing can be heard any more from the nodes in `gone`.
+    """Return the dead and the survivors, given that the nodes in `gone` cannot be reached.
 
-    Fewer than `least` replicas are not enough of them.
+    With fewer than `least` replicas the survivors are not enough.
     """
     generation, members = present(job, plan)
     said = {node: seen for (g, node), seen in job.broken.items() if g == generation}
@@ -126,7 +128,7 @@ def inquire(job: JobView, plan: Plan, gone: Iterable[str], least: int) -> Losses
 
 
 def newcomers(plan: Plan, losses: Losses) -> bool:
-    """Whether somebody is among the dead whom a change in place has brought."""
+    """Return whether one of the dead was a newcomer of a change in place."""
     if plan.transition is not Transition.INPLACE or losses.generation != plan.generation:
         return False
     base = before(plan)
@@ -135,7 +137,7 @@ def newcomers(plan: Plan, losses: Losses) -> bool:
 
 
 def died(job: JobView, plan: Plan, generation: int, member: Placement) -> bool:
-    """Whether a node's part of a generation has ended because its replicas were killed, not failed."""
+    """Return whether a node's part of a generation ended because its replicas were killed."""
     if _outcome(job, generation, member.node) not in (Outcome.FAILED, Outcome.ABORTED):
         return False
     broken = job.broken.get((generation, member.node))
@@ -145,9 +147,9 @@ def died(job: JobView, plan: Plan, generation: int, member: Placement) -> bool:
 
 
 def slots_after(job: JobView, plan: Plan | None, node: str, replicas: int) -> tuple[int, ...]:
-    """The LOCAL_RANKs of a node's replicas after a planned change in place; (): 0 to replicas - 1.
+    """Return the LOCAL_RANKs of a node's replicas after a planned change in place; (): 0 to replicas - 1.
 
-    Survivors keep theirs, in their order; newcomers take the lowest that are free, after them.
+    Survivors keep theirs, in their order. Newcomers follow, with the lowest that are free.
     """
     members = () if plan is None else present(job, plan)[1]
     kept = next((slots_of(member) for member in members if member.node == node), ())[:replicas]
@@ -157,7 +159,7 @@ def slots_after(job: JobView, plan: Plan | None, node: str, replicas: int) -> tu
 
 
 def failures(job: JobView, generation: int) -> list[tuple[float, Failure]]:
-    """What is known of the dead of a generation: when it was heard, and what."""
+    """Return the failures of a generation's dead, with the times at which they were reported."""
     return [
         (seen.seen, seen.record.failure)
         for (g, _), seen in job.broken.items()
@@ -166,7 +168,7 @@ def failures(job: JobView, generation: int) -> list[tuple[float, Failure]]:
 
 
 def describe(job: JobView, losses: Losses, lost: Iterable[str]) -> str:
-    """For a person: what has been lost, and what is left."""
+    """Return text for users: what has been lost, and what is left."""
     left = sum(one.replicas for one in losses.survivors)
     what = [f"lost {', '.join(lost)}"] if lost else []
     for _, failure in sorted(failures(job, losses.generation), key=lambda item: (item[0], item[1].rank)):
@@ -184,10 +186,10 @@ def _end(failure: Failure) -> str:
 
 
 def _resilient(job: JobView, plan: Plan, generation: int, node: str) -> bool:
-    """Return True if the death of others does not end this node's replicas.
+    """Return whether the death of others does not end this node's replicas.
 
-    Survivors of a change in place are the processes of the generation before, and keep what that one said.
-    Replicas that a restart has started have to say it themselves.
+    Survivors of a change in place are the processes of the previous generation, so its reports count, too.
+    Replicas that a restart has started have to report it themselves.
     """
     if plan.transition is Transition.RECOVER or (generation, node) in job.broken:
         return True
@@ -197,7 +199,7 @@ def _resilient(job: JobView, plan: Plan, generation: int, node: str) -> bool:
 
 
 def _never_came(job: JobView, plan: Plan, generation: int, node: str) -> bool:
-    """Whether this is a node of newcomers only, which had not joined yet."""
+    """Return whether a node has only newcomers, none of which had joined."""
     if plan.transition is not Transition.INPLACE or generation != plan.generation:
         return False
     stays = any(one.node == node and one.generation == before(plan) for one in plan.leaving)

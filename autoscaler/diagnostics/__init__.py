@@ -1,8 +1,8 @@
-"""Explain and check: why a job has what it has, whether a node is fit, what Prometheus reads.
+"""Explain and check: a job's size, a node's and the store's condition, metrics for Prometheus.
 
 | question | module |
 |---|---|
-| Is this node fit, and is the store? | `checks` |
+| Are this node and the store in order? | `checks` |
 | Why does a job have its size? | `explanation` |
 | Which metrics does a coordinator serve? | `prometheus` |
 """

@@ -1,6 +1,6 @@
-"""`adaptdl doctor`: is this node fit, and is the store? Every finding says what to do about it.
+"""The checks of `adaptdl doctor`: this node, the store, the cluster. Every finding names a remedy.
 
-Each check is a function that returns findings and never raises for what it is there to find.
+Each check is a function that returns findings. It raises no errors for the problems that it looks for.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from adaptdl_elastic.rendezvous.store.store_options import DEFAULT_PORT, StoreOp
 
 MAX_SKEW = 2.0  # seconds
 MIN_FILES = 4096
-MIN_FREE = 1 << 30  # bytes, where checkpoints go
+MIN_FREE = 1 << 30  # bytes, in the checkpoint directory
 MIN_SHM = 64 << 20
-FRESH = 900.0  # seconds that another node's marker in the checkpoint directory is looked for
+FRESH = 900.0  # seconds for which another node's mark in the checkpoint directory is valid
 
 
 class Level(str, Enum):
-    """How bad it is."""
+    """The severity of a finding."""
 
     OK = "ok"
-    WARNING = "warning"  # works, but not as it could
+    WARNING = "warning"  # works, but not as well as it could
     ERROR = "error"  # will not work
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     check: str
     level: Level
@@ -62,25 +62,25 @@ class Finding:
 
 
 def ok(check: str, detail: str) -> Finding:
-    """All is well."""
+    """Return a finding without a problem."""
     return Finding(check, Level.OK, detail)
 
 
 def warning(check: str, detail: str, remedy: str) -> Finding:
-    """It works, but."""
+    """Return a finding about a problem that does not prevent work."""
     return Finding(check, Level.WARNING, detail, remedy)
 
 
 def error(check: str, detail: str, remedy: str) -> Finding:
-    """It will not work."""
+    """Return a finding about a problem that prevents work."""
     return Finding(check, Level.ERROR, detail, remedy)
 
 
-# -- this node
+# This node
 
 
 def check_versions() -> list[Finding]:
-    """Python, torch and ourselves."""
+    """Check that Python, torch and this package are installed; report their versions."""
     found = [ok("python", platform.python_version())]
     for name in ("adaptdl-elastic", "torch"):
         try:
@@ -91,7 +91,7 @@ def check_versions() -> list[Finding]:
 
 
 def check_limits() -> list[Finding]:
-    """Open files and shared memory."""
+    """Check the limits of open files and of shared memory."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = [
         ok("open files", f"limit {files}")
@@ -118,17 +118,17 @@ def check_limits() -> list[Finding]:
 
 
 def announced(local_addr: str | None, endpoint: str | None) -> str:
-    """By which address or name an agent that is started here makes itself known to others."""
+    """Return the address or name by which an agent on this node announces itself to others."""
     if local_addr is not None:
         return local_addr
     try:
         return address_towards(parse_endpoints(endpoint)) if endpoint else socket.gethostname()
-    except StoreError:  # what is no endpoint is found out elsewhere
+    except StoreError:  # another check reports an invalid endpoint
         return socket.gethostname()
 
 
 def check_address(local_addr: str | None, endpoint: str | None = None) -> list[Finding]:
-    """Whether other nodes could reach us by the address that we would give them."""
+    """Check whether other nodes can reach this one by the address that its agent would announce."""
     name = announced(local_addr, endpoint)
     try:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
@@ -152,7 +152,7 @@ def check_address(local_addr: str | None, endpoint: str | None = None) -> list[F
 
 
 def check_ports(low: int, high: int, host: str = "") -> list[Finding]:
-    """Whether the ports that agents and replicas are confined to can be listened on."""
+    """Check whether agents and replicas can listen on the ports that they are limited to."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host or None, low, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -197,7 +197,7 @@ def check_ports(low: int, high: int, host: str = "") -> list[Finding]:
 
 
 def check_directory(path: Path) -> list[Finding]:
-    """Whether checkpoints can be written, kept and renamed in a directory."""
+    """Check whether checkpoints can be written, kept and renamed in a directory."""
     name = "checkpoint directory"
     try:
         there = path.exists()
@@ -238,12 +238,12 @@ def check_directory(path: Path) -> list[Finding]:
     return [ok(name, f"{path}{new} can be written to, {free >> 30} GiB free")]
 
 
-# -- the store
+# The store
 
 
 def check_server(endpoint: str, options: StoreOptions) -> list[Finding]:
-    """Every endpoint: does it answer, which version is it, and what is its time."""
-    if is_local(endpoint):  # to connect tells all there is to know
+    """Check every endpoint: whether it answers, its version, and its clock."""
+    if is_local(endpoint):  # connecting to it checks everything
         return [ok("store", f"in the memory of a standalone job's agent ({endpoint})")]
     found: list[Finding] = []
     for url in parse_endpoints(endpoint, options.secure):
@@ -273,7 +273,7 @@ _TRUST = (
 
 
 def _unreachable(url: str, problem: Exception, options: StoreOptions) -> Finding:
-    """What is wrong with a server that does not answer as an etcd does; the remedy for just that."""
+    """Return a finding, with the fitting remedy, about a server that does not answer as an etcd does."""
     text = TryAgainError.from_error(problem).problem
     if isinstance(problem, urllib3.exceptions.NameResolutionError | urllib3.exceptions.LocationParseError):
         return error(
@@ -305,7 +305,8 @@ def _unreachable(url: str, problem: Exception, options: StoreOptions) -> Finding
             + f": {text}",
             "give one that its CA has signed with --etcd-cert and --etcd-key (ADAPTDL_ETCD_CERT, _KEY)",
         )
-    cut = url.startswith("https:") and "reset by peer" in text.lower()  # it may be quicker than its answer
+    # the server may close the connection before its answer is read
+    cut = url.startswith("https:") and "reset by peer" in text.lower()
     if cut or isinstance(problem, urllib3.exceptions.SSLError | ssl.SSLError):
         plain = url.replace("https://", "http://", 1)
         return error(
@@ -327,7 +328,7 @@ def _unreachable(url: str, problem: Exception, options: StoreOptions) -> Finding
 
 def _speaks_tls(url: str, timeout: float) -> bool:
     parts = urlsplit(url)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # who it is does not matter here
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the identity of the server does not matter here
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
         with socket.create_connection((parts.hostname, parts.port or DEFAULT_PORT), timeout) as sock:
@@ -361,7 +362,7 @@ def _version(url: str, text: str) -> Finding:
 
 
 def _skew(url: str, theirs: float, ours: float, uncertainty: float) -> Finding:
-    skew = ours - (theirs + 0.5)  # the header is cut to whole seconds
+    skew = ours - (theirs + 0.5)  # the header has whole seconds
     if abs(skew) <= MAX_SKEW + uncertainty:
         return ok("clock", f"agrees with {url} within {MAX_SKEW + uncertainty:.0f} s")
     return warning(
@@ -372,7 +373,7 @@ def _skew(url: str, theirs: float, ours: float, uncertainty: float) -> Finding:
 
 
 def check_rights(store: Store, keys: Keys) -> list[Finding]:
-    """Whether we may do under our prefix all that agents and coordinators do, and how fast."""
+    """Check whether agents and coordinators have all permissions they need, and how fast writes are."""
     key = f"{keys.root}doctor/{secrets.token_hex(8)}"
     steps: list[tuple[str, Callable[[], object]]] = [
         ("read", lambda: store.range(keys.root + "doctor/")),
@@ -432,11 +433,11 @@ def _latency(store: Store, key: str) -> Finding:
     return ok("store latency", f"{median:.1f} ms a write")
 
 
-# -- the cluster
+# The cluster
 
 
 def check_cluster(view: View, node: str) -> list[Finding]:
-    """Who is registered, in which versions, and who leads."""
+    """Check who is registered, in which versions, and whether there is a leader."""
     agents = [seen.record for by_node in view.nodes.values() for seen in by_node.values()]
     found = [ok("nodes", f"{len({agent.node for agent in agents})} registered")]
     versions = {agent.version for agent in agents if agent.version}
@@ -486,9 +487,9 @@ def _reachable(hosts: Iterable[str]) -> Iterator[Finding]:
 
 @contextmanager
 def marked(store: Store, keys: Keys, node: str, path: Path) -> Iterator[list[Finding]]:
-    """Leave a mark in the checkpoint directory, and look for those of other nodes.
+    """Write a mark into the checkpoint directory, and look for the marks of other nodes.
 
-    Run on every node, at the same time or one after the other, it tells whether they share the directory.
+    Run on every node, at the same time or one after the other, this shows whether they share the directory.
     """
     folder, token = path / ".adaptdl-doctor", secrets.token_hex(8)
     mark = folder / node
@@ -537,7 +538,7 @@ def _marks(store: Store, keys: Keys, node: str, folder: Path) -> Iterator[Findin
 
 
 def check_checkpoints(view: View) -> list[Finding]:
-    """Whether the newest recorded checkpoint of each job can be seen from here."""
+    """Check whether the newest recorded checkpoint of each job can be seen from this node."""
     found = []
     for name, job in sorted(view.jobs.items()):
         if job.checkpoint is None or "://" in job.checkpoint.record.path:
@@ -545,7 +546,7 @@ def check_checkpoints(view: View) -> list[Finding]:
         record = job.checkpoint.record
         try:
             there = Path(record.path).exists()
-        except OSError:  # below a directory that we may not enter
+        except OSError:  # below a directory that this user may not enter
             there = False
         if there:
             found.append(ok(f"checkpoint of {name}", f"{record.id} is here"))

@@ -1,6 +1,6 @@
-"""Why a job has what it has, computed from the same view and by the same policy that decided it.
+"""Explain why a job has its size, from the same view and with the same policy that decided it.
 
-Pure: `explain` answers with plain values, `lines` puts them into sentences.
+Pure: `explain` returns plain values, `lines` makes sentences of them.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from adaptdl_elastic.rendezvous.text import pluralize
 
 @dataclass(frozen=True)
 class Option:
-    """What the job would have at another size (or at its own)."""
+    """The job at another size, or at its own."""
 
     replicas: int
     placements: Allocation
-    goodput: float | None  # samples per second, predicted
-    speedup: float | None  # against one replica
-    change: float | None  # of the goodput against what it has now, a fraction
-    pays_after: float | None  # seconds until the gain has made up for the pause; None: never
+    goodput: float | None  # predicted samples per second
+    speedup: float | None  # compared with one replica
+    change: float | None  # change of goodput compared with the present one, as a fraction
+    pays_after: float | None  # seconds until the gain has compensated the pause; None: never
     note: str = ""
 
 
@@ -48,13 +48,13 @@ class Rival:
     job: str
     replicas: int
     shared_nodes: tuple[str, ...]
-    wants: int | None  # replicas it would have alone on the cluster
-    marginal_speedup: float | None  # what one replica more would give it, against one replica
+    wants: int | None  # replicas that it would have alone on the cluster
+    marginal_speedup: float | None  # speedup (compared with one replica) that one more replica would add
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """All that is known about a job's size."""
+    """Everything that is known about a job's size."""
 
     job: str
     state: str
@@ -70,7 +70,7 @@ class Explanation:
     policy_wants: int | None  # what the policy would give it now
     policy_reason: str
     pause: float | None
-    pause_from: str  # how its pause is known
+    pause_from: str  # how the pause is known
     rivals: tuple[Rival, ...]
     free_slots: int
     prediction_error: float | None
@@ -79,7 +79,7 @@ class Explanation:
 def explain(
     view: View, job: JobView, policy: Policy, settings: CoordinatorSettings | None = None
 ) -> Explanation:
-    """Explain what `job` has; `policy` is asked once, as the coordinator would."""
+    """Explain the size of `job`; the policy is called once, as the coordinator would call it."""
     settings = settings or CoordinatorSettings()
     ledger = Ledger(view)
     condition = jobs.condition_of(view, job, settings)
@@ -151,7 +151,7 @@ def _neighbour(
     free: Mapping[str, Any],
     pause: float,
 ) -> Option | None:
-    """The job at another size: on free slots if there are, else where it could be alone."""
+    """Return the job at another size: on free slots if possible, else on slots of other jobs, too."""
     assert job.spec is not None
     spec = job.spec.record
     for places, note in ((free, ""), (everywhere, "needs slots that other jobs have")):
@@ -181,7 +181,7 @@ def _option(
 
 
 def _goodput(curve: GoodputModel | None, allocation: Allocation) -> float | None:
-    """Predicted goodput of an allocation; None where nothing predicts it."""
+    """Return the predicted goodput of an allocation; None without a model."""
     replicas = sum(allocation.values())
     if curve is None or replicas < 1:
         return None
@@ -207,7 +207,7 @@ def _limits(
     free: Mapping[str, Any],
     settings: CoordinatorSettings,
 ) -> tuple[str, ...]:
-    """What keeps it from being larger, whatever the policy thinks."""
+    """Return what keeps the job from being larger, independent of the policy."""
     assert job.spec is not None
     spec, found = job.spec.record, []
     if size >= spec.max_replicas:
@@ -260,11 +260,11 @@ def _rivals(
     return tuple(sorted(found, key=lambda rival: -(rival.marginal_speedup or 0.0)))
 
 
-# -- for people
+# Text for users
 
 
 def lines(found: Explanation) -> list[str]:
-    """The explanation in sentences."""
+    """Return the explanation as sentences."""
     places = " ".join(f"{node}:{count}" for node, count in found.placements.items())
     said = [
         f"{found.job} is {found.state} with {pluralize(found.replicas, 'replica')}"
@@ -310,5 +310,5 @@ def _worth(option: Option) -> str:
 
 
 def as_json(found: Explanation) -> dict[str, Any]:
-    """Plain values."""
+    """Return the explanation as plain values."""
     return asdict(found)

@@ -1,6 +1,6 @@
-"""Prometheus metrics of a coordinator: off unless asked for, on loopback unless told otherwise.
+"""Prometheus metrics of a coordinator: off by default, and served on loopback by default.
 
-Gauges are made from the last view when they are scraped, so a job that has ended leaves none behind. A
+Gauges are made from the last view when they are scraped, so a job that has ended leaves no gauge behind. A
 coordinator that does not lead reports `adaptdl_leader 0` and nothing about jobs.
 """
 
@@ -37,7 +37,7 @@ _Reader = Callable[[_Facts], float | None]
 
 
 def _hint(name: str) -> _Reader:
-    """Reads one field of the job's own report."""
+    """Return a reader of one field of the job's own report."""
 
     def read(facts: _Facts) -> float | None:
         value = getattr(facts.hints, name, None)
@@ -94,7 +94,7 @@ CLUSTER_GAUGES: dict[str, str] = {
 
 
 class CoordinatorMetrics(Collector):
-    """Collects what a coordinator decides; an observer of it."""
+    """Collects metrics as an observer of a coordinator."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._view: View | None = None
@@ -110,14 +110,14 @@ class CoordinatorMetrics(Collector):
             "adaptdl_policy_seconds", "Time of one round of the policy.", buckets=_SECONDS, registry=registry
         )
         self._answered = 0  # number of the last round of the policy that was counted
-        self.port = 0  # where it is served
+        self.port = 0  # port on which the metrics are served
         self.close: Callable[[], None] = lambda: None
         registry.register(self)
 
     def leading(self, leads: bool) -> None:
-        """Take note of who leads."""
+        """Take note of whether this process leads."""
         self._leads = leads
-        self._answered = 0  # a new leader counts its rounds anew
+        self._answered = 0  # a new leader numbers its rounds from the beginning
         if not leads:
             self._view = None
 
@@ -139,7 +139,7 @@ class CoordinatorMetrics(Collector):
                 self._failures.inc()
 
     def collect(self) -> Iterable[Metric]:
-        """The gauges, from the last view."""
+        """Yield the gauges for the last view."""
         view = self._view
         yield _gauge("adaptdl_leader", float(self._leads))
         if view is None:
@@ -196,7 +196,7 @@ def _facts(view: View, job: JobView) -> _Facts | None:
 
 
 def serve(host: str, port: int) -> CoordinatorMetrics:
-    """Serve the metrics of this process (port 0: any free one); OSError when the address can not be had."""
+    """Serve the metrics of this process (port 0: any free port); OSError if the address cannot be used."""
     registry = CollectorRegistry()
     metrics = CoordinatorMetrics(registry)
     server, thread = start_http_server(port, addr=host, registry=registry)

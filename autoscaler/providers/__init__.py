@@ -1,5 +1,6 @@
-"""Who gives nodes and takes them back.
+"""Providers start and stop nodes.
 
-`base` is the interface; `static` is a cluster that is what it is, `local` starts agents on this
-machine, `ec2` rules auto-scaling groups, `fake` is for simulations and tests, yours included.
+`base` is the interface, and `registry` finds a provider by its name. `static` is a cluster of fixed nodes,
+`local` starts agents on this machine, `ec2` controls auto-scaling groups, and `fake` is for simulations and
+tests.
 """

@@ -1,9 +1,9 @@
-"""The interface between the autoscaler, which decides, and whoever has the machines.
+"""The interface between the autoscaler, which decides, and a provider, which has the machines.
 
-A provider has *pools*. A pool gives nodes of one kind and keeps as many as are *desired* of it, as an
-EC2 auto-scaling group does: what dies is replaced, what is released is not. So the autoscaler says two
-things only: how many a pool should have (`request`), and which one is to go (`release`). Reading never
-changes anything. Every method may raise `ProviderError`, whose text says what to do about it.
+A provider has *pools*. A pool gives nodes of one kind and keeps as many as are *desired*, as an EC2
+auto-scaling group does: an instance that dies is replaced, an instance that is released is not. So the
+autoscaler only says how many nodes a pool should have (`request`) and which one is to go (`release`). Methods
+that read change nothing. Every method may raise `ProviderError`, whose text says what to do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import TracebackType
 
 
 class ProviderError(Exception):
-    """The provider can not do what was asked; the text says why and what to do."""
+    """The provider cannot do what was asked; the text says why, and what to do."""
 
 
 class ProviderOptionError(ProviderError):
@@ -29,32 +29,32 @@ class UnknownPoolError(ProviderError):
 
 
 class UnknownInstanceError(ProviderError):
-    """That is not one of this provider's instances."""
+    """The instance does not belong to this provider."""
 
 
 class NotOursError(ProviderError):
-    """Another cluster rules it."""
+    """Another cluster controls the group."""
 
 
 class NoPermissionError(ProviderError):
-    """The credentials in use do not allow it."""
+    """The credentials in use do not allow the call."""
 
 
 class TryLaterError(ProviderError):
-    """Refused at this moment (throttled, a quota, no capacity): the same call may work later."""
+    """The call was refused for now (throttling, a quota, no capacity); the same call may succeed later."""
 
 
 class InstanceState(str, Enum):
-    """Where an instance is in its life."""
+    """The state of an instance."""
 
-    PENDING = "pending"  # ordered, not up
+    PENDING = "pending"  # ordered, not running yet
     RUNNING = "running"
-    LEAVING = "leaving"  # on its way out, whoever wanted it
+    LEAVING = "leaving"  # on its way out, for any reason
 
 
 @dataclass(frozen=True)
 class Instance:
-    """One machine. Prices are per hour, in whatever currency the price table uses."""
+    """One machine. Prices are per hour, in the currency of the price table."""
 
     id: str
     pool: str
@@ -65,13 +65,13 @@ class Instance:
     zone: str = ""
     hourly_price: float = 0.0
     launched: float = 0.0  # seconds since the epoch, by the provider's clock
-    protected: bool = False  # from being chosen by the provider when it shrinks
-    held: bool = False  # leaving, and a lifecycle hook waits for us to finish
+    protected: bool = False  # from the provider's own scale-in
+    held: bool = False  # leaving, and a lifecycle hook waits for the drain
 
 
 @dataclass(frozen=True)
 class Pool:
-    """A source of nodes, described by the node it would give next."""
+    """A source of nodes, described by the node that it would give next."""
 
     name: str
     desired: int
@@ -82,10 +82,11 @@ class Pool:
     preemptible: bool = False
     instance_type: str = ""
     zones: tuple[str, ...] = ()
-    replaces_at_risk: bool = False  # brings a replacement before an instance at risk goes: N+1 for a while
-    trouble: str = ""  # why the last request was not met; empty when all is well
+    # starts a replacement before an instance at risk goes, so it has one more for a while
+    replaces_at_risk: bool = False
+    trouble: str = ""  # why the last request was not met; empty: it was
     trouble_since: float = 0.0
-    hook_timeout: float = math.inf  # seconds that a held instance waits for a heartbeat
+    hook_timeout: float = math.inf  # seconds that a leaving instance waits for a heartbeat
 
     def __post_init__(self) -> None:
         if not 0 <= self.minimum <= self.maximum:
@@ -97,14 +98,18 @@ class Pool:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What there is and what could be had, at one moment."""
+    """The instances that exist, and the pools, at one moment."""
 
     pools: tuple[Pool, ...] = ()
     instances: tuple[Instance, ...] = ()
     warnings: tuple[str, ...] = ()
 
     def pool(self, name: str) -> Pool:
-        """The pool of that name; UnknownPoolError, naming those there are, when there is none."""
+        """Return the pool of that name.
+
+        Raises:
+            UnknownPoolError: there is none; the text names the existing ones.
+        """
         for pool in self.pools:
             if pool.name == name:
                 return pool
@@ -112,22 +117,22 @@ class Capacity:
         raise UnknownPoolError(f"no pool {name!r}; there are: {there}")
 
     def instance(self, identifier: str) -> Instance | None:
-        """The instance of that id, if it is one of ours."""
+        """Return the instance of that id, or None if it does not belong to this provider."""
         return next((i for i in self.instances if i.id == identifier), None)
 
 
 class SignalKind(str, Enum):
-    """What a provider has to say about one of its instances."""
+    """The kind of an announcement about an instance."""
 
-    INTERRUPTION = "interruption"  # will be taken away at `deadline`
+    INTERRUPTION = "interruption"  # it will be taken away at `deadline`
     REBALANCE = "rebalance"  # likelier than usual to be taken away
     LIFECYCLE = "lifecycle"  # its group removes it
-    GONE = "gone"  # is no more
+    GONE = "gone"  # it does not exist any more
 
 
 @dataclass(frozen=True)
 class Signal:
-    """One announcement about one instance. `deadline` in seconds since the epoch; None: not known."""
+    """One announcement about one instance. `deadline` in seconds since the epoch; None: unknown."""
 
     kind: SignalKind
     instance: str
@@ -136,47 +141,47 @@ class Signal:
 
 
 class Provider(ABC):
-    """See the module's docstring."""
+    """A source of nodes; the module's docstring explains the interface."""
 
     name: str
 
     @abstractmethod
     def capacity(self) -> Capacity:
-        """What there is and what could be had, now."""
+        """Return the present instances and pools."""
 
     @abstractmethod
     def request(self, pool: str, desired: int) -> None:
-        """Let `pool` have `desired` nodes, within its bounds.
+        """Set the desired number of nodes of a pool, within its bounds.
 
-        Lowering it only takes back what was asked for and has not come: instances go by `release`.
-        Saying the same twice is saying it once.
+        A lower number only cancels nodes that were requested and have not come; instances go by `release`.
+        Repeating a request has no effect.
         """
 
     @abstractmethod
     def release(self, instance: str, replace: bool = False) -> None:
-        """Give this instance back; the pool then wants one less, or a new one in its place.
+        """Give this instance back; the pool then wants one node less, or with `replace` a new one instead.
 
-        An instance that is leaving already, or gone, is no error; one that never was ours is.
+        An instance that is leaving or gone is no error; one that never belonged to the provider is.
         """
 
     def protect(self, instances: Collection[str], protected: bool) -> None:  # noqa: B027 - optional
-        """Keep the provider from choosing these when it shrinks by itself."""
+        """Protect these instances from the provider's own scale-in, or end that."""
 
     def signals(self) -> tuple[Signal, ...]:
-        """What was announced since the last call. Does not wait."""
+        """Return the announcements since the last call, without waiting."""
         return ()
 
     def hold(self, instance: str) -> None:  # noqa: B027 - optional
-        """A drain is under way: do not take the leaving instance yet, where that can be asked."""
+        """Keep a leaving instance while its drain is under way, if the provider supports that."""
 
     def let_go(self, instance: str) -> None:  # noqa: B027 - optional
-        """The drain is done: a leaving instance may go."""
+        """Let a leaving instance go because its drain is done."""
 
     def take_over(self) -> None:  # noqa: B027 - optional
-        """Begin to rule: keep the provider's own automatisms from working against us."""
+        """Begin to control the pools: stop the provider's own automatic changes."""
 
     def hand_back(self) -> None:  # noqa: B027 - optional
-        """Rule no more: undo `take_over`."""
+        """End the control: undo `take_over`."""
 
     def __enter__(self) -> Provider:
         self.take_over()

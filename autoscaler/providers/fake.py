@@ -1,7 +1,7 @@
-"""A provider that exists in memory: for the simulator, for tests, and for tests of your own.
+"""A provider in memory, for the simulator, for tests, and for tests of other packages.
 
-Time comes from `clock`, and nothing happens between two calls: `capacity` brings everything up to
-date first. Instances come up `boot_seconds` after they were ordered, unless the pool is in an outage.
+The time comes from `clock`, and nothing happens between two calls: `capacity` first brings everything up to
+date. Instances start `boot_seconds` after they were ordered, unless the pool has an outage.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from adaptdl_elastic.autoscaler.providers.base import (
 
 @dataclass
 class FakeProvider(Provider):
-    """Pools that give what is asked, as late and as unreliably as they are told to.
+    """Pools that give what is asked for, with configurable delays and failures.
 
-    Knobs, all of which may be changed at any time: `boot_seconds`; `outage` (pool → what the cloud
-    says while it has none to give); `dead_on_arrival` (pools whose instances vanish as soon as they
-    are up); `errors` (method → exception to raise, once each).
+    Settings that may be changed at any time: `boot_seconds`; `outage` (pool → the cloud's message while it
+    has no capacity); `dead_on_arrival` (pools whose instances vanish when they start); `errors` (method →
+    exceptions to raise, each once).
     """
 
     pools: Mapping[str, Pool]
     clock: Callable[[], float]
     boot_seconds: float = 60.0
-    hooks: bool = False  # leaving instances are held until `let_go`
+    hooks: bool = False  # leaving instances wait until `let_go`
     outage: dict[str, str] = field(default_factory=dict)
     dead_on_arrival: set[str] = field(default_factory=set)
-    true_price: dict[str, float] = field(default_factory=dict)  # of what comes, if not as announced
+    # pool → price of new instances, if it differs from the announced one
+    true_price: dict[str, float] = field(default_factory=dict)
     errors: dict[str, list[ProviderError]] = field(default_factory=dict)
     name: str = "fake"
 
@@ -47,12 +48,12 @@ class FakeProvider(Provider):
         self._signals: list[Signal] = []
         self._known: set[str] = set()
         self._trouble: dict[str, float] = {}
-        self.launched = 0  # instances ever
-        self.calls: list[tuple[str, str]] = []  # what was changed, in order
+        self.launched = 0  # number of instances ever launched
+        self.calls: list[tuple[str, str]] = []  # changes, in order
         self.ruled = False
 
     def capacity(self) -> Capacity:
-        """Bring everything up to date, and tell."""
+        """Bring everything up to date; return instances and pools."""
         self._raise("capacity")
         self._advance()
         pools = tuple(self._described(pool) for pool in self._pools.values())
@@ -71,7 +72,7 @@ class FakeProvider(Provider):
         self._advance()
 
     def release(self, instance: str, replace: bool = False) -> None:
-        """Take the instance away now, or hold it where hooks are on."""
+        """Remove the instance now, or let it wait if there are hooks."""
         self._raise("release")
         if instance not in self._known:
             raise UnknownInstanceError(f"{instance!r} is none of this provider's instances")
@@ -87,39 +88,39 @@ class FakeProvider(Provider):
         self._leave(found)
 
     def protect(self, instances: Collection[str], protected: bool) -> None:
-        """Remember it; nothing here shrinks by itself."""
+        """Record the protection; nothing here shrinks by itself."""
         self._raise("protect")
         for identifier in instances:
             if identifier in self._instances:
                 self._instances[identifier] = replace(self._instances[identifier], protected=protected)
 
     def signals(self) -> tuple[Signal, ...]:
-        """What `interrupt` and `recommend` announced."""
+        """Return what `interrupt`, `recommend` and `vanish` announced."""
         self._raise("signals")
         told, self._signals = tuple(self._signals), []
         return told
 
     def hold(self, instance: str) -> None:
-        """A heartbeat, remembered in `calls`."""
+        """Record a heartbeat in `calls`."""
         self.calls.append(("hold", instance))
 
     def let_go(self, instance: str) -> None:
-        """A held instance vanishes."""
+        """Remove a waiting instance."""
         self.calls.append(("let_go", instance))
         self._instances.pop(instance, None)
 
     def take_over(self) -> None:
-        """Remembered in `ruled`."""
+        """Record the control in `ruled`."""
         self.ruled = True
 
     def hand_back(self) -> None:
-        """Remembered in `ruled`."""
+        """Record the end of control in `ruled`."""
         self.ruled = False
 
-    # -- what happens to instances, for whoever drives the fake
+    # Events for tests and simulations
 
     def reprice(self, pool: str, price: float) -> None:
-        """A pool's price changes, for the instances that it has, too (as spot's does)."""
+        """Change a pool's price, also for its present instances, as spot prices do."""
         self._pools[pool] = _with_price(self._pools[pool], price)
         for name, instance in self._instances.items():
             if instance.pool == pool:
@@ -132,14 +133,14 @@ class FakeProvider(Provider):
         )
 
     def recommend(self, instance: str) -> None:
-        """Announce a rebalance recommendation; a pool that replaces early orders one more."""
+        """Announce a rebalance recommendation; a pool that replaces early orders one more instance."""
         self._signals.append(Signal(SignalKind.REBALANCE, instance, "rebalance recommendation"))
         found = self._instances[instance]
         if self._pools[found.pool].replaces_at_risk:
             self._launch(self._pools[found.pool])
 
     def vanish(self, instance: str) -> None:
-        """The instance is gone at once, without a word."""
+        """Remove the instance at once, without a notice."""
         self._instances.pop(instance, None)
         self._signals.append(Signal(SignalKind.GONE, instance, "terminated"))
 

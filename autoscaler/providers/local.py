@@ -1,9 +1,9 @@
-"""Nodes are agent processes on this machine: for laptops, demos and tests of the whole loop.
+"""Nodes as agent processes on this machine, for laptops, demos and tests of the autoscaler.
 
-A pool behaves as an auto-scaling group does: an agent that is killed is replaced while the pool wants it.
-One that exits by itself is not, and the pool wants one less: its job is over, or it has nothing to run,
-and another one would only begin the job anew. Nothing runs in the background; `capacity` brings the
-processes to what is desired.
+A pool behaves like an auto-scaling group: an agent that is killed is replaced while the pool wants it. An
+agent that exits by itself is not replaced, and the pool wants one node less: its job is over, or it has
+nothing to run, and another agent would only start the job again. Nothing runs in the background; `capacity`
+starts and stops processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def from_request(request: ProviderRequest) -> LocalProvider:
     """Return a provider of one pool for `--local COMMAND` (options `command` and `price`).
 
     Raises:
-        ProviderOptionError: The command cannot be split into words, or the price is no number.
+        ProviderOptionError: the command cannot be split into words, or the price is no number.
     """
     options = request.known("command", "price")
     try:
@@ -61,19 +61,19 @@ def from_request(request: ProviderRequest) -> LocalProvider:
 class _Agent:
     instance: Instance
     process: subprocess.Popen[bytes]
-    kill_at: float | None = None  # by the monotonic clock
-    told: bool = False  # `capacity` has shown it: whoever counts what dies early must have seen it
+    kill_at: float | None = None  # monotonic time
+    told: bool = False  # `capacity` has reported it, so that its early death can be counted
 
 
 class LocalProvider(Provider):
-    """Starts `command` once per node, in a session of its own, with its identity in the environment.
+    """Starts `command` once per node, with the identity of its instance in the environment.
 
     Args:
         command: the agent's command line, e.g. `["adaptdl-run", "--etcd", …, "train.py"]`.
-        pools: what there is to be had; `desired` is where each begins.
-        directory: where each agent's output goes, as `<instance>.log`.
+        pools: the pools, with their initial `desired`.
+        directory: for each agent's output, `<instance>.log`.
         grace_seconds: how long an agent may take to leave before it is killed.
-        environment: more variables for one instance, e.g. the address of its fake metadata service.
+        environment: returns further variables for an instance, e.g. the address of its fake metadata service.
     """
 
     name = "local"
@@ -95,7 +95,7 @@ class LocalProvider(Provider):
         self._known: set[str] = set()
 
     def capacity(self) -> Capacity:
-        """Reap, kill what overstays, start what is missing; then tell."""
+        """Reap ended agents, kill late ones, start missing ones; return instances and pools."""
         self._reconcile()
         for agent in self._agents.values():
             agent.told = True
@@ -111,7 +111,7 @@ class LocalProvider(Provider):
         self._reconcile()
 
     def release(self, instance: str, replace: bool = False) -> None:
-        """Ask the agent to leave (SIGTERM), and kill it when it has not after the grace time."""
+        """Ask the agent to leave (SIGTERM); kill it after the grace time."""
         if instance not in self._known:
             raise UnknownInstanceError(f"{instance!r} is none of this machine's agents")
         agent = self._agents.get(instance)
@@ -127,13 +127,13 @@ class LocalProvider(Provider):
         _signal(agent.process, signal.SIGTERM)
 
     def terminate(self, instance: str) -> None:
-        """Take the machine away at once, as a cloud does at the end of a notice."""
+        """Kill the agent at once, as a cloud does at the end of a notice."""
         agent = self._agents.get(instance)
         if agent is not None:
             _kill(agent.process)
 
     def hand_back(self) -> None:
-        """Nothing outlives us: every agent is asked to leave, and killed after the grace time."""
+        """Ask every agent to leave, and kill it after the grace time, so that none outlives this process."""
         for agent in self._agents.values():
             _signal(agent.process, signal.SIGTERM)
         end = time.monotonic() + self._grace
@@ -157,7 +157,7 @@ class LocalProvider(Provider):
         for name, agent in list(self._agents.items()):
             if agent.process.poll() is not None and agent.told:
                 logger.info("%s exited with %s", name, agent.process.returncode)
-                _kill(agent.process)  # what it may have left behind in its group
+                _kill(agent.process)  # kill what it may have left in its process group
                 del self._agents[name]
                 pool = self._pools[agent.instance.pool]
                 if agent.process.returncode >= 0 and agent.instance.state is not InstanceState.LEAVING:
@@ -201,7 +201,7 @@ class LocalProvider(Provider):
 
 
 def identity_variables(instance: Instance) -> dict[str, str]:
-    """What tells an agent which instance it runs on, where no metadata service does."""
+    """Return the variables that tell an agent its instance, without a metadata service."""
     return {
         "ADAPTDL_INSTANCE_ID": instance.id,
         "ADAPTDL_INSTANCE_TYPE": instance.instance_type,
@@ -230,5 +230,5 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _die_with_parent() -> None:
-    """Between fork and exec: SIGTERM when the thread that started us ends (Linux, prctl(2))."""
+    """Request SIGTERM for when the parent's thread ends; called between fork and exec (Linux, prctl(2))."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)

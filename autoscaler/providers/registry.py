@@ -1,7 +1,7 @@
-"""Which providers there are, and what one is made from.
+"""Find a provider by its name, and make it.
 
-`adaptdl autoscale --provider NAME -o KEY=VALUE` makes the provider of that name. Other packages add one by
-an entry point in the group "adaptdl_elastic.providers" that leads to a `ProviderFactory`.
+`adaptdl autoscale --provider NAME -o KEY=VALUE` makes the provider of that name. Another package adds one by
+an entry point in the group "adaptdl_elastic.providers" to a `ProviderFactory`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class ProviderRequest:
     """What the command line says about a provider.
 
     Attributes:
-        options: The provider's own, as text: `-o KEY=VALUE`.
-        prices: On-demand price per hour by instance type, in the currency of the limits.
-        slots: Replicas per node; None: the provider finds out.
-        max_nodes: Nodes at most; None: the provider's own bound.
-        owner: The cluster that rules the nodes, written where the provider can keep it.
-        seize: Take over nodes that another cluster rules.
+        options: options of the provider, as text: `-o KEY=VALUE`.
+        prices: on-demand price per hour by instance type, in the currency of the limits.
+        slots: replicas per node; None: the provider finds out.
+        max_nodes: most nodes; None: the provider's own bound.
+        owner: cluster that controls the nodes, for providers that can note it.
+        seize: take nodes that another cluster controls.
     """
 
     options: Mapping[str, str] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class ProviderRequest:
         """Return the options.
 
         Raises:
-            ProviderOptionError: One of them is not among `names`.
+            ProviderOptionError: an option is not among `names`.
         """
         for name in self.options:
             if name not in names:
@@ -61,8 +61,8 @@ def make_provider(name: str, request: ProviderRequest) -> Provider:
     """Return the provider called `name`.
 
     Raises:
-        ProviderOptionError: There is none of that name, or an option is not valid.
-        ProviderError: It cannot be made, or what it gives is no provider.
+        ProviderOptionError: there is none of that name, or an option is invalid.
+        ProviderError: it cannot be made, or its factory returns no provider.
     """
     try:
         factory: ProviderFactory = PROVIDERS.load(name)

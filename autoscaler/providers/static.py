@@ -1,4 +1,4 @@
-"""Bare metal: the nodes that register are the nodes there are. Nothing can be had, nothing released."""
+"""Bare metal: a fixed set of nodes, which register by themselves and are neither bought nor released."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from adaptdl_elastic.autoscaler.providers.base import (
 
 
 class StaticProvider(Provider):
-    """A cluster that is what it is."""
+    """A provider without pools and instances."""
 
     name = "static"
 
     def capacity(self) -> Capacity:
-        """No pools: no capacity can be asked for."""
+        """Return no pools."""
         return Capacity()
 
     def request(self, pool: str, desired: int) -> None:
-        """Always refused."""
+        """Raise an error: there are no pools."""
         raise UnknownPoolError(
             f"no pool {pool!r}: a static cluster has the nodes that register, and no others"
         )
 
     def release(self, instance: str, replace: bool = False) -> None:
-        """Always refused."""
+        """Raise an error: there are no instances."""
         raise UnknownInstanceError(f"{instance!r} can not be released: a static cluster owns no instances")

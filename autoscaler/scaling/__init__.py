@@ -1,1 +1,12 @@
-"""How many nodes there are: what one is worth, what can be had, and the loop that asks for it."""
+"""How many nodes there should be: what a node is worth, what can be bought, and the autoscaler's loop.
+
+| question | module |
+|---|---|
+| What is observed, remembered and done? | `scaling_types` |
+| How are the store and the provider observed? | `observe` |
+| What is remembered of instances, pools and costs? | `observed_history` |
+| Which size is a job worth? | `economics` |
+| What is there, and what can be bought? | `node_market` |
+| Which actions follow? (pure) | `step` |
+| How does the loop run? | `autoscaler_loop` |
+"""

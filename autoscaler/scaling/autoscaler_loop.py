@@ -1,9 +1,9 @@
-"""The autoscaler at work: look, decide, act, say; again every few seconds.
+"""The autoscaler's loop: every few seconds it observes, decides, acts and reports.
 
-It reads the whole of its cluster's keys each time instead of following a watch: nothing here is urgent
-(a notice becomes a plan in the coordinator, without us), and a look that depends on nothing before it
-can not go wrong for long. One autoscaler rules a cluster: `autoscaler/leader` is held under a lease,
-and without it nothing is done.
+It reads all keys of its cluster each time instead of following a watch: nothing here is urgent (a notice
+becomes a plan in the coordinator without the autoscaler), and an error cannot persist if each observation
+starts from scratch. One autoscaler controls a cluster: it holds `autoscaler/leader` under a lease, and acts
+only with it.
 """
 
 from __future__ import annotations
@@ -54,35 +54,35 @@ from adaptdl_elastic.rendezvous.store.base import Lease, Store, StoreAuthError, 
 logger = logging.getLogger(__name__)
 
 _LEASE = 15.0  # seconds
-_LEAP = 5.0  # seconds by which the clocks may disagree between two looks, before the time was set
+_LEAP = 5.0  # seconds by which the two clocks may drift between two rounds before the time counts as set
 _MEMORY: TypeAdapter[Memory] = TypeAdapter(Memory)
 
 Say = Callable[[str, Mapping[str, Any]], None]
-"""Called with every event and its fields."""
+"""Called with the name and the fields of every event."""
 
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """How the loop runs. Seconds."""
+    """How the loop runs. Times in seconds."""
 
     interval: float = 5.0
-    dry_run: bool = False  # say what would be done, and do nothing
-    expected: tuple[str, ...] = ()  # jobs to have a node for before anybody has started them
-    until_done: bool = False  # end when every job has ended and every node is given back
+    dry_run: bool = False  # report what would be done, and do nothing
+    expected: tuple[str, ...] = ()  # jobs that get a node before they are started
+    until_done: bool = False  # end when every job has ended and every node is released
 
 
 class Autoscaler:
-    """One provider, one cluster.
+    """The autoscaler of one provider and one cluster.
 
     Args:
-        store: where the cluster's records are.
-        keys: of the cluster.
-        provider: who gives and takes nodes.
-        settings: what to decide by.
-        options: how to run.
-        say: called with every event; what people read.
+        store: the cluster's store.
+        keys: the keys of the cluster.
+        provider: starts and stops nodes.
+        settings: settings of the decisions.
+        options: settings of the loop.
+        say: called with every event, for users.
         clock: seconds since the epoch.
-        steady: seconds that nobody sets: patience is not to depend on somebody's setting the time.
+        steady: monotonic seconds, to notice that the time was set.
     """
 
     def __init__(
@@ -99,30 +99,33 @@ class Autoscaler:
         self._store, self._keys, self._provider = store, keys, provider
         self._settings, self._options = settings, options or LoopOptions()
         self._say, self._clock, self._steady = say, clock, steady
-        self._offset: float | None = None  # between the two clocks, at the last look
-        self._ruling = False  # has taken over, and not handed back
+        self._offset: float | None = None  # between the two clocks, in the last round
+        self._ruling = False  # control of the provider was taken over and not handed back
         self._memory = Memory()
         self._end = threading.Event()
-        self._drained: set[str] = set()  # nodes whose drain request is ours
+        self._drained: set[str] = set()  # nodes whose drain request this autoscaler has written
         self._said: frozenset[str] = frozenset()
-        self._acted: set[Action] = set()  # what was said of the present decision
+        self._acted: set[Action] = set()  # actions already reported in the present decision
         self._lease: Lease | None = None
-        self._sizes: Mapping[str, int] = {}  # of the jobs, at the last look
-        self._written: int | None = None  # revision of the status that is ours; None: not looked
+        self._sizes: Mapping[str, int] = {}  # sizes of the jobs in the last round
+        self._written: int | None = None  # revision of this autoscaler's status; None: not read yet
 
     def stop(self) -> None:
-        """End `run` after the present look; callable from a signal handler."""
+        """End `run` after the present round; may be called in a signal handler."""
         self._end.set()
 
     def change(self, settings: ScalingSettings) -> None:
-        """Decide by other settings from the next look on; callable from any thread."""
+        """Use other settings from the next round on; may be called from any thread."""
         self._settings = settings
 
     def run(self) -> int:
-        """Rule until stopped, or until all is done; the exit code.
+        """Control the provider until stopped or done; return the exit code.
 
-        Raises ProviderError and StoreError for what is wrong from the beginning; later the same is
-        said, and tried again.
+        Later errors of the provider or the store are reported, and the round is repeated.
+
+        Raises:
+            ProviderError: the first round failed.
+            StoreError: the first round failed.
         """
         if self._options.dry_run:
             self._memory = self._recall()
@@ -134,10 +137,10 @@ class Autoscaler:
             self._hand_back()
         return 0
 
-    # -- one look
+    # One round
 
     def tick(self) -> bool:
-        """Look, decide, act and say once; whether all is done."""
+        """Observe, decide, act and report once; return whether all is done."""
         self._mind_the_clock()
         view, seen = self._observe()
         decision = step(seen, self._memory, self._settings)
@@ -159,7 +162,7 @@ class Autoscaler:
         return self._options.dry_run or (self._options.until_done and over)
 
     def _too_slow(self, seen: Observation) -> list[str]:
-        """Pools whose hooks do not wait for as long as we look away."""
+        """Return warnings about pools whose hooks wait for a shorter time than the interval allows."""
         pace = self._options.interval
         return [
             f"{pool.name}: a termination hook waits {pool.hook_timeout:g} s for a heartbeat, and we look "
@@ -174,7 +177,7 @@ class Autoscaler:
             self._ensure_rule()
             return self.tick()
         except (UnknownPoolError, NotOursError):
-            raise  # there is nothing to rule
+            raise  # nothing is left to control
         except (ProviderError, StoreError) as error:
             if first:
                 raise
@@ -188,7 +191,7 @@ class Autoscaler:
         return False
 
     def _mind_the_clock(self) -> None:
-        """Move what is remembered with a clock that was set."""
+        """Adapt the memory to a clock that was set."""
         offset = self._clock() - self._steady()
         by = 0.0 if self._offset is None else offset - self._offset
         self._offset = offset
@@ -200,20 +203,23 @@ class Autoscaler:
         now = self._clock()
         view = view_of(self._keys, self._store.range(self._keys.root), time.monotonic(), now)
         capacity = self._provider.capacity()
-        if self._options.dry_run:  # what is read is gone, and another one may rule
+        if self._options.dry_run:  # reading signals would delete them, and another autoscaler may lead
             return view, observe(view, capacity, (), self._options.expected)
         try:
             signals: tuple[Signal, ...] = self._provider.signals()
-        except ProviderError as error:  # the second path of a notice; the first one does without
+        except ProviderError as error:  # notices also come from the nodes themselves
             signals, capacity = (), replace(capacity, warnings=(*capacity.warnings, str(error)))
         return view, observe(view, capacity, signals, self._options.expected)
 
-    # -- acting
+    # Acting
 
     def _act(self, actions: Sequence[Action]) -> list[str]:
-        """Carry out what was decided; what failed, in words. It will be decided again.
+        """Carry out the actions; return the errors as text. Failed actions will be decided again.
 
-        Each is told before it is done. StoreError, and the rest is left, once another one may rule.
+        Each action is reported before it is done.
+
+        Raises:
+            StoreError: another autoscaler may lead; the remaining actions are dropped.
         """
         before, self._acted = self._acted, set()
         failed: list[str] = []
@@ -255,7 +261,7 @@ class Autoscaler:
                 self._request_drain(action)
 
     def _request_drain(self, drain: Drain) -> None:
-        """Write the request unless one for the same instance and time is there."""
+        """Write the drain request unless there is one for the same instance and deadline."""
         key = self._keys.drain(drain.node)
         there = self._store.get(key)
         if there is not None:
@@ -273,9 +279,9 @@ class Autoscaler:
         self._drained.add(drain.node)
 
     def _tidy(self, seen: Observation) -> None:
-        """Delete our drain requests for nodes that are gone, or are to stay after all.
+        """Delete this autoscaler's drain requests for nodes that are gone or are to stay.
 
-        A newcomer may get the same name.
+        A new node may get the same name.
         """
         known = self._memory.known
         leaving = {
@@ -297,7 +303,7 @@ class Autoscaler:
         return round(sum(known.hourly_price for known in self._memory.known.values()), 6)
 
     def _warn(self, warnings: Sequence[str]) -> None:
-        """Say what was not said at the last look."""
+        """Report warnings that were not given in the last round."""
         fresh = frozenset(warnings)
         steady = {_shape(text) for text in self._said}
         for text in warnings:
@@ -317,7 +323,7 @@ class Autoscaler:
         except StoreError as error:
             logger.warning("could not log the event %s: %s", event, error)
 
-    # -- what is published, and remembered
+    # Publishing and remembering
 
     def _publish(self, seen: Observation, decision: Step, failed: Sequence[str]) -> None:
         memory = self._memory
@@ -343,11 +349,11 @@ class Autoscaler:
         self._sure()
         self._written = self._store.compare_and_swap(key, text, self._revision())
         if self._written is None:
-            self._ruling = False  # whoever has written it knows more
+            self._ruling = False  # its writer has newer information
             raise StoreError("somebody else has written the autoscaler's status: what it says is read first")
 
     def _bill(self, seen: Observation, decision: Step) -> None:
-        """Say what a job has cost, and will, when its size changes and when it ends."""
+        """Report the costs of a job when its size changes and when it ends."""
         running, wanted = running_replicas(seen), {job.name for job in seen.jobs}
         sizes = {name: running.get(name, 0) for name in wanted}
         for name in sorted({*sizes, *self._sizes}):
@@ -363,14 +369,14 @@ class Autoscaler:
         self._sizes = sizes
 
     def _revision(self) -> int:
-        """Of the status that our memory goes on from; 0: there is none."""
+        """Return the revision of the status that the memory was read from; 0: there is none."""
         if self._written is None:
             item = self._store.get(self._keys.autoscaler_status)
             self._written = 0 if item is None else item.mod_revision
         return self._written
 
     def _recall(self) -> Memory:
-        """What the last autoscaler knew; pools that it had closed get another chance."""
+        """Return the memory of the last autoscaler; pools that it had closed are tried again."""
         item = self._store.get(self._keys.autoscaler_status)
         self._written = 0 if item is None else item.mod_revision
         if item is None:
@@ -386,7 +392,7 @@ class Autoscaler:
         return replace(memory, pools=pools)
 
     def _requested(self, memory: Memory) -> set[str]:
-        """Nodes for which the last autoscaler has asked to drain them: those requests are ours now."""
+        """Return nodes with drain requests of the last autoscaler, which this one takes over."""
         found = set()
         for item in self._store.range(self._keys.drains).items:
             try:
@@ -397,10 +403,13 @@ class Autoscaler:
                 found.add(request.node)
         return found
 
-    # -- ruling
+    # Leading
 
     def _ensure_rule(self) -> None:
-        """Be the only one, and have taken over, or raise StoreError: whoever ruled meanwhile knows more."""
+        """Make sure that this autoscaler leads and controls the provider; else raise StoreError.
+
+        The memory is read again, since another autoscaler may have led meanwhile.
+        """
         if self._options.dry_run:
             return
         if self._lease is None or self._lease.lost.is_set():
@@ -413,16 +422,16 @@ class Autoscaler:
         self._sure()
 
     def _certain(self) -> bool:
-        """Whether nobody else can be ruling."""
+        """Return whether no other autoscaler can be leading."""
         return self._lease is None or self._lease.remaining() > 0
 
     def _sure(self) -> None:
-        """StoreError where another one may rule: nothing may be written, or asked of the provider."""
+        """Raise StoreError if another autoscaler may lead: then nothing may be written or requested."""
         if not self._certain():
             raise StoreError("it is not certain that this autoscaler still rules: what was decided is left")
 
     def _campaign(self) -> None:
-        """Become the only one; StoreError when that was given up."""
+        """Become the leader; StoreError if stopped while waiting."""
         key = self._keys.autoscaler_leader
         self._lease = self._store.lease(_LEASE)
         me = records.LeaderRecord(f"{socket.gethostname()}-{os.getpid()}", socket.gethostname(), os.getpid())
@@ -440,9 +449,9 @@ class Autoscaler:
                 raise StoreError("stopped while another autoscaler ruled")
 
     def _hand_back(self) -> None:
-        """Leave things as they should be without us. What fails is said; there is nobody to try again.
+        """Hand the provider back at the end; report errors, since nothing can be repeated.
 
-        Not where another one may have taken over: it rules now.
+        Nothing is handed back if another autoscaler may have taken over.
         """
         if self._ruling and self._lease is not None and not self._lease.lost.is_set():
             try:
@@ -454,9 +463,9 @@ class Autoscaler:
 
 
 def identity(store: Store, keys: Keys, create: bool = True) -> str:
-    """What tells this cluster from all others, also from those of the same name in other stores.
+    """Return an id that differs between all clusters, even of the same name in other stores.
 
-    Made at the first call with `create`; "" where there is none.
+    The first call with `create` makes it; "" if there is none.
     """
     key = keys.autoscaler_owner
     if create:
@@ -466,5 +475,5 @@ def identity(store: Store, keys: Keys, create: bool = True) -> str:
 
 
 def _shape(text: str) -> str:
-    """A warning without its numbers: one that only counts down is not said again."""
+    """Return a warning without its numbers, so that a countdown is not reported again and again."""
     return "".join("#" if c.isdigit() else c for c in text)

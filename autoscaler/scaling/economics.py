@@ -1,29 +1,28 @@
-"""How many nodes there should be: pure arithmetic over goodput curves and prices.
+"""Decide how many nodes there should be: pure arithmetic on goodput curves and prices.
 
-An hour of a node costs `p` per slot, and an hour that a job takes longer is worth `v` (`hour_value`).
-With goodput g(r) on r replicas a job's remaining work W costs
+An hour of a slot costs `p`, and each hour that a job takes longer costs `v` (`hour_value`). With goodput g(r)
+on r replicas, the remaining work W of a job costs
 
-    (v + p · r) · W / g(r)
+ (v + p · r) · W / g(r)
 
-until its end, so the size that is worth its price minimises (v + p r) / g(r), whatever W is: goodput per
-dollar, where time has a price too. v = 0 is the cheapest way to the end (mostly one replica), a large
-v the fastest. Summed over the jobs this is the least of (cost + v × total completion time), which is
-what a trade between the two can be; the jobs are independent of each other as long as nodes can be had,
-and where they can not, the policy shares what there is.
+until its end. So the size that is worth its price minimises (v + p r) / g(r), whatever W is: it is goodput
+per dollar, where time has a price, too. v = 0 gives the cheapest way to the end (mostly one replica), a large
+v the fastest. Summed over the jobs this minimises cost + v × total completion time. The jobs are independent
+of each other as long as nodes can be bought; otherwise the policy shares what there is.
 
-A deadline replaces v: the cheapest size, p r / g(r), among those that finish in time.
+A deadline replaces v: the size is the cheapest one, p r / g(r), among those that finish in time.
 
-What is not there yet has to boot, and a change makes a job pause. With b seconds of the one (none for
-slots that are there or coming) and q of the other, a job of r now, g(r) · b samples on, needs
+New nodes have to boot, and a change makes a job pause. With b seconds of booting (0 for slots that exist or
+are ordered) and a pause of q seconds, a job that has r replicas now and does g(r) · b samples meanwhile needs
 
-    T(s) = b + q + (W - g(r) b) / g(s)
+ T(s) = b + q + (W - g(r) b) / g(s)
 
-to its end at size s, and (v + p s) T(s) is what is least: a job that is nearly done buys nothing. Where
-no end is declared W is without bounds, and this is the above.
+until its end at size s, and (v + p s) T(s) is minimised: a job that is nearly done buys nothing. Without a
+declared end W is infinite, which gives the first formula.
 
-*Utilisation* is the slots that are worth their price over the slots there are. It is kept in a band:
-above it nodes are asked for, below it for a while (`shrink_after`) nodes are let go, inside nothing
-moves. So a demand that wavers by less than the band's width never buys and sells.
+*Utilisation* is the number of slots that are worth their price, divided by the slots that exist. It is kept
+in a band: above the band nodes are bought; below it for some time (`shrink_after`) nodes are released; inside
+nothing changes. So a demand that varies by less than the width of the band never buys and sells.
 """
 
 from __future__ import annotations
@@ -39,38 +38,38 @@ from adaptdl_elastic.autoscaler.policy.curves import goodputs
 from adaptdl_elastic.autoscaler.policy.policy_types import JobInfo
 
 HOUR = 3600.0
-_HALVINGS = 10  # of the span between two prices, to find the one at which what there is suffices
+_HALVINGS = 10  # bisections between two prices, to find the price at which the supply suffices
 
 
 @dataclass(frozen=True)
 class ScalingSettings:
-    """What the owner of the bill decides. Times in seconds, money in the price table's currency."""
+    """The user's settings of the autoscaler. Times in seconds, money in the currency of the price table."""
 
-    hour_value: float | None = None  # what an hour of a job's time is worth; None: `slots_value` slot hours
+    hour_value: float | None = None  # value of an hour of a job's time; None: `slots_value` slot hours
     slots_value: float = 4.0
-    low: float = 0.85  # the band of utilisation
+    low: float = 0.85  # lower bound of the band of utilisation
     high: float = 1.0
-    grow_after: float = 15.0  # since the last change, before more is asked for
-    shrink_after: float = 120.0  # below the band for so long, before anything is let go
+    grow_after: float = 15.0  # after the last change, before more is requested
+    shrink_after: float = 120.0  # below the band, before anything is released
     min_nodes: int = 0
     max_nodes: int = 1_000_000
     max_hourly_cost: float = math.inf
-    deadlines: Mapping[str, float] = field(default_factory=dict)  # job, or "*", to seconds since the epoch
-    deadline_margin: float = 0.1  # forecasts are taken for so much too good
+    deadlines: Mapping[str, float] = field(default_factory=dict)  # job, or "*" → seconds since the epoch
+    deadline_margin: float = 0.1  # fraction by which forecasts are assumed to be too good
     boot: float = 120.0  # from an order to a node, until a pool has shown how long it takes
-    pause: float = 5.0  # that a change costs a job of which nothing is known
+    pause: float = 5.0  # pause of a change, for a job whose pauses are unknown
     boot_timeout: float = 600.0  # from an instance's order to its registration
-    max_replacements: int = 3  # of instances that never became a node, in a row and pool
+    max_replacements: int = 3  # replacements in a row of instances that never became a node, per pool
     drain_timeout: float = 600.0
-    broke_for: float = 600.0  # after nodes were let go because the budget was exceeded, none is bought
-    back_off: float = 60.0  # after a pool had nothing to give; doubles up to `max_back_off`
+    broke_for: float = 600.0  # after nodes were released because of the budget, no node is bought for so long
+    back_off: float = 60.0  # after a pool had no capacity; doubles up to `max_back_off`
     max_back_off: float = 1800.0
-    interruption_cost: float = 180.0  # seconds of a node that an interruption costs
-    gap: float = 300.0  # without a look, after which what is missing is no interruption: nobody was there
-    max_interruptions: float = 1.0  # per spot node and hour, above which spot is not bought
-    hold_every: float = 30.0  # heartbeats of lifecycle hooks
-    hysteresis: float = 0.05  # a size is left only for one that is cheaper by this fraction
-    exploration: float = 2.0  # a job is not sized beyond so many times what it was profiled on
+    interruption_cost: float = 180.0  # seconds of a node's time that an interruption costs
+    gap: float = 300.0  # after such a gap between rounds, missing instances do not count as interrupted
+    max_interruptions: float = 1.0  # per spot node and hour; above it spot nodes are not bought
+    hold_every: float = 30.0  # between heartbeats of lifecycle hooks
+    hysteresis: float = 0.05  # a size is changed only if that is cheaper by this fraction
+    exploration: float = 2.0  # a job gets at most this multiple of the replicas that it was profiled on
 
     def __post_init__(self) -> None:
         if not 0 < self.low <= self.high < math.inf:
@@ -81,7 +80,7 @@ class ScalingSettings:
             raise ValueError(
                 f"--min-nodes {self.min_nodes} and --max-nodes {self.max_nodes}: needs 0 <= min <= max"
             )
-        if not self.max_hourly_cost > 0:  # nan, too
+        if not self.max_hourly_cost > 0:  # rejects NaN, too
             raise ValueError(f"--max-hourly-cost {self.max_hourly_cost:g}: needs a positive amount per hour")
         for option, value in (
             ("--hour-value", 0.0 if self.hour_value is None else self.hour_value),
@@ -100,13 +99,13 @@ class Want:
 
     job: str
     replicas: int
-    goodput: float = 0.0  # samples per second at the initial batch size; 0: not known
+    goodput: float = 0.0  # samples per second at the initial batch size; 0: unknown
     seconds_left: float | None = None  # at that size
-    late: bool = False  # no size that can be tried meets its deadline
+    late: bool = False  # no possible size meets the deadline
 
 
 def sizes(most: int, slots: int) -> list[int]:
-    """Replica counts worth a look: powers of two within a node, then whole nodes; `most` as well."""
+    """Return replica counts to evaluate: powers of two within a node, then whole nodes, and `most`."""
     within = [2**k for k in range(slots.bit_length()) if 2**k < slots]
     whole = list(range(slots, most + 1, slots))
     return sorted({r for r in [*within, *whole, most] if 1 <= r <= most})
@@ -114,19 +113,19 @@ def sizes(most: int, slots: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Demand:
-    """What jobs want at any price.
+    """What jobs want at a given price.
 
     Args:
-        jobs: as the policy is asked about them.
-        slots: per node.
-        settings: whose `hour_value`, `deadlines` and `exploration` are used.
-        now: seconds since the epoch, to compare deadlines with.
-        most_slots: of the largest cluster there could be.
-        before: what each job was found to be worth at the last look; kept while it is nearly as good.
-        unsettled: jobs of which a change is under way: one of a given size may be on its way to what it
-            was worth before.
-        running: replicas of each job now.
-        idle: slots beyond those that are there or coming: they need not boot.
+        jobs: as in the policy's question.
+        slots: slots per node.
+        settings: `hour_value`, `deadlines` and `exploration` are used.
+        now: seconds since the epoch.
+        most_slots: slots of the largest possible cluster.
+        before: the sizes of the last round; kept while they are nearly as good.
+        unsettled: jobs whose size is changing; one with a fixed size may be on its way to the size of the
+            last round.
+        running: present replicas of each job.
+        idle: slots that exist or are ordered beyond these; they need not boot.
         boot: seconds from an order to a node.
     """
 
@@ -143,13 +142,13 @@ class Demand:
 
     @cached_property
     def _free(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """(replica counts, goodput at each) of the jobs whose size is ours to choose."""
+        """(replica counts, goodput at each) of the jobs whose size can be chosen."""
         free = [j for j in self.jobs if j.model is not None and j.requested_replicas is None]
         curves = _curves(free, self.slots, self.most_slots, self.settings.exploration)
         return {job.name: curve for job, curve in zip(free, curves, strict=True)}
 
     def at(self, slot_price: float) -> tuple[Want, ...]:
-        """For every job the size that is worth its price, of one slot and hour, interruptions included."""
+        """Return every job's size at this price of a slot hour, interruptions included."""
         return tuple(self._want(job, slot_price) for job in self.jobs)
 
     def _want(self, job: JobInfo, slot_price: float) -> Want:
@@ -160,7 +159,7 @@ class Demand:
         if not len(counts):
             return Want(job.name, _least(job, self.slots))
         value = settings.hour_value
-        if value is None:  # in slot hours: then it is all the same what one costs, were it nothing
+        if value is None:  # value in slot hours: the price cancels out, even if it is 0
             slot_price, value = 1.0, settings.slots_value
         deadline, late = deadline_of(settings, job.name), False
         if deadline is not None and job.remaining is not None:
@@ -181,10 +180,10 @@ class Demand:
         return Want(job.name, int(counts[best]), float(rates[best]), rest, late)
 
     def _seconds(self, job: JobInfo, counts: np.ndarray, rates: np.ndarray, left: float) -> np.ndarray:
-        """To the job's end at each size, `left` samples from here; without a known end, of each sample.
+        """Return the seconds to a job's end at each size, with `left` samples to do; per sample if infinite.
 
-        What has to boot comes later, and until then the job runs as it does; any other size than the
-        present one costs a pause.
+        Slots that have to boot come later, and until then the job runs at its present size. Any other size
+        costs a pause.
         """
         if not math.isfinite(left):
             return np.asarray(1 / rates)
@@ -199,18 +198,23 @@ class Demand:
 
 @dataclass(frozen=True)
 class Level:
-    """Slots of one price per useful slot and hour: there, asked for, or to be had."""
+    """Slots at one price per useful slot hour: existing, ordered or for sale."""
 
     slot_price: float
     slots: int
 
 
 def clear(demand: Demand, levels: Sequence[Level], free: int = 0) -> tuple[tuple[Want, ...], int]:
-    """Where supply meets demand: (what each job is to have, slots that are worth their price).
+    """Find where supply meets demand: (size of each job, number of slots that are worth their price).
 
-    Each level is filled only as far as jobs want slots at *its* price. So what is cheap is never judged by
-    the price of what would be bought after it. Of the dearest level more may be wanted than there is:
-    it is to be said that it can not be had. `free`: slots that cost nothing, and are used first.
+    Each level is used only as far as jobs want slots at *its* price, so cheap slots are not judged by the
+    price of more expensive ones. At the highest price jobs may want more than there is; then a warning
+    follows.
+
+    Args:
+        demand: what jobs want at a given price.
+        levels: slots by price.
+        free: slots that cost nothing, and are used first.
     """
     ladder = sorted(levels, key=lambda level: level.slot_price)
     room, filled, low, found = free, -1, 0, demand.at(ladder[0].slot_price)
@@ -229,7 +233,7 @@ def clear(demand: Demand, levels: Sequence[Level], free: int = 0) -> tuple[tuple
 
 
 def _shadow(demand: Demand, room: int, low: float, high: float) -> tuple[Want, ...]:
-    """What is wanted at the least price, between these two, at which all of it has room."""
+    """Return the sizes at the lowest price, between these two, at which all of them fit."""
     best = demand.at(high)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -246,46 +250,46 @@ def _replicas(wanted: Sequence[Want]) -> int:
 
 
 def least_nodes(jobs: Sequence[JobInfo]) -> int:
-    """Nodes without which some of the jobs could not run: two jobs of several nodes each share none."""
+    """Return the nodes that jobs of several nodes need to run at all; two such jobs share no node."""
     return sum(job.min_nodes for job in jobs if job.min_nodes > 1)
 
 
 def _fixed(job: JobInfo, slots: int, most_slots: int) -> int:
-    """A job that says its size, or says nothing yet and so gets its least."""
+    """Return the replicas of a job without a goodput model: the requested number, else its minimum."""
     return min(max(job.requested_replicas or 0, _least(job, slots)), max(most_slots, 1))
 
 
 def _fewest(job: JobInfo, slots: int) -> int:
-    """Replicas on a node at least: by its nodes' word, else by its own, on nodes of so many slots."""
+    """Return the fewest replicas of a job on a node, by its nodes' limits, else by its own."""
     if job.limits:
         return max(1, min(limit.min_slots for limit in job.limits.values()))
     return max(1, min(job.min_slots, slots))
 
 
 def _least(job: JobInfo, slots: int) -> int:
-    """The smallest size of a job on nodes of so many slots."""
+    """Return the smallest size of a job on nodes with this number of slots."""
     return taken(job, max(1, job.min_replicas, job.min_nodes * _fewest(job, slots)), slots)
 
 
 def taken(job: JobInfo, replicas: int, slots: int) -> int:
-    """Slots that a job takes for so many replicas, on nodes of `slots`.
+    """Return the slots that a job takes for `replicas`, on nodes of `slots`.
 
-    On as few nodes as hold them each has its least: what that comes to is more than was wanted, where
-    nodes are taken whole (`--nproc-per-node=4`).
+    Each of the nodes, as few as possible, gets at least its minimum. That may be more than `replicas` if
+    nodes are used as a whole (`--nproc-per-node=4`).
     """
     fewest = _fewest(job, slots)
     return max(replicas, -(-replicas // max(slots, fewest)) * fewest)
 
 
 def deadline_of(settings: ScalingSettings, job: str) -> float | None:
-    """When a job is to have ended, in seconds since the epoch."""
+    """Return a job's deadline in seconds since the epoch, or None."""
     return settings.deadlines.get(job, settings.deadlines.get("*"))
 
 
 def _curves(
     jobs: Sequence[JobInfo], slots: int, most_slots: int, exploration: float
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(replica counts, goodput at each) of every job; all jobs in one evaluation."""
+    """Return (replica counts, goodput at each) of every job, computed together."""
     if not jobs:
         return []
     tops = [_most(job, slots, most_slots, exploration) for job in jobs]
@@ -297,35 +301,35 @@ def _curves(
     for job, top, row in zip(jobs, tops, table, strict=True):
         usable = (every <= top) & (every >= min(_least(job, slots), top)) & (row > 0)
         fewest = _fewest(job, slots)
-        usable &= every >= -(-every // max(slots, fewest)) * fewest  # as `taken` has it
+        usable &= every >= -(-every // max(slots, fewest)) * fewest  # the same rule as in `taken`
         found.append((every[usable], row[usable]))
     return found
 
 
 def _most(job: JobInfo, slots: int, most_slots: int, exploration: float) -> int:
-    """The largest size that may be tried."""
+    """Return the largest size that may be tried."""
     profiled = int(exploration * max(job.max_profiled_replicas, _least(job, slots)))
     nodes = job.max_nodes if job.max_nodes is not None else most_slots
     return max(1, min(profiled, job.max_replicas, nodes * slots, most_slots))
 
 
 def _rate(counts: np.ndarray, rates: np.ndarray, replicas: int) -> float:
-    """Goodput at what a job has now."""
+    """Return the goodput at the present size."""
     return float(np.interp(replicas, counts, rates)) if replicas else 0.0
 
 
 @dataclass(frozen=True)
 class Target:
-    """How many slots there should be, and why."""
+    """How many nodes there should be, and why."""
 
-    slots: float  # worth their price
-    nodes: int  # that there should be, after band and bounds
+    slots: float  # slots that are worth their price
+    nodes: int  # after band and bounds
     utilisation: float
     reason: str
-    keep: float = math.inf  # slots below which nothing goes of its own accord
-    floor: int = 0  # nodes, the same
-    most: int = 1_000_000  # nodes above which something goes whatever is kept
-    settled: bool = False  # only nodes go that no job has, or is to have, of which a change is under way
+    keep: float = math.inf  # slots that are not released voluntarily
+    floor: int = 0  # nodes that are not released voluntarily
+    most: int = 1_000_000  # nodes above which some are released in any case
+    settled: bool = False  # only nodes without jobs whose size is changing are released
 
 
 def target(
@@ -339,17 +343,17 @@ def target(
     fixed: tuple[int, int] = (0, 0),
     least: int = 0,
 ) -> Target:
-    """How many nodes there should be.
+    """Return how many nodes there should be.
 
     Args:
         wanted: slots that are worth their price.
-        slots: of the node that would be bought next.
-        there: slots of each node that there is, or that was asked for, in the order in which they would go.
+        slots: slots of the node that would be bought next.
+        there: slots of each existing or ordered node, in the order in which they would go.
         settings: the band, the waits and the bounds.
-        since_change: seconds since more was asked for or something was let go.
+        since_change: seconds since more was requested or something was released.
         low_for: seconds for which utilisation has been below the band.
-        fixed: (nodes, slots) of those that can not go.
-        least: nodes below which a job could not run at all, however few slots it needs.
+        fixed: (nodes, slots) that cannot go.
+        least: nodes without which a job could not run at all, however few slots it needs.
     """
     have, have_slots = len(there) + fixed[0], sum(there) + fixed[1]
     floor = min(max(settings.min_nodes, least), settings.max_nodes)
@@ -375,7 +379,7 @@ def target(
 def going(
     there: Sequence[int], keep: float, floor: int, most: int, fixed: tuple[int, int] = (0, 0)
 ) -> list[int]:
-    """Places in `there` of the nodes that go: those that can be spared, and what is beyond `most`."""
+    """Return the positions in `there` of nodes that go: those that can be spared, and those beyond `most`."""
     nodes, slots = len(there) + fixed[0], sum(there) + fixed[1]
     gone = []
     for place, size in enumerate(there):
@@ -387,26 +391,26 @@ def going(
 
 @dataclass(frozen=True)
 class Offer:
-    """Nodes that could be bought of one pool."""
+    """Nodes of one pool that could be bought."""
 
     pool: str
     available: int
     slots: int
     hourly_price: float
     preemptible: bool = False
-    overhead: float = 0.0  # fraction of its time that is lost to interruptions
+    overhead: float = 0.0  # fraction of its time that is lost by interruptions
 
     @property
     def slot_price(self) -> float:
-        """Of one useful slot and hour."""
+        """Price of one useful slot hour."""
         return self.hourly_price * (1 + self.overhead) / self.slots
 
 
 def buy(offers: Sequence[Offer], slots: int, nodes: int, budget: float) -> dict[str, int]:
-    """How many of each pool make up `slots`, the cheapest first.
+    """Return how many nodes of each pool give `slots`, the cheapest first.
 
-    Never more than `nodes` nodes, nor more per hour than `budget`. A pool too dear for the rest of the
-    budget is passed over.
+    At most `nodes` nodes, and at most `budget` per hour. A pool that is too expensive for the rest of the
+    budget is skipped.
     """
     bought: dict[str, int] = {}
     for offer in sorted(offers, key=lambda o: (o.slot_price, o.preemptible, o.pool)):

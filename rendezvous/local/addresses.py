@@ -53,12 +53,12 @@ def is_loopback(address: str) -> bool:
 
 
 def is_local(host: str) -> bool:
-    """Return whether a name or address is one of this machine's, so that it can be listened on."""
+    """Return whether a host name or address belongs to this machine, so that it can listen there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as sock:
             sock.bind((host, 0))
-    except OSError:  # socket.gaierror is one
+    except OSError:  # also socket.gaierror
         return False
     return True
 

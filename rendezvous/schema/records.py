@@ -84,7 +84,7 @@ class JobState(str, Enum):
 HEAVIEST = 1e6
 """Largest allowed weight of a job."""
 
-INSISTS = "--rescale=inplace"
+INPLACE_REQUIRED = "--rescale=inplace"
 """Text in the reason of a job that keeps its size because a change in place is impossible."""
 
 

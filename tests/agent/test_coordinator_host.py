@@ -68,30 +68,30 @@ class World:
         assert {key, other} == {FIRST, SECOND}
         self.claims.append(key)
 
-    def mind(self, first: Holder | None, second: Holder | None, leads: bool) -> list[str]:
+    def update(self, first: Holder | None, second: Holder | None, leads: bool) -> list[str]:
         """What is claimed now."""
         self.claims.clear()
-        self.host.mind(first and str(first), second and str(second), "somebody" if leads else None)
+        self.host.update(first and str(first), second and str(second), "somebody" if leads else None)
         return list(self.claims)
 
 
 def test_nobody_keeps_one_so_we_do_at_once() -> None:
     world = World()
-    assert world.mind(None, None, leads=False) == [FIRST]
-    assert world.mind(None, None, leads=False) == []
+    assert world.update(None, None, leads=False) == [FIRST]
+    assert world.update(None, None, leads=False) == []
     assert world.host.due == CLAIM_AGAIN_AFTER
     world.now = CLAIM_AGAIN_AFTER
-    assert world.mind(None, None, leads=False) == [FIRST]
-    assert world.mind(ME, None, leads=False) == []
+    assert world.update(None, None, leads=False) == [FIRST]
+    assert world.update(ME, None, leads=False) == []
     assert len(world.children) == 1
-    assert world.mind(ME, FAR, leads=True) == []
+    assert world.update(ME, FAR, leads=True) == []
     assert len(world.children) == 1
     assert world.host.due is None
 
 
 def test_where_a_service_leads_nobody_tries() -> None:
     world = World(now=SETTLED)
-    assert world.mind(None, None, leads=True) == []
+    assert world.update(None, None, leads=True) == []
     assert world.host.due is None
 
 
@@ -111,24 +111,24 @@ def test_one_of_another_node_stands_by(
     first: Holder | None, second: Holder | None, wanted: list[str]
 ) -> None:
     world = World(now=SETTLED)
-    assert world.mind(first, second, leads=True) == wanted
+    assert world.update(first, second, leads=True) == wanted
 
 
 def test_one_stands_by_only_when_the_start_is_over() -> None:
     world = World()
-    assert world.mind(FAR, None, leads=True) == []
+    assert world.update(FAR, None, leads=True) == []
     assert world.host.due == SETTLED
     world.now = SETTLED
-    assert world.mind(FAR, None, leads=True) == [SECOND]
+    assert world.update(FAR, None, leads=True) == [SECOND]
 
 
 def test_who_has_lost_its_place_claims_it_again_while_its_coordinator_goes_on() -> None:
     """The store was away for longer than our lease; the coordinator has its own."""
     world = World(now=SETTLED)
-    world.mind(ME, None, leads=True)
-    assert world.mind(None, None, leads=True) == [FIRST]
+    world.update(ME, None, leads=True)
+    assert world.update(None, None, leads=True) == [FIRST]
     world.now += CLAIM_AGAIN_AFTER
-    assert world.mind(FAR, None, leads=True) == [SECOND]
+    assert world.update(FAR, None, leads=True) == [SECOND]
     (child,) = world.children
     assert not child.closed
 
@@ -137,31 +137,31 @@ def test_who_has_lost_its_place_claims_it_again_while_its_coordinator_goes_on() 
 def test_of_two_places_on_one_node_the_second_is_given_up(first: Holder) -> None:
     """Two agents of a node claimed at the same moment, or one whose claim was under way."""
     world = World(now=SETTLED)
-    world.mind(first if first == ME else FAR, ME, leads=True)
+    world.update(first if first == ME else FAR, ME, leads=True)
     (child,) = world.children
     world.released.clear()
     for _ in range(2):  # the store has not taken it yet
-        assert world.mind(first, ME, leads=True) == []
+        assert world.update(first, ME, leads=True) == []
         assert (set(world.released), len(world.children)) == ({SECOND}, 1)
     assert (world.host._child is child) == (first == ME)
-    assert world.mind(first, None, leads=True) == []
-    assert world.mind(first, FAR, leads=True) == []
+    assert world.update(first, None, leads=True) == []
+    assert world.update(first, FAR, leads=True) == []
     assert len(world.children) == 1
 
 
 def test_who_holds_the_first_place_keeps_it_whoever_has_the_second() -> None:
     world = World(now=SETTLED)
-    world.mind(ME, NEIGHBOUR, leads=True)
+    world.update(ME, NEIGHBOUR, leads=True)
     assert (world.released, len(world.children)) == ([], 1)
 
 
 def test_a_third_coordinator_is_ended() -> None:
     world = World(now=SETTLED)
-    world.mind(ME, None, leads=True)
+    world.update(ME, None, leads=True)
     ended = world.children[0]
-    world.mind(FAR, Holder("elsewhere", "third"), leads=True)
+    world.update(FAR, Holder("elsewhere", "third"), leads=True)
     assert world.host._child is None
-    world.mind(FAR, ME, leads=True)
+    world.update(FAR, ME, leads=True)
     assert len(world.children) == 2
     world.host.close()
     assert world.children[1].closed
@@ -173,15 +173,15 @@ def test_who_can_not_keep_one_leaves_it_to_others_for_a_while(
     first: Holder, second: Holder, mine: str
 ) -> None:
     world = World(now=SETTLED)
-    world.mind(first, second, leads=True)
+    world.update(first, second, leads=True)
     world.children[0].failed = True
-    assert world.mind(first, second, leads=False) == []
+    assert world.update(first, second, leads=False) == []
     assert world.released == [mine]
-    world.mind(first, second, leads=False)  # the store has not taken it yet
-    assert world.mind(None, None, leads=False) == []
+    world.update(first, second, leads=False)  # the store has not taken it yet
+    assert world.update(None, None, leads=False) == []
     assert (world.released, len(world.children), world.host.due) == ([mine], 1, SETTLED + REST)
     world.now += REST
-    assert world.mind(None, None, leads=False) == [FIRST]
+    assert world.update(None, None, leads=False) == [FIRST]
 
 
 class Process:

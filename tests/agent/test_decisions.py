@@ -651,10 +651,10 @@ def test_with_changes_in_place_too_each_generation_is_answered_for_once(
             if held is None or not pool:
                 continue
             fresh = held.change is not None and pool[0] in held.change.newcomers
-            stray = pool[0] in held.stray
+            orphan = pool[0] in held.orphans
             generation = held.change.plan.generation if fresh and held.change else held.generation
             event = d.ReplicaExited(
-                held.withdrawn if stray else generation, pool[0].local_rank, number, agent.now
+                held.withdrawn if orphan else generation, pool[0].local_rank, number, agent.now
             )
         if isinstance(event, (d.ReplicaReady, d.ReplicaSwitched)):
             local = [r.local_rank for r in held.replicas] if held is not None else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -93,10 +94,10 @@ def test_a_plain_ddp_script_runs_as_under_torchrun(tmp_path: Path) -> None:
     with ElasticRun(["--standalone", "--nproc-per-node=2", PLAIN, "ddp"], tmp_path) as run:
         assert run.wait() == 0
         assert sorted(run.text().splitlines()) == [
-            "gradient 12.0",
-            "gradient 12.0",
-            "rank 0 of 2",
-            "rank 1 of 2",
+            "[rank0]: gradient 12.0",
+            "[rank0]: rank 0 of 2",
+            "[rank1]: gradient 12.0",
+            "[rank1]: rank 1 of 2",
         ]
         assert run.of("exit")[0]["exit_code"] == 0
 
@@ -106,7 +107,7 @@ def test_a_script_that_raises_is_tried_again_and_then_reported(tmp_path: Path) -
     with ElasticRun(arguments, tmp_path) as run:
         assert run.wait() == 1
         text = run.text()
-        assert text.count("Traceback") == 2
+        assert text.count("Traceback") == 1
         assert "fork_server" not in text
         assert [f["message"] for f in run.of("failure")] == ["ValueError: boom"] * 2
         last = lines_of_ours(text)[-1]
@@ -116,6 +117,66 @@ def test_a_script_that_raises_is_tried_again_and_then_reported(tmp_path: Path) -
     assert len(attempts) == 2, "the logs of both generations are kept"
     assert all("ValueError: boom" in path.read_text() for path in attempts)
     assert "[default0]:ValueError: boom" in text
+
+
+TOGETHER = """
+import os, sys, time
+from pathlib import Path
+rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+print("begins", attempt, flush=True)
+Path(f"{attempt}-{rank}").touch()
+while not all(Path(f"{attempt}-{other}").exists() for other in range(2)):
+    time.sleep(0.01)
+undefined_name
+"""
+
+
+def test_of_replicas_that_fail_together_one_traceback_is_shown_and_one_restart_made(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TOGETHER)
+    options = ["--standalone", "--nproc-per-node=2", "--no-autoscale", "--log-dir=logs", "--rdzv-id=job"]
+    done = run_agent(tmp_path, *options, "script.py")
+    assert done.returncode == 1
+    begun = [f"[rank{rank}]: begins {attempt}" for rank in (0, 1) for attempt in (0, 1)]
+    assert sorted(done.stdout.splitlines()) == begun
+    *lines, last = done.stderr.splitlines()
+    what, mark = "NameError: name 'undefined_name' is not defined", done.stderr[: len("[rank0]:")]
+    rank = mark.removeprefix("[rank").removesuffix("]:")
+    assert lines[:6] == [
+        f"{mark} Traceback (most recent call last):",
+        f'{mark}   File "{tmp_path / "script.py"}", line 9, in <module>',
+        f"{mark}     undefined_name",
+        f"{mark} {what}",
+        f"adaptdl-run: replica {rank} failed (exit code 1): {what}",
+        "adaptdl-run: restart 1 of 3, from the beginning",
+    ]
+    (again,) = lines[6:]
+    assert re.fullmatch(r"adaptdl-run: replica [01] failed in the same way again \(exit code 1\): .*", again)
+    assert f"failed twice in the same way before its first step: rank {again[21]}: {what}" in last
+    kept = list((tmp_path / "logs").glob("job_*/attempt_*/*/traceback.log"))
+    assert len(kept) >= 2, "of the second of an attempt there is none if it was killed before it raised"
+    assert all(what in path.read_text() for path in kept)
+
+
+def test_all_tracebacks_are_shown_where_they_are_asked_for(tmp_path: Path) -> None:
+    script = "import os\nfile = open('fifo', 'wb' if os.environ['RANK'] == '0' else 'rb')\nundefined_name\n"
+    (tmp_path / "script.py").write_text(script)  # both are there before one of them raises
+    os.mkfifo(tmp_path / "fifo")
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=0", "--tracebacks=all"]
+    done = run_agent(tmp_path, *options, "script.py")
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") in (1, 2), "the first to exit may have had the other killed"
+    assert "NameError" in done.stderr
+    assert not list(tmp_path.rglob("traceback.log"))
+
+
+def test_the_survivors_of_a_killed_replica_show_no_traceback(tmp_path: Path) -> None:
+    with ElasticRun(["--standalone", "--nproc-per-node=2", "--log-dir=logs", PLAIN, "peer"], tmp_path) as run:
+        assert run.wait() == 0
+        text = run.text()
+    assert "Traceback" not in text
+    lines = [line for line in text.splitlines() if line.startswith("adaptdl-run")]
+    assert lines[0].startswith("adaptdl-run: replica 1 failed: SIGKILL")
+    assert lines[1] == "adaptdl-run: restart 1 of 3, from the beginning"
 
 
 def test_a_crash_has_its_signal_as_exit_code(tmp_path: Path) -> None:
@@ -168,7 +229,7 @@ def test_a_killed_replica_goes_on_from_the_periodic_checkpoint(tmp_path: Path) -
         assert run.wait() == 0
         assert samples(run) == dict.fromkeys(range(60), 200)
         assert [g["cause"] for g in run.of("generation")] == ["start", "failure"]
-        weights = [line.split()[1] for line in run.text().splitlines() if line.startswith("weights")]
+        weights = [line.split()[1] for line in run.said().splitlines() if line.startswith("weights")]
         assert len(weights) == 2
         assert len(set(weights)) == 1
 
@@ -309,7 +370,7 @@ def test_each_rank_has_its_own_redirects_and_tee(tmp_path: Path) -> None:
     kept = {"0 stdout", "0 stderr", "1 stdout", "2 stdout"}
     assert logs == {name: [name] for name in kept}
     assert sorted(done.stdout.splitlines()) == ["[default2]:2 stdout"]
-    assert sorted(done.stderr.splitlines()) == ["1 stderr", "2 stderr"]
+    assert sorted(done.stderr.splitlines()) == ["[rank1]: 1 stderr", "[rank2]: 2 stderr"]
 
 
 def test_the_time_out_of_the_store_reaches_the_coordinator(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from adaptdl_elastic.rendezvous.store.base import StoreError
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 from adaptdl_elastic.storage import Manifest, StorageError, locations
 
+pytestmark = pytest.mark.processes
+
 KEYS = Keys("test")
 BUCKET = "checkpoints"
 

@@ -18,8 +18,11 @@ import pytest
 
 from adaptdl_elastic.agent.runtime.fork_server import Exited, ForkServer, Spawned
 from adaptdl_elastic.agent.runtime.forked_child import Command, die_with
+from adaptdl_elastic.protocol import uncaught_error
 from adaptdl_elastic.protocol.channel import Channel
 from adaptdl_elastic.protocol.messages import Finished, Stop
+
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +47,17 @@ class Runner:
         return news
 
     def start(
-        self, mode: str, *argv: str, env: dict[str, str] | None = None, threads: int | None = None
+        self,
+        mode: str,
+        *argv: str,
+        env: dict[str, str] | None = None,
+        threads: int | None = None,
+        reports: str = "",
+        quiet: bool = False,
     ) -> int:
         self.number += 1
         out = [(self.directory / name).open("w") for name in ("out", "err")]
-        command = Command(mode, argv, str(self.directory), env or {}, threads)
+        command = Command(mode, argv, str(self.directory), env or {}, threads, reports, quiet)
         self.server.spawn(self.number, command, *(file.fileno() for file in out))
         for file in out:
             file.close()
@@ -272,6 +281,85 @@ def test_the_error_file_is_the_one_torch_reads(runner: Runner, tmp_path: Path) -
     assert failure.message["message"] == "ValueError: boom"
     assert "script.py" in failure.message["extraInfo"]["py_callstack"]
     assert "child.py" not in failure.message["extraInfo"]["py_callstack"]
+
+
+QUIETLY = """
+def f():
+    raise ValueError("boom")
+f()
+"""
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["as it is", "with a hook of the script's own"])
+def test_a_quiet_replica_leaves_its_traceback_to_the_agent(
+    runner: Runner, tmp_path: Path, hooked: bool
+) -> None:
+    hook = "import sys\nsys.excepthook = lambda kind, error, trace: print('hook', error, file=sys.stderr)\n"
+    text = (hook if hooked else "") + QUIETLY
+    (tmp_path / "script.py").write_text(text)
+    expected = plainly(tmp_path, "script.py")[2]
+    runner.start("script", "script.py", reports=str(tmp_path), quiet=True)
+    assert runner.wait() == 1
+    assert runner.said() == ("", "")
+    assert (tmp_path / uncaught_error.TRACEBACK).read_text() == expected
+    found = uncaught_error.read(tmp_path)
+    assert found is not None
+    assert found.kind == f"ValueError at script.py:{5 if hooked else 3} in f"
+
+
+def test_a_traceback_that_cannot_be_left_to_the_agent_is_written_to_stderr(
+    runner: Runner, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(QUIETLY)
+    runner.start("script", "script.py", reports=str(tmp_path / "gone"), quiet=True)
+    assert runner.wait() == 1
+    assert runner.said() == ("", plainly(tmp_path, "script.py")[2])
+
+
+def test_an_error_of_a_process_that_a_replica_has_forked_is_not_the_replicas(
+    runner: Runner, tmp_path: Path
+) -> None:
+    text = "import os\nif os.fork() == 0:\n    undefined_name\nos.wait()\n"
+    (tmp_path / "script.py").write_text(text)
+    runner.start("script", "script.py", reports=str(tmp_path), quiet=True)
+    assert runner.wait() == 0
+    assert "NameError" in runner.said()[1]
+    assert uncaught_error.read(tmp_path) is None
+
+
+ORPHAN = """
+import os, signal, socket, sys
+ours, theirs = socket.socketpair()
+if os.fork() == 0:
+    os.setsid()  # the group of the replica is killed with it
+    ours.close()
+    try:
+        data = theirs.recv(1)
+        if not data:
+            raise ConnectionResetError("the replica is gone")
+        undefined_name
+    except:
+        sys.excepthook(*sys.exc_info())  # as multiprocessing.resource_sharer does
+    with open("done", "w") as fifo:
+        fifo.write("done")
+    os._exit(0)
+if sys.argv[1] == "dies":
+    os.kill(os.getpid(), signal.SIGKILL)
+ours.send(b"x")
+os.wait()
+"""
+
+
+@pytest.mark.parametrize("how", ["dies", "lives"])
+def test_what_has_outlived_a_killed_replica_is_quiet_about_it(
+    runner: Runner, tmp_path: Path, how: str
+) -> None:
+    os.mkfifo(tmp_path / "done")
+    (tmp_path / "script.py").write_text(ORPHAN)
+    runner.start("script", "script.py", how, reports=str(tmp_path), quiet=True)
+    assert (tmp_path / "done").read_text() == "done"
+    assert runner.wait() == (-signal.SIGKILL if how == "dies" else 0)
+    assert ("Traceback" in runner.said()[1]) == (how == "lives")
 
 
 def test_replicas_draw_different_random_numbers(runner: Runner) -> None:

@@ -39,7 +39,7 @@ def test_who_is_silent_is_asked_and_only_who_does_not_answer_is_killed() -> None
     assert deadline(agent.state) == 30.0
     assert agent.later(15) == [d.Say(f"replica 1 {WHY}"), d.Kill((1,), WHY), d.Ping((0,))]
     actions = agent(d.ReplicaExited(0, 1, -9, 5.0, "SIGKILL: killed from outside"))
-    assert kinds(actions) == ["Lost", "WriteBroken"]  # and the other goes on
+    assert kinds(actions) == ["Lost", "WritePeerLoss"]  # and the other goes on
     assert actions[0] == d.Lost(0, Failure(1, -9, WHY, 5.0))
 
 
@@ -92,7 +92,7 @@ def test_when_all_answer_but_take_no_step_all_are_killed_after_a_moment() -> Non
 
 def test_who_waits_for_a_plan_takes_no_step_and_does_not_hang() -> None:
     agent = resilient(30.0)
-    agent(d.ReplicaBroken(0, 0))
+    agent(d.ReplicaLostPeer(0, 0))
     for _ in range(10):
         assert agent.later(15) == [d.Ping((0, 1))]
         answers(agent, 0, 1)
@@ -172,7 +172,7 @@ def test_a_newcomer_to_replicas_of_other_nodes_is_asked_too() -> None:
 def test_behind_the_last_epoch_nobody_is_to_take_a_step() -> None:
     agent = resilient(30.0)
     for slot in range(2):
-        agent(d.ReplicaOver(slot, True))
+        agent(d.ReplicaEpochsFinished(slot, True))
     for _ in range(10):
         assert agent.later(15) == [d.Ping((0, 1))]
         answers(agent, 0, 1)

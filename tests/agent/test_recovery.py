@@ -45,7 +45,7 @@ def dies(agent: Agent, slot: int, generation: int = 0, code: int = -9) -> list[d
 
 def slots_written(actions: list[d.Action]) -> list[tuple[int, tuple[int, ...]]]:
     """(generation, dead slots) of every `broken` among the actions."""
-    return [(a.record.generation, a.record.lost) for a in actions if isinstance(a, d.WriteBroken)]
+    return [(a.record.generation, a.record.lost) for a in actions if isinstance(a, d.WritePeerLoss)]
 
 
 def recover(generation: int, *slots: int) -> Plan:
@@ -62,7 +62,7 @@ def test_the_coordinator_hears_once_that_all_replicas_are_resilient() -> None:
 def test_a_death_kills_nobody_else() -> None:
     agent = resilient()
     failure = Failure(0, -9, "SIGKILL", 5.0)
-    assert dies(agent, 0) == [d.Lost(0, failure), d.WriteBroken(PeerLossRecord("here", 0, (0,), failure))]
+    assert dies(agent, 0) == [d.Lost(0, failure), d.WritePeerLoss(PeerLossRecord("here", 0, (0,), failure))]
 
 
 @pytest.mark.parametrize("told", [(), (1,), (0,)], ids=["none", "the living alone", "the dead alone"])
@@ -117,8 +117,8 @@ def test_a_second_death_is_added_to_the_first() -> None:
 
 def test_a_word_of_the_living_is_passed_on_once() -> None:
     agent = resilient()
-    assert agent(d.ReplicaBroken(0, 1)) == [d.WriteBroken(PeerLossRecord("here", 0))]
-    assert agent(d.ReplicaBroken(0, 0)) == []
+    assert agent(d.ReplicaLostPeer(0, 1)) == [d.WritePeerLoss(PeerLossRecord("here", 0))]
+    assert agent(d.ReplicaLostPeer(0, 0)) == []
     assert slots_written(dies(agent, 0)) == [(0, (0,))]
 
 
@@ -127,7 +127,7 @@ def test_the_plan_may_come_before_anybody_here_noticed() -> None:
     both = plan(1, ("here", 2), ("there", 1), transition=RECOVER)
     agent(d.PlanSeen(both))
     assert kinds(agent(master(1))) == ["TellPlan"]
-    assert agent(d.ReplicaBroken(0, 0)) == []  # of the generation that it is about to leave
+    assert agent(d.ReplicaLostPeer(0, 0)) == []  # of the generation that it is about to leave
 
 
 def test_a_death_during_the_recovery_is_one_of_the_new_generation() -> None:
@@ -154,7 +154,7 @@ def test_a_plan_that_counts_on_somebody_dead_is_answered() -> None:
 def test_a_plan_that_counts_on_a_node_whose_replicas_are_all_dead_is_answered() -> None:
     agent = resilient(1)
     actions = dies(agent, 0)
-    assert kinds(actions) == ["WriteBroken", "WriteEnded"]
+    assert kinds(actions) == ["WritePeerLoss", "WriteEnded"]
     actions = agent(d.PlanSeen(plan(1, ("here", 1), ("there", 1), transition=RECOVER)))
     assert slots_written(actions) == [(1, (0,))]
     assert d.WriteEnded(EndedRecord("here", 1, Outcome.ABORTED, 143)) in actions
@@ -165,7 +165,7 @@ def test_the_last_death_is_a_failure() -> None:
     dies(agent, 0)
     actions = dies(agent, 1)
     first = Failure(0, -9, "SIGKILL", 5.0)
-    assert kinds(actions) == ["WriteBroken", "WriteEnded"]  # nobody goes on: nothing to say of that
+    assert kinds(actions) == ["WritePeerLoss", "WriteEnded"]  # nobody goes on: nothing to say of that
     assert actions[1] == d.WriteEnded(EndedRecord("here", 0, Outcome.FAILED, -9, first))
 
 
@@ -220,7 +220,7 @@ def growing(switched: bool = False) -> tuple[Agent, list[d.Action]]:
 def test_before_anybody_has_switched_a_death_withdraws_the_change() -> None:
     agent, _ = growing()
     actions = dies(agent, 0)
-    assert kinds(actions) == ["Lost", "WriteBroken", "Withdraw", "Kill", "WriteEnded"]
+    assert kinds(actions) == ["Lost", "WritePeerLoss", "Withdraw", "Kill", "WriteEnded"]
     assert slots_written(actions) == [(0, (0,))]
     assert d.Kill((2,), "a replica was lost") in actions
     agent(d.PlanSeen(recover(2, 1)))
@@ -231,7 +231,7 @@ def test_before_anybody_has_switched_a_death_withdraws_the_change() -> None:
 
 def test_a_death_elsewhere_withdraws_it_too() -> None:
     agent, _ = growing()
-    assert kinds(agent(d.ReplicaBroken(0, 0))) == ["WriteBroken", "Withdraw", "Kill", "WriteEnded"]
+    assert kinds(agent(d.ReplicaLostPeer(0, 0))) == ["WritePeerLoss", "Withdraw", "Kill", "WriteEnded"]
 
 
 def test_a_recovery_overtakes_a_change_that_nobody_has_gone_over_to() -> None:
@@ -246,7 +246,7 @@ def test_a_recovery_overtakes_a_change_that_nobody_has_gone_over_to() -> None:
 def test_after_somebody_has_switched_a_death_is_one_of_the_new_generation() -> None:
     agent, _ = growing(switched=True)
     actions = dies(agent, 0)
-    assert kinds(actions) == ["Adopt", "WriteEnded", "WriteRunning", "Kill", "Lost", "WriteBroken"]
+    assert kinds(actions) == ["Adopt", "WriteEnded", "WriteRunning", "Kill", "Lost", "WritePeerLoss"]
     assert slots_written(actions) == [(1, (0, 2))]  # the newcomer was not in it yet
     agent(d.ReplicaExited(1, 2, -9, 6.0))
     agent(d.PlanSeen(recover(2, 1)))
@@ -279,7 +279,7 @@ def test_a_newcomer_that_dies_in_the_middle_of_the_switch_is_one_of_the_dead() -
 
 def test_survivors_that_find_the_new_generation_broken_are_in_it() -> None:
     agent, _ = growing()
-    actions = agent(d.ReplicaBroken(1, 0))
+    actions = agent(d.ReplicaLostPeer(1, 0))
     assert slots_written(actions) == [(1, (2,))]
     assert kinds(actions)[0] == "Adopt"
 
@@ -343,7 +343,7 @@ def over(count: int = 2) -> Agent:
     """All epochs are behind its replicas."""
     agent = resilient(count)
     for slot in range(count):
-        assert agent(d.ReplicaOver(slot, True)) == []
+        assert agent(d.ReplicaEpochsFinished(slot, True)) == []
     return agent
 
 
@@ -372,13 +372,13 @@ def test_what_rank_0_had_still_to_do_nobody_else_does() -> None:
 def test_who_needs_the_dead_there_says_so() -> None:
     agent = over(3)
     dies(agent, 1)
-    assert slots_written(agent(d.ReplicaBroken(0, 2))) == [(0, (1,))]
+    assert slots_written(agent(d.ReplicaLostPeer(0, 2))) == [(0, (1,))]
     assert slots_written(dies(agent, 2)) == [(0, (1, 2))]
 
 
 def test_more_epochs_are_as_any_others() -> None:
     agent = over()
-    agent(d.ReplicaOver(1, False))
+    agent(d.ReplicaEpochsFinished(1, False))
     assert slots_written(dies(agent, 1)) == [(0, (1,))]
 
 
@@ -389,9 +389,9 @@ def test_nor_is_a_newcomer_that_was_over_before_its_node_had_gone_over() -> None
     agent(d.ReplicaReady(1, 1))
     agent(d.ReplicaResilient(1, 1))
     agent(d.ReplicaSwitched(1, 1))
-    agent(d.ReplicaOver(1, True))
+    agent(d.ReplicaEpochsFinished(1, True))
     assert "Adopt" in kinds(agent(d.ReplicaSwitched(1, 0)))
-    agent(d.ReplicaOver(0, True))
+    agent(d.ReplicaEpochsFinished(0, True))
     assert kinds(dies(agent, 1, generation=1)) == ["Lost"]
 
 
@@ -404,7 +404,7 @@ def lost_node(first: str) -> tuple[Agent, list[d.Action]]:
     agent(d.ReplicaStarted(0, 0, 100))
     agent(d.ReplicaHello(0, 0))
     agent(d.ReplicaResilient(0, 0))
-    agent(d.ReplicaOver(0, True))
+    agent(d.ReplicaEpochsFinished(0, True))
     agent(d.PlanSeen(plan(1, ("here", 1), transition=RECOVER)))
     return agent, agent(master(1))
 

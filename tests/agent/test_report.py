@@ -14,7 +14,7 @@ from rich.console import Console
 
 from adaptdl_elastic.agent.terminal import display, run_summary
 from adaptdl_elastic.agent.terminal.event_log import Event
-from adaptdl_elastic.agent.terminal.event_recorder import Journal
+from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.rendezvous.schema.records import Cause, Failure, Placement, Plan, Transition
 
@@ -161,15 +161,15 @@ def plan(generation: int, replicas: int = 2) -> Plan:
 
 def test_a_pause_lasts_from_the_last_step_to_the_first() -> None:
     written: list[Event] = []
-    journal = Journal(written.append)
-    journal.started(plan(0), {0: 10, 1: 11}, None)
-    journal.hello()
+    recorder = EventRecorder(written.append)
+    recorder.started(plan(0), {0: 10, 1: 11}, None)
+    recorder.hello()
     for when in (5.0, 5.1, 6.0):
-        journal.step(when)
-    journal.ended()
-    journal.started(plan(1), {0: 12, 1: 13}, 6.25)  # another node saw a later step
-    journal.hello()
-    journal.step(9.0)
+        recorder.step(when)
+    recorder.ended()
+    recorder.started(plan(1), {0: 12, 1: 13}, 6.25)  # another node saw a later step
+    recorder.hello()
+    recorder.step(9.0)
     generations = [e for e in written if e["event"] == "generation"]
     assert [(e["time"], e["pause_s"]) for e in generations] == [(5.0, None), (9.0, 2.75)]
     assert [e["pids"] for e in written if e["event"] == "started"][1] == {"0": 12, "1": 13}
@@ -177,18 +177,18 @@ def test_a_pause_lasts_from_the_last_step_to_the_first() -> None:
 
 def test_who_comes_back_to_join_others_does_not_know_how_long_they_paused() -> None:
     written: list[Event] = []
-    journal = Journal(written.append)
-    journal.started(plan(0), {0: 10}, None)
-    journal.hello()
-    journal.step(5.0)
+    recorder = EventRecorder(written.append)
+    recorder.started(plan(0), {0: 10}, None)
+    recorder.hello()
+    recorder.step(5.0)
     grown = replace(plan(1), transition=Transition.INPLACE)
-    journal.started(grown, {0: 10, 1: 11}, None)  # here they go on
-    journal.hello()
-    journal.step(6.0)
-    journal.ended()
-    journal.started(replace(grown, generation=3), {0: 12}, 5.5)
-    journal.hello()
-    journal.step(90.0)
+    recorder.started(grown, {0: 10, 1: 11}, None)  # here they go on
+    recorder.hello()
+    recorder.step(6.0)
+    recorder.ended()
+    recorder.started(replace(grown, generation=3), {0: 12}, 5.5)
+    recorder.hello()
+    recorder.step(90.0)
     pauses = [e["pause_s"] for e in written if e["event"] == "generation"]
     assert pauses == [None, 1.0, None]
 
@@ -196,31 +196,31 @@ def test_who_comes_back_to_join_others_does_not_know_how_long_they_paused() -> N
 def test_a_script_is_given_time_to_say_that_it_uses_the_library() -> None:
     """As long as the coordinator gives it; one that has said so once is never taken for another."""
     now, written = [100.0], list[Event]()
-    journal = Journal(written.append, lambda: now[0])
-    journal.started(plan(0), {0: 10}, None)
-    assert journal.due() == 100.0 + CoordinatorSettings().hello_grace
-    journal.hello()
-    assert journal.due() is None
+    recorder = EventRecorder(written.append, lambda: now[0])
+    recorder.started(plan(0), {0: 10}, None)
+    assert recorder.due() == 100.0 + CoordinatorSettings().hello_grace
+    recorder.hello()
+    assert recorder.due() is None
     now[0] = 200.0
-    journal.step(199.0)
-    journal.started(plan(1), {0: 11}, None)
-    assert journal.due() is None
+    recorder.step(199.0)
+    recorder.started(plan(1), {0: 11}, None)
+    assert recorder.due() is None
     assert [e["time"] for e in written if e["event"] == "generation"] == [199.0]
 
 
 def test_a_script_without_the_library_begins_when_it_starts() -> None:
     written: list[Event] = []
-    journal = Journal(written.append)
-    journal.started(plan(0), {0: 10}, None)
-    assert journal.due() is not None
-    journal.flush()
+    recorder = EventRecorder(written.append)
+    recorder.started(plan(0), {0: 10}, None)
+    assert recorder.due() is not None
+    recorder.flush()
     assert [e["event"] for e in written] == ["started", "generation"]
-    assert journal.due() is None
+    assert recorder.due() is None
 
 
 def test_a_failure_says_how_many_restarts_are_used() -> None:
     written: list[Event] = []
-    Journal(written.append).failure(Failure(1, -9, "SIGKILL"), 2, 3)
+    EventRecorder(written.append).failure(Failure(1, -9, "SIGKILL"), 2, 3)
     assert {**written[0], "time": 0} == {
         "time": 0, "event": "failure", "rank": 1, "exit_code": -9, "message": "SIGKILL",
         "restarts_used": 2, "max_restarts": 3,

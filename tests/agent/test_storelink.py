@@ -15,7 +15,7 @@ from adaptdl_elastic.agent.cluster.store_link import (
     ConnectionMonitor,
     NameTakenError,
     Registration,
-    Said,
+    UserLine,
     Writer,
 )
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -63,7 +63,7 @@ def test_who_comes_back_leaves_a_name_alone_that_another_has_taken(
     with lapsed._shared.changed:  # type: ignore[attr-defined]
         lapsed.revoke()  # as the store does after a pause that was too long
         theirs.put(registration.key, encode(OTHER), lease)
-    registration._come_back()
+    registration._register_again()
     assert registration._lease is lapsed
     assert holder(store) == OTHER
     with pytest.raises(StoreError, match="lapsed"):
@@ -144,7 +144,7 @@ def test_what_the_store_will_never_take_is_given_up_and_said(heard: Heard) -> No
     heard.writer.submit(work)
     heard.writer.submit(after)
     said = heard.next()
-    assert isinstance(said, Said)
+    assert isinstance(said, UserLine)
     assert "too large" in said.text
     assert later.wait(SOON)
     assert not done.is_set()
@@ -204,7 +204,7 @@ class Refusing(MemoryStore):
 def test_an_agent_that_has_nothing_to_write_notices_that_it_is_refused(
     heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_link, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(store_link, "CHECK_SECONDS", 0.01)
     store = Refusing()
     registration = Registration(store, KEYS, NODE)
     registration.monitor = heard.monitor

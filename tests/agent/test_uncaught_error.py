@@ -8,8 +8,9 @@ import pytest
 import torch.distributed
 
 from adaptdl_elastic.agent.core.states import Evidence
-from adaptdl_elastic.agent.runtime import failure_reports, uncaught_error
-from adaptdl_elastic.agent.runtime.uncaught_error import UncaughtError
+from adaptdl_elastic.agent.runtime import failure_reports
+from adaptdl_elastic.protocol import uncaught_error
+from adaptdl_elastic.protocol.uncaught_error import UncaughtError
 from adaptdl_elastic.reducer import PeerLostError
 
 

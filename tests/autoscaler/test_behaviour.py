@@ -116,8 +116,13 @@ def test_what_others_have_measured_is_told_at_the_jobs_own_speed(pump: Pump) -> 
     model = infos["young"].model
     assert model is not None
     assert model.corrections is not None
-    assert [count for count, _ in model.corrections.one] == [1, 2, 4]
-    assert [off for _, off in model.corrections.one] == pytest.approx([0.0, 0.0, 0.0], abs=1e-9)
+    function = GoodputFunction(model.perf_params, GradParams(1.0, 1.0), 128)
+    predicted = {
+        count: count * 128 / function.throughput(1, count, 128, 0) / math.exp(off)
+        for count, off in model.corrections.one
+    }
+    expected = {count: measured(GOOD_PERF, count, 9, slower=2.0).optim_step_time for count in (1, 2, 4)}
+    assert predicted == pytest.approx(expected, rel=1e-9)
 
 
 def test_among_others_the_latest_report_counts(pump: Pump) -> None:

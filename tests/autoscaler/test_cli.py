@@ -352,6 +352,7 @@ def test_mistakes_are_one_clear_line(world: World, arguments: tuple[str, ...], m
     assert "Traceback" not in result.output
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -442,6 +443,7 @@ def test_a_cluster_in_which_nothing_was_ever_done(etcd: EtcdServer, keys: Keys) 
         assert CliRunner().invoke(adaptdl, [*arguments, *where]).output == said
 
 
+@pytest.mark.processes
 def test_help_needs_nothing_heavy() -> None:
     script = (
         "import sys\n"

@@ -134,7 +134,8 @@ def test_jobs_of_one_script_share_what_they_have_measured(pump: Pump) -> None:
     pump.node("n0", "old", 4)
     pump.settle()
     slow = ProfileEntry(1, 4, 128, 0.1, 0.5, 10, 10)
-    pump.agents[0].report(pump.plan("old"), max_profiled_replicas=4, profile=(slow,))
+    theta = (0.3, 0.002, 0.1, 0.01, 0.05, 0.001, 1.5)
+    pump.agents[0].report(pump.plan("old"), max_profiled_replicas=4, profile=(slow,), perf_params=theta)
     pump.agents[0].reports = False
     pump.settle()
     pump.job("young", profile_key="k")
@@ -156,6 +157,7 @@ def test_jobs_of_one_script_share_what_they_have_measured(pump: Pump) -> None:
         assert model is not None
         assert model.corrections is not None
         assert [size for size, _ in model.corrections.one] == sizes
+        assert (model.perf_params == theta) is (job == "young")  # of the job with the most replicas
         assert asked(job).max_profiled_replicas == 1  # what others have tried it tries itself
 
 

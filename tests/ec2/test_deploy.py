@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+pytestmark = pytest.mark.processes
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "ec2"
 CHANGES = "arn:aws:cloudformation:eu-west-1:1:changeSet/awscli-1/2"
 

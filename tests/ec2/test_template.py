@@ -49,6 +49,7 @@ def user_data(template: dict[str, Any], name: str) -> str:
     return re.sub(r"\$\{[A-Za-z:]+\}", "value", text)
 
 
+@pytest.mark.processes
 def test_cfn_lint_accepts_it() -> None:
     done = subprocess.run(
         [Path(sys.executable).with_name("cfn-lint"), "--non-zero-exit-code", "informational", TEMPLATE],
@@ -59,6 +60,7 @@ def test_cfn_lint_accepts_it() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["HeadTemplate", "NodeTemplate"])
 def test_user_data_passes_shellcheck_and_fits(template: dict[str, Any], name: str, tmp_path: Path) -> None:
     script = tmp_path / f"{name}.sh"
@@ -67,6 +69,7 @@ def test_user_data_passes_shellcheck_and_fits(template: dict[str, Any], name: st
     _shellcheck(script)
 
 
+@pytest.mark.processes
 def test_scripts_pass_shellcheck() -> None:
     scripts = sorted(EXAMPLES.glob("*.sh"))
     assert scripts

@@ -124,6 +124,7 @@ def test_every_relative_link_leads_somewhere() -> None:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("snippet", of("make"))
 def test_make_targets_exist(snippet: Snippet) -> None:
     for line in snippet.text.splitlines():

@@ -459,6 +459,7 @@ def test_a_script_that_was_edited_elsewhere_adds_nothing_twice(script: Script) -
         assert dict(sums) == {"n": 1, "m": 4}
 
 
+@pytest.mark.processes
 def test_an_addition_that_one_replica_has_made_is_known_to_all_of_them(tmp_path: Path) -> None:
     for _ in range(2):
         assert replicas.run(rank_one_adds, 2, tmp_path, free_port()) == [{"all": 2, "one": 1}] * 2

@@ -16,6 +16,8 @@ from fake_agent import FakeAgent
 
 from adaptdl_elastic.protocol.messages import SaveCheckpoint
 
+pytestmark = pytest.mark.processes
+
 SIZE = 48
 
 

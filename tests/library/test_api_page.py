@@ -23,6 +23,7 @@ def generator() -> Any:
     return module
 
 
+@pytest.mark.processes
 def test_the_api_page_says_what_the_docstrings_say() -> None:
     run = subprocess.run(
         [sys.executable, str(GENERATOR), "--check"], capture_output=True, text=True, timeout=200

@@ -12,6 +12,8 @@ import pytest
 from attacker import Attacker
 from fake_agent import FakeAgent
 
+pytestmark = pytest.mark.processes
+
 SIZE, BATCH = 2003, 8
 
 

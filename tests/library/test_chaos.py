@@ -17,7 +17,9 @@ from typing import Any
 import chaos
 import pytest
 
-SEEDS = range(8)
+pytestmark = pytest.mark.processes
+
+SEEDS = [*range(8), 352]
 SECONDS = float(os.environ.get("ADAPTDL_CHAOS_SECONDS", "0"))
 FIRST = int(os.environ.get("ADAPTDL_CHAOS_SEED", "1"))
 

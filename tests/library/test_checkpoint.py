@@ -22,7 +22,7 @@ from adaptdl_elastic import storage as storage_module
 from adaptdl_elastic._session import Identity
 from adaptdl_elastic.checkpoint import CheckpointError, CheckpointSaveError, TensorState
 from adaptdl_elastic.checkpoint.state_copy import copy_to_host
-from adaptdl_elastic.storage import DirectoryStorage
+from adaptdl_elastic.storage import DirectoryStorage, Manifest
 
 
 class Model(TensorState):
@@ -532,6 +532,52 @@ def test_a_replica_that_takes_rank_0s_place_goes_on_with_its_checkpoints(
     manifest = DirectoryStorage(tmp_path / "saved").manifest(saved.id)
     assert set(manifest.states) == {"n", "late"}
     assert (manifest.history, manifest.generation) == ((first.id,), 2)
+
+
+def commit(tmp_path: Path, checkpoint_id: str) -> None:
+    """Save a checkpoint as another process does."""
+    writing = DirectoryStorage(tmp_path / "saved").begin(checkpoint_id)
+    with writing.state("n") as file:
+        file.write(b"1")
+    writing.commit(Manifest(id=checkpoint_id, states=writing.entries))
+
+
+def test_a_generation_that_was_replaced_saves_no_more(script: Script, tmp_path: Path) -> None:
+    """Cut off from the store and not from the directory of checkpoints it does not know that it has been."""
+    script.restart(ADAPTDL_GENERATION="3")
+    Number("n", 1)
+    first = checkpoint.save_all_states()
+    assert first is not None
+    commit(tmp_path, "00000002-g00004-another")
+    with pytest.raises(CheckpointSaveError, match="generation 4 has saved there, and this is generation 3"):
+        checkpoint.save_all_states()
+    assert saved_ids(tmp_path) == [first.id, "00000002-g00004-another"]
+    script.restart(ADAPTDL_GENERATION="0")  # a launch by hand counts from 0 again
+    Number("n")
+    assert checkpoint.save_all_states() is not None
+    assert len(saved_ids(tmp_path)) == 3
+
+
+def test_what_a_replaced_generation_saved_late_is_passed_over(
+    script: Script, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Number("n", 1)
+    checkpoint.save_all_states()
+    newer, late, after = "00000002-g00004-b", "00000005-g00003-a", "00000006-g00004-b"
+    commit(tmp_path, newer)
+    commit(tmp_path, late)
+    script.restart(ADAPTDL_CHECKPOINT_ID=newer)
+    checkpoint.load_state(Number("n", load=False))
+    assert checkpoint.loaded_id() == newer
+    assert f"checkpoint {late} is passed over: generation 3 saved it after {newer}" in caplog.text
+    damage(tmp_path, newer, "manifest.json")
+    script.restart(ADAPTDL_CHECKPOINT_ID=newer)
+    checkpoint.load_state(Number("n", load=False))
+    assert checkpoint.loaded_id() == late
+    commit(tmp_path, after)
+    script.restart(ADAPTDL_CHECKPOINT_ID=newer)
+    checkpoint.load_state(Number("n", load=False))
+    assert checkpoint.loaded_id() == after
 
 
 def newest_states(tmp_path: Path) -> dict[str, Any]:

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.processes
+
 DRIVER = Path(__file__).parent.parent / "support" / "crash_save.py"
 
 

@@ -102,12 +102,13 @@ def test_a_job_does_not_begin_with_what_does_not_fit(script: Script) -> None:
 
 @pytest.mark.parametrize("how", ["in place", "generation", "checkpoint"])
 def test_after_a_loss_it_goes_on_within_the_limits_and_says_so(
-    script: Script, caplog: pytest.LogCaptureFixture, how: str
+    script: Script, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     caplog.set_level(logging.WARNING)
     script.restart(ADAPTDL_NUM_REPLICAS="2")
     train = loader(128, 256, (16, 64))
     if how == "in place":
+        monkeypatch.setenv("ADAPTDL_NUM_RESTARTS", "1")  # as the plan's message says it
         _session.current().identity = Identity(rank=0, replicas=1, generation=1)
     else:
         checkpoint.save_all_states()

@@ -73,6 +73,7 @@ def applied(folder: Path, replicas: int, epochs: int = 1, size: int = SIZE) -> N
     torch.testing.assert_close(-weights[0] * BATCH / epochs, torch.ones(size, dtype=torch.float64))
 
 
+@pytest.mark.processes
 def test_up_and_down(start: Any, tmp_path: Path) -> None:
     job = start(2)
     job.rescale(3)
@@ -83,6 +84,7 @@ def test_up_and_down(start: Any, tmp_path: Path) -> None:
     applied(tmp_path, 2)
 
 
+@pytest.mark.processes
 def test_from_one_that_is_alone(start: Any, tmp_path: Path) -> None:
     job = start(1)
     job.rescale(2)
@@ -98,6 +100,7 @@ def failed(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("unlucky", [0, 1])
 def test_one_node_whose_self_test_failed_is_enough(
     tmp_path: Path, share: Path, failed: str, unlucky: int
@@ -123,6 +126,7 @@ def test_one_node_whose_self_test_failed_is_enough(
     applied(tmp_path, 2)
 
 
+@pytest.mark.processes
 def test_a_newcomer_whose_nodes_self_test_failed_never_joins(start: Any, tmp_path: Path, failed: str) -> None:
     job = start(2)
     job.plan(3, ADAPTDL_SHARE_PATH=failed)
@@ -134,6 +138,7 @@ def test_a_newcomer_whose_nodes_self_test_failed_never_joins(start: Any, tmp_pat
     applied(tmp_path, 1)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("dies", [0, 1])
 def test_one_of_two_dies(start: Any, tmp_path: Path, dies: int) -> None:
     job = start(2)
@@ -181,6 +186,7 @@ def compare(folder: Path, replicas: int, expected: Any) -> None:
         assert str(result["statistics"]) == str(results[0]["statistics"])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_death_in_mid_step_leaves_no_trace(start: Any, tmp_path: Path, name: str) -> None:
     """Nobody is told by torch: what had not arrived is garbage by then."""
@@ -192,6 +198,7 @@ def test_a_death_in_mid_step_leaves_no_trace(start: Any, tmp_path: Path, name: s
     compare(tmp_path, 2, undisturbed(tmp_path / "undisturbed"))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("behind", [0, 1])
 def test_one_survivor_has_the_sum_and_another_has_not(start: Any, tmp_path: Path, behind: int) -> None:
     """Its last bucket never arrives; the others have taken that step, and wait for it in the next one."""
@@ -212,11 +219,13 @@ def wait_for(path: Path, job: FakeAgent) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("devices", [1, 2])
 def test_the_self_test_passes(tmp_path: Path, processes: Callable[..., str | None], devices: int) -> None:
     assert processes(180.0, DEFERRED_DEVICES=str(devices)) is None
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("fault", "devices", "limit", "why"),
     [
@@ -246,6 +255,7 @@ def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     assert until(lambda: not marked(tmp_path))
 
 
+@pytest.mark.processes
 def test_the_self_test_ends_with_who_has_asked(tmp_path: Path) -> None:
     """A replica may be killed at any time."""
     script = (
@@ -291,6 +301,7 @@ def environment(pid: int) -> list[str]:
         return []
 
 
+@pytest.mark.processes
 def test_an_abort_that_hangs_ends_the_process() -> None:
     """Nothing can be counted on then, not even an orderly exit: the agent restarts it."""
     script = (

@@ -22,6 +22,7 @@ ALONE: dict[str, Any] = {
     "num_nodes": 1,
     "local_rank": 0,
     "num_restarts": 0,
+    "generation": 0,
     "adaptdl_sched_version": None,
     "supervisor_url": None,
     "from_ray": False,
@@ -40,6 +41,8 @@ TORCHRUN = [
     ("num_nodes", "ADAPTDL_NUM_NODES", "5", 5, "GROUP_WORLD_SIZE", "4", 4),
     ("local_rank", "ADAPTDL_LOCAL_RANK", "1", 1, "LOCAL_RANK", "2", 2),
     ("num_restarts", "ADAPTDL_NUM_RESTARTS", "6", 6, "TORCHELASTIC_RESTART_COUNT", "7", 7),
+    ("generation", "ADAPTDL_GENERATION", "6", 6, "TORCHELASTIC_RESTART_COUNT", "7", 7),
+    ("generation", "ADAPTDL_GENERATION", "6", 6, "ADAPTDL_NUM_RESTARTS", "7", 7),
 ]
 
 OURS_ALONE = [

@@ -12,6 +12,8 @@ import loop_script_path
 import pytest
 import torch
 
+pytestmark = pytest.mark.processes
+
 
 class Job:
     """One job through its generations."""

@@ -103,6 +103,7 @@ def run(kind: str, folder: Path) -> tuple[list[dict[str, Any]], str]:
     return [event for event in events if event["event"].startswith("warning")], done.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -119,6 +120,7 @@ def test_training_that_learns_nothing_is_said_once(kind: str, message: str, tmp_
     assert said.count(events[0]["message"]) == 1
 
 
+@pytest.mark.processes
 def test_a_problem_that_is_over_is_said_to_be(tmp_path: Path) -> None:
     events, _ = run("recovers", tmp_path)
     assert [event["event"] for event in events] == ["warning", "warning_over"]
@@ -126,6 +128,7 @@ def test_a_problem_that_is_over_is_said_to_be(tmp_path: Path) -> None:
     assert 5 + LEAST_STEPS <= events[0]["step"] < 45 <= events[1]["step"] < 50
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["sound", "scaled search"])
 def test_sound_training_is_silent(kind: str, tmp_path: Path) -> None:
     events, said = run(kind, tmp_path)

@@ -18,6 +18,8 @@ from fake_agent import FakeAgent
 
 from adaptdl_elastic.protocol.messages import SaveCheckpoint, Stop
 
+pytestmark = pytest.mark.processes
+
 SIZE, BATCH = 2003, 8
 
 

@@ -15,6 +15,8 @@ import pytest
 import torch
 from fake_agent import FakeAgent
 
+pytestmark = pytest.mark.processes
+
 CAN_NOT_JOIN = 76
 
 

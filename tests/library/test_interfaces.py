@@ -67,11 +67,13 @@ collective.broadcast(1)
 """
 
 
+@pytest.mark.processes
 def test_by_hand_nothing_listens_beyond_the_given_address() -> None:
     ended = run_replicas(["-c", LISTENING], 2)
     assert [(one.code, one.output.strip()) for one in ended] == [(0, "['127.0.0.1']")] * 2
 
 
+@pytest.mark.processes
 def test_alone_nothing_listens_beyond_loopback() -> None:
     done = subprocess.run([sys.executable, "-c", LISTENING], capture_output=True, text=True, timeout=200)
     assert done.stdout.strip() == "['127.0.0.1']", done.stderr

@@ -485,6 +485,7 @@ def test_report_lands_in_the_event_log(script: Script, tmp_path: Path) -> None:
         adl.report(model=object())
 
 
+@pytest.mark.processes
 def test_importing_does_nothing() -> None:
     """No handler, no thread, no session: a fork server imports us long before a script does."""
     import subprocess

@@ -10,6 +10,8 @@ import pytest
 import torch
 from fake_agent import FakeAgent
 
+pytestmark = pytest.mark.processes
+
 EPOCHS = 40
 
 

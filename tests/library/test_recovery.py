@@ -17,6 +17,8 @@ from fake_agent import FakeAgent
 
 from adaptdl_elastic.protocol.messages import SaveCheckpoint, Stop
 
+pytestmark = pytest.mark.processes
+
 SIZE, BATCH = 2004, 12  # 1 to 4 replicas divide it: no uneven window, whose samples would weigh more
 
 
@@ -413,6 +415,26 @@ def same(results: list[Any]) -> None:
             assert str(result[key]) == str(results[0][key]), key
     for result in results[1:]:
         torch.testing.assert_close(result["parameters"], results[0]["parameters"], rtol=0, atol=0)
+
+
+def test_one_behind_goes_on_from_its_own_step_when_the_only_donor_dies(tmp_path: Path) -> None:
+    (undisturbed,) = train(tmp_path / "undisturbed", 1)
+    settings = fake_agent.settings(faults=[[1, 20, 1, "miss"]], dies_giving=0)
+    with FakeAgent(loop_script_path.RECOVERY, tmp_path, LOOP=settings, OUT=str(tmp_path)) as job:
+        job.start(3)
+        job.wait_for("peer_lost", 3)
+        job.kill(2)
+        job.plan_recovery()
+        donor, behind = job.running
+        assert donor.join() == -9
+        job.running = [behind]
+        job.plan_recovery()
+        job.finish()
+        assert "step 21 arrived elsewhere" in behind.text()
+    result = torch.load(tmp_path / "result-0")
+    assert result["samples"] == undisturbed["samples"] == [480, 480]
+    torch.testing.assert_close(result["parameters"], undisturbed["parameters"])
+    torch.testing.assert_close(result["optimizer"]["state"], undisturbed["optimizer"]["state"])
 
 
 @pytest.mark.parametrize("name", ["rank 1 dies in a late bucket", "one is a step behind"])

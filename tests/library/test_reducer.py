@@ -405,6 +405,7 @@ def test_a_rank_outside_the_world_is_refused() -> None:
         Reducer(3, 2)
 
 
+@pytest.mark.processes
 def test_a_forked_child_does_not_keep_a_killed_replicas_connections_open(world: Any) -> None:
     """A loader's worker outlives its replica for seconds; the others must know at once."""
     import multiprocessing

@@ -14,6 +14,8 @@ import loop_script_path
 import pytest
 from ports import free_port
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = """
 import os, signal, sys, threading, time
 import torch, adaptdl_elastic.torch as adl

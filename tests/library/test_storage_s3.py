@@ -22,6 +22,8 @@ from adaptdl_elastic.checkpoint import CheckpointError, CheckpointSaveError
 from adaptdl_elastic.storage import DamagedError, Manifest, StorageError
 from adaptdl_elastic.storage.s3 import S3Storage
 
+pytestmark = pytest.mark.processes
+
 BUCKET = "checkpoints"
 
 

@@ -16,6 +16,8 @@ from fake_agent import FakeAgent
 
 from adaptdl_elastic.protocol.messages import SaveCheckpoint
 
+pytestmark = pytest.mark.processes
+
 SIZE, EPOCHS = 120, 200  # outlasts whatever is done, and is over in seconds once that is done
 
 

@@ -38,6 +38,7 @@ def desired(moto: Moto) -> int:
     return int(answer["AutoScalingGroups"][0]["DesiredCapacity"])
 
 
+@pytest.mark.processes
 def test_a_dry_run_prints_what_it_would_do(moto: Moto, store: MemoryStore) -> None:
     make_group(moto, "workers")
     spec = records.JobSpec("train", "run", min_nodes=2, max_nodes=4, min_replicas=2, max_replicas=4)
@@ -104,6 +105,7 @@ def test_a_number_that_is_none_names_its_option(option: str, value: str) -> None
     assert f"Invalid value for '{option}': {float(value)}" in done.output
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -130,6 +132,7 @@ def owned_by(moto: Moto, owner: str) -> None:
     moto.client("autoscaling").create_or_update_tags(Tags=[{**tag, "PropagateAtLaunch": False}])
 
 
+@pytest.mark.processes
 def test_the_group_of_another_cluster_is_refused_in_one_line(moto: Moto, store: MemoryStore) -> None:
     make_group(moto, "workers")
     owned_by(moto, "other/abc")
@@ -168,6 +171,7 @@ def test_deadlines(text: str, expected: Any) -> None:
     assert _deadline(text, 100.0) == expected
 
 
+@pytest.mark.processes
 def test_a_deadline_that_has_passed_is_told(
     moto: Moto, store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,6 +15,8 @@ from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
+pytestmark = pytest.mark.processes
+
 KEYS = Keys("test")
 
 

@@ -22,6 +22,8 @@ from adaptdl_elastic.autoscaler.providers.base import (
 )
 from adaptdl_elastic.autoscaler.providers.ec2.provider import RULED_TAG, Ec2Provider
 
+pytestmark = pytest.mark.processes
+
 PRICES = {"g5.xlarge": 1.0, "g5.12xlarge": 5.0}
 
 

@@ -13,6 +13,8 @@ from thin_aws import AutoScaling, client_error
 from adaptdl_elastic.autoscaler.providers.ec2.account_checks import Check, check_aws
 from adaptdl_elastic.autoscaler.providers.ec2.provider import Ec2Provider, connect
 
+pytestmark = pytest.mark.processes
+
 
 def failing(checks: list[Check]) -> list[str]:
     return [f"{check.name}: {check.detail}" for check in checks if not check.ok]

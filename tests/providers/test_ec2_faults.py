@@ -21,6 +21,8 @@ from adaptdl_elastic.autoscaler.providers.base import (
 from adaptdl_elastic.autoscaler.providers.ec2.notice_queue import parse_event
 from adaptdl_elastic.autoscaler.providers.ec2.provider import RULED_TAG, Ec2Provider
 
+pytestmark = pytest.mark.processes
+
 ZONE = f"{REGION}a"
 PRICES = {"g5.xlarge": 1.0, "g5.12xlarge": 4.0}
 WARNING = "EC2 Spot Instance Interruption Warning"

@@ -17,6 +17,8 @@ from adaptdl_elastic.autoscaler.scaling.economics import ScalingSettings
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
+pytestmark = pytest.mark.processes
+
 PRICES = {"g5.xlarge": 1.0}
 
 

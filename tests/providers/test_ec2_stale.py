@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from moto_process import Moto, make_group
 from scaling_world import waiting
 
@@ -19,6 +20,8 @@ from adaptdl_elastic.autoscaler.scaling.scaling_types import (
     Request,
 )
 from adaptdl_elastic.autoscaler.scaling.step import step
+
+pytestmark = pytest.mark.processes
 
 
 class Pages:

@@ -21,6 +21,8 @@ from adaptdl_elastic.autoscaler.providers.base import (
 )
 from adaptdl_elastic.autoscaler.providers.local import LocalProvider
 
+pytestmark = pytest.mark.processes
+
 POOL = Pool("local", desired=0, maximum=3, hourly_price=0.5, instance_type="laptop", preemptible=True)
 
 POLITE = """

@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader
 from adaptdl_elastic.torch import s3_dataset
 from adaptdl_elastic.torch.s3_dataset import S3Dataset, S3DatasetError
 
+pytestmark = pytest.mark.processes
+
 Put = Callable[[dict[str, bytes]], Any]
 
 

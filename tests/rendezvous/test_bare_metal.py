@@ -167,6 +167,7 @@ def test_etcds_unit_has_options_that_exist():
         assert re.search(rf"{word.partition('=')[0]}\b", said.stdout + said.stderr), word
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
 def test_systemd_understands_the_units(tmp_path: Path):
     for number, unit in enumerate(units()):

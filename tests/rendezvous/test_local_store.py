@@ -108,6 +108,7 @@ def test_only_its_user_can_enter_the_directory(server: LocalServer) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_another_user_is_kept_out_twice(server: LocalServer) -> None:
     server.store.put("/secret", "xyzzy")
@@ -131,6 +132,7 @@ def test_a_server_of_another_user_is_refused(server: LocalServer, monkeypatch: p
         connect(server.endpoint, options=StoreOptions())
 
 
+@pytest.mark.processes
 def test_a_client_that_is_killed_loses_its_lease_and_leaves_no_thread(
     server: LocalServer, store: LocalStore
 ) -> None:
@@ -202,6 +204,7 @@ def test_a_reader_that_sleeps_holds_up_nobody_and_is_told(monkeypatch: pytest.Mo
         assert store.range("/").items[0].value == large
 
 
+@pytest.mark.processes
 def test_an_answer_that_comes_late_is_not_taken_for_another() -> None:
     with run(SERVER) as server, LocalStore(socket_path(said(server)), 30.0) as store:
         store.put("/a", "1")
@@ -217,6 +220,7 @@ def test_an_answer_that_comes_late_is_not_taken_for_another() -> None:
         assert server.wait(60) == 0
 
 
+@pytest.mark.processes
 def test_a_lease_whose_holder_is_stopped_runs_out(server: LocalServer, store: LocalStore) -> None:
     with store.watch("/leader") as watch, run(CLIENT, server.endpoint) as client:
         changes = iter(watch)
@@ -234,6 +238,7 @@ def test_a_lease_that_has_run_out_on_the_server_is_lost(store: LocalStore) -> No
         store.put("/a", "1", lease)
 
 
+@pytest.mark.processes
 def test_what_a_killed_server_leaves_is_no_trouble() -> None:
     with run(SERVER) as server:
         path = socket_path(said(server))

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from adaptdl_elastic.rendezvous.local.scratch_directory import Scratch, sweep
 
 KILLED = """
@@ -17,6 +19,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.processes
 def test_what_a_killed_process_left_is_swept_and_what_is_held_is_not(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
     (left,) = tmp_path.iterdir()

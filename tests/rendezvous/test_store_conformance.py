@@ -176,6 +176,7 @@ def _process(endpoint: str, api: str, key: str, times: int) -> None:
         _increment(store, key, times)
 
 
+@pytest.mark.processes
 def test_contended_counter_from_processes(world):
     if world.memory is not None:
         pytest.skip("the memory store is in one process")

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from etcd_server import EtcdServer
+from guarded_etcd import GuardedEtcd
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
 from adaptdl_elastic.rendezvous.store.connect import connect
@@ -33,6 +34,7 @@ class Run:
     folder: Path
     server: EtcdServer
     agents: list[subprocess.Popen[str]] = field(default_factory=list)
+    environ: dict[str, str] = field(default_factory=dict)  # of the agents, beside this process's
 
     @property
     def log(self) -> Path:
@@ -52,7 +54,8 @@ class Run:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder)},  # torch's own logs
+                # torch writes its own logs to TMPDIR
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder), **self.environ},
             )
         self.agents.append(agent)
         return agent
@@ -92,13 +95,31 @@ class Run:
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     with EtcdServer() as server:
-        running = Run(tmp_path, server)
-        yield running
+        yield from cleaned_up(Run(tmp_path, server))
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[GuardedEtcd]:
+    with GuardedEtcd(tmp_path / "etcd") as server:
+        yield server
+
+
+@pytest.fixture
+def guarded_run(guarded: GuardedEtcd, tmp_path: Path) -> Iterator[Run]:
+    (tmp_path / "run").mkdir()
+    yield from cleaned_up(Run(tmp_path / "run", guarded.etcd, environ=guarded.environ))
+
+
+def cleaned_up(run: Run) -> Iterator[Run]:
+    """Yield a run, and see that nothing of it is left."""
+    try:
+        yield run
+    finally:
         workers: list[psutil.Process] = []
-        for agent in running.agents:
+        for agent in run.agents:
             with suppress(psutil.NoSuchProcess):
                 workers += psutil.Process(agent.pid).children(recursive=True)
-        for agent in running.agents:
+        for agent in run.agents:
             agent.kill()
             agent.wait()
         for worker in workers:
@@ -107,7 +128,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     ours = [
         process
         for process in psutil.process_iter(["cmdline"])
-        if str(tmp_path) in " ".join(process.info["cmdline"] or [])
+        if str(run.folder) in " ".join(process.info["cmdline"] or [])
     ]
     _, left = psutil.wait_procs(ours, timeout=60)  # who was killed may take a moment to go
     assert left == [], "processes were left behind"
@@ -186,6 +207,28 @@ def test_etcd_paused_for_ten_seconds_disturbs_nobody(run: Run):
     run.wait_for("what follows", lambda: time.monotonic() - resumed > 5)
     assert {pid for pid, _, size, _ in run.lines() if size == 2} == pids
     assert run.finish() == [0, 0]
+
+
+@pytest.mark.parametrize("first", ["files", "server"])
+def test_the_password_is_replaced_under_it(guarded_run: Run, guarded: GuardedEtcd, first: str):
+    """Steps go on; once both are replaced a node that has been killed and another that comes make rounds."""
+    run = guarded_run
+    agents = [run.agent(), run.agent()]
+    run.wait_for_size(2)
+    if first == "files":
+        guarded.write_password("second-password")
+        guarded.change_password("second-password")
+    else:
+        guarded.change_password("second-password")
+        guarded.restart()  # nothing that was let in before goes on
+        run.wait_for_size(2)
+        guarded.write_password("second-password")
+    run.wait_for_size(2)
+    kill_node(agents[1])
+    run.wait_for_size(1)
+    run.agent()
+    run.wait_for_size(2)
+    assert run.finish() == [0, -signal.SIGKILL, 0]
 
 
 def test_a_node_alone_gives_up_in_time_with_one_reason(run: Run):

@@ -157,7 +157,7 @@ PLANTED: tuple[Planted, ...] = (
         "no-second-registration",
         "a lapsed registration is not made again",
         "agent/cluster/store_link.py",
-        "            self._come_back()\n",
+        "            self._register_again()\n",
         "            return\n",
     ),
     Planted(

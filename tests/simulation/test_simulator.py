@@ -21,6 +21,7 @@ from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, Rescale
 HERE = Path(__file__).parent
 
 
+@pytest.mark.processes
 def test_a_seed_repeats_a_run_byte_for_byte_in_another_process() -> None:
     code = "from faultsim.run import run\nfor seed in (3, 5): print(run(seed).digest)"
     digests = []

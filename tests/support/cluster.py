@@ -109,12 +109,12 @@ class Cluster:
         told: dict[int, int] = {e["epoch"]: e["samples"] for run in runs for e in run.of("epoch")}
         if all(run.process.poll() != -signal.SIGKILL for run in runs):
             return told
-        said = re.findall(r"^epoch (\d+) had (\d+)$", "\n".join(run.text() for run in runs), re.MULTILINE)
+        said = re.findall(r"^epoch (\d+) had (\d+)$", "\n".join(run.said() for run in runs), re.MULTILINE)
         return {**{int(epoch): int(samples) for epoch, samples in said}, **told}
 
     def weights(self) -> list[str]:
         """Where each replica arrived that came to the end of the script."""
-        lines = [line for run in self.agents.values() for line in run.text().splitlines()]
+        lines = [line for run in self.agents.values() for line in run.said().splitlines()]
         return [line.split()[1] for line in lines if line.startswith("weights ")]
 
     def check(self, epochs: int, replicas: int) -> None:

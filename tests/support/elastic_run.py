@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -147,6 +148,10 @@ class ElasticRun:
     def text(self) -> str:
         """What it printed so far."""
         return Path(self.output.name).read_text()
+
+    def said(self) -> str:
+        """What it printed so far, without the ranks before the lines of its replicas."""
+        return re.sub(r"^\[rank\d+\]: ", "", self.text(), flags=re.MULTILINE)
 
     def replicas(self) -> list[psutil.Process]:
         """Its replica processes, by rank."""

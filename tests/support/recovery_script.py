@@ -3,7 +3,8 @@
 LOOP holds settings as JSON. `faults` is a list of [rank, step, bucket, what], `bucket` counting the
 all-reduces of that step: "die" kills the replica as it comes to it; "miss" lets its result arrive
 everywhere but here. `kind` chooses a script that is written in another way. `large` says how the script
-keeps an average of its parameters that is too large to be copied at every step (see LARGE).
+keeps an average of its parameters that is too large to be copied at every step. `dies_giving` is the rank
+of a replica that dies when it has given the first part of its state to another one.
 """
 
 import functools
@@ -21,14 +22,14 @@ from torch.utils.data import TensorDataset
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, checkpoint
-from adaptdl_elastic.torch._elastic import regroup
+from adaptdl_elastic.torch._elastic import regroup, state_transfer
 from adaptdl_elastic.torch._gradient import comm_hook
 from adaptdl_elastic.torch._runtime import position
 
 S = {
     "epochs": 2, "size": 480, "batch": 12, "pace": 0.0, "faults": [], "kind": "all", "norm": False,
     "optimizer": "sgd", "leave": 0, "leavers": [], "evaluate": False, "busy": None,
-    "large": None,
+    "large": None, "dies_giving": None,
     **json.loads(os.environ["LOOP"]),
 }  # fmt: skip
 OUT = Path(os.environ["OUT"])
@@ -64,6 +65,17 @@ def wait_for(what, step):
     for rank in set(range(int(os.environ["WORLD_SIZE"]))) - faulty_ranks:
         while not (OUT / f"{what}-{step}-{rank}").exists():
             time.sleep(0.001)
+
+
+def die_giving():
+    send, sent = state_transfer.send_bucket, []
+
+    def send_once(*given):
+        if sent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sent.append(send(*given))
+
+    state_transfer.send_bucket = send_once
 
 
 def be_busy():
@@ -191,6 +203,10 @@ def main():
     targets = (inputs @ torch.randn(10, 1)).tanh()
     adl.init_process_group("gloo")
     comm_hook.reduce_bucket = faulty
+    if S["dies_giving"] is not None:
+        state_transfer.BUCKET = 1000
+    if S["dies_giving"] == adl.rank():
+        die_giving()
     loader = adl.AdaptiveDataLoader(TensorDataset(inputs, targets), batch_size=S["batch"], shuffle=True)
     net = Net()
     optimizer = optimizer_for(net)

@@ -74,6 +74,7 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("case", ELSEWHERE)
 def test_estimates_are_those_of_the_closed_form(case: str) -> None:
     count, run = ELSEWHERE[case]

@@ -8,6 +8,8 @@ import memory_cases
 import pytest
 import replicas
 
+pytestmark = pytest.mark.processes
+
 NOISE = 0.4
 """Of the gradients, 32 MiB: what is imported later and a bucket's temporary values are 8 MiB. A copy is 1."""
 

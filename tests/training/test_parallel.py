@@ -46,6 +46,7 @@ def test_one_replica_trains_bit_for_bit_as_ddp(optimizer: str, options: dict[str
     assert var > 0.0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("options", DDP_OPTIONS[:5:2] + DDP_OPTIONS[3:4], ids=str)
 def test_replicas_train_bit_for_bit_as_ddp(count: int, options: dict[str, Any]) -> None:
@@ -56,12 +57,14 @@ def test_replicas_train_bit_for_bit_as_ddp(count: int, options: dict[str, Any]) 
     assert results[0][2] > 0.0
 
 
+@pytest.mark.processes
 def test_two_replicas_with_adam_train_bit_for_bit_as_ddp() -> None:
     for same, _, var in replicas.run(cases.same_as_ddp, 2, "adam", False, {}):
         assert same
         assert var > 0.0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["SGD", "SparseAdam"])
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -71,11 +74,13 @@ def test_sparse_gradients_train_as_with_ddp(kind: str, count: int, accumulate: b
         assert sqr + var > 0.0
 
 
+@pytest.mark.processes
 def test_batch_norm_buffers_are_rank_0s_when_evaluating() -> None:
     first, second = replicas.run(cases.buffers_are_rank_0s, 2)
     assert torch.equal(first, second)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_gan_trains_as_with_ddp(count: int) -> None:
     for same, generator, judge in replicas.run(cases.gan, count):
@@ -84,6 +89,7 @@ def test_a_gan_trains_as_with_ddp(count: int) -> None:
         assert judge > 0.0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_gan_accumulates_as_with_ddp(count: int) -> None:
     """Its judge is not trained on the generator's loss, which goes through it behind or before its own."""
@@ -94,6 +100,7 @@ def test_a_gan_accumulates_as_with_ddp(count: int) -> None:
             assert variance > 0.0
 
 
+@pytest.mark.processes
 def test_survivors_of_a_lost_replica_go_on_in_their_processes(tmp_path: Path) -> None:
     first, second, third = replicas.run(cases.a_replica_dies, 3, str(tmp_path), dies=2)
     assert third is None
@@ -104,6 +111,7 @@ def test_survivors_of_a_lost_replica_go_on_in_their_processes(tmp_path: Path) ->
     assert first[2] == second[2], "the survivors disagree"
 
 
+@pytest.mark.processes
 def test_a_process_group_made_anew_changes_nothing(tmp_path: Path) -> None:
     assert replicas.run(cases.same_size_again, 2, str(tmp_path)) == [True, True]
 
@@ -149,6 +157,7 @@ TWO = [[[4, 4], [4, 4]], [[4, 4], [3, 2]], [[1, 1]], [[2, 1]], [[1, 0]]]
 THREE = [[[2, 2, 2]], [[2, 2, 1]], [[1, 1, 0]]]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("plan", [TWO, THREE], ids=["two replicas, accumulating", "three replicas"])
 def test_the_uneven_end_of_an_epoch_weighs_every_sample_the_same(plan: list[list[list[int]]]) -> None:
     sizes = [sum(map(sum, window)) for window in plan]
@@ -157,6 +166,7 @@ def test_the_uneven_end_of_an_epoch_weighs_every_sample_the_same(plan: list[list
         assert_close(ours, cases.one_by_one(sizes))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("options", [o for o in DDP_OPTIONS[1:] if "static_graph" not in o], ids=str)
 @pytest.mark.parametrize("plan", [EVEN, TWO], ids=["one replica", "two replicas"])
 def test_ddps_options_go_with_accumulation(plan: list[list[list[int]]], options: dict[str, Any]) -> None:
@@ -172,6 +182,7 @@ def test_a_static_graph_can_not_accumulate() -> None:
         cases.windows(EVEN, 12, ddp={"static_graph": True})
 
 
+@pytest.mark.processes
 def test_compiled_models_go_with_replicas_and_accumulation() -> None:
     sizes = [sum(map(sum, window)) for window in TWO]
     arguments = (TWO, max(sizes), None, False, None, "aot_eager")
@@ -830,6 +841,7 @@ def test_compiled_from_outside_with_accumulation() -> None:
     assert_close([p.grad for p in model.parameters()], [p.grad for p in whole.parameters()])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "options", [{}, {"forward_sync_buffers": False}, {"broadcast_buffers": False}], ids=str
 )
@@ -839,5 +851,6 @@ def test_evaluation_on_fewer_samples_than_replicas(options: dict[str, Any]) -> N
     assert (torch.equal(first, second)) == (not options)
 
 
+@pytest.mark.processes
 def test_buffers_in_a_process_group_without_global_rank_0() -> None:
     assert replicas.run(cases.buffers_of_some, 3) == [None, 1.0, 1.0]

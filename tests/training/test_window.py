@@ -187,6 +187,7 @@ def test_a_parameter_that_is_an_output() -> None:
     torch.testing.assert_close(gradient(model), gradient(whole))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
 def test_fillers_add_nothing_to_several_passes(options: dict[str, Any]) -> None:
     """Real replicas, one of which has no sample in the last micro-batch."""
@@ -208,6 +209,7 @@ BY_HAND: dict[str, cases.Plan] = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
 def test_accumulating_by_hand_weighs_uneven_batches_like_all(options: dict[str, Any]) -> None:
     for found in replicas.run(cases.by_hand, 2, list(BY_HAND.values()), options):
@@ -215,6 +217,7 @@ def test_accumulating_by_hand_weighs_uneven_batches_like_all(options: dict[str, 
             torch.testing.assert_close(ours, oracle, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.processes
 def test_a_second_pass_that_ddp_does_not_synchronise_is_said() -> None:
     for message in replicas.run(cases.unsynchronised_pass, 2):
         assert "call backward once" in message

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from adaptdl_elastic import _session, checkpoint, collective
+from adaptdl_elastic import _session, checkpoint, collective, env
 from adaptdl_elastic._checks import flag, integer, whole
 from adaptdl_elastic._interfaces import Command, ElasticLoader
 from adaptdl_elastic.torch._data.checks import check_bounds, check_writer
@@ -568,9 +568,9 @@ class AdaptiveDataLoaderHelper:
 
 
 def _begins() -> bool:
-    """Whether this is the first generation of a job, in which nothing has been trained yet."""
-    session = _session.current()
-    return session.generation == 0 and not session.joining and checkpoint.loaded_id() is None
+    """Return whether this is the first generation of a run, and nothing has been trained yet."""
+    fresh = env.num_restarts() == 0 and not _session.current().joining
+    return fresh and checkpoint.loaded_id() is None
 
 
 def initial_seed(loader: AdaptiveDataLoaderHelper, generator: torch.Generator | None) -> int:

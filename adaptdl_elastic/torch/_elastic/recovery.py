@@ -474,14 +474,16 @@ class Recovery:
         if mine.step not in (top, top - 1):
             raise UnrecoverableStateError(f"step {mine.step} is more than one behind {top}")
         log.info("step %d arrived elsewhere: taking it from there", top)
-        self._partially_restored = True
-        state_transfer.take(session)
+        state_transfer.take(session, overwrites=self._will_be_overwritten)
         self._partially_restored = False
         if mine.step < top:
             script_position().step = top
             if self._failed and self._before is not None:  # the window counts after all
                 script_position().samples += script_position().index - self._before.index
             mine.index, self._failed = script_position().index, False
+
+    def _will_be_overwritten(self) -> None:
+        self._partially_restored = True  # until all has arrived
 
     def _same_sums(self, everybody: list[SurvivorReport]) -> None:
         """Take the sums of those whose last synchronisation went through where ours did not."""

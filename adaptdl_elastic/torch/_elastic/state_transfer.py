@@ -8,7 +8,7 @@ more than one bucket is held beyond the state itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,11 +67,25 @@ def give(session: Session, newcomers: list[int], donors: list[int], names: set[s
         patiently(session, group, send)
 
 
-def take(session: Session) -> None:
-    """The side of a newcomer: receive every state, and be in it."""
+def take(session: Session, overwrites: Callable[[], None] | None = None) -> None:
+    """Receive every state that the donors give, and load it.
+
+    A newcomer receives into the tensors that it has. A replica that has something to lose receives into
+    memory of its own first, so that a donor's death in the meantime leaves it as it was, and only where
+    its device has no room for that into the tensors that it has.
+
+    Args:
+        overwrites: Called before this replica's tensors are received into, if they hold a state that it
+            may need; None: they do not.
+    """
     described, newcomers, donors = _describe(session, None)
     donor = donors[newcomers.index(session.rank) % len(donors)]
-    tensors, group = _targets(session, described), _group(session)
+    tensors = None if overwrites is None else _apart(described)
+    if tensors is None:
+        if overwrites is not None:
+            overwrites()
+        tensors = _targets(session, described)
+    group = _group(session)
 
     def receive() -> None:
         for bucket in _buckets(tensors):
@@ -88,6 +102,18 @@ def _describe(session: Session, what: Any) -> Any:
     """What the first donor says there is; the others pass None."""
     assert session.reducer is not None
     return session.reducer.allreduce(what, lambda a, b: b if a is None else a, tag="states", objects=True)
+
+
+def _apart(described: dict[str, tuple[str, Any]]) -> list[torch.Tensor] | None:
+    """Return new tensors for all that is described, or None where the device has no room for them."""
+    slots: list[Slot] = []
+    for kind, body in described.values():
+        if kind == "tensors":
+            _find_slots(body, slots)
+    try:
+        return [slot.fresh() for slot in slots]
+    except torch.OutOfMemoryError:
+        return None
 
 
 def _targets(session: Session, described: dict[str, tuple[str, Any]]) -> list[torch.Tensor]:

@@ -1,11 +1,11 @@
-"""The communication hook: averages gradients, and reads two squared norms off each flat bucket.
+"""The communication hook: averages gradients, and computes two squared norms of each bucket.
 
-DDP hands over each bucket, a flat tensor of the gradients of some parameters. Its norm before the
-all-reduce is the replica's own, after it the average's; nothing is copied and no parameter has a hook
-of its own. On steps that are not sampled the hook only weighs and averages.
+DDP passes each bucket, a flat tensor with the gradients of some parameters. Its norm before the all-reduce is
+this replica's, after it the average's. Nothing is copied, and no parameter needs a hook. On steps that are
+not sampled the hook only weighs and averages.
 """
 
-# No `from __future__ import annotations`: DDP looks at the hook's annotations.
+# no `from __future__ import annotations`: DDP reads the hook's annotations
 
 import logging
 import threading
@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 Future = torch.futures.Future[torch.Tensor]
 
 Divisor = Callable[[slice], torch.Tensor]
-"""What a slice of a flattened gradient is divided by."""
+"""Returns the divisor of a slice of a flattened gradient."""
 
 Preconditioner = Callable[[torch.Tensor, dict[str, Any]], "Divisor | None"]
-"""The divisor of a parameter (of this group), None while there is none."""
+"""Returns the divisor of a parameter of this group; None while there is none."""
 
-_CHUNK = {"cpu": 1 << 18}  # elements preconditioned at a time: stays in the cache
-_DEVICE_CHUNK = 1 << 26  # few launches, still no gradient-sized copy for large models
+_CHUNK = {"cpu": 1 << 18}  # elements preconditioned at once, so that they stay in the cache
+_DEVICE_CHUNK = 1 << 26  # few kernel launches, but no gradient-sized copy for large models
 
 
 def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
-    """|tensor|² as a 0-d tensor; 16-bit floats are accumulated in 32 bits."""
+    """Return |tensor|² as a 0-d tensor; 16-bit floats are accumulated in 32 bits."""
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     kind = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
@@ -50,11 +50,14 @@ def squared_norm(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Norms:
-    """Squared norms by parameter group, of gradients as they are or preconditioned.
+    """Squared norms by parameter group, of gradients or of preconditioned gradients.
 
-    groups: returns the optimizer's (loading its state makes new ones). A preconditioned gradient is
-    divided a slice at a time, so that no copy of it comes to be. A parameter without a divisor counts as
-    zero, and is remembered in `lacking`.
+    A preconditioned gradient is divided slice by slice, so that it is never copied as a whole. A parameter
+    without a divisor counts as zero and is kept in `lacking`.
+
+    Args:
+        groups: returns the optimizer's groups (loading its state makes new ones).
+        preconditioner: returns the divisors.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class Norms:
 
     def _index(self) -> dict[int, int]:
         size = sum(len(group["params"]) for group in self._groups())
-        if size != self._indexed:  # add_param_group, or a first use
+        if size != self._indexed:  # after add_param_group, or at the first use
             self._group_of = {
                 id(param): index for index, group in enumerate(self._groups()) for param in group["params"]
             }
@@ -81,14 +84,14 @@ class Norms:
         return self._group_of
 
     def squares(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """Σ |gradient|² of (parameter, gradient) pairs by group, float64, shape [groups]."""
+        """Return Σ |gradient|² by group of (parameter, gradient) pairs, float64, shape [groups]."""
         group_of, groups = self._index(), self._groups()
         sums: list[list[torch.Tensor]] = [[] for _ in groups]
         device = None
         for param, grad in pairs:
             device = grad.device
             group = group_of.get(id(param))
-            if group is not None:  # else it is not trained by this optimizer
+            if group is not None:  # otherwise the optimizer does not train it
                 sums[group].extend(self._terms(param, grad, groups[group]))
         zero = torch.zeros((), dtype=torch.float64, device=device)
         return torch.stack([torch.stack(terms).double().sum() if terms else zero for terms in sums])
@@ -96,8 +99,8 @@ class Norms:
     def bucket(
         self, flat: torch.Tensor, params: list[torch.Tensor], grads: list[torch.Tensor]
     ) -> torch.Tensor:
-        """The same of a bucket; `grads` are views into `flat`. One pass where one group is all there is."""
-        if flat.is_sparse:  # one parameter's, and DDP gives no view of it
+        """Return the same for a bucket whose views are `grads`; with one group in a single pass."""
+        if flat.is_sparse:  # a sparse bucket has one parameter, and DDP gives no view of it
             return self.squares([(params[0], flat)])
         if self._preconditioner is not None:
             return self.squares(zip(params, grads, strict=True))
@@ -114,7 +117,7 @@ class Norms:
         return result
 
     def divisible(self, params: Iterable[torch.Tensor]) -> bool:
-        """Whether any of these has a divisor now."""
+        """Return whether any of these parameters has a divisor now."""
         group_of, groups, divisor = self._index(), self._groups(), self._preconditioner
         return divisor is None or any(divisor(p, groups[group_of[id(p)]]) is not None for p in params)
 
@@ -139,19 +142,24 @@ class Norms:
 class Recording:
     """The squared norms of one synchronised backward pass, still on the device.
 
-    own: Σ over buckets of this replica's, once reduced: Σ over replicas. average: of the mean.
+    Attributes:
+        own: of this replica's gradient, by bucket; once reduced, summed over replicas.
+        average: of the mean gradient, by bucket.
+        change: |g − g'|², by bucket, where g' is the gradient of the previous step.
+        reduced: sum over buckets and replicas.
+        work: the all-reduce of that sum.
     """
 
     own: list[torch.Tensor] = field(default_factory=list)
     average: list[torch.Tensor] = field(default_factory=list)
-    change: list[torch.Tensor] = field(default_factory=list)  # |g − g'|², g' being the step's before
+    change: list[torch.Tensor] = field(default_factory=list)
     reduced: torch.Tensor | None = None
     work: Any = None
 
 
 @dataclass(frozen=True)
 class GradientSubstitute:
-    """What counts of a replica whose last micro-batch only fills a gap: gradients by id of the parameter."""
+    """Gradients, by id of the parameter, that replace those of a last micro-batch that only fills a gap."""
 
     gradients: dict[int, torch.Tensor]
     factor: float
@@ -159,23 +167,24 @@ class GradientSubstitute:
 
 @dataclass
 class HookState:
-    """What the hook is told and what it tells. It holds no reference to the module: no cycle."""
+    """The input and output of the hook. It holds no reference to the module, to avoid a cycle."""
 
     norms: Norms
-    group: Any  # the process group
+    group: Any  # process group
     world_size: int
-    weight: float = 1.0  # what this replica's accumulated gradient is multiplied with before the sum
-    instead: GradientSubstitute | None = None  # of what the backward pass brings, and of `weight`
+    weight: float = 1.0  # factor of this replica's accumulated gradient before the sum
+    instead: GradientSubstitute | None = None  # replaces the gradient of the backward pass, and `weight`
     reduced: bool = False  # the hook was called since this was last reset
-    recording: Recording | None = None  # set: this backward pass is sampled
-    kept: dict[int, torch.Tensor] | None = None  # the step's before, by bucket; None: not wanted
-    absorb: bool = False  # a failed all-reduce leaves zeros and `failure`, instead of raising
+    recording: Recording | None = None  # set if this backward pass is sampled
+    kept: dict[int, torch.Tensor] | None = None  # buckets of the previous step; None: not needed
+    absorb: bool = False  # a failed all-reduce leaves zeros and sets `failure` instead of raising
     failure: BaseException | None = None
-    lost: BaseException | None = None  # somebody is gone: what is to be summed from now on fails at once
-    under_way: "list[_Reduction]" = field(default_factory=list)  # of this backward pass; only with `absorb`
+    lost: BaseException | None = None  # a replica is gone: sums fail at once from now on
+    # all-reduces of this backward pass; only with `absorb`
+    under_way: "list[_Reduction]" = field(default_factory=list)
     works: list[Any] = field(default_factory=list)  # all-reduces of norms that may not have ended
-    link: "Group | None" = None  # what the library knows of the group, if that is torch's default one
-    queued: list[tuple[torch.Tensor, Any]] = field(default_factory=list)  # buckets under way, and their works
+    link: "Group | None" = None  # what the library knows of the group, if it is torch's default one
+    queued: list[tuple[torch.Tensor, Any]] = field(default_factory=list)  # pending buckets and their works
 
     @property
     def completion_is_unreliable(self) -> bool:
@@ -191,30 +200,30 @@ class HookState:
         return call() if self.link is None else self.link.queue(call)
 
     def fail(self, error: BaseException) -> None:
-        """Remember the first failure of a step."""
+        """Record the first failure of a step."""
         if self.failure is None:
             self.failure = error
-            logger.warning("gradient synchronisation failed: %s", error)
+            logger.info("gradient synchronisation failed: %s", error)  # what comes of it is said elsewhere
 
     def give_up(self, error: BaseException) -> None:
-        """Let a backward pass go on that waits for others. From any thread."""
+        """End the waiting of a backward pass for other replicas. From any thread."""
         self.lost = error
         for reduction in list(self.under_way):
             reduction.settle(partial(self.fail, error))
 
     @property
     def stuck(self) -> bool:
-        """Whether gloo still works on something: it may never end, and its group must not be destroyed."""
+        """Whether gloo still works on an operation: it may never end, so the group must not be destroyed."""
         return any(not reduction.real.done() for reduction in self.under_way) or any(
             not work.is_completed() for work in self.works
         )
 
 
 class _Reduction:
-    """The all-reduce of a bucket that DDP need not wait for for ever.
+    """The all-reduce of a bucket, with a future that always ends.
 
-    gloo forgets about a tensor that it was receiving when the connection ends: its future never ends
-    then (seen in one of ten deaths with three replicas, gloo of torch 2.13). So DDP gets another one.
+    When a connection ends, gloo forgets a tensor that it was receiving: its future then never ends (seen in
+    one of ten deaths with three replicas, gloo of torch 2.13). So DDP gets another future.
     """
 
     def __init__(self, tensor: torch.Tensor, real: Any) -> None:
@@ -224,14 +233,14 @@ class _Reduction:
         self._tensor, self._lock, self._settled = tensor, threading.Lock(), False
 
     def settle(self, failed: Callable[[], None] | None) -> None:
-        """It has arrived, or nobody waits for it any more, with zeros in its place; the first word counts."""
+        """End the future: with the result, or after a failure with zeros. Only the first call counts."""
         with self._lock:
             if self._settled:
                 return
             self._settled = True
         if failed is not None:
             failed()
-            self._tensor.zero_()  # not nan, which would trip gradient clipping and GradScaler
+            self._tensor.zero_()  # not nan, which would affect gradient clipping and GradScaler
         self.future.set_result(self._tensor)
 
 
@@ -253,7 +262,7 @@ def reduce_bucket(state: HookState, bucket: GradBucket) -> Future:
     recording = state.recording
     if bucket.index() == 0 or state.failure is not None:
         state.under_way = [one for one in state.under_way if not one.real.done()]
-    if state.failure is not None:  # the group is broken: nothing of this step will be used
+    if state.failure is not None:  # the group is broken: this step will not be used
         return _given_up(state, bucket) if state.completion_is_unreliable else _finished(buffer.zero_())
     if recording is None and state.world_size == 1:
         return _finished(buffer)
@@ -288,9 +297,9 @@ def _arrived(
     recording: Recording | None,
     done: Future,
 ) -> Future:
-    """The last bucket is on its way: wait until all have really arrived, or somebody is known to be gone.
+    """Wait with the last bucket until all buckets have arrived, or a replica is known to be gone.
 
-    Here, at the end of the backward pass, so that whatever looks at gradients before the optimizer does
+    This is at the end of the backward pass, so that code that reads gradients before the optimizer does
     (clipping, a GradScaler's search for inf) finds those of the step, or zeros.
     """
     assert state.link is not None
@@ -307,7 +316,7 @@ def _arrived(
 
 
 def _given_up(state: HookState, bucket: GradBucket) -> Future:
-    """Zeros for this bucket, and with the last one for all of the step, once nobody writes into them."""
+    """Set this bucket to zero; with the last one all of the step, once nothing writes into them any more."""
     buffer = bucket.buffer()
     if bucket.is_last():
         assert state.link is not None
@@ -321,7 +330,7 @@ def _given_up(state: HookState, bucket: GradBucket) -> Future:
 
 
 def _compare(norms: Norms, kept: dict[int, torch.Tensor], recording: Recording, bucket: GradBucket) -> None:
-    """Keep a bucket, or compare it with the one that was kept, which it overwrites: never two copies."""
+    """Keep a bucket, or replace the kept one by their difference, so that there are never two copies."""
     buffer = bucket.buffer()
     before = kept.pop(bucket.index(), None)
     if before is None or before.shape != buffer.shape:  # DDP rebuilds its buckets once
@@ -347,7 +356,7 @@ def _replace(bucket: GradBucket, instead: GradientSubstitute) -> None:
 
 
 def _reduce_own(state: HookState, recording: Recording) -> None:
-    """Start summing the tiny vector of own norms; nobody waits for it on the step's way."""
+    """Start to sum the small vector of own norms; the step does not wait for it."""
     recording.reduced = torch.stack(recording.own).sum(0)
     recording.work = state.queue(recording.reduced)
     if state.absorb:
@@ -356,11 +365,11 @@ def _reduce_own(state: HookState, recording: Recording) -> None:
 
 
 def _measure(state: HookState, bucket: GradBucket, recording: Recording | None) -> Callable[[], None]:
-    """What is to be done with a bucket that has arrived."""
+    """Return the function that measures a bucket when it has arrived."""
     if recording is None:
         return lambda: None
     buffer: torch.Tensor = bucket.buffer()  # reduced in place
-    # Allocated on this stream: a callback's stream must not own what others read later.
+    # allocated on this stream, because memory of a callback's stream must not be read on others later
     row = torch.empty(len(state.norms), dtype=torch.float64, device=buffer.device)
     recording.average.append(row)
     params, grads = bucket.parameters(), bucket.gradients()
@@ -372,11 +381,11 @@ def _measure(state: HookState, bucket: GradBucket, recording: Recording | None) 
 
 
 def _chained(state: HookState, bucket: GradBucket, recording: Recording | None, future: Any) -> Future:
-    """A future that fails as the all-reduce does, and is done when that is."""
+    """Return a future that ends, or fails, with the all-reduce."""
     buffer, measure = bucket.buffer(), _measure(state, bucket, recording)
 
     def finish(done: Any) -> torch.Tensor:
-        done.value()  # raises what the all-reduce raised; torch's fake backend has no value
+        done.value()  # raises the all-reduce's error; torch's fake backend has no value
         measure()
         return buffer
 
@@ -400,6 +409,6 @@ def _finish(state: HookState, bucket: GradBucket, recording: Recording | None, f
             reduction.settle(None)
 
     future.add_done_callback(arrived)
-    if state.lost is not None:  # told while we began
+    if state.lost is not None:  # set while the all-reduce was started
         reduction.settle(partial(state.fail, state.lost))
     return reduction.future

@@ -1,38 +1,37 @@
-"""The gradient noise scale: pure arithmetic on squared norms, no tensors and no communication.
+"""The gradient noise scale: pure arithmetic on squared norms, without tensors and communication.
 
-A training step computes ḡ, the mean gradient of m = S·m₀ samples, where m₀ is the initial batch size
-and S the *scale*. With G the true gradient and Σ the covariance of one sample's gradient::
+A training step computes ḡ, the mean gradient of m = S·m₀ samples, where m₀ is the initial batch size and S
+the *scale*. With the true gradient G and the covariance Σ of one sample's gradient::
 
     E|ḡ|² = |G|² + tr Σ / m
 
-so an unbiased estimate V of the variance of the mean, E V = tr Σ / m, gives both moments without
-bias::
+so an unbiased estimate V of the variance of the mean, E V = tr Σ / m, gives both moments without bias::
 
     |G|²  ≈  |ḡ|² − V                    `sqr`
     tr Σ / m₀  ≈  S·V                    `var`: the variance of a gradient at the initial batch size
 
-(McCandlish, Kaplan, Amodei et al., *An Empirical Model of Large-Batch Training*, 2018, appendix A.1;
-it writes the same with B_small and B_big.) Three ways to V, by what a step computes anyway:
+(McCandlish, Kaplan, Amodei et al., *An Empirical Model of Large-Batch Training*, 2018, appendix A.1, with
+B_small and B_big.) There are three ways to V, depending on what a step computes anyway:
 
-* **Parts** (`variance_from_parts`). ḡ is the mean of n part-gradients of equal size, whose mean
-  squared norm is Q = mean |gᵢ|²: V = (Q − |ḡ|²)/(n − 1). The parts are the replicas'
-  gradients; with one replica and accumulation, the first micro-batch's stands for all.
-* **Signs** (`balanced_signs`). One replica, no accumulation: give half of the samples the sign +1 and
-  half −1, at random. g± = (1/m) Σ sᵢ gᵢ has mean zero because the signs sum to zero, and
-  V = |g±|² because E|g±|² = tr Σ / m. It is the split of a batch in two halves, (g₁ − g₂)/2, with
-  one squared norm instead of two, and it costs one more backward pass through the graph that is
-  there, on sampled steps only. The weights do not move between the halves. Several backward passes
-  through one forward pass are measured as one; V of several forward passes is the sum of theirs, right
-  where their samples' gradients are uncorrelated (a GAN's real and generated ones).
-* **Successive gradients**, V = |g₁ − g₂|²/2. Where the graph can not be walked twice, or derivatives of
-  the outputs are part of the loss (a gradient penalty), which no walk from the outputs sees: the
-  gradients of two successive steps are taken for parts of one batch of twice the size, as in AdaptDL's
-  differenced estimator. Biased when weights move: the step −η·g₁ shifts G by −η·H·g₁, which makes
-  g₁·g₂ too small by η·tr(HΣ)/m and |G|² with it. A last resort, and said in the log.
+* **Parts** (`variance_from_parts`). ḡ is the mean of n part-gradients of equal size, whose mean squared norm
+  is Q = mean |gᵢ|²: V = (Q − |ḡ|²)/(n − 1). The parts are the replicas' gradients; with one replica and
+  accumulation, the first micro-batch's gradient represents all.
+* **Signs** (`balanced_signs`). With one replica and no accumulation, half of the samples get the sign +1 and
+  half −1, at random. g± = (1/m) Σ sᵢ gᵢ has mean zero because the signs sum to zero, and V = |g±|² because
+  E|g±|² = tr Σ / m. This splits the batch in two halves, (g₁ − g₂)/2, with one squared norm instead of two.
+  It costs one more backward pass through the existing graph, on sampled steps only. The weights do not change
+  between the halves. Several backward passes through one forward pass are measured as one; V of several
+  forward passes is the sum of theirs, which is right if their samples' gradients are uncorrelated (a GAN's
+  real and generated ones).
+* **Successive gradients**, V = |g₁ − g₂|²/2. If the graph cannot be walked twice, or derivatives of the
+  outputs are part of the loss (a gradient penalty), which no walk from the outputs sees, the gradients of two
+  successive steps are taken as parts of one batch of twice the size, as in AdaptDL's differenced estimator.
+  This is biased when weights move: the step −η·g₁ shifts G by −η·H·g₁, which makes g₁·g₂ too small by
+  η·tr(HΣ)/m, and with it |G|². It is a last resort, and logged.
 
-`gain` and AdaScale's learning-rate factor are the same quotient: Johnson, Agrawal, Gu, Guestrin,
-*AdaScale SGD: A User-Friendly Algorithm for Distributed Training*, ICML 2020, section 3; Pollux
-(Qiao et al., OSDI 2021, section 3.1) divides it by the scale to have the statistical efficiency.
+`gain` and AdaScale's learning-rate factor are the same quotient: Johnson, Agrawal, Gu, Guestrin, *AdaScale
+SGD: A User-Friendly Algorithm for Distributed Training*, ICML 2020, section 3. Pollux (Qiao et al., OSDI
+2021, section 3.1) divides it by the scale, which gives the statistical efficiency.
 """
 
 from __future__ import annotations
@@ -48,22 +47,27 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 SMOOTHING = 0.999
-"""The longest window is 1/(1 − SMOOTHING) steps of the initial batch size: AdaptDL's memory."""
+"""The longest window is 1/(1 − SMOOTHING) steps of the initial batch size, as in AdaptDL."""
 
-_LEAST = 8  # measurements on either side of a change
-_ENOUGH = 64  # measurements that are kept whatever batch size they stand for
-_CELLS = 6  # of a size, before two become one of twice the size: borders are 1/12 of the window apart
-_SIGNIFICANT = 5.0  # standard errors: rarely by chance, though there are ~30 borders and spreads of 8
-_DOUBT = 0.5  # so a trend of one standard error counts for two thirds
-_KNOWN, _VARIANCE = 0, 1  # places in `_Cell.seen`
-_NOTHING = 1e-150  # a squared norm below is none: its logarithm would hide every later change
+_LEAST = 8  # least measurements on either side of a change
+_ENOUGH = 64  # measurements that are kept for any batch size
+# most cells of a size before two become one of twice the size; borders are 1/12 of the window apart
+_CELLS = 6
+# standard errors; seldom exceeded by chance, with ~30 borders and spreads of 8 measurements
+_SIGNIFICANT = 5.0
+_DOUBT = 0.5  # with it, a trend of one standard error counts for two thirds
+_KNOWN, _VARIANCE = 0, 1  # indices in `_Cell.seen`
+_NOTHING = 1e-150  # a smaller squared norm counts as none: its logarithm would hide every later change
 _RELEVANT = 0.25  # of a logarithm, or of |G|²: less would change the noise scale by less than a quarter
 
 
 def variance_from_parts(part_sqr: Array, mean_sqr: Array, count: int) -> Array:
-    """Variance of the mean of `count` part-gradients.
+    """Return the variance of the mean of `count` part-gradients. Unbiased, so it may be negative.
 
-    part_sqr: mean |gᵢ|²; mean_sqr: |ḡ|²; both shaped [groups]. Unbiased, so it can be negative.
+    Args:
+        part_sqr: mean |gᵢ|², shape [groups].
+        mean_sqr: |ḡ|², shape [groups].
+        count: number of parts.
     """
     if count < 2:
         raise ValueError(f"a variance needs at least two parts, got count={count}")
@@ -71,10 +75,10 @@ def variance_from_parts(part_sqr: Array, mean_sqr: Array, count: int) -> Array:
 
 
 def balanced_signs(count: int, generator: torch.Generator) -> torch.Tensor:
-    """`count` numbers ±1 in random order that sum to zero, shape [count].
+    """Return `count` numbers ±1 in random order that sum to zero, shape [count].
 
-    An odd count leaves one sample out and gives the others √(count/(count − 1)), so that
-    E|(1/m) Σ sᵢ gᵢ|² = tr Σ / m in both cases. Needs at least two samples.
+    With an odd count one sample gets 0 and the others are multiplied by √(count/(count − 1)), so that E|(1/m)
+    Σ sᵢ gᵢ|² = tr Σ / m in both cases. At least two samples are needed.
     """
     if count < 2:
         raise ValueError(f"a batch of {count} can not be split in two halves")
@@ -88,10 +92,10 @@ def balanced_signs(count: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def lr_gain(sqr: Array, var: Array, scale: float) -> Array:
-    """(var + sqr)/(var/scale + sqr), AdaScale's r_t; 1 where nothing is known. Same shape as `sqr`.
+    """Return (var + sqr)/(var/scale + sqr), AdaScale's r_t; 1 if nothing is known. Same shape as `sqr`.
 
-    At scale 1 it is exactly 1. Where the gradient is all noise (sqr ≤ 0) it is `scale`, where there
-    is none (var ≤ 0) it is 1.
+    At scale 1 it is exactly 1. If the gradient is all noise (sqr ≤ 0) it is `scale`; without noise (var ≤ 0)
+    it is 1.
     """
     sqr, var = np.maximum(sqr, 0.0), np.maximum(var, 0.0)
     total = sqr + var
@@ -101,10 +105,10 @@ def lr_gain(sqr: Array, var: Array, scale: float) -> Array:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one step says. Shapes [groups]."""
+    """The measurement of one step. Shapes [groups]."""
 
     mean_sqr: Array  # |ḡ|²
-    variance: Array  # V, of the mean
+    variance: Array  # V, the variance of the mean
     scale: float  # S
 
     @property
@@ -119,24 +123,27 @@ class Measurement:
 
     @property
     def finite(self) -> bool:
-        """False after an overflow in mixed precision, or a loss that was inf or nan."""
+        """Whether all values are finite.
+
+        Not after an overflow in mixed precision, or a loss of inf or nan.
+        """
         return bool(np.isfinite(self.mean_sqr).all() and np.isfinite(self.variance).all())
 
 
 @dataclass
 class _Cell:
-    """Some successive measurements, summed up."""
+    """Successive measurements, summed up."""
 
-    count: int  # measurements
-    weight: float  # Σ S: a step at scale S is S times as precise as one of the initial batch size
+    count: int  # number of measurements
+    weight: float  # Σ S: a step at scale S is S times as precise as one at the initial batch size
     sqr: Array  # Σ S·|G|², shape [groups]
     var: Array  # Σ S·tr Σ/m₀, shape [groups]
-    seen: Array  # Σ x of what changes are looked for in, shape [3]
+    seen: Array  # Σ x of the three quantities in which changes are searched, shape [3]
     seen_sqr: Array  # Σ x²
 
     @property
     def holds_nothing(self) -> bool:
-        """Whether a gradient of zero is in it, as old checkpoints have of Adam's first step."""
+        """Whether it contains a gradient of zero, as old checkpoints do from Adam's first step."""
         mean = self.seen / self.count
         spread = self.seen_sqr - self.count * mean**2
         far = np.log(_NOTHING)
@@ -153,17 +160,17 @@ class _Cell:
 
 @dataclass
 class Moments:
-    """Mean moments over a window of measurements that is as long as nothing has changed.
+    """Mean moments over a window of measurements, which lasts as long as nothing changes.
 
-    A fixed exponential average is either noisy or late: gradients shrink by orders of magnitude in the
-    first steps, and these would hold its mean for a thousand. So the window is cut where the
-    measurements before and after differ, as in ADWIN (Bifet and Gavaldà, *Learning from Time-Changing
-    Data with Adaptive Windowing*, SIAM SDM 2007): measurements are kept in cells of 1, 2, 4, …, at most
-    `_CELLS` of a size, and after each the older part is dropped when, at some border between cells,
-    the mean of log |ḡ|², of log V (both nearly normal) or of the estimate of |G|² differs by more than
-    `_SIGNIFICANT` standard errors and by more than `_RELEVANT`. While training is stationary the window
-    grows to `1/(1 − smoothing)` steps of the initial batch size. What is told is the mean of the window as
-    of its end: a trend in it (`trend`) is followed.
+    A fixed exponential average is either noisy or late: gradients shrink by orders of magnitude in the first
+    steps, which would dominate its mean for a thousand steps. So the window is cut where the measurements
+    before and after differ, as in ADWIN (Bifet and Gavaldà, *Learning from Time-Changing Data with Adaptive
+    Windowing*, SIAM SDM 2007). Measurements are kept in cells of 1, 2, 4, … measurements, at most `_CELLS` of
+    a size. After each measurement the older part is dropped if, at some border between cells, the mean of log
+    |ḡ|², of log V (both nearly normal) or of the estimate of |G|² differs by more than `_SIGNIFICANT`
+    standard errors and by more than `_RELEVANT`. While training is stationary the window grows to `1/(1 −
+    smoothing)` steps of the initial batch size. The result is the mean of the window, moved to its end along
+    its `trend`.
     """
 
     groups: int
@@ -171,11 +178,11 @@ class Moments:
     cells: list[_Cell] = field(default_factory=list, init=False)  # oldest first
 
     def add(self, measurement: Measurement) -> None:
-        """Take in a measurement; one without any gradient tells nothing and is left out."""
+        """Add a measurement; one with a zero gradient is left out."""
         scale, sqr, var = measurement.scale, measurement.sqr, measurement.var
         total, variance = float(measurement.mean_sqr.sum()), float(measurement.variance.sum())
-        least = 1e-3 * abs(total)  # estimates of what is positive may be negative, and have no logarithm
-        # In units of the initial batch size: a larger batch is no change of the gradient's noise.
+        least = 1e-3 * abs(total)  # estimates of positive quantities may be negative, and have no logarithm
+        # in units of the initial batch size, since a larger batch does not change the gradient's noise
         known = max(float(sqr.sum()) + scale * variance, least)
         floor = max(scale * variance, scale * least)
         if min(known, floor) < _NOTHING:
@@ -186,7 +193,7 @@ class Moments:
         self._merge()
 
     def __len__(self) -> int:
-        """How many measurements the window holds."""
+        """Return the number of measurements in the window."""
         return sum(cell.count for cell in self.cells)
 
     def _cut(self) -> None:
@@ -197,7 +204,7 @@ class Moments:
             del self.cells[:border]
 
     def _border(self) -> int | None:
-        """Index of the first cell of what is to be kept, None when nothing has changed."""
+        """Return the index of the first cell to keep; None if nothing has changed."""
         if len(self) < 2 * _LEAST:
             return None
         count = np.cumsum([cell.count for cell in self.cells])[:, None].astype(np.float64)
@@ -209,7 +216,7 @@ class Moments:
         spread_after = np.maximum((square[-1] - square[:-1]) / after - mean_after**2, 0.0)
         apart = spread_before / np.maximum(before - 1, 1.0) + spread_after / np.maximum(after - 1, 1.0)
         pooled = (before * spread_before + after * spread_after) / (count[-1] - 2)
-        # The larger of both: eight measurements can lie close together by chance.
+        # the larger of both, because eight measurements can lie close together by chance
         error = np.sqrt(np.maximum(apart, pooled * (1.0 / before + 1.0 / after)))
         change = np.abs(mean_before - mean_after)
         size = np.maximum(np.abs(mean_before), np.abs(mean_after))
@@ -223,7 +230,7 @@ class Moments:
         run = 0
         while index > 0:
             run = run + 1 if self.cells[index - 1].count == self.cells[index].count else 0
-            if run >= _CELLS:  # the two oldest of a size become one of the next
+            if run >= _CELLS:  # the two oldest of a size become one of the next size
                 self.cells[index - 1].add(self.cells.pop(index))
                 run = 0
             index -= 1
@@ -244,24 +251,27 @@ class Moments:
         return self._now([cell.var for cell in self.cells], _VARIANCE)
 
     def _ages(self) -> tuple[Array, Array]:
-        """Of each cell: measurements in it, and from its middle to the last of all. Shapes [cells]."""
+        """Return the measurements of each cell, and their distance from its middle to the end.
+
+        Shapes [cells].
+        """
         counts = np.array([cell.count for cell in self.cells], dtype=np.float64)
         return counts, counts[::-1].cumsum()[::-1] - counts / 2.0 - 0.5
 
     def recency(self) -> Array:
-        """How much a measurement of each cell counts, shape [cells]: e⁻¹ after a third of the window.
+        """Return the weight of a measurement in each cell, shape [cells]: e⁻¹ after a third of the window.
 
-        Drift too slow to be cut out lags less, for a quarter more of standard error.
+        With it, slow drift that is not cut lags less, for a quarter more of standard error.
         """
         counts, ages = self._ages()
         weights: Array = np.exp(-3.0 * ages / counts.sum())
         return weights
 
     def trend(self, which: int) -> float:
-        """Slope, per measurement, of a logarithm that changes are looked for in: 0 is |ḡ|², 1 is V.
+        """Return the slope per measurement of log |ḡ|² (`which` 0) or log V (1).
 
-        A weighted straight line through the cells, drawn towards none where it could be chance: b times
-        t²/(t² + `_DOUBT`), t being its slope in standard errors.
+        A weighted straight line is fitted to the cells and shrunk where it may be chance: its slope is
+        multiplied by t²/(t² + `_DOUBT`), where t is the slope in standard errors.
         """
         if len(self.cells) < 3:
             return 0.0
@@ -274,16 +284,16 @@ class Moments:
         spread = weights @ from_middle**2
         slope = -(weights @ (from_middle * mean)) / spread
         off = mean - weights @ mean / total + slope * from_middle
-        # What the line itself adds within a cell is no noise.
+        # subtract what the line itself adds within a cell
         noise = weights @ (off**2 + within - slope**2 * (counts**2 - 1) / 12) / total
         size = counts.sum()
         t_squared = slope**2 * spread / max(noise * size / (size - 2), 1e-9)
         return float(slope * t_squared / (t_squared + _DOUBT))
 
     def _now(self, sums: list[Array], which: int) -> Array:
-        """Mean over the window, each cell carried to the last measurement along the trend.
+        """Return the mean over the window, each cell moved to the last measurement along the trend.
 
-        Without it a mean lags: while gradients shrink by a fifth in each step it tells those of steps ago.
+        Otherwise the mean lags: while gradients shrink by a fifth in each step it would be that of steps ago.
         """
         if not sums:
             return np.zeros(self.groups)
@@ -293,7 +303,7 @@ class Moments:
         return mean
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers."""
+        """Return plain lists and numbers."""
         cells = [
             [cell.count, cell.weight, *(a.tolist() for a in (cell.sqr, cell.var, cell.seen, cell.seen_sqr))]
             for cell in self.cells
@@ -301,7 +311,7 @@ class Moments:
         return {"groups": self.groups, "cells": cells}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned; ValueError when the number of groups is another."""
+        """Restore what `state_dict` returned; ValueError if the number of groups differs."""
         if state["groups"] != self.groups:
             raise ValueError(
                 f"the saved gradient statistics are of {state['groups']} parameter groups, the "
@@ -316,21 +326,21 @@ class Moments:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which steps are measured: every one at first, then ever fewer until every `longest`-th.
+    """Which steps are measured: every one at first, then fewer and fewer, down to every `longest`-th.
 
-    The gap is a fixed fraction of the steps already taken, so that the number of measurements goes on
-    growing (logarithmically) until the gap is `longest`, and what is known of the early, fast
-    changing gradients is recent. A function of the step alone: all replicas agree.
+    The gap is a fixed fraction of the steps taken so far. So the number of measurements keeps growing
+    (logarithmically) until the gap is `longest`, and the estimates of the early, fast changing gradients are
+    recent. It depends on the step only, so all replicas agree.
     """
 
     longest: int
     patience: int = 32  # a gap of g after patience·g steps
 
     def gap(self, step: int) -> int:
-        """Steps from a measurement at `step` to the next."""
+        """Return the steps from a measurement at `step` to the next one."""
         return max(1, min(self.longest, step // self.patience))
 
 
 def as_array(values: Sequence[float]) -> Array:
-    """float64, shape [len(values)]."""
+    """Return a float64 array, shape [len(values)]."""
     return np.asarray(values, dtype=np.float64)

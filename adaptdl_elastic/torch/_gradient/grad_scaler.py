@@ -1,9 +1,9 @@
-"""GradScaler and accumulation: a scaler's once-per-batch calls do nothing in the middle of a window.
+"""GradScaler and accumulation: calls that a loop makes once per batch do nothing in mid-window.
 
-`scaler.unscale_` and `scaler.step` would divide a partial sum by the loss scale, and `scaler.update`
-without a step raises. The calls of the scaler that was given to AdaptiveDataParallel are left out while
-its window is under way. Other optimizers that share the scaler step as they would, but the scale stays as
-it is until no model has a sum of gradients under way, which is in units of it.
+`scaler.unscale_` and `scaler.step` would divide a partial sum by the loss scale, and `scaler.update` without
+a step raises. The calls of the scaler that was given to AdaptiveDataParallel are skipped in the middle of its
+window. Other optimizers that share the scaler step as usual, but the scale does not change until no model has
+a partial sum, which is in units of it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from adaptdl_elastic.torch._runtime.heap import instances_of
 logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_adaptdl_elastic"
-_FOUND = "_adaptdl_elastic"  # among the scaler's optimizers: what those have found whose update waits
+# key among the scaler's optimizers, for what the optimizers of a postponed update have found
+_FOUND = "_adaptdl_elastic"
 
 
 class _Models:
-    """The models whose optimizers a scaler steps, and whether any has been since its last update."""
+    """The models whose optimizers a scaler steps, and whether one has stepped since its last update."""
 
     def __init__(self) -> None:
         self.by_optimizer: dict[int, ScaledModel] = {}
         self.stepped = False
 
     def summing(self) -> bool:
-        """Whether one of them has gradients of a window that has not been stepped."""
+        """Return whether one of them has gradients of a window that has not been stepped."""
         return any(not adp.stepping or adp.window_under_way for adp in self.by_optimizer.values())
 
 
 def check(scaler: Any) -> None:
-    """TypeError when it is no GradScaler, nor like one."""
+    """Raise TypeError if the object is neither a GradScaler nor like one."""
     for name in ("step", "unscale_", "update", "state_dict", "load_state_dict", "get_scale"):
         if not callable(getattr(scaler, name, None)):
             raise TypeError(f"mp_scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
@@ -54,7 +55,7 @@ def attach(scaler: Any, adp: ScaledModel, optimizer: torch.optim.Optimizer) -> N
 
 
 def attached(scaler: Any) -> bool:
-    """Whether some AdaptiveDataParallel was given this scaler."""
+    """Return whether an AdaptiveDataParallel was given this scaler."""
     return getattr(scaler, _ATTRIBUTE, None) is not None
 
 
@@ -94,9 +95,9 @@ def _patch(scaler: Any, models: _Models) -> None:
 
 
 def _postpone(scaler: Any) -> bool:
-    """Let optimizers step again at the same scale; the next update counts what they have found by now.
+    """Let optimizers step again at the same scale; the next update uses what they have found so far.
 
-    False where there is nothing to update: the scaler is disabled.
+    Returns False if there is nothing to update, because the scaler is disabled.
     """
     states = getattr(scaler, "_per_optimizer_states", None)
     if states is None:
@@ -111,19 +112,19 @@ def _postpone(scaler: Any) -> bool:
 
 
 def skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """Inside of `optimizer.step()`: whether it left parameters alone, because gradients were inf or nan.
+    """Return inside `optimizer.step()` whether it changed no parameter, because gradients were inf or nan.
 
-    Fused optimizers are called all the same, and told by GradScaler in this attribute. Asking waits for the
-    device, as GradScaler does for other optimizers.
+    GradScaler calls fused optimizers all the same, and passes that information in this attribute. Reading it
+    waits for the device, as GradScaler does for other optimizers.
     """
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found)
 
 
 def guard(adp: ScaledModel, optimizer: torch.optim.Optimizer) -> None:
-    """Have scalers that `adp` was not given say so in the middle of a window, where they find no gradients.
+    """Make scalers that `adp` was not given raise in the middle of a window, where they find no gradients.
 
-    Nothing tells who uses a scaler: all there are in the process are looked up.
+    It is unknown which scalers a script uses, so all scalers of the process are looked up.
     """
     for scaler in instances_of(torch.amp.GradScaler):
         if not attached(scaler):
@@ -146,7 +147,7 @@ def _guard(scaler: Any, adp: ScaledModel, ours: torch.optim.Optimizer) -> None:
 
 
 def loss_scale(scaler: Any) -> torch.Tensor | float:
-    """The factor that losses, and so gradients, are multiplied with; on its device, without waiting."""
+    """Return the factor on losses, and so on gradients; on its device, without waiting for it."""
     if scaler is None or not scaler.is_enabled():
         return 1.0
     value = getattr(scaler, "_scale", None)  # get_scale() waits for the device
@@ -154,9 +155,9 @@ def loss_scale(scaler: Any) -> torch.Tensor | float:
 
 
 def why_irreparable(mp_scaler: Any) -> str | None:
-    """Return why a step that failed cannot be put back; None if it can.
+    """Return why a failed step cannot be put back; None if it can.
 
-    A GradScaler that the model was not given may be among the callers, about to count a step that was not
+    A GradScaler that the model was not given may be among the callers, and would count a step that was not
     taken.
     """
     for frame in _frames.callers():

@@ -1,14 +1,14 @@
-"""Whether gradients are finite, and differ: training on inf or nan runs and learns nothing."""
+"""Find out whether gradients are finite, and vary: training on inf or nan runs but learns nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 LEAST_STEPS = 20
-"""Optimizer steps over which no gradient was finite before that is a problem."""
+"""Optimizer steps without a finite gradient after which that is reported."""
 
 _LEAST_MEASUREMENTS = 3
-"""Measurements in these steps: later in a run not every step is measured."""
+"""Measurements among these steps; later in a run not every step is measured."""
 
 
 _NO_VARIANCE = 1e-6
@@ -16,10 +16,10 @@ _NO_VARIANCE = 1e-6
 
 
 class GradientHealth:
-    """Whether the gradients of one model are finite and vary, by measurements that are made anyway.
+    """Whether the gradients of one model are finite and vary, from measurements that are made anyway.
 
-    A GradScaler leaves out steps while it searches its scale. Such steps count only once the scale is down to
-    1, where nothing is scaled up and so nothing overflows because of it.
+    A GradScaler skips steps while it searches its scale. Such steps count only once the scale is down to 1,
+    where scaling causes no overflow.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class GradientHealth:
         self._equal_measurements = 0
 
     def measured(self, step: int, finite: bool) -> None:
-        """Take note of whether the gradient that optimizer step `step` took was finite."""
+        """Record whether the gradient of optimizer step `step` was finite."""
         if finite:
             self._first_bad_step, self._bad_measurements, self.problem = None, 0, None
             return
@@ -70,9 +70,12 @@ class GradientHealth:
             )
 
     def skipped(self, step: int, loss_scale: Callable[[], float]) -> None:
-        """Take note that a GradScaler has left out the step after `step`.
+        """Record that a GradScaler has skipped the step after `step`.
 
-        loss_scale: Returns the present scale. It may wait for the GPU: it is called after many such steps.
+        Args:
+            step: the last optimizer step.
+            loss_scale: returns the present scale. It may wait for the GPU, so it is called only after many
+                such steps.
         """
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row < LEAST_STEPS or self.problem is not None:
@@ -86,7 +89,7 @@ class GradientHealth:
             )
 
     def stepped(self) -> None:
-        """Take note that the optimizer has stepped."""
+        """Record that the optimizer has stepped."""
         if self._skipped_in_a_row >= LEAST_STEPS:
             self.problem = None
         self._skipped_in_a_row = 0

@@ -1,7 +1,7 @@
 """From the squared norms of one step to the gradient noise scale, without waiting for them.
 
-A sampled step leaves 0-d and [groups]-shaped tensors on the device, and a tiny all-reduce that is
-still under way. They are looked at when the next step begins, by when they have long been there.
+A sampled step leaves small tensors (0-d and [groups]) on the device, and a small all-reduce that is still
+running. They are read when the next step begins; by then they are complete.
 """
 
 from __future__ import annotations
@@ -24,43 +24,44 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE = timedelta(seconds=60)
 
-_SINGLES = 3  # successive batches of one sample that are no ends of epochs: a loss of shape [1], or all are
+# successive batches of one sample that cannot be ends of epochs: a loss of shape [1], or all are
+_SINGLES = 3
 
 
 class _SingleSampleError(Exception):
-    """It can not be split; other batches can."""
+    """This batch cannot be split; other batches can."""
 
 
 @dataclass
 class _Pending:
-    """A measurement on its way."""
+    """A measurement that is not complete yet."""
 
     step: int
     scale: float
-    finish: Callable[[], torch.Tensor]  # [2, groups] on the host: |ḡ|², V
+    finish: Callable[[], torch.Tensor]  # returns [2, groups] on the host: |ḡ|², V
 
 
 class Sampler:
-    """Decides which steps are measured and by which estimator; see `estimator`."""
+    """Decides which steps are measured, and by which estimator; see `estimator`."""
 
     def __init__(self, gns: GradientNoiseScale, hook: HookState, scaler: Any) -> None:
         self._gns, self._hook, self._scaler = gns, hook, scaler
         self._batch = Batch()
         self._sampled = False
         self._recordings: list[Recording] = []
-        self._variances: dict[object, torch.Tensor] = {}  # of signed gradients, by forward pass
+        self._variances: dict[object, torch.Tensor] = {}  # variances of signed gradients, by forward pass
         self._first: torch.Tensor | None = None  # |g₁|² of the window's first micro-batch
-        self._mean: torch.Tensor | None = None  # |ḡ|², where the hook has not seen all of ḡ
+        self._mean: torch.Tensor | None = None  # |ḡ|², if the hook has not seen all of ḡ
         self._pending: _Pending | None = None
-        self._generator = torch.Generator()  # never the global one: the run must not depend on sampling
+        self._generator = torch.Generator()  # not the global one: the run must not depend on sampling
         self._split_works = True
-        self._kept_step, self._kept_size = -1, 0.0  # whose gradient the hook has kept
-        self._singles = 0  # successive batches that seemed to be of one sample
-        self._said = False  # that the optimizer has no preconditioner
-        self.news = False  # something has been measured since this was last reset
+        self._kept_step, self._kept_size = -1, 0.0  # the step whose gradient the hook has kept
+        self._singles = 0  # successive batches that seemed to have one sample
+        self._said = False  # a warning was given that the optimizer has no preconditioner
+        self.news = False  # something was measured since this was last reset
 
     def begin(self, batch: Batch, synchronised: bool) -> bool:
-        """A forward pass begins; whether its gradient is to be split by signs."""
+        """Begin a forward pass; return whether its gradient is to be split by signs."""
         self._batch = batch
         self._sampled = batch.even and self._gns.due()
         self._hook.recording = None
@@ -71,13 +72,14 @@ class Sampler:
             self._hook.recording = Recording()
             self._recordings.append(self._hook.recording)
         single = batch.replicas == 1 and batch.micro_batches == 1
-        split = single and self._split_works and batch.local != 1  # all are 1, or this would not be even
+        # if all are 1, the window would not be even
+        split = single and self._split_works and batch.local != 1
         if not single or split:
             self._hook.kept = None
         elif (
             self._hook.kept is None
             or self._kept_step + 1 != self._gns.steps
-            or self._kept_size != batch.size  # of another variance
+            or self._kept_size != batch.size  # another batch size has another variance
         ):
             self._hook.kept = {}
         return split
@@ -87,8 +89,12 @@ class Sampler:
     ) -> None:
         """Measure V = |g±|²: walk the graph below `edges` once more with the samples' signs flipped.
 
-        gradients: of all backward passes through the forward pass `key` so far: halves of one loss that are
-        walked one after the other are measured as one.
+        Args:
+            key: the forward pass.
+            edges: where the walk continues.
+            gradients: of all backward passes through that forward pass so far; two parts of one loss that are
+                walked one after the other are measured as one.
+            local: samples on this replica; None: unknown.
         """
         if not self._split_works:
             return
@@ -109,7 +115,7 @@ class Sampler:
         self._variances[key] = self._hook.norms.squares(pairs)
 
     def can_not_split(self, reason: str) -> None:
-        """From the next step on, compare successive gradients instead."""
+        """Compare successive gradients instead, from the next step on."""
         if not self._split_works:
             return
         self._split_works = self._sampled = False
@@ -139,38 +145,38 @@ class Sampler:
         return signed
 
     def first_part(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """The gradient of the window's first micro-batch so far; for one replica, its norm is a part's."""
+        """Measure the gradient of the window's first micro-batch, a part if there is one replica."""
         if self._sampled and self._batch.replicas == 1 and self._batch.micro_batches > 1:
             self._first = self._hook.norms.squares(pairs)
 
     def whole(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """The step's gradient so far; for one replica, after a pass that the hook was not called in."""
+        """Measure the step's gradient, if there is one replica and the hook was not called."""
         if self._sampled and self._batch.replicas == 1:
             self._mean = self._hook.norms.squares(pairs)
 
     def drop(self) -> None:
-        """Forget what has been measured of a step that will not be taken, or has been.
+        """Forget the measurements of a step that will not be taken, or has been taken.
 
-        The backward pass of a forward pass that was already is still to be measured: `zero_grad` may
-        stand between them.
+        A forward pass that was made already will still be measured: `zero_grad` may come between it and its
+        backward pass.
         """
         self.drop_passes()
         self._first = None
 
     def drop_passes(self) -> None:
-        """The same, but for what has been measured of the window's first micro-batch."""
+        """Do the same, but keep the measurement of the window's first micro-batch."""
         coming = self._hook.recording
         self._recordings = [coming] if coming is not None and not coming.own else []
         self._variances, self._mean = {}, None
 
     def close(self, scale: float) -> None:
-        """The step has been taken: send what has been measured of it on its way."""
+        """Start to collect the measurements of a step that was taken."""
         recordings = [r for r in self._recordings if r.own]
         step = self._gns.steps
         if recordings and self._sampled and self._complete():
             finish = self._moments(recordings)
             if finish is None and self._hook.kept:
-                self._kept_step, self._kept_size = step, scale  # and compare the next one with it
+                self._kept_step, self._kept_size = step, scale  # the next step's gradient is compared with it
             else:
                 costly = bool(self._variances)
                 self._gns.measured(self._gns.costly_schedule if costly else self._gns.cheap_schedule)
@@ -179,9 +185,9 @@ class Sampler:
         self.drop()
 
     def _complete(self) -> bool:
-        """After the step: whether every gradient had what it is divided by before it. All replicas agree.
+        """Return after the step whether every gradient had its divisor before the step. All replicas agree.
 
-        A parameter lacks it in its first step with a gradient, and after it has it.
+        A parameter lacks the divisor in its first step with a gradient, and has it afterwards.
         """
         norms = self._hook.norms
         if not norms.lacking:
@@ -189,7 +195,7 @@ class Sampler:
         if norms.divisible(norms.lacking):
             return False
         if norms.divisible(p for group in self._gns.optimizer.param_groups for p in group["params"]):
-            return True  # those without got no gradient
+            return True  # parameters without a divisor got no gradient
         if not self._said:
             self._said = True
             logger.warning(
@@ -202,13 +208,13 @@ class Sampler:
         return False
 
     def collect(self) -> None:
-        """Take in the measurement that is on its way, if any."""
+        """Read the pending measurement, if there is one."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         try:
             mean_sqr, variance = pending.finish().numpy().copy()
-        except RuntimeError as error:  # the tiny all-reduce lost a replica after the gradients' own
+        except RuntimeError as error:  # the small all-reduce lost a replica after the gradients' own
             if not self._hook.absorb:
                 raise
             logger.info("the statistics of step %d are lost with a replica: %s", pending.step, error)
@@ -216,7 +222,7 @@ class Sampler:
         self.news |= self._gns.record(Measurement(mean_sqr, variance, pending.scale), pending.step)
 
     def _moments(self, recordings: list[Recording]) -> Callable[[], torch.Tensor] | None:
-        """A function to |ḡ|² and V, shape [2, groups], on the device."""
+        """Return a function that returns |ḡ|² and V, shape [2, groups], on the device; None: not measured."""
         replicas, parts = self._batch.replicas, self._batch.micro_batches
         first, variances = self._first, self._variances
         if replicas > 1:
@@ -235,9 +241,9 @@ class Sampler:
     def _unscaled(
         self, moments: Callable[[], torch.Tensor], recording: Recording
     ) -> Callable[[], torch.Tensor]:
-        """`moments` without the loss scale of now, on the host; on a GPU the copy is under way already."""
+        """Return `moments` without the present loss scale, on the host; on a GPU the copy starts now."""
         loss_scale = grad_scaler.loss_scale(self._scaler)
-        square = loss_scale * loss_scale  # a new tensor: the scaler updates its own in place
+        square = loss_scale * loss_scale  # a new tensor, because the scaler updates its own in place
         if not recording.own[0].is_cuda:
             return lambda: moments() / square
         device = moments() / square
@@ -258,17 +264,18 @@ def _total(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _of_replicas(recordings: list[Recording], replicas: int) -> torch.Tensor:
-    """|ḡ|² of the last backward pass, V summed over all of them.
+    """Return |ḡ|² of the last backward pass, and V summed over all of them.
 
-    A second synchronised pass (D(real), then D(fake)) adds its gradient to the average that is there,
-    which is the same on all replicas and so adds nothing to the difference of the norms.
+    A second synchronised pass (D(real), then D(fake)) adds its gradient to the present average, which is the
+    same on all replicas and so does not change the difference of the norms.
     """
     variance: torch.Tensor | float = 0.0
     for recording in recordings:
-        # The others have had it for long; they may have died since. Without a limit it is the GPU that waits.
+        # The other replicas sent it long ago, but may have died since. On a GPU the device waits, so there is
+        # no limit.
         recording.work.wait(*(() if recording.own[0].is_cuda else (_PATIENCE,)))
         mean = _total(recording.average)
-        # The norms are of buffers that were divided by R already: mean_r |g_r|² = R · Σ_r |g_r/R|².
+        # The norms are of buffers that were divided by R: mean_r |g_r|² = R · Σ_r |g_r/R|².
         assert recording.reduced is not None
         variance = variance + (replicas * recording.reduced - mean) / (replicas - 1)
     return torch.stack([mean, torch.as_tensor(variance)])

@@ -1,4 +1,4 @@
-"""What a step that was abandoned has changed of one model besides its parameters, and how to put it back."""
+"""Copy what a step may change of a model besides its parameters, and put it back if the step is abandoned."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class _Model(Protocol):
-    """What is copied of, and asked about, a model."""
+    """The parts of a model that are used here."""
 
     irreparable: str | None
-    """Why a step that failed cannot be put back."""
+    """Why a failed step cannot be put back, or None."""
 
     @property
     def module(self) -> torch.nn.Module: ...
@@ -33,7 +33,7 @@ class _Model(Protocol):
 
 
 class DataParallelSnapshot:
-    """What a step may change of one model besides its parameters, as it was when the window began."""
+    """What a step may change of one model besides its parameters, as of the beginning of the window."""
 
     def __init__(self, model: _Model, last: object) -> None:
         self._model = model
@@ -70,7 +70,7 @@ class DataParallelSnapshot:
         return None
 
     def put_back(self) -> None:
-        """Let everything be as it was. May be done again."""
+        """Put everything back. May be called again."""
         model = self._model
         with torch.no_grad():
             for buffer, before in zip(model.module.buffers(), self._buffers, strict=True):
@@ -101,7 +101,7 @@ def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _scale_of(scaler: Any) -> list[torch.Tensor | None] | None:
-    """A GradScaler's two tensors, which it makes at its first use; without waiting for the device."""
+    """Return GradScaler's two tensors, which it makes at its first use, without waiting for the device."""
     if scaler is None or not scaler.is_enabled():
         return None
     tensors = [getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)]

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of one AdaptiveDataParallel, and the batch sizes that its statistics are of."""
+"""What a checkpoint holds of one AdaptiveDataParallel, and the batch sizes of its statistics."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ class BatchSizes:
     """The initial batch sizes of the loaders that a model was trained with, in this run and before."""
 
     def __init__(self) -> None:
-        self.last: int | None = None  # of the loader that was used last; None before the first batch
-        self.current: dict[str, int] = {}  # of each loader trained with, by its key, in this run
-        self.saved: dict[str, int] = {}  # the same of the run that the checkpoint is of
-        self.saved_last: int | None = None  # the last one of those
+        self.last: int | None = None  # of the last loader used; None before the first batch
+        self.current: dict[str, int] = {}  # loader's key → its initial batch size in this run
+        self.saved: dict[str, int] = {}  # the same in the run that wrote the checkpoint
+        self.saved_last: int | None = None  # of the last loader used in that run
 
     def use(self, key: str, initial: int) -> int | None:
-        """Take the initial batch size of the loader at hand.
+        """Record the initial batch size of the present loader.
 
-        The checkpoint's is that of the same loader. One that the checkpoint does not know may be the first
-        one's successor.
+        It is compared with that of the same loader in the checkpoint. If the checkpoint does not know the
+        first loader, its last one is taken for the predecessor.
 
         Returns:
-            The checkpoint's, where that is another one: all statistics are in units of it. Only once.
+            The checkpoint's size if it differs, since all statistics are in units of it; else None. Only
+            once.
         """
         found = None
         if key not in self.current:
@@ -34,7 +35,7 @@ class BatchSizes:
             if found == initial:
                 found = None
             if found is not None:
-                self.saved = {}  # of other units from now on
+                self.saved = {}  # later loaders have other units
         self.last = self.current[key] = initial
         return found
 
@@ -47,13 +48,13 @@ class BatchSizes:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take another replica's; older checkpoints have fewer entries."""
+        """Restore the sizes of another replica; older checkpoints have fewer entries."""
         self.saved_last = state_dict.get("batch_size")
         self.current = dict(state_dict.get("batch_sizes", {}))
         self.saved = dict(state_dict.get("saved_batch_sizes", {}))
 
     def of_checkpoint(self) -> None:
-        """What was loaded is of an earlier run: the script may have other batch sizes now."""
+        """Treat the restored sizes as those of an earlier run, since the script may have changed them."""
         self.saved, self.current = {**self.saved, **self.current}, {}
 
 
@@ -61,11 +62,11 @@ class ModelState(checkpoint.TensorState):
     """Everything of one model that a checkpoint holds.
 
     Args:
-        name: The model's.
-        parts: Whatever has a state dict, by its key; None for what the script does not have.
-        sizes: The model's batch sizes.
-        collect: Takes in the measurement that is on its way between the replicas.
-        loaded: Called when a state dict has been loaded.
+        name: name of the model.
+        parts: objects with a state dict, by key; None for what the script does not have.
+        sizes: batch sizes of the model.
+        collect: reads the pending measurement.
+        loaded: called when a state dict has been loaded.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class ModelState(checkpoint.TensorState):
         self._sizes, self._collect, self._loaded = sizes, collect, loaded
 
     def sync(self) -> None:
-        """Take in what is still on its way between the replicas."""
+        """Read the pending measurement of all replicas."""
         self._collect()
 
     def state_dict(self) -> Any:
@@ -92,7 +93,7 @@ class ModelState(checkpoint.TensorState):
         }
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load the parts that this script has; ValueError where the checkpoint lacks one."""
+        """Load the parts that this script has; ValueError if the checkpoint lacks one."""
         missing = sorted(self._parts.keys() - state_dict.keys())
         if missing:
             raise ValueError(f"it was saved without {', '.join(missing)}")

@@ -1,4 +1,4 @@
-"""The gradient noise scale of a model: its running estimates, and the gain that follows from them."""
+"""The gradient noise scale of a model: its running estimates, and the resulting gain."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ _SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg")  # Adam with am
 
 
 class GradientNoiseScale:
-    """Estimates the gradient noise scale and the gain that follows from it.
+    """Estimates the gradient noise scale and the resulting gain.
 
-    Symbols: m₀ is the initial batch size (the argument of AdaptiveDataLoader), the scale S of a step
-    its batch size divided by m₀, |G|² the squared norm of the true gradient (`sqr`), tr Σ / m₀ the
-    variance of a gradient at m₀ (`var`), all in the units of the loss squared per parameter squared.
+    Symbols: m₀ is the initial batch size (the argument of AdaptiveDataLoader), the scale S of a step is its
+    batch size divided by m₀, |G|² is the squared norm of the true gradient (`sqr`), tr Σ / m₀ the variance of
+    a gradient at m₀ (`var`); both in units of the loss squared per parameter squared.
 
     Args:
-        adp: The AdaptiveDataParallel that it belongs to, or None.
-        optimizer: Its parameter groups are kept apart.
-        mp_scaler: The torch.amp.GradScaler in use.
-        num_replicas: As AdaptDL's: with `accum_scale` the scale of a step without an AdaptiveDataLoader.
-        accum_scale: See `num_replicas`.
-        smoothing: The means are over at most 1/(1 − smoothing) steps of the initial batch size, fewer
-            where gradients have changed; in (0, 1).
+        adp: its AdaptiveDataParallel, or None.
+        optimizer: estimates are kept by its parameter groups.
+        mp_scaler: the torch.amp.GradScaler in use.
+        num_replicas: as in AdaptDL: with `accum_scale` the scale of a step without an AdaptiveDataLoader.
+        accum_scale: see `num_replicas`.
+        smoothing: the means are over at most 1/(1 − smoothing) steps of the initial batch size, fewer if
+            gradients have changed; in (0, 1).
 
-    Source: McCandlish et al., *An Empirical Model of Large-Batch Training*, 2018; Johnson et al.,
-    *AdaScale SGD*, ICML 2020; Qiao et al., *Pollux*, OSDI 2021.
+    Source: McCandlish et al., *An Empirical Model of Large-Batch Training*, 2018; Johnson et al., *AdaScale
+    SGD*, ICML 2020; Qiao et al., *Pollux*, OSDI 2021.
     """
 
-    #: Longest gap, in steps, between two measurements that cost two passes over the gradient ...
+    #: Longest gap, in steps, between two measurements that cost two passes over the gradient …
     cheap_schedule = Schedule(longest=8)
-    #: ... and between two that cost another backward pass (one replica, no accumulation).
+    #: … and between two that cost another backward pass (one replica, no accumulation).
     costly_schedule = Schedule(longest=40)
     #: Steps before the first measurement.
     settles_after = 0
@@ -73,13 +73,13 @@ class GradientNoiseScale:
         self._accum_count = 0
         self._progress = 0.0
         self._steps = 0
-        self._samples = 0.0  # seen, in initial batch sizes
-        self._next = 0  # step to be measured next
-        self._factors: tuple[float, float, Array] | None = None  # scale, gain, by group: of now
+        self._samples = 0.0  # samples so far, in initial batch sizes
+        self._next = 0  # next step to be measured
+        self._factors: tuple[float, float, Array] | None = None  # (scale, gain, gain by group) at present
         self.skipped = 0
         self.health = GradientHealth()
 
-    # What was measured.
+    # Measurements
 
     @property
     def raw_sqr_avg(self) -> Array:
@@ -92,16 +92,16 @@ class GradientNoiseScale:
         return self._moments.var
 
     def sqr_avg(self) -> float:
-        """|G|² of the whole model, ≥ 0."""
+        """Return |G|² of the whole model, ≥ 0."""
         return float(np.maximum(self.raw_sqr_avg, 0.0).sum())
 
     def var_avg(self) -> float:
-        """tr Σ / m₀ of the whole model, ≥ 0."""
+        """Return tr Σ / m₀ of the whole model, ≥ 0."""
         return float(np.maximum(self.raw_var_avg, 0.0).sum())
 
     @property
     def groups(self) -> int:
-        """Parameter groups that the optimizer had."""
+        """Number of the optimizer's parameter groups."""
         return self._moments.groups
 
     @property
@@ -110,18 +110,18 @@ class GradientNoiseScale:
         return self._moments.known
 
     def gain(self, scale: float) -> float:
-        """How many steps of the initial batch size one step at `scale` is worth, in [1, scale].
+        """Return how many steps of the initial batch size one step at `scale` is worth, in [1, scale].
 
-        (var + sqr)/(var/scale + sqr), AdaScale's gain.
+        It is (var + sqr)/(var/scale + sqr), AdaScale's gain.
 
         Args:
-            scale: Batch size over initial batch size, > 0.
+            scale: batch size over initial batch size, > 0.
         """
         _check_scale(scale)
         return self._at(scale)[1]
 
     def lr_gain(self, scale: float) -> Array:
-        """The same by parameter group, shape [groups]: AdaScale's learning-rate factors."""
+        """Return the same by parameter group, shape [groups]: AdaScale's learning-rate factors."""
         _check_scale(scale)
         return self._at(scale)[2]
 
@@ -134,10 +134,10 @@ class GradientNoiseScale:
                 self._factors = (scale, 1.0, np.ones(self._moments.groups))
         return self._factors
 
-    # Where training stands.
+    # Progress of the training
 
     def get_progress(self) -> float:
-        """Steps of the initial batch size that training so far is worth: the sum of every step's gain."""
+        """Return the sum of every step's gain: the training so far in steps of the initial batch size."""
         return self._progress
 
     def set_progress(self, progress: float) -> None:
@@ -175,29 +175,29 @@ class GradientNoiseScale:
 
     @property
     def should_zero_grad(self) -> bool:
-        """Whether `zero_grad` now drops gradients: not in the middle of an accumulation window."""
+        """Whether `zero_grad` drops gradients now: not in the middle of an accumulation window."""
         return self._accum_count == 0
 
     def reset_accumulation(self) -> None:
         """Begin a new window."""
         self._accum_count = 0
 
-    # Fed by AdaptiveDataParallel.
+    # Called by AdaptiveDataParallel
 
     def count_micro_batch(self) -> None:
-        """One more micro-batch has been accumulated."""
+        """Count a micro-batch that has been accumulated."""
         self._accum_count += 1
 
     def due(self) -> bool:
-        """Whether this step is to be measured. The same on every replica."""
+        """Return whether this step is to be measured. The same on every replica."""
         return self._steps >= self._next and self._steps >= self.settles_after
 
     def measured(self, schedule: Schedule) -> None:
-        """The present step is being measured; the next is due as `schedule` says."""
+        """Record that the present step is being measured; `schedule` says when the next one is due."""
         self._next = self._steps + schedule.gap(self._steps)
 
     def record(self, measurement: Measurement, step: int) -> bool:
-        """Take in what was measured at `step`; False when it was inf or nan, which is skipped."""
+        """Add the measurement of `step`; return False if it was inf or nan, which is skipped."""
         self.health.measured(step, measurement.finite)
         if not measurement.finite:
             self.skipped += 1
@@ -209,11 +209,14 @@ class GradientNoiseScale:
         return True
 
     def advance(self, scale: float, size: float | None = None) -> None:
-        """The optimizer has stepped at a learning rate for `scale`, with `size` initial batches of samples.
+        """Record a step of the optimizer.
 
-        size: `scale` unless given. It is less where the last batch of an epoch is shorter than the initial
-        one. Such a step is taken at the learning rate of the initial batch size, as it would be without us,
-        and is one iteration: AdaScale's gain, 1 at scale 1, goes with the learning rate of the step.
+        Args:
+            scale: scale of its learning rate.
+            size: its samples in initial batch sizes; None: `scale`. It is less than 1 for the last batch of
+                an epoch that is shorter than the initial batch. Such a step has the learning rate of the
+                initial batch size, as without this library, and counts as one iteration: AdaScale's gain, 1
+                at scale 1, belongs to the learning rate of the step.
         """
         self._progress += self.gain(scale)
         self._samples += scale if size is None else size
@@ -221,9 +224,9 @@ class GradientNoiseScale:
         self._accum_count = 0
 
     def change_units(self, factor: float) -> None:
-        """The initial batch size is `factor` times what it was: forget the moments, convert what is counted.
+        """Convert to an initial batch size that is `factor` times the former; drop the moments.
 
-        A step of the new one is worth the gain of `factor` steps of the old one.
+        A step of the new size is worth the gain of `factor` steps of the former one.
         """
         self._progress /= self.gain(factor) if self.known else factor
         self._samples /= factor
@@ -232,11 +235,11 @@ class GradientNoiseScale:
 
     @property
     def preconditioner(self) -> Preconditioner | None:
-        """What gradients are divided by before their norms are taken; None: nothing."""
+        """The divisor of gradients before their norms are computed; None: none."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """Return the state for a checkpoint."""
         return {
             "moments": self._moments.state_dict(),
             "progress": self._progress,
@@ -247,7 +250,7 @@ class GradientNoiseScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint; ValueError when the optimizer has other parameter groups."""
+        """Continue from a checkpoint; ValueError if the optimizer has other parameter groups."""
         self._moments.load_state_dict(state["moments"])
         self.set_progress(state["progress"])
         self._steps, self._samples = int(state["steps"]), float(state["samples"])
@@ -258,26 +261,26 @@ class GradientNoiseScale:
 
 
 class AdamGradientNoiseScale(GradientNoiseScale):
-    """The noise scale that matters to Adam: of the gradient after preconditioning.
+    """The noise scale for Adam: that of the gradient after preconditioning.
 
-    Adam moves along g / P with P = √(v̂) + ε, so the moments are taken of that: |P⁻¹G|² and
-    tr(P⁻¹ΣP⁻¹)/m₀. P is the one before the step, which does not depend on the step's own gradient: the
-    estimates stay unbiased given the past. Not measured are the first ten steps, and a step in which a
-    parameter that has a gradient has no P yet. After t steps v̂ is like χ²_t/t, and 1/v̂, which both
-    moments are proportional to, has the mean t/(t − 2): infinite at first, and single measurements of
-    10⁵ times what follows would stay in the means for hundreds of steps.
+    Adam moves along g / P with P = √(v̂) + ε, so the moments are those of g / P: |P⁻¹G|² and tr(P⁻¹ΣP⁻¹)/m₀.
+    P is the one before the step, which does not depend on the step's own gradient, so the estimates stay
+    unbiased given the past. The first ten steps are not measured, nor a step in which a parameter with a
+    gradient has no P yet. After t steps v̂ is distributed like χ²_t/t, and 1/v̂, to which both moments are
+    proportional, has the mean t/(t − 2): infinite at first, and single measurements of 10⁵ times the later
+    values would stay in the means for hundreds of steps.
 
-    For torch.optim.Adam, AdamW and other optimizers that keep `exp_avg_sq` (`max_exp_avg_sq` with
-    amsgrad), and for RMSprop's `square_avg`. Source of the preconditioner: Kingma and Ba, *Adam*, 2015;
-    of taking the noise scale in its metric: Pollux (OSDI 2021), section 3.1, and its implementation.
+    For torch.optim.Adam, AdamW and other optimizers that keep `exp_avg_sq` (`max_exp_avg_sq` with amsgrad),
+    and for RMSprop's `square_avg`. Source of the preconditioner: Kingma and Ba, *Adam*, 2015; of the noise
+    scale in its metric: Pollux (OSDI 2021), section 3.1, and its implementation.
     """
 
-    #: Steps before the first measurement: P² is then within a fifth of what it settles to, on average.
+    #: Steps before the first measurement: P² is then within a fifth of its later value, on average.
     settles_after = 10
 
     @property
     def preconditioner(self) -> Preconditioner | None:
-        """A function from a parameter and its group to P, slice by slice of the flattened parameter."""
+        """Returns P for a parameter and its group, slice by slice of the flattened parameter."""
         return self._divisor
 
     def _divisor(self, parameter: torch.Tensor, group: dict[str, Any]) -> Divisor | None:
@@ -287,7 +290,7 @@ class AdamGradientNoiseScale(GradientNoiseScale):
             return None
         correction: Any = 1.0
         if "betas" in group:
-            step = state["step"]  # a tensor on the device when the optimizer is capturable
+            step = state["step"]  # a tensor on the device if the optimizer is capturable
             on_device = isinstance(step, torch.Tensor) and step.is_cuda
             correction = 1.0 - float(group["betas"][1]) ** (step if on_device else float(step))
         flat = square.reshape(-1)

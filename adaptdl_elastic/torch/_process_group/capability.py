@@ -1,10 +1,10 @@
-"""Whether groups can be made anew in the processes of a job, where that has to be tried out first.
+"""Find out whether a job's processes can form new groups, for backends where that must be tested first.
 
-The self-test (`selftest`) runs beside the training, once on every node, and training does not wait for
-it. Who may be armed against deaths takes part in collectives that others do not, so all replicas must come
-to believe in it at the same boundary: each puts its node's result into the store of the first generation
-of these processes, rank 0 reads them, and has it agreed like any other change (`consensus`). Newcomers
-to a job that has done so come from a node whose own self-test has passed, or not at all.
+The self-test (`selftest`) runs once on every node, and training does not wait for it. A replica that can
+survive deaths takes part in collectives that others do not. So all replicas must change at the same boundary:
+each puts its node's result into the store of the first generation of these processes, rank 0 reads the
+results, and all agree as on any other change (`consensus`). A newcomer joins such a job only if the self-test
+of its own node has passed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ COMMAND = "able"
 
 
 class GroupCapability:
-    """What this process knows of it. One a session."""
+    """What this process knows about its capability to form new groups. One per session."""
 
     def __init__(self, session: Session, backend: str, kind: type[Nccl]) -> None:
         self._session, self._backend, self._label = session, backend, kind.label
         self.agreed = False
-        self.why = f"{kind.label}'s self-test has not ended"  # not, while nothing is agreed
+        self.why = f"{kind.label}'s self-test has not ended"  # not possible while nothing is agreed
         self._own: str | None = None
         self._ended = threading.Event()
         share = env.share_path()
@@ -50,7 +50,7 @@ class GroupCapability:
         return self._own is not None
 
     def begin(self) -> None:
-        """Find out, beside everything else, what this node has to say."""
+        """Find out this node's result in a thread."""
         self._thread("adaptdl-selftest", self._find_out)
 
     def _fail(self, why: str) -> None:
@@ -71,14 +71,15 @@ class GroupCapability:
         self._ended.set()
 
     def compare(self) -> None:
-        """Let rank 0 know what all nodes have found; there, have it agreed. Beside everything else."""
+        """Publish this node's result; on rank 0 also read all results and have them agreed. In a thread."""
         self._thread("adaptdl-able", self._compare)
 
     def _compare(self) -> None:
         self._ended.wait()
         try:
             found = self._found()
-        except RuntimeError as error:  # the store is gone with its agent: nobody asks any more
+        # the store is gone with its agent, and the result is not needed any more
+        except RuntimeError as error:
             log.debug("the results of the self-test: %s", error)
             return
         if self._session.rank != 0:
@@ -90,7 +91,7 @@ class GroupCapability:
             self._session.consensus.request({"kind": COMMAND})
 
     def _found(self) -> list[str]:
-        """What each replica's node has found, "" where it works; on others than rank 0 its own."""
+        """Return the results of all replicas' nodes ("" for success); on other ranks only the own one."""
         session, found = self._session, [self.why if self.failed else ""]
         if session.replicas > 1:
             host, port = os.environ[environment.MASTER_ADDR], int(os.environ[environment.MASTER_PORT])
@@ -103,47 +104,48 @@ class GroupCapability:
         return found
 
     def agree(self) -> None:
-        """All replicas have passed: from here on this one believes it. At an agreed boundary."""
+        """Record that all replicas have passed. Called at an agreed boundary."""
         self.agreed = True
 
     def require_verified(self) -> None:
-        """A newcomer's: wait for this node's result. RuntimeError: it can not join anybody."""
+        """Wait for this node's result; RuntimeError if it failed. For newcomers, which then cannot join."""
         self._ended.wait()
         if self.failed:
             raise RuntimeError(self.why)
 
 
 def begin(session: Session, backend: str) -> None:
-    """Find out whether groups of `backend` can be made anew, where that is asked at all."""
+    """Start to find out whether groups of `backend` can be formed again, if that must be tested."""
     kind: Any = backends.kind(backend)
     if kind.tested and wanted(session):
         found = session.capability = GroupCapability(session, backend, kind)
-        if not found.failed:  # else the processes before found that out, and torch's own ways are better
+        # otherwise earlier processes found out that it fails, and torch's defaults are better
+        if not found.failed:
             kind.prepare()
         found.begin()
 
 
 def compare(session: Session) -> None:
-    """The first generation of these processes: let all nodes' results come together."""
+    """Compare the results of all nodes; called in the first generation of these processes."""
     known = known_capability(session)
     if known is not None:
         known.compare()
 
 
 def wanted(session: Session) -> bool:
-    """Whether there is somebody who would change this job in place."""
+    """Return whether this job may be changed in place."""
     return session.channel is not None and env.rescale() != "restart"
 
 
 def known_capability(session: Session) -> GroupCapability | None:
-    """This process's; None: its groups need no self-test, or nobody asks."""
+    """Return this process's capability; None if its groups need no self-test or may not change."""
     found = session.capability
     assert found is None or isinstance(found, GroupCapability)
     return found
 
 
 def why_not(session: Session) -> str | None:
-    """Why the groups of this process can not be made anew; None: they can."""
+    """Return why the groups of this process cannot be formed again; None if they can."""
     kind, known = backends.kind(session.backend), known_capability(session)
     if known is not None and not known.agreed:
         return known.why

@@ -1,4 +1,4 @@
-"""On which network interface this machine's addresses are, and having gloo listen on one only."""
+"""Find the network interface of an address, and make gloo listen on that interface only."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import sys
 from pathlib import Path
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
-"""The variable by which gloo is told its interface; a person may have set it."""
+"""Environment variable with gloo's interface; the user may have set it."""
 
 _GET_ALL = 0x8912  # SIOCGIFCONF, netdevice(7)
 _ENTRY, _NAME = 40, 16  # bytes of one `struct ifreq` on 64-bit Linux, and of the name in it
-_MOST = 256  # addresses of one machine
+_MOST = 256  # most addresses of one machine
 _IPV6 = Path("/proc/net/if_inet6")
 
-_chosen: str | None = None  # what this module has set GLOO_VARIABLE to
+_chosen: str | None = None  # value that this module has set GLOO_VARIABLE to
 
 
 def listen_on(address: str) -> None:
-    """Have groups of gloo listen on the interface of `address` only, unless a person has chosen one.
+    """Make gloo groups listen on the interface of `address` only, unless the user has chosen one.
 
-    Without that gloo listens where the machine's name leads, which may be another network. Where the
-    interface cannot be found that remains so.
+    Otherwise gloo listens at the address of the machine's name, which may be in another network. If the
+    interface cannot be found, that is not changed.
     """
     global _chosen
     if os.environ.get(GLOO_VARIABLE, _chosen) != _chosen:
@@ -37,7 +37,7 @@ def listen_on(address: str) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has `address`; None where that cannot be told."""
+    """Return the name of the interface that has `address`; None if that is unknown."""
     try:
         wanted = ipaddress.ip_address(socket.gethostbyname(address) if ":" not in address else address)
         known = addresses()
@@ -46,13 +46,13 @@ def interface_of(address: str) -> str | None:
     for name, one in known:
         if one == wanted:
             return name
-    if wanted.is_loopback:  # all of 127.0.0.0/8 is, and one address of it has the interface
+    if wanted.is_loopback:  # the interface has one address of 127.0.0.0/8, and all of them lead to it
         return next((name for name, one in known if one.is_loopback), None)
     return None
 
 
 def addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
-    """Return (interface, address) of every address of this machine. OSError where that is not Linux."""
+    """Return (interface, address) of every address of this machine; OSError on systems other than Linux."""
     if not sys.platform.startswith("linux"):
         raise OSError(f"interfaces are not known on {sys.platform}")
     return [*_ipv4(), *_ipv6()]

@@ -1,11 +1,11 @@
-"""Torch's default group of a newcomer, until it joins the others.
+"""Torch's default group of a newcomer until it joins the others.
 
-It has the planned rank and size, so that a script finds what it asks for and models can be wrapped. Nobody
-is at its other end. torch's `fake` backend would leave whatever a collective is given as it is, or fill in
-this replica's own: a seed that rank 0 should broadcast would be 0 here and something else there, and
-nobody would know. So a collective that the script calls ends the newcomer, and training goes on without it.
-Those of AdaptiveDataParallel are answered as the `fake` backend does: whatever they move is replaced by what
-the others have when the newcomer joins them. What tells them apart is who has called torch.
+It has the planned rank and size, so that a script finds what it asks for and models can be wrapped. No other
+process is connected. torch's `fake` backend would leave the tensors of a collective unchanged, or fill in
+this replica's own: a seed that rank 0 should broadcast would silently be 0 here and another value there. So a
+collective called by the script ends the newcomer, and training goes on without it. Collectives of
+AdaptiveDataParallel are answered as the `fake` backend does: their results are replaced by the others' state
+when the newcomer joins. The call stack tells the two apart.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _BETWEEN = (
     str(contextlib.__file__),
     str(warnings.__file__),
     "typing_extensions.py",
-)  # wrap torch's functions
+)  # these files wrap torch's functions
 _c10d: Any = torch.distributed.distributed_c10d
 _C10D = str(_c10d.__file__)
 _new_group = _c10d._new_process_group_helper
-_COLLECTIVES = (  # by all names that they have in torch since 2.6
+_COLLECTIVES = (  # with all names that they have had in torch since 2.6
     "broadcast", "allreduce", "allreduce_coalesced", "reduce", "allgather", "_allgather_base",
     "allgather_coalesced", "allgather_into_tensor_coalesced", "all_gather_single",
     "all_gather_single_coalesced", "gather", "scatter", "reduce_scatter", "_reduce_scatter_base",
@@ -52,18 +52,18 @@ class _WaitingGroup(dist.ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         self._fake, self._name = fake, ""
 
-    # By these names torch's own code, in C++, calls what Python has.
+    # torch's C++ code calls these methods by these names
 
     def getBackendName(self) -> str:
-        """For torch's logs."""
+        """Return the name for torch's logs."""
         return _BACKEND
 
     def setGroupName(self, name: str) -> None:
-        """Be known by `name`."""
+        """Set the name."""
         self._name = name
 
     def getGroupName(self) -> str:
-        """What it is known by."""
+        """Return the name."""
         return self._name
 
     group_name = property(getGroupName)
@@ -82,10 +82,10 @@ for _name in _COLLECTIVES:
 
 
 def _only_for_us(method: str) -> None:
-    """Give up, unless the call into torch that we are in comes from this library."""
+    """End the newcomer, unless this library has called the present function of torch."""
     found: FrameType | None = None
     name = f"a collective ({method})"
-    for frame in itertools.islice(_frames.callers(), 2, None):  # of this module are the first two
+    for frame in itertools.islice(_frames.callers(), 2, None):  # the first two callers are in this module
         file = frame.f_code.co_filename
         if file == _C10D:
             name = f"torch.distributed.{frame.f_code.co_name}"
@@ -102,7 +102,7 @@ def _only_for_us(method: str) -> None:
 
 
 def enter(backend: str, rank: int, size: int) -> None:
-    """Let such a group be torch's default one, under the name of the `backend` that the others have."""
+    """Make such a group torch's default one, under the name of the others' `backend`."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  (it registers the backend)
 
     if not hasattr(dist.Backend, _BACKEND.upper()):
@@ -114,13 +114,13 @@ def enter(backend: str, rank: int, size: int) -> None:
 
 
 def leave() -> None:
-    """Have no default group any more, and torch as it was."""
+    """Remove the default group, and restore torch's functions."""
     _c10d._new_process_group_helper = _new_group
     dist.destroy_process_group()
 
 
 def _no_group(*args: Any, **kwargs: Any) -> Any:
-    """In place of torch's function that makes every group."""
+    """Replace torch's function that makes every group."""
     _only_for_us("new_group")
     return _new_group(*args, **kwargs)
 

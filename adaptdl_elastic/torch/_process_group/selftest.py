@@ -1,14 +1,14 @@
-"""Whether this build of NCCL survives what a change in place does to it; asked in processes of its own.
+"""Find out in separate processes whether this build of NCCL survives what a change in place does to it.
 
-What a death leaves a survivor in is tried out: a collective is under way, the other process is killed, the
-communicator aborted, a group made anew, together with another process, and used. With one GPU, where
-nobody can be killed, the same with a world of one. A hang or a crash is thereby one of processes that
-nobody needs, which are killed when their time is over.
+The test reproduces the situation of a survivor: during a collective the other process is killed, the
+communicator is aborted, a new group is formed with a third process, and used. With one GPU, where no process
+can be killed, the same is done in a world of one. A hang or a crash thus happens in processes that nobody
+needs, and that are killed after a time limit.
 
     python -m adaptdl_elastic.torch._process_group.selftest nccl
 
-runs it and says what came of it. `verdict` is what a replica asks; the answer is kept for all replicas of
-a node, who ask one after the other, in `ADAPTDL_SHARE_PATH`.
+runs the test and prints the result. Replicas call `verdict`; it keeps the result for all replicas of a node,
+which call it one after the other, in `ADAPTDL_SHARE_PATH`.
 """
 
 from __future__ import annotations
@@ -47,28 +47,34 @@ LIMIT = 180.0
 """Seconds that a self-test may take, imports included."""
 
 AGAIN = 3600.0
-"""Seconds after which one that failed is asked again: memory may have been short."""
+"""Seconds after which a failed test is repeated, since memory may have been short."""
 
-_NAME = "adaptdl_elastic.torch._process_group.selftest"  # also where this is __main__
-_PATIENCE = timedelta(seconds=60)  # of one group's members with each other
-_TIMES = 3  # a world of one is made and aborted
-_SIZE = 1 << 20  # elements of what is summed
+_NAME = "adaptdl_elastic.torch._process_group.selftest"  # also needed when this module is __main__
+_PATIENCE = timedelta(seconds=60)  # time limit of a group's members for each other
+_TIMES = 3  # how often a world of one is made and aborted
+_SIZE = 1 << 20  # elements of the tensors
 
 Run = Callable[[str, float], "str | None"]
-"""(backend, seconds) → why it does not work."""
+"""(backend, seconds) → why it does not work, or None."""
 
 
 def verdict(backend: str, share: Path | None, run: Run | None = None, limit: float = LIMIT) -> str | None:
-    """Why groups of `backend` can not be made anew on this node; None: they can.
+    """Return why groups of `backend` cannot be formed again on this node; None if they can.
 
-    Waits while another process of this node asks the same. share: where the answer is kept; None: nowhere.
+    Waits while another process of this node runs the test.
+
+    Args:
+        backend: name of the backend.
+        share: directory for the result; None: it is not kept.
+        run: runs the test; None: `ask_processes`.
+        limit: seconds that the test may take.
     """
     ask = run or ask_processes
     if share is None:
         return ask(backend, limit)
     path = _path(backend, share)
     with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # let go of by the death of its holder, too
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if its holder dies
         known = remembered(backend, share)
         if known is not None:
             return known or None
@@ -80,7 +86,7 @@ def verdict(backend: str, share: Path | None, run: Run | None = None, limit: flo
 
 
 def remembered(backend: str, share: Path) -> str | None:
-    """What `verdict` has found on this node: "" when it works, why not, or None while nobody knows."""
+    """Return the known result on this node: "" if it works, why not, or None if it is unknown."""
     try:
         found = json.loads(_path(backend, share).read_text())
         why, age = found["why"], time.time() - float(found["time"])
@@ -98,7 +104,7 @@ def _path(backend: str, share: Path) -> Path:
 
 
 def _source() -> str:
-    """Of what was tried: another version of this library tries again."""
+    """Return the source of what is tested: another version of this library tests again."""
     return "".join(
         Path(module.__file__ or "").read_text() for module in (base, gloo, nccl, sys.modules[__name__])
     )
@@ -110,11 +116,11 @@ def _nccl(backend: str) -> type[Nccl]:
     return found
 
 
-# -- in the process that asks ------------------------------------------------------------------------
+# In the process that asks
 
 
 def ask_processes(backend: str, limit: float) -> str | None:
-    """Run the self-test in processes of its own; why it failed. Leaves none of them behind."""
+    """Run the self-test in new processes, which end with it; return why it failed, or None."""
     module = _nccl(backend).__module__
     command = [sys.executable, "-m", _NAME, backend, "--import", module, "--asked"]
     environment = {name: value for name, value in os.environ.items() if not describes_replica(name)}
@@ -123,7 +129,7 @@ def ask_processes(backend: str, limit: float) -> str | None:
             command, stdin=subprocess.PIPE, stdout=out, stderr=err, env=environment, start_new_session=True
         )
         assert process.stdin is not None
-        with process.stdin:  # closed by our end, whatever it is: that ends the process
+        with process.stdin:  # closing the pipe, even by the end of this process, ends the test
             try:
                 code = process.wait(limit)
             except subprocess.TimeoutExpired:
@@ -152,11 +158,11 @@ def _end(code: int) -> str:
     )
 
 
-# -- in processes of its own -------------------------------------------------------------------------
+# In the processes of the test
 
 
 def main() -> None:
-    """The test itself, and each of its two or three members."""
+    """Run the test, or one of its two or three members."""
     parser = argparse.ArgumentParser(description="Does a group of this backend survive an abort?")
     parser.add_argument("backend")
     parser.add_argument(
@@ -184,7 +190,7 @@ def main() -> None:
     except Exception as error:
         why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     print(json.dumps({"why": why}), flush=True)
-    os._exit(0 if why is None else 1)  # what an abort has left behind is not to be waited for
+    os._exit(0 if why is None else 1)  # do not wait for what an abort has left behind
 
 
 def _end_with_the_asker() -> None:
@@ -195,7 +201,7 @@ def _end_with_the_asker() -> None:
 
 
 def _alone(kind: type[Nccl], backend: str) -> None:
-    """A world of one: what can be tried with one GPU."""
+    """Test in a world of one, which is possible with one GPU."""
     for _ in range(_TIMES):
         group = _join(kind, backend, dist.HashStore(), 0, 1, kind.devices()[0])
         group.queue(lambda: dist.all_reduce(torch.ones(_SIZE, device=group.device), async_op=True))  # noqa: B023
@@ -205,7 +211,7 @@ def _alone(kind: type[Nccl], backend: str) -> None:
 
 
 def _together(backend: str, module: str) -> None:
-    """A world of two, of which one is killed in a collective, and another one then takes its place."""
+    """Test in a world of two: one process is killed in a collective, and a third takes its place."""
     stores = [open_store("127.0.0.1") for _ in range(2)]
     ports = ",".join(str(store.port) for store in stores)
     command = [sys.executable, "-m", _NAME, backend, "--import", module, "--asked"]
@@ -241,7 +247,7 @@ def _member(kind: type[Nccl], backend: str, role: str, ports: list[int]) -> None
         first.wait(["waiting"], _PATIENCE)
         os.kill(os.getpid(), signal.SIGKILL)
     flat = torch.ones(_SIZE, device=group.device)
-    work = group.queue(lambda: dist.all_reduce(flat, async_op=True))  # nobody else ever begins it
+    work = group.queue(lambda: dist.all_reduce(flat, async_op=True))  # the other process never begins it
     first.set("waiting", "1")
     first.wait(["dead"], _PATIENCE)
     if work.is_completed() and not group.is_aborted:
@@ -251,7 +257,7 @@ def _member(kind: type[Nccl], backend: str, role: str, ports: list[int]) -> None
 
 
 def _join(kind: type[Nccl], backend: str, store: Any, rank: int, size: int, device: torch.device) -> Nccl:
-    """A group that has met, and has added up something."""
+    """Return a group that has been formed and has summed a tensor."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group = kind(backend)
@@ -275,7 +281,7 @@ def _abort(group: Nccl) -> None:
 
 
 def _use(group: Nccl, rank: int) -> None:
-    """Both ways, as a transfer of state does."""
+    """Send and receive, as in a transfer of state."""
     flat = torch.full((_SIZE,), float(rank), device=group.device)
     for sender in (0, 1):
         if sender == rank:

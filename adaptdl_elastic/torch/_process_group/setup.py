@@ -1,4 +1,4 @@
-"""Torch's default process group of a generation: making, relaxing, breaking and leaving it."""
+"""Torch's default process group of a generation: making it, its time-outs, aborting and leaving it."""
 
 from __future__ import annotations
 
@@ -18,63 +18,65 @@ from adaptdl_elastic.torch._process_group.store import CancellableStore
 
 dist: Any = torch.distributed  # its stub does not export the stores
 
-_LOOPBACK = "127.0.0.1"  # where a replica that is alone listens: gloo does in any case
+_LOOPBACK = "127.0.0.1"  # where a single replica listens; gloo listens in any case
 
 
 def connect_torch(session: Session, backend: str, store: Any, timeout: timedelta | None = None) -> None:
-    """Torch's default group of this generation, which meets in `store`.
+    """Make torch's default group of this generation, which meets in `store`.
 
-    All have connected to rank 0's collectives when it is made: torch does not wait in vain.
+    All replicas are connected to rank 0's collectives by then, so torch does not wait in vain.
 
     Args:
-        session: Whose collectives are connected.
-        backend: Of the group.
-        store: Where torch's keys go, signed by a key that is another one for every group.
-        timeout: Of everything until `relax_torch`; None: torch's, in the first generation of a process.
-            gloo's `recv` does not end when its sender dies in the middle of a message.
+        session: its collectives are connected.
+        backend: backend of the group.
+        store: for torch's keys, which are signed with a new key for every group.
+        timeout: time limit of everything until `relax_torch`; None: torch's, in the first generation of a
+            process. Needed because gloo's `recv` does not end when its sender dies in the middle of a
+            message.
 
     Raises:
-        RuntimeError: not all of the others are there.
+        RuntimeError: not all other replicas have come.
     """
     assert session.reducer is not None
     fresh = session.reducer.broadcast(secrets.token_hex(8), tag="met" if timeout is None else "formed")
     key = _secrets.generation_key(env.secret(), _secrets.TORCH, session.job, session.generation)
     store = session.group_store = signed(store, None if key is None else _secrets.derive(key, fresh))
-    if timeout is not None:  # the others were there a moment ago, and may be gone already
+    if timeout is not None:  # the others were there a moment ago, but may have died
         store = session.group_store = CancellableStore(store, lambda: session.consensus.lost, timeout)
     store = dist.PrefixStore("torch", store)
     make_group(session, backend, timeout, store=store, rank=session.rank, world_size=session.replicas)
 
 
 def make_group(session: Session, backend: str, patience: timedelta | None, **arguments: Any) -> None:
-    """Torch's default group, and what this library knows of it."""
+    """Make torch's default group and this library's object for it."""
     group = session.group = backends.kind(backend)(backend, session)
     hook = sys.excepthook
-    # Part of the keys in the store, and counted up by attempts that failed, which were more here than there.
+    # This count is part of the keys in the store. Failed attempts increase it, on some replicas more than on
+    # others.
     torch.distributed.distributed_c10d._world.group_count = 0
     interfaces.listen_on(_LOOPBACK if session.reducer is None else session.reducer.local_address)
     group.forming()
     dist.init_process_group(backend, **arguments, **({} if patience is None else group.limits))
-    sys.excepthook = hook  # every process group wraps it once more
+    sys.excepthook = hook  # every new process group wraps the hook once more
     group.formed(patience)
 
 
 def relax_torch(session: Session) -> None:
-    """All are there and have what they need: torch's own time limit from now on."""
+    """Restore torch's own time-outs, since all replicas have come and have what they need."""
     group = backends.present(session)
     if group is not None:
         group.restore_timeouts()
 
 
 def disconnect_torch(session: Session) -> None:
-    """Make every collective of the present group fail here and at its other ends. From any thread."""
+    """Make every collective of the present group fail, here and on its peers. From any thread."""
     group = backends.present(session)
     if group is not None:
         group.abort()
 
 
 def leave_torch(session: Session) -> None:
-    """Have no default group any more, whatever state it is in."""
+    """Remove the default group, in whatever state it is."""
     group = backends.present(session)
     if group is not None:
         group.destroy()
@@ -83,15 +85,15 @@ def leave_torch(session: Session) -> None:
 
 
 def reducer_key(session: Session) -> bytes | None:
-    """Return the key that the library's collectives of this generation authenticate with."""
+    """Return the key that authenticates the library's collectives of this generation."""
     return _secrets.generation_key(env.secret(), _secrets.REDUCER, session.job, session.generation)
 
 
 def listening_host() -> str:
-    """Where rank 0 listens: its address as the launcher gave it, when it is one of this machine's."""
+    """Return where rank 0 listens: the launcher's address if it belongs to this machine."""
     host = env.master_addr()
     try:
         with socket.create_server((host, 0)):
             return host
-    except OSError:  # a name of the launcher's that leads elsewhere, e.g. through address translation
+    except OSError:  # a name that leads elsewhere, e.g. through address translation
         return socket.gethostbyname(socket.gethostname())

@@ -1,11 +1,11 @@
-"""A store of torch's in which a stranger can write what it likes, and nobody believes it.
+"""A torch store in which values written by strangers are recognised.
 
-torch's TCPStore asks nobody who they are. Whoever reaches its port reads and writes every key. So every
-value is written with a signature (HMAC-SHA256 by a key that only the replicas of this generation have)
-over the name of the key and the value. A value that was changed, moved from another key, or kept from
-another generation is an error that says so. A stranger can still delete keys, count counters up
-(`add` has no place for a signature), and overwrite values: then a group does not form, and its members
-end with that error or with their time limit.
+torch's TCPStore does not authenticate its clients: every process that reaches its port can read and write
+every key. So every value is written with a signature (HMAC-SHA256 with a key that only the replicas of this
+generation have) over the name of the key and the value. A value that was changed, moved from another key, or
+kept from another generation causes an error. A stranger can still delete keys, increase counters (`add` has
+no room for a signature), and overwrite values. Then a group is not formed, and its members end with that
+error or after their time limit.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class ForgedValueError(RuntimeError):
 
 
 class SignedStore(dist.Store):  # type: ignore[misc]
-    """`store`, whose values only holders of `key` can write.
+    """A store whose values only holders of `key` can write.
 
-    Torch calls these methods from C++, so keep a reference as long as a group that uses it lives.
+    torch calls these methods from C++, so keep a reference as long as a group uses the store.
 
     Args:
-        store: Where everything is kept.
-        key: Of one generation and one purpose.
+        store: keeps the values.
+        key: for one generation and one purpose.
     """
 
     def __init__(self, store: Any, key: bytes) -> None:
         super().__init__()
         self._store, self._key = store, key
-        self._clones: list[Any] = []  # torch does not keep their Python side
+        self._clones: list[Any] = []  # torch does not keep a reference to the Python objects
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, self._sign(key, value))
@@ -109,5 +109,5 @@ class SignedStore(dist.Store):  # type: ignore[misc]
 
 
 def signed(store: Any, key: bytes | None) -> Any:
-    """Return `store` with signed values; as it is where there is no key."""
+    """Return `store` with signed values, or itself if there is no key."""
     return store if key is None else SignedStore(store, key)

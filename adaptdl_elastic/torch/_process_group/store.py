@@ -1,4 +1,4 @@
-"""Stores of torch's: where a generation meets, and one in which to wait ends when a replica is gone."""
+"""Torch stores: where a generation meets, and one in which waiting ends when a replica is lost."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from adaptdl_elastic.torch._process_group.signed_store import signed
 dist: Any = torch.distributed  # its stub does not export the stores
 
 PATIENCE = 20.0
-"""Seconds that those who have begun to switch wait for each other."""
+"""Seconds that replicas that have begun to switch wait for each other."""
 
 FOREVER = timedelta(days=365)
-"""For waiting that only a notice, or the end of the process, ends."""
+"""A time-out for waits that end by a notice, or with the process."""
 
-LOOK = 0.005  # seconds from one look into the store to the next: what that may add to a change
+LOOK = 0.005  # seconds between two checks of the store, and so what that may add to a change
 
 
 def generation_store(host: str, port: int, generation: int) -> Any:
@@ -35,7 +35,7 @@ def generation_store(host: str, port: int, generation: int) -> Any:
 
 
 def open_store(host: str) -> Any:
-    """Return a TCPStore that this process keeps, on any free port of `host` and on no other interface."""
+    """Return a TCPStore served by this process, on any free port of `host` and no other interface."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.create_server((host, 0), family=family)
     port = sock.getsockname()[1]
@@ -43,15 +43,15 @@ def open_store(host: str) -> Any:
 
 
 class CancellableStore(dist.Store):  # type: ignore[misc]
-    """`store`, for a process group that is formed while its members may die.
+    """A store for a process group that is formed while its members may die.
 
-    A process group waits for the addresses of all others, up to its time limit: nobody tells it that one
-    of them is dead. Torch calls these methods from C++, so keep a reference as long as the group lives.
+    A process group waits for the addresses of all others up to its time limit; it does not learn that one of
+    them is dead. torch calls these methods from C++, so keep a reference as long as the group lives.
 
     Args:
-        store: Where everything is kept.
-        lost: Why there is nothing to wait for any more; None: there is.
-        patience: How long to wait at most, whatever time limit the group has.
+        store: keeps the values.
+        lost: returns why waiting is useless; None while it is not.
+        patience: longest wait, whatever the group's time limit.
     """
 
     def __init__(self, store: Any, lost: Callable[[], str | None], patience: timedelta) -> None:
@@ -59,13 +59,13 @@ class CancellableStore(dist.Store):  # type: ignore[misc]
         self._store, self._lost, self._patience = store, lost, patience.total_seconds()
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Until all `keys` are there.
+        """Wait until all `keys` exist.
 
         Raises:
-            RuntimeError: somebody is lost, or the patience is at its end.
+            RuntimeError: a replica is lost, or the patience has ended.
         """
         deadline = time.monotonic() + self._patience
-        while not self._store.check(keys):  # its own `wait` would print a warning at each look up
+        while not self._store.check(keys):  # the store's own `wait` would print a warning for each check
             reason = self._lost()
             if reason is not None:
                 raise RuntimeError(reason)

@@ -5,4 +5,5 @@
 | `step_times` | How are step times averaged? |
 | `reporter` | What is measured and fitted, and what is reported to the agent? |
 | `batch_size` | Which batch size is best now? |
+| `training_warnings` | What is wrong with the training, and what can the user do? |
 """

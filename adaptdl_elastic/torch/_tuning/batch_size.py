@@ -1,4 +1,4 @@
-"""Which batch size a job should use: pure decisions, from a fitted model and what was measured."""
+"""Choose the batch size of a job: pure decisions, from a fitted model and measurements."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams
 from adaptdl_elastic.torch._tuning.step_times import WINDOW, Key
 
 THRESHOLD = 1.05
-"""How much better a batch size must be predicted to be before the one in use is left (AdaptDL's)."""
+"""Predicted ratio of goodputs from which the batch size is changed (as in AdaptDL)."""
 
 GROWTH = 2.0
-"""How far beyond the largest measured atomic batch size, and the global one in use, a decision may go."""
+"""Largest ratio of a new atomic batch size to the largest measured one; also for the global batch size."""
 
 MISFIT = 1.2
-"""Up to this factor the model is believed where a measurement says something else; beyond, the latter."""
+"""Largest ratio of a measurement to the model's prediction at which the model is used unchanged."""
 
 SETTLED = WINDOW // 2
-"""Optimizer steps at one batch size before one that was measured earlier is returned to."""
+"""Optimizer steps at one batch size before an earlier, measured one is used again."""
 
 BLUNDER = 1.5
-"""How much better an earlier batch size must be to be returned to at once."""
+"""Ratio of goodputs from which an earlier batch size is used again at once."""
 
 
 def local_batch(batch_size: int, replicas: int) -> int:
-    """Samples per replica of a global batch: equal on all of them, rounded up."""
+    """Return the samples per replica of a global batch: equal on all replicas, rounded up."""
     return -(-batch_size // replicas)
 
 
 @dataclass(frozen=True)
 class BatchSize:
-    """A decision: samples per pass of one replica, and passes without synchronisation before each step."""
+    """A batch size: samples per pass of one replica, and passes without synchronisation before each step."""
 
     atomic_bsz: int
     accumulation_steps: int
-    predicted_goodput: float | None = None  # samples at the initial batch size per second
+    predicted_goodput: float | None = None  # in samples at the initial batch size per second
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the training loader was given."""
+    """The arguments that the training loader was given."""
 
     init: int
-    maximum: int | None  # None: the batch size stays as it is
+    maximum: int | None  # None: the batch size does not change
     bounds: tuple[int, int] | None
     accumulation: bool
 
 
 def initial(limits: Limits, replicas: int) -> BatchSize:
-    """The batch size that was given, in equal shares rounded up, and what the bounds make of it.
+    """Return the given batch size in equal shares, rounded up, within the bounds.
 
-    Where they do not fit this number of replicas (`misfit`): no pass is above the largest; batches are
-    accumulated only where that is allowed, so the total may then be less than was given; and the smallest
-    counts only as far as the total stays within the maximum.
+    If the bounds do not fit this number of replicas (`misfit`): no pass exceeds the upper bound; accumulation
+    is used only if allowed, so the total may be less than given; and the lower bound applies only as far as
+    the total stays within the maximum.
     """
     local = local_batch(limits.init, replicas)
     if limits.bounds is None:
@@ -75,7 +75,7 @@ def initial(limits: Limits, replicas: int) -> BatchSize:
 
 
 def misfit(limits: Limits, replicas: int) -> str | None:
-    """Why the batch size that was given can not be had on so many replicas; None: it can."""
+    """Return why the given batch size is impossible on so many replicas; None if it is possible."""
     if limits.bounds is None or limits.maximum is None:
         return None
     low, high = limits.bounds
@@ -94,22 +94,22 @@ def misfit(limits: Limits, replicas: int) -> str | None:
 
 
 Times = Mapping[Key, tuple[float, float]]
-"""By configuration: seconds of a pass without synchronisation (0: not measured), and of one with it."""
+"""Configuration → seconds of a pass without synchronisation (0: not measured), and of one with it."""
 
 
 class _Corrected(GoodputFunction):
-    """A model that follows measurements where they prove it wrong by more than `MISFIT`.
+    """A model that is corrected where measurements deviate from it by more than `MISFIT`.
 
-    Between two measured atomic batch sizes the correction is interpolated, beyond them the nearest
-    counts. To correct only those would make every size that was never tried look better, or
-    worse, than its neighbours.
+    Between two measured atomic batch sizes the correction is interpolated; beyond them the nearest one
+    applies. Correcting only the measured sizes would make every untried size look better, or worse, than its
+    neighbours.
     """
 
     def __init__(
         self, perf: PerfParams, grads: GradParams, init: int, measured: Times, nodes: int, replicas: int
     ) -> None:
         super().__init__(perf, grads, init)
-        self._accum: list[tuple[float, float]] = []  # log size, log correction
+        self._accum: list[tuple[float, float]] = []  # (log size, log correction)
         self._optim: list[tuple[float, float]] = []
         for key, (accum, optim) in sorted(measured.items()):
             if key[:2] != (nodes, replicas):
@@ -121,7 +121,7 @@ class _Corrected(GoodputFunction):
             self._accum.append((math.log(size), _beyond(accum / grad) if accum else self._optim[-1][1]))
 
     def throughput(self, num_nodes: Any, num_replicas: Any, atomic_bsz: Any, accum_steps: Any) -> Any:
-        """As GoodputFunction's, at the (nodes, replicas) of the measurements."""
+        """Return the throughput like GoodputFunction, at the measurements' numbers of nodes and replicas."""
         samples = np.multiply(num_replicas, atomic_bsz)
         optim = samples / super().throughput(num_nodes, num_replicas, atomic_bsz, 0)
         total = samples * np.add(accum_steps, 1)
@@ -130,7 +130,7 @@ class _Corrected(GoodputFunction):
 
 
 def _beyond(ratio: float) -> float:
-    """The logarithm of what of `ratio` is beyond `MISFIT`, either way."""
+    """Return the part of log(`ratio`) that exceeds log(`MISFIT`), with its sign."""
     off = math.log(ratio)
     return math.copysign(max(abs(off) - math.log(MISFIT), 0.0), off)
 
@@ -144,7 +144,7 @@ def _factor(points: list[tuple[float, float]], atomic_bsz: Any) -> Any:
 
 @dataclass(frozen=True)
 class Chooser:
-    """All that a choice depends on, at one moment."""
+    """Everything that a choice depends on, at one moment."""
 
     nodes: int
     replicas: int
@@ -153,18 +153,18 @@ class Chooser:
     grads: GradParams
     measured: Times
     now: BatchSize  # in use; atomic_bsz 0: nothing yet
-    steps: int  # optimizer steps that it has been
+    steps: int  # optimizer steps at that batch size
     reached: int = 0  # global batch size before a change of the number of replicas
 
     def optimum(self) -> BatchSize | None:
-        """The best batch size within the limits and the reach of what is known; None: it is not chosen."""
+        """Return the best batch size within the limits and near what was measured; None if it is fixed."""
         return self._optimum(self._model(self.perf))
 
     def better(self) -> BatchSize | None:
-        """The optimum, if it is worth leaving the present batch size for."""
+        """Return the optimum if it is enough better than the present batch size, else None."""
         now, here = self.now, (self.nodes, self.replicas)
         if now.atomic_bsz < 1 or Key(*here, now.atomic_bsz) not in self.measured:
-            return None  # what is in use gets its chance first
+            return None  # measure the present one first
         model = self._model(self._hopeful())
         best = self._optimum(model)
         if best is None:
@@ -174,17 +174,17 @@ class Chooser:
         worth = [float(model(*here, c.atomic_bsz, c.accumulation_steps)) for c in (best, now)]
         gained = worth[0] / max(worth[1], 1e-12)
         if Key(*here, best.atomic_bsz) in self.measured and self.steps < SETTLED and gained < BLUNDER:
-            return None  # it was left for a reason
+            return None  # it was measured and left before
         return best if gained > THRESHOLD else None
 
     def _model(self, perf: PerfParams) -> GoodputFunction:
         return _Corrected(perf, self.grads, self.limits.init, self.measured, self.nodes, self.replicas)
 
     def _hopeful(self) -> PerfParams:
-        """θ; while one atomic batch size is all that was measured, as if any took as long.
+        """Return θ; while only one atomic batch size was measured, as if every size took as long.
 
-        What of a step's time depends on the batch is not known yet. So a larger batch is tried unless
-        its samples would be worth too little even so: one trial, and it is known.
+        How step times depend on the batch size is unknown then. So a larger batch is tried, unless its
+        samples would be worth too little even in that case. One trial shows it.
         """
         sizes = {key.atomic_bsz for key in self.measured}
         if len(sizes) != 1:
@@ -202,8 +202,8 @@ class Chooser:
         largest = min(limits.maximum, math.ceil(GROWTH * max(in_use, self.reached, limits.init)))
         ways = [limits.accumulation]
         if limits.accumulation and self.replicas == 1:
-            # AdaptDL's single replica must accumulate to grow, for the sake of its estimator. Ours splits
-            # the batch (`estimator`), so that what fits into one pass need not come in two.
+            # AdaptDL's single replica must accumulate to grow, because of its estimator. Here the estimator
+            # splits the batch (`estimator`), so a batch that fits into one pass need not be split into two.
             ways.append(False)
         found = [
             model.optimize(

@@ -1,11 +1,10 @@
-"""What a job learns about itself while it trains, and the batch size that follows from it.
+"""What a job measures while it trains, and the batch size that follows.
 
-Every replica measures how long steps take at each (nodes, replicas, atomic batch size), and is told
-the gradient statistics. On rank 0 a thread of its own fits the goodput model to them, looks for a better
-batch size, and reports to the agent; the training loop only appends numbers and reads one attribute.
-How times are averaged is `step_times`'s business, how a batch size is chosen `batch_size`'s. No step is
-measured before `WARMUP` have passed since a start or a change of the batch size: the first ones allocate,
-compile and fill caches.
+Every replica measures how long steps take at each (nodes, replicas, atomic batch size), and receives the
+gradient statistics. On rank 0 a thread fits the goodput model, looks for a better batch size, and reports to
+the agent; the training loop only appends numbers and reads one attribute. `step_times` averages the times,
+`batch_size` chooses. The first `WARMUP` steps after a start or a change of the batch size are not measured,
+because they allocate, compile and fill caches.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from adaptdl_elastic.torch._tuning.training_warnings import TrainingWarnings, da
 logger = logging.getLogger(__name__)
 
 WARMUP = 3
-"""Steps that are not measured after a start, a change of size or of the batch size."""
+"""Steps that are not measured after a start, or a change of replicas or batch size."""
 
 REFIT = 0.05
-"""Relative change of a mean step time that makes the model be fitted anew."""
+"""Relative change of a mean step time after which the model is fitted again."""
 
 SOON = 0.1
-"""Seconds from a change to the first look at it; then twice as long each time, up to the interval."""
+"""Seconds from a change to the first refresh; then doubled each time, up to the interval."""
 
 FORMAT = 2
 
@@ -56,7 +55,7 @@ class _Position:
 
 
 class _State(checkpoint.State):
-    """The measurements, in the checkpoint."""
+    """The measurements as a state in the checkpoint."""
 
     def __init__(self, metrics: Metrics) -> None:
         super().__init__("adaptdl-metrics")
@@ -70,9 +69,12 @@ class _State(checkpoint.State):
 
 
 class Metrics:
-    """See the module's docstring. One per session; all methods are cheap and safe from any thread.
+    """The measurements and the model of a job. One per session; all methods are cheap and thread-safe.
 
-    `clock` is a monotonic clock in seconds. `background=False` leaves `refresh` to the caller.
+    Args:
+        session: the session; None: the current one.
+        clock: monotonic seconds.
+        background: False leaves `refresh` to the caller.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class Metrics:
         self._warnings = TrainingWarnings(self._session)
         self._limits: Limits | None = None
         self._current = BatchSize(0, 0)
-        self._steps = 0  # with an optimizer step, since it was changed
+        self._steps = 0  # optimizer steps since the batch size was changed
         self._reached = 0  # global batch size in use before a restart
         self._position = _Position()
         self._inplace = (False, "")
@@ -104,10 +106,10 @@ class Metrics:
         self._atomic = 0
         self._skip = WARMUP
         self._where: Key | None = None
-        # rate of finished steps, for the measured throughput
+        # rate of the last steps, for the measured throughput
         self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
         self._window_time, self._window_samples = 0.0, 0
-        # what the background thread found
+        # results of the background thread
         self._measured: dict[Key, tuple[float, float]] = {}
         self._fitted: dict[Key, tuple[float, float]] = {}  # what `_perf_params` were fitted to
         self._perf_params: PerfParams | None = None
@@ -119,19 +121,19 @@ class Metrics:
         self._state = _State(self)
         checkpoint.load_state(self._state)
 
-    # ----------------------------------------------------------------------------------- measuring
+    # Measuring
 
     def profile_step_start(self, atomic_bsz: int) -> None:
-        """A forward pass with `atomic_bsz` samples on this replica begins."""
+        """Begin a forward pass with `atomic_bsz` samples on this replica."""
         if atomic_bsz != self._atomic:
             self._atomic = atomic_bsz
             self._skip = max(self._skip, WARMUP)
         self._begun = self._clock()
 
     def profile_step_commit(self, accumulation_step: bool = False) -> None:
-        """The pass has ended; it was one without an optimizer step if `accumulation_step`.
+        """End the pass; `accumulation_step`: it had no optimizer step.
 
-        Its time counts from the end of the pass before, so that waiting for data is part of a step.
+        Its time counts from the end of the previous pass, so that waiting for data is part of a step.
         """
         if self._begun is None:
             return
@@ -153,34 +155,34 @@ class Metrics:
             self._window_time, self._window_samples = 0.0, 0
         if self._skip > 0:
             self._skip -= 1
-        else:  # on every replica: any of them may have to take rank 0's place
+        else:  # on every replica, since any of them may become rank 0
             self._times.add(key, elapsed, now, accumulation_step)
             self._max_profiled = max(self._max_profiled, key.replicas)
         if session.rank == 0 and self._background and self._thread is None:
             self._start()
 
     def pause(self) -> None:
-        """The time from here to the next pass is no step's: another loop, a checkpoint, a rescale."""
+        """Do not count the time until the next pass: another loop, a checkpoint, a rescale."""
         self._begun = self._ended = None
         self._window_time, self._window_samples = 0.0, 0
 
-    # ------------------------------------------------------------------------------- being told
+    # Receiving values
 
     def update_grad_params(self, key: str, sqr: float, var: float) -> None:
-        """|G|² and tr Σ of the model `key`, both at the initial batch size. Several models add up."""
+        """Set |G|² and tr Σ of the model `key`, both at the initial batch size. Several models are summed."""
         if math.isfinite(sqr) and math.isfinite(var):
             self._grads[key] = (max(float(sqr), 0.0), max(float(var), 0.0))
 
     def update_gain(self, key: str, gain: float, lr_factor: float) -> None:
-        """AdaScale's gain of the model `key`, and what its learning rate is multiplied by."""
+        """Set AdaScale's gain of the model `key`, and the factor on its learning rate."""
         self._gains[key] = (float(gain), float(lr_factor))
 
     def update_progress(self, progress: float) -> None:
-        """Progress so far, in steps at the initial batch size."""
+        """Set the progress so far, in steps at the initial batch size."""
         self._progress = float(progress)
 
     def get_progress(self) -> float:
-        """Progress so far, in steps at the initial batch size."""
+        """Return the progress so far, in steps at the initial batch size."""
         return self._progress
 
     def set_batch_size(
@@ -190,12 +192,12 @@ class Metrics:
         local_bsz_bounds: tuple[int, int] | None = None,
         gradient_accumulation: bool = False,
     ) -> None:
-        """What the training loader was given. `max_batch_size` None: the batch size stays as it is."""
+        """Set the training loader's limits. `max_batch_size` None: the batch size does not change."""
         bounds = None if local_bsz_bounds is None else (int(local_bsz_bounds[0]), int(local_bsz_bounds[1]))
         self._limits = Limits(init_batch_size, max_batch_size, bounds, bool(gradient_accumulation))
 
     def set_current_batch_size(self, atomic_bsz: int, accumulation_steps: int) -> None:
-        """The batch size that is in use from now on."""
+        """Set the batch size that is in use from now on."""
         now = BatchSize(atomic_bsz, accumulation_steps)
         if now != self._current:
             self._current, self._suggestion, self._steps = now, None, 0
@@ -212,9 +214,15 @@ class Metrics:
         samples_total: float | None = None,
         data_size: int = 0,
     ) -> None:
-        """Where the job is: steps, epoch of how many, samples (at the initial batch size) of how many.
+        """Set the position of the job.
 
-        data_size: Samples of the data set, 0 where that is not known.
+        Args:
+            step: number of steps.
+            epoch: present epoch.
+            epochs: declared number of epochs.
+            samples_done: samples so far, at the initial batch size.
+            samples_total: samples of the whole job, at the initial batch size.
+            data_size: samples of the data set; 0: unknown.
         """
         self._position = _Position(step, epoch, epochs, samples_done, samples_total)
         now, limits, replicas = self._current, self._limits, self._session.replicas
@@ -223,66 +231,66 @@ class Metrics:
             problem = data_problem(data_size, parts * now.atomic_bsz, limits.init, parts)
             self.report_problem("the batch size", problem)
         if self._session.rank == 0 and self._background and self._thread is None:
-            self._start()  # no step is ever measured where all of them are shorter than the batch size
+            self._start()  # no step is measured if all are shorter than the batch size
 
     def report_problem(self, about: str, problem: str | None) -> None:
-        """Take what is wrong with a part of the training and what to do, or None: nothing is any more."""
+        """Report what is wrong with a part of the training, and what to do; None: nothing any more."""
         if self._warnings.report(about, problem):
             self._wake.set()
 
     def set_inplace(self, possible: bool, reason: str = "") -> None:
-        """Whether this script can be rescaled without a restart, and why not."""
+        """Set whether this script can change in place, and why not."""
         self._inplace = (possible, reason)
 
-    # --------------------------------------------------------------------------------- answering
+    # Returning values
 
     def get_goodput_fn(self) -> GoodputFunction | None:
-        """The fitted model; None until enough was measured and gradient statistics are known."""
+        """Return the fitted model; None until step times and gradient statistics suffice."""
         limits, grads, perf = self._limits, self.grad_params(), self._perf_params
         if limits is None or grads is None or perf is None:
             return None
         return GoodputFunction(perf, grads, limits.init)
 
     def grad_params(self) -> GradParams | None:
-        """The sum over models; None before the first statistics."""
+        """Return the sum over models; None before the first statistics."""
         values = list(self._grads.values())
         if not values:
             return None
         sqr, var = sum(v[0] for v in values), sum(v[1] for v in values)
-        factor = MOST / max(sqr, var, MOST)  # of training that diverges; it is their ratio that counts
+        factor = MOST / max(sqr, var, MOST)  # limits values of diverging training; only their ratio matters
         return GradParams(sqr * factor, var * factor)
 
     def gain(self) -> tuple[float, float]:
-        """(gain, learning-rate factor), the mean over models; (1, 1) before the first."""
+        """Return (gain, learning-rate factor), the mean over models; (1, 1) before the first."""
         values = list(self._gains.values())
         if not values:
             return 1.0, 1.0
         return sum(v[0] for v in values) / len(values), sum(v[1] for v in values) / len(values)
 
     def best_batch_size(self) -> BatchSize | None:
-        """The best batch size on the replicas of this generation; None until there is a model.
+        """Return the best batch size on the replicas of this generation; None until there is a model.
 
-        For the start of a generation, when nothing is in use yet: it takes milliseconds.
+        For the start of a generation, when no batch size is in use yet: it takes milliseconds.
         """
-        if self._perf_params is None:  # after a restart; else the background thread has done it
+        if self._perf_params is None:  # after a restart; otherwise the background thread has done it
             self._refit()
         chooser = self._chooser()
         return None if chooser is None else chooser.optimum()
 
     def suggestion(self) -> BatchSize | None:
-        """A batch size that is worth changing to, as the background thread last found; costs nothing."""
+        """Return the last suggestion of the background thread, or None. Costs nothing."""
         return self._suggestion
 
     def throughput(self) -> float | None:
-        """Samples per second over the last steps; None before there are any."""
+        """Return samples per second over the last steps; None before there are any."""
         recent = list(self._recent)
         if len(recent) <= ENOUGH:
             return None
-        seconds = robust_mean(seconds for seconds, _ in recent[1:])  # the first may be a warm-up
+        seconds = robust_mean(seconds for seconds, _ in recent[1:])  # the first may be a warm-up step
         return sum(n for _, n in recent[1:]) / (len(recent) - 1) / seconds if seconds > 0 else None
 
     def _chooser(self) -> Chooser | None:
-        """All that a choice of the batch size depends on now; None until there is a model."""
+        """Return everything that a choice of the batch size depends on now; None until there is a model."""
         session, limits, perf, grads = self._session, self._limits, self._perf_params, self.grad_params()
         if limits is None or perf is None or grads is None:
             return None
@@ -290,11 +298,11 @@ class Metrics:
         return Chooser(*here, limits, perf, grads, self._measured, self._current, self._steps, self._reached)
 
     def entries(self) -> tuple[ProfileEntry, ...]:
-        """Every configuration that was measured often enough."""
+        """Return every configuration that was measured often enough."""
         return self._times.entries()
 
     def hints(self) -> JobHints:
-        """What is reported to those who decide on this job's size."""
+        """Return the report of the job."""
         session, limits, position = self._session, self._limits, self._position
         now, grads, model = self._current, self.grad_params(), self.get_goodput_fn()
         batch_size = session.replicas * now.atomic_bsz * (now.accumulation_steps + 1)
@@ -340,7 +348,7 @@ class Metrics:
             time=time.time(),
         )
 
-    # ------------------------------------------------------------------------------ in the background
+    # In the background
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="adaptdl-metrics", daemon=True)
@@ -353,11 +361,11 @@ class Metrics:
             self._wake.clear()
             try:
                 self.refresh()
-            except Exception:  # never the training loop's trouble; say it and go on
+            except Exception:  # an error is logged, and does not disturb the training loop
                 logger.exception("fitting the goodput model")
 
     def refresh(self) -> None:
-        """Fit, look for a better batch size, report. What the background thread does."""
+        """Fit, look for a better batch size, and report. The background thread calls this."""
         session = self._session
         if session.rank != 0:
             return
@@ -399,7 +407,7 @@ class Metrics:
         )
 
     def _announce(self, hints: JobHints) -> None:
-        """A `batch_size` event when it has changed, once its goodput was measured."""
+        """Write a `batch_size` event when it has changed and its goodput was measured."""
         if self._announced == self._current or hints.throughput is None:
             return
         self._announced = self._current
@@ -416,10 +424,10 @@ class Metrics:
         if self._thread is not None:
             self._thread.join(timeout=1)
 
-    # -------------------------------------------------------------------------------- being saved
+    # Saving
 
     def dump(self) -> dict[str, Any]:
-        """Everything that a later generation needs, as JSON."""
+        """Return everything that a later generation needs, as JSON."""
         now = self._current
         batch_size = self._session.replicas * now.atomic_bsz * (now.accumulation_steps + 1)
         return {
@@ -433,7 +441,7 @@ class Metrics:
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """The inverse of `dump`. ValueError for a newer format."""
+        """Restore what `dump` returned; ValueError for another format."""
         if saved.get("v") != FORMAT:
             raise ValueError(f"metrics of format {saved.get('v')}, this version reads {FORMAT}")
         self._times.load(saved["times"], self._clock())

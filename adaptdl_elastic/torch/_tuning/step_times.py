@@ -1,18 +1,18 @@
-"""How long steps take at each configuration, on a machine that is not always equally fast.
+"""Average step times per configuration, on a machine whose speed varies.
 
-A configuration that was left keeps the time that it took then. When the machine's speed changes
-afterwards (other jobs, heat, a noisy neighbour), configurations would be compared at different speeds, and
-those that were not measured lately look better, or worse, than they are. So what is kept is how much
-*longer* one takes than another. The logarithm of a step's time at configuration k and time t is taken for
+A configuration that was left keeps its last time. If the machine's speed changes afterwards (other jobs,
+heat), configurations would be compared at different speeds, and those not measured lately would look better,
+or worse, than they are. So the *ratio* of step times is estimated. The logarithm of a step's time at
+configuration k and time t is modelled as
 
-    y = u_k + g(t) + noise,
+ y = u_k + g(t) + noise,
 
-u_k being the configuration's own and g the machine's of that moment: a random walk, since speeds change
+where u_k belongs to the configuration and g to the machine at that moment: a random walk, since speeds change
 gradually or seldom. Measurements are summed up in *spans* of about a second at one configuration. The
-least-squares u and g (`levels`) follow from all spans together: what was measured right before and
-right after a change of configuration says most about their ratio, and when one is returned to, all that were
-measured in between profit. Then times are told as of now: that of the configuration in use is what was
-measured last, the others' are that times exp(u_k − u_now).
+least-squares u and g (`levels`) follow from all spans together. Measurements right before and right after a
+change of configuration determine their ratio best, and returning to a configuration improves all that were
+measured between. Times are returned as of now: for the configuration in use what was measured last, for
+another one that time multiplied by exp(u_k − u_now).
 """
 
 from __future__ import annotations
@@ -30,36 +30,37 @@ from numpy.typing import NDArray
 from adaptdl_elastic.protocol.hints import ProfileEntry
 
 WINDOW = 64
-"""Measurements that a span has at least, unless the configuration was left before."""
+"""Least number of measurements of a span, unless the configuration was left before."""
 
 SPAN = 1.0
-"""Seconds that it lasts at least."""
+"""Least duration of a span in seconds."""
 
 ENOUGH = 3
-"""Measurements that a configuration needs before it is believed."""
+"""Least number of measurements of a configuration that is used."""
 
 SURE = 0.15
-"""Relative standard error of the mean at which it is believed, or once it has been measured `LONG`."""
+"""Relative standard error of the mean from which a configuration is used, or after `LONG`."""
 
 LONG = 5.0
-"""Seconds."""
+"""Seconds of measurements after which a configuration is used in any case."""
 
 STALL = 0.25
-"""Seconds: what takes longer than usual by less than that is the machine's way, and counts.
+"""Seconds: a step that takes less than that longer than usual counts.
 
-A process that has to share its processor stands still every now and then, in the same share of any time. To
-leave such steps out, which are rare among short ones and common among long ones, would favour small batches.
+A process that shares its processor is stopped now and then, for the same share of any time. Leaving such
+steps out, which are rare among short steps and common among long ones, would favour small batches.
 """
 
-_LONGEST = 4096  # measurements of a span
-_MOST = 96  # spans that are kept: `levels` takes a millisecond
-_JITTER, _CORRELATED, _FLOOR = 0.15, 0.5, 0.02  # noise of a span, logarithms; its correlation time, seconds
+_LONGEST = 4096  # most measurements of a span
+_MOST = 96  # most spans that are kept: `levels` then takes a millisecond
+# noise of a span (logarithms); its correlation time (seconds); smallest noise
+_JITTER, _CORRELATED, _FLOOR = 0.15, 0.5, 0.02
 _DRIFT = 0.4  # standard deviation of g after a second
 _RESTART = 60.0  # seconds of drift that a restart, perhaps on another machine, counts for
 
 
 class Key(NamedTuple):
-    """A configuration that steps are measured at."""
+    """A configuration at which steps are measured."""
 
     nodes: int
     replicas: int
@@ -67,9 +68,9 @@ class Key(NamedTuple):
 
 
 def robust(samples: Iterable[float]) -> NDArray[np.float64]:
-    """What lies within three scaled median absolute deviations of the median (Hampel's rule).
+    """Return the samples within three scaled median absolute deviations of the median (Hampel's rule).
 
-    A tenth of the median either way, and what is slower by `STALL`, are always let through.
+    Samples within a tenth of the median, and those slower by at most `STALL`, are always kept.
     """
     values = np.fromiter(samples, dtype=float)
     if not values.size:
@@ -80,13 +81,13 @@ def robust(samples: Iterable[float]) -> NDArray[np.float64]:
 
 
 def robust_mean(samples: Iterable[float]) -> float:
-    """The mean of what `robust` leaves; 0 without any."""
+    """Return the mean of what `robust` keeps; 0 without samples."""
     values = robust(samples)
     return float(values.mean()) if values.size else 0.0
 
 
 class Mean(NamedTuple):
-    """Of one kind of pass in a span: logarithm of its robust mean in seconds, how many, standard error."""
+    """Statistics of one kind of pass in a span: log of its robust mean in seconds, number, standard error."""
 
     level: float
     number: int
@@ -97,7 +98,7 @@ NOTHING = Mean(0.0, 0, 0.0)
 
 
 def mean_of(times: Sequence[float]) -> Mean:
-    """Of passes that took so long."""
+    """Return the statistics of passes with these times."""
     values = robust(times)
     if not values.size:
         return NOTHING
@@ -106,16 +107,16 @@ def mean_of(times: Sequence[float]) -> Mean:
 
 
 class Span(NamedTuple):
-    """Measurements in succession at one configuration."""
+    """Successive measurements at one configuration."""
 
     key: Key
-    began: float  # seconds on a clock that goes on through restarts
+    began: float  # seconds on a clock that continues across restarts
     ended: float
     accum: Mean  # passes without synchronisation
     optim: Mean  # passes with synchronisation and optimizer step
 
     def kinds(self) -> list[tuple[bool, Mean]]:
-        """(without synchronisation?, mean) of the kinds of pass that were measured."""
+        """Return (without synchronisation?, mean) of the kinds of pass that were measured."""
         return [(kind, mean) for kind, mean in ((True, self.accum), (False, self.optim)) if mean.number]
 
 
@@ -144,16 +145,19 @@ class _Open:
 
 
 class StepTimes:
-    """The measurements of a job. `add` is cheap and for the training thread, the rest for any."""
+    """The measurements of a job.
+
+    `add` is cheap and for the training thread; other methods are for any thread.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._spans: list[Span] = []
         self._open: _Open | None = None
-        self._offset = 0.0  # of this process's clock
+        self._offset = 0.0  # from this process's clock to that of the spans
 
     def add(self, key: Key, seconds: float, now: float, accumulation: bool) -> None:
-        """A pass of `seconds` at `key` has ended `now`."""
+        """Record a pass of `seconds` at `key` that has ended `now`."""
         with self._lock:
             now += self._offset
             open_ = self._open
@@ -173,32 +177,32 @@ class StepTimes:
         self._open = None
 
     def spans(self) -> list[Span]:
-        """All that is known, the span under way included, in the order of time."""
-        with self._lock:  # only for the copy: the training loop waits for this lock
+        """Return all spans in the order of time, including the one under way."""
+        with self._lock:  # only for the copy, since the training loop waits for this lock
             spans, open_ = self._spans, None if self._open is None else self._open.copy()
         if open_ is None or max(len(open_.accum), len(open_.optim)) < ENOUGH:
             return list(spans)
         return [*spans, open_.close()]
 
     def keys(self) -> set[Key]:
-        """Configurations of which anything was measured."""
+        """Return the configurations with measurements."""
         with self._lock:
             spans, open_ = self._spans, self._open
             return {span.key for span in spans} | ({open_.key} if open_ is not None else set())
 
     def entries(self) -> tuple[ProfileEntry, ...]:
-        """Mean times by configuration, as of now, of those that were measured often enough."""
+        """Return mean times as of now of the configurations that were measured often enough."""
         return entries(self.spans())
 
     def dump(self) -> list[Any]:
-        """The spans, as JSON."""
+        """Return the spans as JSON."""
         return [
             [list(span.key), span.began, span.ended, list(span.accum), list(span.optim)]
             for span in self.spans()
         ]
 
     def load(self, dumped: list[Any], now: float) -> None:
-        """Go on, `now` on this process's clock, from what `dump` returned."""
+        """Continue from what `dump` returned; `now` is on this process's clock."""
         spans = [
             Span(Key(*key), began, ended, Mean(*accum), Mean(*optim))
             for key, began, ended, accum, optim in dumped
@@ -209,7 +213,7 @@ class StepTimes:
 
 
 def thinned(spans: list[Span]) -> list[Span]:
-    """At most `_MOST` of them: a long stay needs its ends only, a configuration its latest stay."""
+    """Return at most `_MOST` spans: the ends of long stays, and the latest stay at each configuration."""
     while len(spans) > _MOST:
         same = [one.key == other.key for one, other in pairwise(spans)]
         inner = next((i for i in range(1, len(same) - 1) if all(same[i - 1 : i + 2])), None)
@@ -225,7 +229,7 @@ def thinned(spans: list[Span]) -> list[Span]:
 
 
 def levels(spans: Sequence[Span]) -> dict[tuple[Key, bool], float]:
-    """u by (configuration, whether passes are without synchronisation), the last span's g being 0."""
+    """Return u by (configuration, without synchronisation?), relative to g of the last span."""
     found = dict.fromkeys((span.key, kind) for span in spans for kind, _ in span.kinds())
     column = {which: len(spans) + i for i, which in enumerate(found)}
     size = len(spans) + len(column)
@@ -245,14 +249,14 @@ def levels(spans: Sequence[Span]) -> dict[tuple[Key, bool], float]:
             apart = (span.began + span.ended - spans[i - 1].began - spans[i - 1].ended) / 2
             stiffness = 1 / (_DRIFT**2 * max(apart, 0.05))
             normal[i - 1 : i + 1, i - 1 : i + 1] += stiffness * np.array([[1.0, -1.0], [-1.0, 1.0]])
-    keep = np.arange(size) != len(spans) - 1  # g of now is 0
+    keep = np.arange(size) != len(spans) - 1  # g of the last span is 0
     solved = np.zeros(size)
     solved[keep] = np.linalg.solve(normal[np.ix_(keep, keep)], right[keep])
     return {which: float(solved[place]) for which, place in column.items()}
 
 
 def _lately(spans: Sequence[Span]) -> dict[bool, float]:
-    """Levels of the last `WINDOW` or more passes of each kind at the configuration in use."""
+    """Return levels of the last `WINDOW` or more passes of each kind at the present configuration."""
     last = spans[-1]
     before = dict(spans[-2].kinds()) if len(spans) > 1 and spans[-2].key == last.key else {}
     found = {}
@@ -264,7 +268,7 @@ def _lately(spans: Sequence[Span]) -> dict[bool, float]:
 
 
 def entries(spans: Sequence[Span]) -> tuple[ProfileEntry, ...]:
-    """Mean times by configuration, as of the end of the last of `spans`, which are in the order of time."""
+    """Return mean times by configuration, as of the end of the last span. `spans` are in order of time."""
     if not spans:
         return ()
     counts = {(span.key, kind): 0 for span in spans for kind in (True, False)}

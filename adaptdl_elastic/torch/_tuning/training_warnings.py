@@ -1,7 +1,7 @@
-"""Say that training runs and learns nothing: gradients that are never finite, a batch beyond the data set.
+"""Report training that runs but learns nothing: gradients never finite, a batch larger than the data set.
 
-A problem is logged once, written as an event, and part of what the job reports of itself (`adaptdl status`),
-each time with what to do about it. When it is over, an event says so and the report drops it.
+A problem is logged once, written as an event, and part of the job's report (`adaptdl status`), each time with
+what to do about it. When it is over, an event says so, and it is removed from the report.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ logger = logging.getLogger(__name__)
 
 
 def data_problem(samples: int, batch_size: int, initial: int, equal_parts: int) -> str | None:
-    """Return what is wrong where a batch is larger than the data set, else None.
+    """Return what is wrong if a batch is larger than the data set, else None.
 
     Args:
-        samples: In the data set; 0 where that is not known.
-        batch_size: In use: a whole number of samples for each of `equal_parts`, so perhaps rounded up.
-        initial: As the data loader was given it.
-        equal_parts: Batches of one optimizer step, over all replicas.
+        samples: size of the data set; 0: unknown.
+        batch_size: in use; rounded up to a whole number of samples for each of `equal_parts`.
+        initial: as given to the data loader.
+        equal_parts: passes of one optimizer step, over all replicas.
     """
     if not samples:
         return None
@@ -40,7 +40,7 @@ def data_problem(samples: int, batch_size: int, initial: int, equal_parts: int) 
 
 
 class TrainingWarnings:
-    """The problems that there are now. `report` may be called from any thread; without news it is cheap."""
+    """The present problems. `report` is thread-safe, and cheap if nothing has changed."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -49,7 +49,7 @@ class TrainingWarnings:
         self._lock = Lock()
 
     def report(self, what: str, problem: str | None) -> bool:
-        """Take note of a problem with `what`, or that there is none. Return whether that is news."""
+        """Record a problem with `what`, or None for its end; return whether that is new."""
         if (what in self._problems) == (problem is not None):
             return False
         with self._lock:

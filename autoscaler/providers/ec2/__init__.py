@@ -5,8 +5,8 @@
 | How does the autoscaler ask for and release instances? | `provider` |
 | What do EC2's answers mean? | `responses` |
 | What do botocore's errors mean? | `errors` |
-| Which cluster rules a group? | `ownership` |
+| Which cluster controls a group? | `ownership` |
 | Which instances will be interrupted? | `notice_queue` |
 | What does an hour cost? | `prices` |
-| Are the account and its groups set up well? | `account_checks` |
+| Are the account and its groups set up correctly? | `account_checks` |
 """

@@ -1,12 +1,13 @@
-"""What `adaptdl doctor --aws` looks at: who we are, what we may, and how the groups are set up.
+"""The checks of `adaptdl doctor --aws`: credentials, permissions, and the setup of the groups.
 
-Every right is tried, not read: reading calls are made; changing ones are made so that they change
-nothing (EC2 Auto Scaling has no dry run): a request for the capacity that a group already has, a tag
-that is taken away again, and where there is no such thing, a call that is refused for its contents,
-because AWS looks at the right first: processes, instances, hooks and receipts that do not exist.
+Every permission is tried, because policies cannot be read reliably. Calls that read are made. Calls that
+write are made so that they change nothing (EC2 Auto Scaling has no dry run): a request for the capacity that
+a group has, a tag that is removed again. Where that is impossible, the call names something that does not
+exist (a process, an instance, a hook, a receipt): AWS checks the permission first, and then refuses the
+content.
 
-One right can not be tried: TerminateInstanceInAutoScalingGroup names no group, so that for an instance
-that does not exist AWS can not tell whether a policy that is limited to some groups covers it.
+One permission cannot be tried: TerminateInstanceInAutoScalingGroup names no group, so for an instance that
+does not exist AWS cannot tell whether a policy for some groups covers it.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from adaptdl_elastic.autoscaler.providers.ec2.ownership import OWNER_TAG, tags_o
 from adaptdl_elastic.autoscaler.providers.ec2.provider import connect
 
 LEAST_HEARTBEAT = 30.0
-"""Seconds between heartbeats that a hook has to wait: EC2's own least, and what looks every 10 s can hold."""
+"""Fewest seconds that a hook should wait for a heartbeat: EC2's minimum, and enough for checks every 10 s."""
 _TAG = "adaptdl-elastic:doctor"
 _NOBODY = "i-00000000000000000"
 _NOT_TRIED = "autoscaling:SetDesiredCapacity"
-_NOTHING = "adaptdl-doctor"  # a process, a hook and a receipt that do not exist
+_NOTHING = "adaptdl-doctor"  # name of a process, a hook and a receipt that do not exist
 _CONTENTS = frozenset(
     {
         "ValidationError",
@@ -42,7 +43,7 @@ _CONTENTS = frozenset(
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at; `detail` says what was found, or what to do."""
+    """The result of one check; `detail` says what was found, or what to do."""
 
     name: str
     ok: bool
@@ -56,7 +57,7 @@ def check_aws(
     queue_url: str | None = None,
     connect_to: Callable[[str, str | None, str | None], Any] = connect,
 ) -> list[Check]:
-    """Everything that `adaptdl autoscale` will need for these groups; never raises for what it finds."""
+    """Check everything that `adaptdl autoscale` needs for these groups; problems raise no errors."""
     clients: dict[str, Any] = {}
     try:
         for service in ("sts", "autoscaling", "ec2", "sqs"):
@@ -107,7 +108,7 @@ def _group(clients: dict[str, Any], name: str) -> list[Check]:
         ("autoscaling:DeleteTags", lambda: autoscaling.delete_tags(Tags=[tag])),
         (
             "autoscaling:UpdateAutoScalingGroup",
-            # changes nothing: what was read a moment ago may be another's decision to change by now
+            # without arguments it changes nothing; a value that was just read may have been changed since
             lambda: autoscaling.update_auto_scaling_group(AutoScalingGroupName=name),
         ),
         *_refused(autoscaling, name),
@@ -138,7 +139,7 @@ def _group(clients: dict[str, Any], name: str) -> list[Check]:
 
 
 def _refused(autoscaling: Any, name: str) -> list[tuple[str, Callable[[], Any]]]:
-    """Calls that can not succeed, and fail for another reason than the right where that is there."""
+    """Return calls that cannot succeed, but fail for another reason than a missing permission."""
     hook = {"AutoScalingGroupName": name, "LifecycleHookName": _NOTHING, "InstanceId": _NOBODY}
     process = {"AutoScalingGroupName": name, "ScalingProcesses": [_NOTHING]}
     return [
@@ -164,7 +165,7 @@ def _refused(autoscaling: Any, name: str) -> list[tuple[str, Callable[[], Any]]]
 
 
 def _expect(attempt: Callable[[], Any]) -> Callable[[], Any]:
-    """The attempt, for which a refusal of its contents is a success."""
+    """Return a call that accepts the refusal of its content as success."""
 
     def call() -> None:
         try:
@@ -222,12 +223,12 @@ def _owner(group: read.Answer) -> Check:
 
 
 def _hooks(autoscaling: Any, name: str) -> list[Check]:
-    """Whether hooks of leaving instances wait from one heartbeat to the next."""
+    """Check whether hooks of leaving instances wait long enough between two heartbeats."""
     try:
         with explained("autoscaling:DescribeLifecycleHooks", name):
             answer = autoscaling.describe_lifecycle_hooks(AutoScalingGroupName=name)
     except ProviderError:
-        return []  # said where the right is tried
+        return []  # reported where the permission is tried
     hooks = read.termination_hooks(answer.get("LifecycleHooks", []))
     if not hooks:
         none = (
@@ -250,7 +251,7 @@ def _hooks(autoscaling: Any, name: str) -> list[Check]:
 
 
 def _policies(autoscaling: Any, name: str) -> Check:
-    """Whether anything else of EC2's own decides the group's size, too."""
+    """Check whether a scaling policy also decides the group's size."""
     action = "autoscaling:DescribePolicies"
     try:
         with explained(action, name):
@@ -297,7 +298,7 @@ def _queue(sqs: Any, url: str) -> list[Check]:
     nothing = {"QueueUrl": url, "ReceiptHandle": _NOTHING}
     return [
         Check("notice queue", True, f"{waiting} messages wait"),
-        # what is received is visible again at once, for whom it is meant
+        # the messages are visible again at once, for the autoscaler
         _try(url, "sqs:ReceiveMessage", lambda: sqs.receive_message(QueueUrl=url, VisibilityTimeout=0)),
         _try(url, "sqs:DeleteMessage", _expect(lambda: sqs.delete_message(**nothing))),
     ]

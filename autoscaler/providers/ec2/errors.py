@@ -1,4 +1,4 @@
-"""What botocore's errors mean to the person who runs the autoscaler."""
+"""Translate botocore's errors for users of the autoscaler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from adaptdl_elastic.autoscaler.providers.base import (
 
 
 class NotWaitingError(ProviderError):
-    """The instance does not wait in that hook (any more)."""
+    """The instance does not wait in that lifecycle hook (any more)."""
 
 
 _DENIED = frozenset(
@@ -28,7 +28,7 @@ _CREDENTIALS = frozenset(
 )
 _LATER = frozenset(
     {
-        # throttling that outlived boto3's own retries
+        # throttling that boto3's own retries did not overcome
         "Throttling",
         "ThrottlingException",
         "RequestLimitExceeded",
@@ -36,7 +36,7 @@ _LATER = frozenset(
         "ServiceUnavailable",
         "InternalFailure",
         "InternalError",
-        # the group is busy with itself
+        # the group is busy with another activity
         "ScalingActivityInProgress",
         "ResourceContention",
         "ResourceInUse",
@@ -52,11 +52,11 @@ _LATER = frozenset(
 
 
 FAILURES = (boto.ClientError, boto.BotoCoreError, ResponseParserError)
-"""Everything that a call through botocore fails with."""
+"""All errors that a call through botocore raises."""
 
 
 def explain(error: Exception, action: str, what: str = "") -> ProviderError:
-    """The error that says what `action` (as IAM names it) on `what` failed of, and what to do."""
+    """Return an error that says why `action` (in IAM's terms) on `what` failed, and what to do."""
     where = f" on {what}" if what else ""
     if isinstance(error, boto.ClientError):
         code = str(error.response.get("Error", {}).get("Code", ""))
@@ -93,7 +93,7 @@ def explain(error: Exception, action: str, what: str = "") -> ProviderError:
 
 @contextmanager
 def explained(action: str, what: str = "") -> Iterator[None]:
-    """Turn botocore's errors inside into ours."""
+    """Raise botocore's errors inside the block as ProviderErrors."""
     try:
         yield
     except FAILURES as error:

@@ -1,7 +1,7 @@
-"""The second path of a notice: EventBridge puts it into an SQS queue, the autoscaler reads the queue.
+"""Read interruption notices from an SQS queue, into which EventBridge puts them.
 
-It works where the node's own listener is dead. Delivery is at least once and in any order, so a notice
-may come twice, or after its instance has gone; whoever reads signals must not mind.
+This works even if the node's own watcher is dead. Messages come at least once and in any order, so a notice
+may come twice, or after its instance has gone; readers of signals must accept that.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from adaptdl_elastic.autoscaler.providers.ec2.errors import FAILURES, explain
 logger = logging.getLogger(__name__)
 
 SPOT_NOTICE_SECONDS = 120.0
-_BATCH = 10  # the most that SQS hands out at once
-_MAX_BATCHES = 20  # per look: the rest waits for the next
+_BATCH = 10  # most messages that SQS returns at once
+_MAX_BATCHES = 20  # most batches per read; the rest waits for the next read
 
 
 def parse_event(body: str) -> Signal | None:
-    """The signal in one EventBridge event; None for an event that says nothing about an instance's end.
+    """Return the signal in one EventBridge event; None if it does not announce an instance's end.
 
-    A notice whose time can not be read is believed, without a deadline. Raises ValueError for what is no
-    event at all.
+    A notice with an unreadable time counts, without a deadline.
+
+    Raises:
+        ValueError: the text is no event.
     """
     try:
         event = json.loads(body)
@@ -51,7 +53,7 @@ def parse_event(body: str) -> Signal | None:
 
 
 def _end(told: object) -> float | None:
-    """When the instance goes that was told of at this time."""
+    """Return when an instance goes that was announced at this time."""
     try:
         return datetime.fromisoformat(str(told).replace("Z", "+00:00")).timestamp() + SPOT_NOTICE_SECONDS
     except (ValueError, OverflowError):
@@ -59,16 +61,16 @@ def _end(told: object) -> float | None:
 
 
 class NoticeQueue:
-    """Reads one SQS queue that belongs to this autoscaler alone (what is read is deleted)."""
+    """Reads one SQS queue that belongs to this autoscaler alone; messages are deleted after reading."""
 
     def __init__(self, sqs: Any, url: str) -> None:
         self._sqs = sqs
         self._url = url
 
     def read(self) -> tuple[tuple[Signal, ...], ProviderError | None]:
-        """Every signal that is there, and what kept us from reading on.
+        """Return all waiting signals, and the error that ended the reading, if any.
 
-        What was received counts whatever fails after it: once deleted, a message is told by nobody else.
+        Messages count even if a later call fails, since deleted messages do not come again.
         """
         signals: list[Signal] = []
         action = "sqs:ReceiveMessage"

@@ -1,8 +1,8 @@
-"""Whose an auto-scaling group is: a tag says which cluster rules it, so that two do not.
+"""Mark by a tag which cluster controls an auto-scaling group, so that two clusters do not.
 
-EC2 has no compare-and-swap for tags. Who takes a group reads its tags, writes its own and reads them again,
-and looks at them whenever it looks at the group: of two that begin in the same moment the one that wrote
-first finds out, at its next look at the latest, and ends.
+EC2 has no compare-and-swap for tags. A cluster that takes a group reads the tags, writes its own, reads them
+again, and reads them whenever it reads the group. If two begin at the same moment, the one that wrote first
+notices at its next read, and ends.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ OWNER_TAG = "adaptdl-elastic:owner"
 
 
 def tags_of(group: Mapping[str, Any]) -> dict[str, str]:
-    """The tags of a group as DescribeAutoScalingGroups tells them."""
+    """Return the tags of a group in an answer of DescribeAutoScalingGroups."""
     return {str(tag["Key"]): str(tag.get("Value", "")) for tag in group.get("Tags", [])}
 
 
 def another(group: Mapping[str, Any], me: str) -> str:
-    """Which cluster other than `me` the group belongs to; "" where there is none, or where we are nobody."""
+    """Return the cluster other than `me` that owns the group; "" if there is none, or `me` is ""."""
     owner = tags_of(group).get(OWNER_TAG, "")
     return owner if me and owner not in ("", me) else ""
 
 
 def refuse(group: Mapping[str, Any], me: str, ruling: bool) -> None:
-    """NotOursError when the group is another cluster's; `ruling`: it was ours a moment ago."""
+    """Raise NotOursError if the group belongs to another cluster; `ruling`: it was this one's before."""
     owner = another(group, me)
     if not owner:
         return
@@ -44,7 +44,7 @@ def refuse(group: Mapping[str, Any], me: str, ruling: bool) -> None:
 
 
 def tag(group: str, key: str, value: str) -> dict[str, object]:
-    """A tag of a group that its instances do not get."""
+    """Return a tag of a group that its instances do not inherit."""
     return {
         "ResourceId": group,
         "ResourceType": "auto-scaling-group",

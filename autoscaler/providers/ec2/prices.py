@@ -1,4 +1,4 @@
-"""What an hour of an instance type costs: a table of one's own for on-demand, history for spot."""
+"""The price of an hour of an instance type: a given table for on-demand, EC2's history for spot."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from adaptdl_elastic.autoscaler.providers.base import ProviderError
 
 
 def parse_prices(text: str, source: str = "price table") -> dict[str, float]:
-    """Instance type → price per hour, from `{"g5.xlarge": 1.006}` or lines `g5.xlarge,1.006`.
+    """Return instance type → price per hour, from `{"g5.xlarge": 1.006}` or lines `g5.xlarge,1.006`.
 
-    Raises ProviderError that names the line or entry that does not fit.
+    Raises:
+        ProviderError: a line or entry is invalid; the text names it.
     """
     if text.lstrip().startswith("{"):
         try:
@@ -34,7 +35,7 @@ def parse_prices(text: str, source: str = "price table") -> dict[str, float]:
 
 
 def read_prices(path: Path) -> dict[str, float]:
-    """The table in a file."""
+    """Return the price table in a file."""
     try:
         return parse_prices(path.read_text(encoding="utf-8-sig"), str(path))
     except OSError as error:
@@ -44,7 +45,7 @@ def read_prices(path: Path) -> dict[str, float]:
 
 
 def parse_price_option(text: str) -> tuple[str, float]:
-    """`g5.xlarge=1.006` → its two parts."""
+    """Parse `g5.xlarge=1.006`."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise ProviderError(f"price {text!r}: write TYPE=PRICE, e.g. g5.xlarge=1.006")
@@ -62,7 +63,7 @@ def _price(source: str, name: str, value: object) -> float:
 
 
 def latest_spot_prices(history: Iterable[Mapping[str, object]]) -> dict[tuple[str, str], float]:
-    """(type, zone) → newest price, from entries of EC2's DescribeSpotPriceHistory in any order."""
+    """Return (type, zone) → newest price, from entries of EC2's DescribeSpotPriceHistory in any order."""
     newest: dict[tuple[str, str], tuple[object, float]] = {}
     for entry in history:
         key = (str(entry["InstanceType"]), str(entry["AvailabilityZone"]))

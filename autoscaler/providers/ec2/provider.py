@@ -1,11 +1,11 @@
 """EC2 auto-scaling groups through boto3. Each group is a pool.
 
-While it rules a group (`take_over` to `hand_back`), a tag says for which cluster, AZRebalance is suspended,
-because it terminates instances to even out zones, and new instances are born protected from scale-in, so
-that lowering the desired capacity by hand can not hit a node at work. What was so before is noted in a tag,
-and put back, also when the one who took over did not live to do it.
+While the autoscaler controls a group (`take_over` to `hand_back`), a tag names its cluster; AZRebalance is
+suspended, because it terminates instances to balance zones; and new instances are protected from scale-in, so
+that a manually lowered capacity cannot hit a busy node. The former settings are noted in a tag and restored,
+if necessary by the next autoscaler.
 
-Region, profile and role come from where boto3 users expect them; retries are boto3's adaptive mode.
+Region, profile and role are found as usual for boto3; retries use boto3's adaptive mode.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from adaptdl_elastic.autoscaler.providers.registry import ProviderRequest
 logger = logging.getLogger(__name__)
 
 RULED_TAG = "adaptdl-elastic:before"
-_PER_CALL = 50  # instances per SetInstanceProtection
-_AGAIN = 60.0  # seconds before a release is said again: until then Describe may not have heard of it
-_RETRY = 30.0  # before prices are read again that could not be read
+_PER_CALL = 50  # most instances per call of SetInstanceProtection
+_AGAIN = 60.0  # seconds before a release is repeated: until then the listing may not show it
+_RETRY = 30.0  # seconds before prices are read again after an error
 
 
 def connect(service: str, region: str | None = None, profile: str | None = None) -> Any:
-    """A client with adaptive retries; ProviderError says what is missing."""
+    """Return a client with adaptive retries; ProviderError says what is missing."""
     config = Config(
         retries={"mode": "adaptive", "max_attempts": 8},
         connect_timeout=5,
@@ -65,7 +65,7 @@ def from_request(request: ProviderRequest) -> Ec2Provider:
     Further options: `region`, `profile`, `queue_url`.
 
     Raises:
-        ProviderError: No group is named, or the account cannot be reached.
+        ProviderError: no group is named, or the account cannot be reached.
     """
     options = request.known("groups", "region", "profile", "queue_url")
     return Ec2Provider(
@@ -81,21 +81,24 @@ def from_request(request: ProviderRequest) -> Ec2Provider:
 
 
 class Ec2Provider(Provider):
-    """Rules the auto-scaling groups it is given, and no other.
+    """Controls the given auto-scaling groups, and no others.
 
     Args:
         groups: names of the groups.
         on_demand: instance type → price per hour.
         slots: replicas per node; None: the GPUs of its type.
-        queue_url: the SQS queue into which EventBridge puts notices.
-        spot_prices: (type, zone) → price, instead of EC2's history.
-        owner: the cluster that the groups are ruled for; "": nobody asks.
-        seize: rule them though they belong to another cluster, which will notice.
+        region: AWS region; None: as boto3 finds it.
+        profile: AWS profile; None: as boto3 finds it.
+        queue_url: SQS queue into which EventBridge puts notices.
+        spot_prices: returns (type, zone) → price, instead of EC2's history.
+        owner: cluster that controls the groups; "": ownership is not checked.
+        seize: take the groups even if they belong to another cluster, which will notice and end.
         clients: service → boto3 client, instead of new ones.
+        clock: monotonic seconds.
     """
 
     name = "ec2"
-    price_seconds = 300.0  # that spot prices, launch templates and hooks are good for
+    price_seconds = 300.0  # cache lifetime of spot prices, launch templates and hooks, in seconds
 
     def __init__(
         self,
@@ -129,18 +132,18 @@ class Ec2Provider(Provider):
         self._spot_until = float("-inf")
         self._clock = clock
         self._price_trouble = ""
-        self._met: set[str] = set()  # groups that have been there
-        self._kinds: dict[str, tuple[object, float, read.Kind]] = {}  # what it was made of, good until
-        self._ours: dict[str, str] = {}  # instance → group, every one ever seen
-        self._released: dict[str, float] = {}  # instance → not to be released again before
-        self._hooks: dict[str, tuple[float, Mapping[str, float]]] = {}  # good until; seconds by hook
+        self._met: set[str] = set()  # groups that have existed
+        self._kinds: dict[str, tuple[object, float, read.Kind]] = {}  # group → (source, expiry, kind)
+        self._ours: dict[str, str] = {}  # every instance ever seen → group
+        self._released: dict[str, float] = {}  # instance → when a release may be repeated
+        self._hooks: dict[str, tuple[float, Mapping[str, float]]] = {}  # group → (expiry, hook → seconds)
         self._last: Capacity = Capacity()
         self._queue_trouble: ProviderError | None = None
 
-    # -- reading
+    # Reading
 
     def capacity(self) -> Capacity:
-        """The groups and their instances."""
+        """Return the groups and their instances."""
         groups, missing = self._describe()
         kinds = {name: self._kind(group) for name, group in groups.items()}
         self._learn_slots([t for kind in kinds.values() for t in kind.types])
@@ -171,7 +174,7 @@ class Ec2Provider(Provider):
         return self._last
 
     def signals(self) -> tuple[Signal, ...]:
-        """Notices about our instances from the queue; none where there is no queue."""
+        """Return notices about this provider's instances from the queue, if there is one."""
         if self._queue is None:
             return ()
         told, self._queue_trouble = self._queue.read()
@@ -180,9 +183,10 @@ class Ec2Provider(Provider):
         return tuple(signal for signal in told if signal.instance in self._ours)
 
     def _describe(self) -> tuple[dict[str, read.Answer], list[str]]:
-        """Our groups by name, and what is to be said of those that are no more.
+        """Return the existing groups by name, and messages about deleted ones.
 
-        One that never was there is a mistake; the last one to go leaves nothing to rule: UnknownPoolError.
+        Raises:
+            UnknownPoolError: a group never existed, or no group is left.
         """
         with explained("autoscaling:DescribeAutoScalingGroups", ", ".join(self._groups)):
             pages = self._autoscaling.get_paginator("describe_auto_scaling_groups").paginate(
@@ -212,7 +216,10 @@ class Ec2Provider(Provider):
         return there, missing
 
     def _kind(self, group: read.Answer) -> read.Kind:
-        """What the group launches; read again when its pointer changes, and now and then: $Latest moves."""
+        """Return what the group launches.
+
+        Read again when the template changes, and regularly, for $Latest.
+        """
         name, template = str(group["AutoScalingGroupName"]), read.template_of(group)
         if template is None:
             raise ProviderError(f"{name}: has a launch configuration; give the group a launch template")
@@ -247,7 +254,10 @@ class Ec2Provider(Provider):
         self._slots |= read.slots_of(answer["InstanceTypes"])
 
     def _details(self, identifiers: Sequence[str]) -> dict[str, read.Answer]:
-        """By id. By filter, not by id: an instance that EC2 does not know yet, or no more, is no error."""
+        """Return details by instance id.
+
+        A filter is used, so that instances that EC2 does not know yet, or any more, cause no error.
+        """
         found: dict[str, read.Answer] = {}
         for first in range(0, len(identifiers), 200):  # EC2's limit of values per filter
             chunk = list(identifiers[first : first + 200])
@@ -261,7 +271,7 @@ class Ec2Provider(Provider):
         return found
 
     def _prices(self, types: Sequence[str]) -> read.Prices:
-        """Those of a moment ago where they can not be read now; what can never be read is an error."""
+        """Return the prices; if they cannot be read now, the last ones. An error if there are none."""
         if self._clock() >= self._spot_until:
             self._wanted_types = sorted(set(types))
             try:
@@ -281,22 +291,22 @@ class Ec2Provider(Provider):
             pages = self._ec2.get_paginator("describe_spot_price_history").paginate(
                 InstanceTypes=self._wanted_types,
                 ProductDescriptions=["Linux/UNIX", "Linux/UNIX (Amazon VPC)"],
-                StartTime=time.time(),  # EC2 answers with the prices in force at that moment
+                StartTime=time.time(),  # EC2 then returns the prices in force at that moment
             )
             return latest_spot_prices(entry for page in pages for entry in page["SpotPriceHistory"])
 
     def _trouble(self, group: str) -> tuple[tuple[str, float], str]:
-        """Why its last launch failed; where that can not be read, a warning (it is not worth failing for)."""
+        """Return why the last launch failed, and a warning if that cannot be read."""
         try:
             answer = self._autoscaling.describe_scaling_activities(AutoScalingGroupName=group, MaxRecords=20)
         except FAILURES as error:
             return ("", 0.0), str(explain(error, "autoscaling:DescribeScalingActivities", group))
         return read.trouble_of(answer.get("Activities", [])), ""
 
-    # -- acting
+    # Acting
 
     def request(self, pool: str, desired: int) -> None:
-        """SetDesiredCapacity; lowered only as far as there are instances."""
+        """Set the desired capacity; lower it at most to the number of instances."""
         group = self._describe_one(pool)
         low, high = int(group["MinSize"]), int(group["MaxSize"])
         if not low <= desired <= high:
@@ -316,7 +326,7 @@ class Ec2Provider(Provider):
                 )
 
     def release(self, instance: str, replace: bool = False) -> None:
-        """TerminateInstanceInAutoScalingGroup, lowering the desired capacity unless it is to be replaced."""
+        """Terminate the instance, and lower the desired capacity unless it is to be replaced."""
         group = self._group_of(instance)
         found = next(
             (i for i in self._describe_one(group).get("Instances", []) if i["InstanceId"] == instance), None
@@ -327,7 +337,7 @@ class Ec2Provider(Provider):
         ):
             return
         if self._clock() < self._released.get(instance, 0.0):
-            return  # said, and not yet to be seen: twice would lower the desired capacity twice
+            return  # not visible yet; a second call would lower the desired capacity again
         with explained("autoscaling:TerminateInstanceInAutoScalingGroup", instance):
             self._autoscaling.terminate_instance_in_auto_scaling_group(
                 InstanceId=instance, ShouldDecrementDesiredCapacity=not replace
@@ -335,7 +345,7 @@ class Ec2Provider(Provider):
         self._released[instance] = self._clock() + _AGAIN
 
     def protect(self, instances: Collection[str], protected: bool) -> None:
-        """SetInstanceProtection on those that do not have it so already."""
+        """Set the protection of those instances that do not have it so already."""
         by_group: dict[str, list[str]] = {}
         for known in self._last.instances:
             if known.id in instances and known.protected != protected and _settled(known):
@@ -350,21 +360,21 @@ class Ec2Provider(Provider):
                     )
 
     def hold(self, instance: str) -> None:
-        """A heartbeat on the termination hook that the instance waits in."""
+        """Send a heartbeat to the termination hook that the instance waits in."""
         self._in_hooks(instance, "RecordLifecycleActionHeartbeat")
 
     def let_go(self, instance: str) -> None:
-        """Complete the termination hook: the instance is terminated now, not at the hook's time-out."""
+        """Complete the termination hook: the instance is terminated before its time-out."""
         self._in_hooks(instance, "CompleteLifecycleAction", LifecycleActionResult="CONTINUE")
 
     def _in_hooks(self, instance: str, action: str, **more: str) -> None:
-        """Of several hooks it waits in one, and none of them is an error where it has left it already."""
+        """Call an action for every termination hook; hooks that the instance does not wait in are ignored."""
         group = self._group_of(instance)
         call = {
             "RecordLifecycleActionHeartbeat": self._autoscaling.record_lifecycle_action_heartbeat,
             "CompleteLifecycleAction": self._autoscaling.complete_lifecycle_action,
         }[action]
-        for hook in self._termination_hooks(group):  # seconds are of no interest here
+        for hook in self._termination_hooks(group):  # hook names; the seconds do not matter here
             with (
                 contextlib.suppress(NotWaitingError),
                 explained(f"autoscaling:{action}", f"{group}/{hook}"),
@@ -387,7 +397,10 @@ class Ec2Provider(Provider):
         return self._ours[instance]
 
     def _hook_timeout(self, group: str, warnings: list[str]) -> float:
-        """Seconds within which a held instance needs a heartbeat; said where that can not be read."""
+        """Return the seconds within which a leaving instance needs a heartbeat.
+
+        Warn if that cannot be read.
+        """
         try:
             return min(self._termination_hooks(group).values(), default=math.inf)
         except ProviderError as error:
@@ -402,23 +415,24 @@ class Ec2Provider(Provider):
             self._hooks[group] = (self._clock() + self.price_seconds, read.termination_hooks(hooks))
         return self._hooks[group][1]
 
-    # -- ruling
+    # Control
 
     def take_over(self) -> None:
-        """Suspend AZRebalance, protect newcomers; note in tags who rules, and what was so before.
+        """Suspend AZRebalance and protect new instances; note the cluster and the former settings in tags.
 
-        NotOursError, and nothing changed, when one of the groups belongs to another cluster.
+        Raises:
+            NotOursError: a group belongs to another cluster; nothing was changed.
         """
         groups, _ = self._describe()
         if not self._seize:
             for group in groups.values():
                 refuse(group, self._owner, ruling=False)
-        self._seize = False  # once: not from who takes them from us
+        self._seize = False  # only once: another cluster may take the groups later
         for name, group in groups.items():
             tags = tags_of(group)
             if self._owner and tags.get(OWNER_TAG) != self._owner:
                 self._tag(name, OWNER_TAG, self._owner)
-            # else somebody who ruled before us could not hand back: his note counts
+            # otherwise a former autoscaler could not restore them, and its note is still valid
             if RULED_TAG not in tags:
                 self._tag(name, RULED_TAG, _before(group))
             if not _suspended(group):
@@ -434,9 +448,9 @@ class Ec2Provider(Provider):
         self._rules = True
 
     def hand_back(self) -> None:
-        """Put back what `take_over` changed, but in groups that another cluster has taken.
+        """Restore what `take_over` changed, except for groups that another cluster has taken.
 
-        Protection of nodes at work stays.
+        Busy nodes stay protected.
         """
         self._rules = False
         failed: list[ProviderError] = []
@@ -472,7 +486,7 @@ class Ec2Provider(Provider):
 
 
 def _settled(instance: Instance) -> bool:
-    """SetInstanceProtection is refused for instances that are on their way in or out."""
+    """Return whether SetInstanceProtection is possible: not while an instance starts or leaves."""
     return instance.state is InstanceState.RUNNING
 
 
@@ -481,7 +495,7 @@ def _suspended(group: read.Answer) -> bool:
 
 
 def _before(group: read.Answer) -> str:
-    """What `hand_back` has to put back, joined by plus signs."""
+    """Return what `hand_back` has to restore, joined by plus signs."""
     parts = [] if _suspended(group) else ["rebalance"]
     parts += [] if group.get("NewInstancesProtectedFromScaleIn", False) else ["unprotected"]
     return "+".join(parts) or "nothing"

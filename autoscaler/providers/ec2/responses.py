@@ -1,4 +1,4 @@
-"""What EC2's answers mean: pure functions from boto3's dictionaries to the provider's words."""
+"""Translate EC2's answers: pure functions from boto3's dictionaries to the provider's types."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PENDING = frozenset({"Pending", "Pending:Wait", "Pending:Proceed"})
 _GONE = frozenset({"Terminated", "Detached"})
 _TERMINATING = "autoscaling:EC2_INSTANCE_TERMINATING"
 DEFAULT_HEARTBEAT = 3600.0
-"""Seconds that a lifecycle hook waits whose creator has not said how long."""
+"""Seconds that a lifecycle hook waits if its creator gave no time."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a group launches: the types, in order of preference, and on which terms."""
+    """What a group launches: instance types in order of preference, and the share of spot instances."""
 
     types: tuple[str, ...]
     on_demand_base: int = 0
@@ -31,13 +31,13 @@ class Kind:
 
     @property
     def only_spot(self) -> bool:
-        """Whether every instance is a spot instance, whatever is said of it while it is being born."""
+        """Whether every instance is a spot instance, even if EC2 does not report it yet."""
         return self.on_demand_base == 0 and self.on_demand_above_base == 0
 
     def next_is_spot(self, on_demand: int, spot: int) -> bool:
-        """Whether the next instance of a group that has so many of each would be a spot instance.
+        """Return whether the next instance would be a spot instance, given the numbers of both kinds.
 
-        As EC2 Auto Scaling does: the base first, and above it the nearest to the fraction from above.
+        As in EC2 Auto Scaling: first the on-demand base; above it the fraction, rounded up.
         """
         if on_demand < self.on_demand_base:
             return False
@@ -47,16 +47,16 @@ class Kind:
 
 @dataclass(frozen=True)
 class Prices:
-    """Per hour. `spot` by (type, zone)."""
+    """Prices per hour; `spot` by (type, zone)."""
 
     on_demand: Mapping[str, float]
     spot: Mapping[tuple[str, str], float]
 
     def of(self, instance_type: str, zone: str, preemptible: bool) -> float:
-        """The price of one instance.
+        """Return the price of one instance.
 
-        A spot price that is not known is taken for on-demand's, and where that is not known either for the
-        dearest spot price of the type in another zone.
+        For an unknown spot price it is the on-demand price; if that is unknown, too, the highest spot price
+        of the type in another zone.
         """
         if preemptible and (instance_type, zone) in self.spot:
             return self.spot[instance_type, zone]
@@ -70,17 +70,17 @@ class Prices:
         )
 
     def unknown(self, types: Iterable[str], zones: Iterable[str]) -> bool:
-        """Whether no spot price is known of any of these."""
+        """Return whether no spot price of these types and zones is known."""
         return not any((kind, zone) in self.spot for kind in types for zone in zones)
 
     def cheapest(self, types: Iterable[str], zones: Iterable[str], preemptible: bool) -> tuple[float, str]:
-        """The lowest price among the types (and, for spot, zones), and its type."""
+        """Return the lowest price among the types (and, for spot, zones), and its type."""
         zones = tuple(zones) or ("",)
         return min((self.of(kind, zone, preemptible), kind) for kind in types for zone in zones)
 
 
 def check_group(group: Answer) -> None:
-    """Raise ProviderError for a group that can not be ruled one instance at a time."""
+    """Raise ProviderError for a group that cannot be controlled one instance at a time."""
     name = group["AutoScalingGroupName"]
     overrides = _overrides(group)
     if any(override.get("WeightedCapacity", "1") != "1" for override in overrides):
@@ -96,13 +96,13 @@ def _overrides(group: Answer) -> list[Answer]:
 
 
 def template_of(group: Answer) -> Answer | None:
-    """The launch template specification of a group, mixed or not; None with a launch configuration."""
+    """Return the launch template specification of a group; None if it has a launch configuration."""
     mixed = group.get("MixedInstancesPolicy", {}).get("LaunchTemplate", {}).get("LaunchTemplateSpecification")
     return mixed or group.get("LaunchTemplate")
 
 
 def kind_of(group: Answer, template: Answer) -> Kind:
-    """What a group launches. `template` is its launch template's data."""
+    """Return what a group launches. `template` is the data of its launch template."""
     own = template.get("InstanceType")
     if "MixedInstancesPolicy" not in group:
         spot = template.get("InstanceMarketOptions", {}).get("MarketType") == "spot"
@@ -118,7 +118,10 @@ def kind_of(group: Answer, template: Answer) -> Kind:
 
 
 def instance_state(lifecycle: str) -> InstanceState | None:
-    """The state of an instance whose group says `lifecycle`; None: it is no longer the group's."""
+    """Return the state of an instance from its `lifecycle`.
+
+    None: it does not belong to the group any more.
+    """
     if lifecycle in _GONE:
         return None
     if lifecycle in _RUNNING:
@@ -131,14 +134,17 @@ def instance_state(lifecycle: str) -> InstanceState | None:
 def instances_of(
     group: Answer, kind: Kind, details: Mapping[str, Answer], prices: Prices, slots: Mapping[str, int]
 ) -> tuple[Instance, ...]:
-    """A group's instances. `details` are DescribeInstances' by id; one it lacks is just being born."""
+    """Return a group's instances.
+
+    `details` are those of DescribeInstances by id; a new instance may be missing there.
+    """
     found = []
     for entry in group.get("Instances", []):
         state = instance_state(entry["LifecycleState"])
         detail = details.get(entry["InstanceId"], {})
         held = (
             entry["LifecycleState"] == "Terminating:Wait"
-        )  # even if it is gone: the hook is to be completed
+        )  # even if the instance is gone, its hook must be completed
         if state is None or (detail.get("State", {}).get("Name") == "terminated" and not held):
             continue
         if detail.get("State", {}).get("Name") in ("shutting-down", "stopping", "stopped"):
@@ -173,7 +179,7 @@ def pool_of(
     slots: Mapping[str, int],
     trouble: tuple[str, float] = ("", 0.0),
 ) -> Pool:
-    """The pool that a group is, described by the instance it would launch next."""
+    """Return a group as a pool, described by the instance that it would launch next."""
     staying = [i for i in instances if i.state is not InstanceState.LEAVING]
     spot = sum(i.preemptible for i in staying)
     preemptible = kind.next_is_spot(len(staying) - spot, spot)
@@ -198,9 +204,9 @@ def pool_of(
 
 
 def trouble_of(activities: Iterable[Answer]) -> tuple[str, float]:
-    """Why the group's last launch failed, and when that was; ("", 0) when it did not.
+    """Return why and when the group's last launch failed; ("", 0) if it did not.
 
-    `activities` are DescribeScalingActivities', newest first.
+    `activities` are those of DescribeScalingActivities, newest first.
     """
     for activity in activities:
         status = activity.get("StatusCode")
@@ -216,7 +222,7 @@ def trouble_of(activities: Iterable[Answer]) -> tuple[str, float]:
 
 
 def termination_hooks(hooks: Iterable[Answer]) -> dict[str, float]:
-    """Hook → seconds that it waits for a heartbeat, of those that instances on their way out wait in."""
+    """Return hook → seconds that it waits for a heartbeat, for hooks of leaving instances."""
     return {
         str(hook["LifecycleHookName"]): float(hook.get("HeartbeatTimeout") or DEFAULT_HEARTBEAT)
         for hook in hooks
@@ -225,7 +231,7 @@ def termination_hooks(hooks: Iterable[Answer]) -> dict[str, float]:
 
 
 def slots_of(types: Iterable[Answer]) -> dict[str, int]:
-    """Instance type → replicas that fit: its GPUs, or one where it has none (DescribeInstanceTypes)."""
+    """Return instance type → replicas that fit: its GPUs, or one if it has none."""
     found = {}
     for entry in types:
         gpus = sum(int(gpu.get("Count", 0)) for gpu in entry.get("GpuInfo", {}).get("Gpus", []))

@@ -23,3 +23,12 @@ if what == "ddp":
     model(torch.full((3, 4), float(dist.get_rank()))).sum().backward()
     print(f"gradient {model.module.weight.grad.sum().item()}", flush=True)
     dist.destroy_process_group()
+if what == "peer":  # the first time rank 1 is killed before a collective, which ends with an error on rank 0
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    dist.destroy_process_group()

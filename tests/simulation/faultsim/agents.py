@@ -18,7 +18,7 @@ from adaptdl_elastic.agent.runtime.event_loop import Signalled
 from adaptdl_elastic.agent.runtime.forked_child import Command
 from adaptdl_elastic.agent.runtime.plan_handler import PlanHandler
 from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment
-from adaptdl_elastic.agent.terminal.event_recorder import Journal
+from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy
 from adaptdl_elastic.autoscaler.coordinator.process import Coordinator
@@ -98,7 +98,7 @@ class AgentProcess(Process):
             self.kernel.exit(error.exit_code, f"(starts nothing: {error})")
         except (ended_run.JoinError, StoreError, NameTakenError) as error:
             self.kernel.exit(2, f"(cannot join: {error})")
-        journal = Journal(self.events.append, threads.Time.time)
+        journal = EventRecorder(self.events.append, threads.Time.time)
         agent = self.agent = agent_module.ElasticAgent(
             self._worker_spec(),
             self._setting(spec),

@@ -330,6 +330,12 @@ class Output:
     def open(self, generation: int, local_rank: int, rank: int) -> Destination:
         return Destination()
 
+    def keeps_tracebacks(self, local_rank: int) -> bool:
+        return False
+
+    def renumber(self, ranks: dict[int, int]) -> None:
+        pass
+
 
 class MeetingPoint:
     """A TCPStore that an agent keeps for one generation."""

@@ -85,7 +85,7 @@ NOT_RUN: dict[str, str] = {
     "adaptdl_elastic.agent.runtime.forked_child": "inside a replica's process",
     "adaptdl_elastic.agent.runtime.generation_store": "node.Meeting takes its place",
     "adaptdl_elastic.agent.runtime.torch_events": "no handler of events is named, so its thread does not run",
-    "adaptdl_elastic.agent.runtime.uncaught_error": "only replicas' processes take the time",
+    "adaptdl_elastic.agent.runtime.orphan_errors": "inside a replica's process",
     "adaptdl_elastic.agent.terminal.display": "the terminal",
     "adaptdl_elastic.agent.terminal.event_log": "a file; the simulator's journals write into a list",
     "adaptdl_elastic.agent.terminal.replica_output": "node.Output takes its place",

@@ -67,7 +67,7 @@ class Replica(Process):
     ) -> None:
         self.job, self.slot = environ["ADAPTDL_JOB_ID"], int(environ["LOCAL_RANK"])
         self.rank, self.size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
-        self.generation = int(environ["ADAPTDL_NUM_RESTARTS"])
+        self.generation = int(environ["ADAPTDL_GENERATION"])
         name = f"{machine.name}:{self.job}.{self.slot}#{next(machine.world.kernel.numbers)}"
         super().__init__(machine.world.kernel, name, machine.clock_offset, machine.wall_offset)
         self.world: World = machine.world

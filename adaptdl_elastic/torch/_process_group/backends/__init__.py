@@ -1,16 +1,19 @@
-"""What differs between torch's backends when a group breaks, ends, and has done its work.
+"""How torch's backends differ when a group loses a peer, ends, and completes its work.
 
-*A peer dies.* gloo: a collective raises, soon (its sockets are closed), or never ends. NCCL: nobody may
-say anything for minutes. *The result of a collective is there.* gloo: when its future or `wait` ends. NCCL:
-these end when it is queued, for the GPU to wait; whether it has arrived is asked of an event on the GPU
-(`is_completed`). *To hang up.* gloo: shut its sockets down. NCCL: abort the communicator, which ends all
-that is queued, with whatever is in memory then. *To leave a group that is in order.* gloo: destroy it.
-NCCL: abort it, since that waits for no peer, and is what the self-test has tried. *To free a group that is
-not.* gloo: never, if it has lost an operation, because its destructor would wait for that. NCCL: never,
-because its destructor waits for threads that look at every operation that has failed.
+* *A peer dies.* gloo: a collective soon raises (its sockets are closed), or never ends. NCCL: no error may
+  come for minutes.
+* *The result of a collective is complete.* gloo: when its future or `wait` ends. NCCL: these end when the
+  collective is enqueued, for the GPU to wait; whether it is complete is found by an event on the GPU
+  (`is_completed`).
+* *Abort.* gloo: shut its sockets down. NCCL: abort the communicator, which ends everything enqueued, with
+  whatever memory content there is.
+* *Leave an intact group.* gloo: destroy it. NCCL: abort it, since that waits for no peer and was tried by the
+  self-test.
+* *Free a group that is not intact.* gloo: never, if it has lost an operation, because its destructor would
+  wait for that. NCCL: never, because its destructor waits for threads that check every failed operation.
 
-Everything else of this library knows a group as a `Group`, one for each generation of a process. What is
-said of NCCL is from the source of torch (ProcessGroupNCCL.cpp, 2.9 and later) and NCCL's documentation.
+All other modules use a group as a `Group`, one per generation of a process. The statements about NCCL are
+from torch's source (ProcessGroupNCCL.cpp, 2.9 and later) and NCCL's documentation.
 """
 
 from __future__ import annotations
@@ -31,11 +34,11 @@ from adaptdl_elastic.torch._process_group.backends.nccl import Nccl
 __all__ = ["ARRIVES", "KINDS", "Gloo", "Group", "Nccl", "broadcast", "keep", "kind", "patiently", "present"]
 
 KINDS: dict[str, type[Group]] = {"gloo": Gloo, "nccl": Nccl}
-"""By torch's name of the backend."""
+"""Classes by torch's names of the backends."""
 
 
 def kind(backend: Any) -> type[Group]:
-    """Which `Group` a backend needs, as `init_process_group` takes it: "nccl", "cpu:gloo,cuda:nccl"."""
+    """Return the `Group` class for a backend as in `init_process_group`: "nccl", "cpu:gloo,cuda:nccl"."""
     names = {part.rpartition(":")[2] for part in str(backend).lower().split(",")}
     main = names - {"gloo"} or names
     return KINDS.get(main.pop(), Group) if len(main) == 1 else Group

@@ -1,4 +1,4 @@
-"""What this library knows of torch's default process group, whatever its backend."""
+"""What this library knows about torch's default process group, for any backend."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ dist: Any = torch.distributed  # its stub does not export all of it
 log = logging.getLogger(__name__)
 
 ARRIVES = timedelta(minutes=10)
-"""How long a gradient may be on its way: torch's time limit of NCCL's collectives."""
+"""Longest time of a gradient's all-reduce: torch's time limit of NCCL's collectives."""
 
-_LOOK, _GRACE = 0.05, 0.2  # seconds between looks for a death; that a transfer has to end by itself then
+# seconds between two checks for a death; seconds for a transfer to end by itself after one
+_LOOK, _GRACE = 0.05, 0.2
 
 
 class Group:
-    """Torch's default group of one generation of this process; as such, of a backend that nobody knows.
+    """Torch's default group of one generation of this process; this class is for unknown backends.
 
     Args:
-        backend: As `torch.distributed.init_process_group` was given it.
-        session: Whose; None: of nobody who could lose a peer (the self-test).
+        backend: as given to `torch.distributed.init_process_group`.
+        session: its session; None in the self-test, where no peer is known.
     """
 
     completion_is_unreliable = False
-    """Whether futures of collectives are done before their results are there."""
+    """Whether futures of collectives are done before their results are complete."""
 
     tested = False
     """Whether changes in place must wait for the self-test."""
@@ -45,102 +46,110 @@ class Group:
 
     @classmethod
     def place(cls) -> None:
-        """Have this process use the device of its slot, unless the script has chosen one."""
+        """Select the device of this process's slot, unless the script has chosen one."""
 
     @classmethod
     def training_device(cls) -> torch.device:
-        """Where a script with this backend most likely trains."""
+        """Return the device on which a script with this backend probably trains."""
         return torch.device("cpu")
 
     @classmethod
     def prepare(cls) -> None:
-        """Set what the first group of a process must find that may change in place."""
+        """Set the environment variables that the first group of a process needs for changes in place."""
 
     @classmethod
     def why_not(cls, session: Session) -> str | None:
-        """Why such groups can not be made anew within a process of this script; None: they can."""
+        """Return why such groups cannot be formed again within this process; None if they can."""
         known = "only groups of gloo and of NCCL are known to be re-made safely"
         return f"the backend is {session.backend}: {known}"
 
     @property
     def limits(self) -> dict[str, Any]:
-        """Arguments for `init_process_group` where the others may be gone already."""
+        """Arguments for `init_process_group` if the other replicas may be dead already."""
         return {}
 
     @property
     def device(self) -> torch.device:
-        """Where what is sent must be, and where what is received arrives."""
+        """The device of tensors that are sent and received."""
         return torch.device("cpu")
 
     def forming(self) -> None:
-        """Torch's group is about to be made."""
+        """Prepare for torch's group to be made."""
 
     def formed(self, patience: timedelta | None) -> None:
-        """It has been made; `patience` is set where the others may be gone already.
+        """Finish after torch's group was made.
 
-        Raises RuntimeError when they are.
+        Args:
+            patience: time limit if the other replicas may be dead already; None: they are not.
+
+        Raises:
+            RuntimeError: one of them is gone.
         """
 
     def restore_timeouts(self) -> None:
-        """All are there and have what they need: torch's own time limits from now on."""
+        """Restore torch's own time-outs, since all replicas have come and have what they need."""
 
     def abort(self) -> None:
-        """Make every operation of the group end, here and at its other ends. From any thread."""
+        """Make every operation of the group end, here and on its peers. From any thread."""
 
     @property
     def is_aborted(self) -> bool:
-        """Whether `abort` has begun: what ends from then on has not arrived, whatever it says."""
+        """Whether `abort` has begun.
+
+        Operations that end from then on are not complete, whatever they report.
+        """
         return False
 
     def unblock(self) -> None:
-        """Let a transfer go on that waits for somebody who is gone."""
+        """Let a transfer end that waits for a replica that is gone."""
 
     def abort_and_drain(self) -> None:
-        """Hang up, and return when nothing of the group writes into anybody's memory any more."""
+        """Abort, and return when no operation of the group writes into memory any more."""
         self.abort()
 
     def synchronize(self) -> None:
-        """Wait for what this replica has queued. All do it, then meet, then `destroy`."""
+        """Wait for what this replica has enqueued. All replicas call it, then meet, then `destroy`."""
 
     def destroy(self) -> None:
-        """Have no default group any more, whatever state it is in."""
+        """Remove the default group, in whatever state it is."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def wait(self, works: Sequence[Any], limit: timedelta) -> None:
-        """Until the results of all `works` are there.
+        """Wait until the results of all `works` are complete.
 
-        Raises RuntimeError: one failed or took too long, or somebody has hung up.
+        Raises:
+            RuntimeError: one failed or took too long, or the group was aborted.
         """
         for work in works:
             work.wait(limit)
 
     def queue(self, collective: Callable[[], Any]) -> Any:
-        """`collective()`, which must not fall into the middle of hanging up."""
+        """Call `collective`, but not while the group is being aborted."""
         return collective()
 
     def send(self, flat: torch.Tensor, peer: int) -> None:
-        """Send a tensor on `device`; returns when it has been sent. RuntimeError: as `wait`."""
+        """Send a tensor on `device`; return when it was sent. RuntimeError as in `wait`."""
         dist.send(flat, peer)
 
     def receive(self, flat: torch.Tensor, peer: int) -> None:
-        """Receive into a tensor on `device`, and have it there. RuntimeError: as `wait`."""
+        """Receive into a tensor on `device`; return when it is complete. RuntimeError as in `wait`."""
         dist.recv(flat, peer)
 
     def here(self) -> contextlib.AbstractContextManager[Any]:
-        """For a thread that transfers: as the training thread has it."""
+        """Return a context in which a thread that transfers uses the same device as the training thread."""
         return contextlib.nullcontext()
 
 
 def present(session: Session) -> Group | None:
-    """This process's group of the present generation; None: torch's was made by the script."""
+    """Return this process's group of the present generation; None if the script made torch's."""
     found = session.group
     assert found is None or isinstance(found, Group)
     return found
 
 
 def keep() -> None:
-    """Never free the present default group: its destructor would wait, maybe for ever."""
+    """Never free the present default group: its destructor would wait, maybe without end."""
     if dist.is_initialized():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
 
@@ -151,15 +160,23 @@ def patiently(
     transfer: Callable[[], None],
     limit: timedelta | None = None,
 ) -> None:
-    """Run `transfer`, unless somebody dies meanwhile, or it takes longer than `limit`.
+    """Run `transfer`, but end it if a replica dies or `limit` is exceeded.
 
-    In a thread, because gloo does not notice when the other end dies in the middle of a tensor: then the
-    thread is left to torch's time limit, and its group must never be freed. RuntimeError: what `transfer`
-    raises, the loss of a replica, or the limit.
+    It runs in a thread, because gloo does not notice when the other end dies in the middle of a tensor. Then
+    the thread ends by torch's time limit, and its group must never be freed.
+
+    Args:
+        session: used to notice deaths; None: `transfer` runs directly.
+        group: what the library knows of the group.
+        transfer: the transfer.
+        limit: time limit.
+
+    Raises:
+        RuntimeError: `transfer` failed, a replica was lost, or the limit was exceeded.
     """
     failed: list[BaseException] = []
     if group is not None:
-        group.synchronize()  # the thread has a stream of its own
+        group.synchronize()  # the thread has a CUDA stream of its own
 
     def run() -> None:
         try:
@@ -197,12 +214,12 @@ def broadcast(tensors: list[torch.Tensor], torch_group: Any, group: Group | None
     """Give every replica the tensors of the group's rank 0. A collective.
 
     Args:
-        tensors: Overwritten once all have arrived.
-        torch_group: The process group.
-        group: What the library knows of it; None: nothing.
-        limit: How long to wait for the others.
+        tensors: overwritten when all have arrived.
+        torch_group: the process group.
+        group: what the library knows of it; None: nothing.
+        limit: how long to wait for the others.
     """
-    copies = [tensor.clone() for tensor in tensors]  # a broadcast that breaks leaves half of each
+    copies = [tensor.clone() for tensor in tensors]  # a broadcast that fails leaves partial results
 
     def start() -> list[Any]:
         return [dist.broadcast(one, group=torch_group, group_src=0, async_op=True) for one in copies]

@@ -18,14 +18,15 @@ from adaptdl_elastic.torch._process_group.backends.base import Group
 
 dist: Any = torch.distributed  # its stub does not export all of it
 
-_CONNECT = timedelta(seconds=3)  # each of the five times that gloo tries to reach one that may be dead
+# time limit of each of the five attempts of gloo to connect to a peer, which may be dead
+_CONNECT = timedelta(seconds=3)
 
 
 class Gloo(Group):
-    """gloo: its sockets are remembered, because it can not be told to give up.
+    """A group of gloo. It keeps its sockets, because gloo has no abort.
 
-    Shutting them down is the only way to end a collective whose peer is another replica that waits in
-    vain itself.
+    Shutting the sockets down is the only way to end a collective whose peer is a replica that itself waits in
+    vain.
     """
 
     def __init__(self, backend: str, session: Session | None = None) -> None:
@@ -65,7 +66,7 @@ class Gloo(Group):
                 with socket.socket(fileno=os.dup(descriptor)) as one:
                     if _inode(one.fileno()) == inode and one.getpeername():
                         one.shutdown(socket.SHUT_RDWR)
-            except OSError:  # closed a moment ago, or a listening one: gloo does not survive its end
+            except OSError:  # closed a moment ago; or listening, which gloo would not survive
                 continue
 
 
@@ -74,7 +75,7 @@ def _set_timeout(timeout: timedelta) -> None:
 
 
 def _sockets() -> set[tuple[int, str]]:
-    """(descriptor, inode) of every socket of this process."""
+    """Return (descriptor, inode) of every socket of this process."""
     descriptors = Path("/proc/self/fd")
     names: Iterable[int] = (
         [int(entry.name) for entry in descriptors.iterdir()] if descriptors.is_dir() else []

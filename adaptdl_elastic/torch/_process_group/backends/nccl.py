@@ -26,38 +26,40 @@ from adaptdl_elastic.torch._process_group.backends.gloo import Gloo
 dist: Any = torch.distributed  # its stub does not export all of it
 log = logging.getLogger(__name__)
 
-_TRANSFER = timedelta(seconds=60)  # that one tensor may take from one replica to another
+_TRANSFER = timedelta(seconds=60)  # time limit for sending one tensor to another replica
 ABORT_SECONDS = 60.0
-"""How long an abort may take before the process ends."""
-_LAUNCH = 1.0  # seconds that a thread may take to queue a collective, before it is aborted all the same
+"""Seconds that an abort may take before the process is ended."""
+_LAUNCH = 1.0  # seconds that a thread may take to enqueue a collective before it is aborted all the same
 _DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-_SPIN, _PAUSE = 50, 0.00005  # looks without a pause at whether a collective has ended, then seconds between
+# checks for the end of a collective without a pause; then seconds between two checks
+_SPIN, _PAUSE = 50, 0.00005
 
 
 class Nccl(Group):
-    """NCCL, also with gloo beside it for tensors of the host ("cuda:nccl,cpu:gloo").
+    """A group of NCCL, possibly with gloo for tensors of the host ("cuda:nccl,cpu:gloo").
 
-    Whether a collective has arrived is asked of the GPU, and counts only if nobody had hung up by then:
-    an abort ends it as well. So nobody but us may abort, and torch's watchdog is told to leave it alone.
+    Whether a collective is complete is asked of the GPU, and counts only if the group had not been aborted by
+    then, since an abort ends it, too. So only this library may abort, and torch's watchdog is configured not
+    to.
     """
 
     completion_is_unreliable = tested = True
 
     kind = "cuda"
-    """The type of the devices it works on."""
+    """Type of the devices that it works on."""
 
     label = "NCCL"
 
     variables = {  # noqa: RUF012
-        # 0: errors and time limits are left to us. 1 and 3 end the process; 2 aborts behind our back.
+        # 0: errors and time limits are left to this library. 1 and 3 end the process; 2 aborts by itself.
         _HANDLING: "0",
-        # Else a thread of torch's has every process write what it was doing, and ends it afterwards.
+        # otherwise a thread of torch makes every process write a dump, and then ends it
         _DUMP: "0",
-        # The watchdog sleeps four times as long after an error, once for each operation under way.
+        # the watchdog sleeps four times as long after an error, once for each pending operation
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
     }
-    """What torch must find in the environment when it makes a group."""
+    """Environment variables that torch must find when it makes a group."""
 
     def __init__(self, backend: str, session: Session | None = None) -> None:
         super().__init__(backend, session)
@@ -98,7 +100,7 @@ class Nccl(Group):
 
     @classmethod
     def fingerprint(cls) -> str:
-        """What the result of a self-test holds for."""
+        """Return what the result of a self-test depends on."""
         driver = Path("/proc/driver/nvidia/version")
         return "\n".join(
             [
@@ -110,7 +112,7 @@ class Nccl(Group):
 
     @classmethod
     def devices(cls) -> list[torch.device]:
-        """What the self-test may use."""
+        """Return the devices that the self-test may use."""
         return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
     @property
@@ -125,7 +127,8 @@ class Nccl(Group):
 
     @override
     def forming(self) -> None:
-        # Else a thread of torch's asks the store, whose signatures are Python's, also while the process ends.
+        # Otherwise a thread of torch calls the store, whose signatures are Python code, even while the
+        # process ends.
         os.environ.setdefault(_DUMP, self.variables.get(_DUMP, "0"))
         if self._beside is not None:
             self._beside.forming()
@@ -136,12 +139,12 @@ class Nccl(Group):
         if self._beside is not None:
             self._beside.formed(patience)
         if patience is not None:
-            # The first collective is when NCCL connects: not in the middle of a step, where a death
-            # would find a thread in it that nothing wakes. One communicator is all there will be.
+            # NCCL connects at the first collective. That must not be in the middle of a step, where after a
+            # death nothing would wake the thread. There will be only one communicator.
             patiently(self.session, self, lambda: self.first_collective(patience), patience)
 
     def first_collective(self, patience: timedelta) -> None:
-        """Make the communicator, with all others."""
+        """Make the communicator, together with all other replicas."""
         one = torch.zeros(1, device=self.device)
         self.wait([self.queue(lambda: dist.all_reduce(one, async_op=True))], patience)
 
@@ -155,7 +158,7 @@ class Nccl(Group):
         with self._lock:
             if self._hung_up or self._group is None:
                 return
-            self._hung_up = True  # before the abort: what ends because of it must not count
+            self._hung_up = True  # before the abort: operations that end because of it must not count
             self._aborting = threading.Thread(target=self._abort, name="adaptdl-abort", daemon=True)
             self._aborting.start()
         if self._beside is not None:
@@ -167,7 +170,8 @@ class Nccl(Group):
         return self._hung_up
 
     def _abort(self) -> None:
-        # NCCL frees what a thread that is just queueing works with; one that the GPU holds up waits for us.
+        # NCCL frees memory that a thread that is enqueueing still uses; a thread blocked by the GPU is not
+        # waited for longer.
         queueing = self._queueing.acquire(timeout=_LAUNCH)
         try:
             self._group.abort()
@@ -187,7 +191,7 @@ class Nccl(Group):
             self._end_process()
 
     def aborted(self, limit: float | None = None) -> bool:
-        """Hang up, and wait until that is done; False: it takes longer than `limit` seconds."""
+        """Abort, and wait for its end; return False if it takes longer than `limit` seconds."""
         self.abort()
         if self._aborting is not None:
             self._aborting.join(ABORT_SECONDS if limit is None else limit)
@@ -195,7 +199,7 @@ class Nccl(Group):
         return True
 
     def _end_process(self) -> None:
-        # Neither this process nor an orderly exit can count on the device any more.
+        # neither this process nor a normal exit can rely on the device any more
         message = f"aborting {self.label}'s communicator takes more than {ABORT_SECONDS:.0f} s"
         print(f"{message}: this replica ends, to restart from the last checkpoint", file=sys.stderr)
         sys.stderr.flush()
@@ -212,7 +216,8 @@ class Nccl(Group):
             return
         self.abort_and_drain()
         keep()
-        torch.distributed.distributed_c10d._abort_process_group()  # of what is aborted: forget it
+        # the group is aborted: only remove torch's references
+        torch.distributed.distributed_c10d._abort_process_group()
 
     @override
     def wait(self, works: Sequence[Any], limit: timedelta) -> None:
@@ -227,7 +232,7 @@ class Nccl(Group):
                 time.sleep(0.0 if looks < _SPIN else _PAUSE)
         if not self._hung_up:
             for work in works:
-                work.wait()  # it has ended: this raises what it ended with
+                work.wait()  # it has ended: this raises its error
         if self._hung_up:
             raise PeerLostError("a replica is gone")
 
@@ -247,7 +252,8 @@ class Nccl(Group):
         self._exchange(dist.irecv, flat, peer)
 
     def _exchange(self, operation: Any, flat: torch.Tensor, peer: int) -> None:
-        # As a batch, even of one: else torch makes a communicator for the two of them, and one more to abort.
+        # A batch, even of one: otherwise torch makes a communicator for these two ranks, which would have to
+        # be aborted, too.
         batch = [dist.P2POp(operation, flat, peer)]
         self.wait(self.queue(lambda: dist.batch_isend_irecv(batch)), _TRANSFER)
 
@@ -260,7 +266,7 @@ class Nccl(Group):
             return
         with torch.cuda.device(device):
             yield
-            torch.cuda.current_stream().synchronize()  # its stream is not the one that training goes on in
+            torch.cuda.current_stream().synchronize()  # this thread's stream is not the training thread's
 
 
 def _nccl_version() -> Any:

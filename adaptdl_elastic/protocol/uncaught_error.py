@@ -1,10 +1,11 @@
-"""The error that ended a replica's script: written by the replica's process, read by its agent.
+"""The record of the error that ended a replica's script, written by the replica and read by its agent.
 
-Two files in the replica's directory of logs: `uncaught.json`, for the agent, and `traceback.log`, for people.
-Of many replicas that fail together one has to be shown, and a failure that comes again has to be recognised.
-So the record says when the error was raised, of which kind it is, and whether it only tells that another
-replica is gone. The kind is the type of the exception and the innermost line of the user's own code: messages
-may hold addresses, ranks and numbers that differ each time.
+The replica's log directory gets two files: `uncaught.json` for the agent, and `traceback.log` for users. If
+many replicas fail together, the agent must choose the one to show, and it must recognise a failure that
+happens again. So the record says when the error was raised, of which kind it is, and whether it only reports
+that another replica is gone. The kind is the type of the exception and the innermost line of the user's own
+code. The message is not part of it, because it may contain addresses, ranks and numbers that differ each
+time.
 """
 
 from __future__ import annotations
@@ -20,23 +21,26 @@ from types import TracebackType
 
 RECORD = "uncaught.json"
 TRACEBACK = "traceback.log"
-_PACKAGE = str(Path(__file__).parents[2])  # not resolved: in a checkout its parts are linked into the package
+_PACKAGE = str(Path(__file__).parents[1])  # not resolved: in a checkout the parts of the package are links
 _LOST_PEER_TYPES = {"PeerLostError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 _LOST_PEER_TEXT = re.compile(r"[Gg]loo|NCCL|TCPStore|Connection (closed|reset) by peer|Broken pipe")
 
 
 @dataclass(frozen=True)
 class UncaughtError:
-    """What an agent has to know of it."""
+    """What an agent needs to know about an error."""
 
-    kind: str  # the same for errors of the same type at the same line of the user's code
+    kind: str  # equal for errors of the same type at the same line of the user's code
     message: str  # one line, with the type
     raised: float  # wall clock
-    lost_peer: bool  # it tells that another replica, or the connection to it, is gone
+    lost_peer: bool  # it only reports that another replica, or the connection to it, is gone
 
 
 def describe(error: BaseException, trace: TracebackType | None) -> UncaughtError:
-    """Return what an agent has to know of an error. `trace`: its traceback, without frames of ours."""
+    """Return what an agent needs to know about an error.
+
+    `trace`: its traceback, starting in the user's code.
+    """
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     text = " ".join(str(error).splitlines()[:1])
@@ -49,7 +53,10 @@ def describe(error: BaseException, trace: TracebackType | None) -> UncaughtError
 
 
 def write(found: UncaughtError, directory: Path) -> None:
-    """Leave the record for the agent. An error of the disk is not to hide the one that is written about."""
+    """Write the record for the agent.
+
+    A failure to write it is ignored, so as not to hide the error itself.
+    """
     try:
         (directory / RECORD).write_text(json.dumps(asdict(found)))
     except OSError:
@@ -57,7 +64,7 @@ def write(found: UncaughtError, directory: Path) -> None:
 
 
 def read(directory: Path) -> UncaughtError | None:
-    """Return the record of a replica that has ended, or None where there is none."""
+    """Return the record of a replica that has ended, or None."""
     try:
         return UncaughtError(**json.loads((directory / RECORD).read_text()))
     except (OSError, ValueError, TypeError):
@@ -65,8 +72,8 @@ def read(directory: Path) -> UncaughtError | None:
 
 
 def _where(error: BaseException, trace: TracebackType | None) -> str:
-    """Name the innermost line of the user's code; of any code, where none of it is the user's."""
-    if isinstance(error, SyntaxError):  # it is raised before there is a frame of the file it is in
+    """Return the innermost line of the user's code; if there is none, of any code."""
+    if isinstance(error, SyntaxError):  # it is raised before the file has a frame
         return f"{Path(error.filename or '?').name}:{error.lineno}"
     frames = traceback.extract_tb(trace)
     own = [frame for frame in frames if not _is_installed(frame.filename)] or frames
@@ -74,14 +81,14 @@ def _where(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def _is_installed(file: str) -> bool:
-    """Whether a file belongs to Python, to an installed package or to adaptdl-elastic."""
+    """Return whether a file belongs to Python, to an installed package or to adaptdl-elastic."""
     paths = sysconfig.get_paths()
     installed = (paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     return file.startswith((*installed, _PACKAGE, "<frozen"))
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    """Whether an error, or what it was raised from, tells that a peer or the connection to it is gone."""
+    """Return whether an error, or its cause, reports that a peer or the connection to it is gone."""
     cause: BaseException | None = error
     while cause is not None:
         names = {base.__name__ for base in type(cause).__mro__}

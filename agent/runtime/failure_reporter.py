@@ -1,0 +1,78 @@
+"""What a person at the terminal and the event log are told of failures, and of the restarts after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from adaptdl_elastic.agent.runtime import failure_reports
+from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
+from adaptdl_elastic.agent.terminal.replica_output import Output
+from adaptdl_elastic.agent.terminal.traceback_display import EndedReplica, TracebackDisplay
+from adaptdl_elastic.rendezvous.schema.records import (
+    Cause,
+    CheckpointRecord,
+    EndedRecord,
+    Failure,
+    Outcome,
+    Plan,
+    Transition,
+)
+
+
+class FailureReporter:
+    """Tells of each failure once, with one traceback."""
+
+    def __init__(
+        self, output: Output, recorder: EventRecorder, say: Callable[[str], None], max_restarts: int
+    ) -> None:
+        self._recorder, self._say, self._max_restarts = recorder, say, max_restarts
+        self._tracebacks = TracebackDisplay(output)
+
+    def failed(
+        self, failure: Failure, ended: Iterable[EndedReplica], restarts_used: int, *, alone: bool
+    ) -> None:
+        """Tell that a generation has failed on this node.
+
+        Args:
+            failure: That of the replica which the others' came of.
+            ended: The replicas of the generation.
+            restarts_used: Restarts of the job before this failure.
+            alone: No other node has replicas.
+        """
+        used = min(restarts_used + 1, self._max_restarts)
+        self._recorder.failure(failure, used, self._max_restarts)
+        shown = self._tracebacks.show_cause(ended, failure.rank, alone=alone)
+        self._say(failure_reports.summarise(failure, again=shown.repeated, traceback=shown.hidden_in))
+
+    def left(self, record: EndedRecord, ended: Iterable[EndedReplica]) -> None:
+        """Tell of an error that a replica has ended with though it was to leave, or was yet to join."""
+        if record.outcome is not Outcome.STOPPED and record.failure is None:
+            return
+        shown = self._tracebacks.show_first(ended)
+        if shown.rank is not None:
+            self._say(f"replica {shown.rank} has ended with this error when it was to leave or to join")
+
+    def withdrawn(
+        self, plan: Plan, newcomers: Iterable[EndedReplica], reason: str, *, stopping: bool
+    ) -> None:
+        """Tell that a change in place is off.
+
+        Args:
+            plan: The change.
+            newcomers: Those of its replicas that have exited.
+            reason: Why it is off.
+            stopping: The other replicas are about to stop.
+        """
+        self._tracebacks.show_first(newcomers)
+        goes_on = "" if stopping else ", training goes on"
+        self._say(f"generation {plan.generation} is withdrawn{goes_on}: {reason}")
+
+    def starts_again(self, plan: Plan, saved: CheckpointRecord | None) -> None:
+        """Tell that a generation starts because the one before was lost, if that is so."""
+        if plan.transition is not Transition.ABORT or plan.generation <= plan.first:
+            return
+        origin = "the beginning" if saved is None else f"the checkpoint of step {saved.step}"
+        if plan.cause is Cause.FAILURE:
+            self._say(f"restart {plan.restarts} of {self._max_restarts}, from {origin}")
+        else:
+            self._say(f"starting again, from {origin} ({plan.reason}; not counted as a restart)")

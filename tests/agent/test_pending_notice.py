@@ -1,0 +1,65 @@
+"""An agent whose job has no replicas says why."""
+
+from __future__ import annotations
+
+from adaptdl_elastic.agent.core.pending_notice import AFTER, SILENCE, UNHEARD, PendingNotice
+from adaptdl_elastic.rendezvous.schema.records import INPLACE_REQUIRED, JobState, JobStatus
+
+
+def pending(reason: str) -> JobStatus:
+    return JobStatus("job", "run-1", JobState.PENDING, reason=reason)
+
+
+RUNNING = JobStatus("job", "run-1", JobState.RUNNING, reason="2 replicas")
+
+
+def test_a_reason_that_stands_is_said_once_and_when_it_changes() -> None:
+    waiting = PendingNotice()
+    assert waiting.notice(None, 0.0) is None
+    assert waiting.due == SILENCE
+    assert waiting.notice(pending("one node"), 10.0) is None
+    assert waiting.due == 10.0 + AFTER
+    assert waiting.notice(pending("one node"), waiting.due) == "no replica yet: one node"
+    assert (waiting.notice(pending("one node"), 99.0), waiting.due) == (None, None)
+    assert waiting.notice(pending("two nodes"), 100.0) is None
+    assert waiting.notice(pending("two nodes"), 100.0 + AFTER) == "no replica yet: two nodes"
+    assert waiting.notice(pending("one node"), 200.0) is None
+    assert waiting.notice(pending("one node"), 200.0 + AFTER) == "no replica yet: one node"
+
+
+def test_that_nobody_decides_is_said_once() -> None:
+    waiting = PendingNotice()
+    assert waiting.notice(None, 1.0) is None
+    assert waiting.notice(None, SILENCE) is None
+    assert waiting.notice(None, 1.0 + SILENCE) == UNHEARD
+    assert (waiting.notice(None, 99.0), waiting.due) == (None, None)
+    assert waiting.notice(pending("one node"), 100.0) is None
+    assert waiting.notice(pending("one node"), 100.0 + AFTER) == "no replica yet: one node"
+
+
+def test_what_is_over_in_a_moment_is_not_worth_a_word() -> None:
+    waiting = PendingNotice()
+    assert waiting.notice(pending("its turn"), 0.0) is None
+    assert waiting.notice(pending("slots"), AFTER / 2) is None
+    assert waiting.notice(pending("slots"), AFTER) is None
+    assert (waiting.notice(RUNNING, 2 * AFTER), waiting.due) == (None, None)
+    assert waiting.notice(pending("slots"), 3 * AFTER) is None
+    assert waiting.notice(pending("slots"), 4 * AFTER) == "no replica yet: slots"
+
+
+def test_why_a_size_is_kept_is_said_at_once_and_once() -> None:
+    waiting, insists = (
+        PendingNotice(),
+        JobStatus("job", "run-1", JobState.RUNNING, reason=f"keeps 2: {INPLACE_REQUIRED}"),
+    )
+    assert waiting.notice(insists, 0.0) == insists.reason
+    assert waiting.notice(RUNNING, 1.0) is None
+    assert waiting.notice(insists, 2.0) is None
+
+
+def test_who_keeps_its_size_waits_for_nothing() -> None:
+    notice = PendingNotice()
+    assert notice.notice(None, 0.0) is None
+    insists = JobStatus("job", "run-1", JobState.RUNNING, reason=f"keeps 2: {INPLACE_REQUIRED}")
+    assert notice.notice(insists, 1.0) == insists.reason
+    assert notice.due is None

@@ -1,0 +1,56 @@
+"""Another run of a job that has ended: its generations go on where the last run's have stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster import JOB, Cluster
+from elastic_run import ElasticRun
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "train.py")
+pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def first_run(cluster: Cluster, end: str) -> None:
+    """Run the job until it is done, or until a person stops it."""
+    run = cluster.start("a", "--nproc-per-node=1:2", SCRIPT, "60", "0.1")
+    run.wait_for_event("generation")
+    cluster.scale(2, run)
+    if end == "stopped":
+        cluster.ask("stop", JOB)
+        assert run.wait() == 143, run.text()
+    else:
+        cluster.finish(run)
+        (cluster.directory / "hurry").unlink()
+
+
+def is_after(run: ElasticRun, generation: int, **fields: object) -> dict[str, object]:
+    return run.wait_for(
+        lambda e: (
+            e["event"] == "generation"
+            and e["generation"] > generation
+            and all(e[name] == value for name, value in fields.items())
+        )
+    )
+
+
+@pytest.mark.parametrize("end", ["done", "stopped"])
+def test_another_run_changes_in_place_and_survives_deaths(cluster: Cluster, end: str) -> None:
+    first_run(cluster, end)
+    again = ("--anew",) if end == "done" else ()
+    run = cluster.start("a", "--nproc-per-node=1:2", *again, SCRIPT, "60", "0.1")
+    begun = run.wait_for_event("generation")
+    assert begun["generation"] > 0
+    grown = cluster.scale(2, run)
+    assert grown["transition"] == "inplace", run.text()
+    generation = grown["generation"]
+    pids = run.wait_for_event("started", generation=generation)["pids"]
+    psutil.Process(pids["1"]).kill()
+    survived = is_after(run, generation, replicas=1)  # type: ignore[arg-type]
+    assert survived["transition"] == "recover", run.text()
+    assert is_after(run, survived["generation"], replicas=2)["transition"] == "inplace"  # type: ignore[arg-type]
+    assert "goodput" in cluster.ask("status", JOB, "--json")
+    cluster.finish(run)
+    assert run.of("failure") == []
