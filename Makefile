@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo cluster-demo ec2-demo soak chaos simulate-faults api quick test lint clean
+.PHONY: help install demo cluster-demo ec2-demo soak chaos simulate-faults planted-defects api quick test lint clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -40,6 +40,9 @@ chaos: $(STAMP) ## SECONDS=600 SEED=1: schedules of changes and deaths drawn at 
 
 simulate-faults: $(STAMP) ## SECONDS=60 SEED=1: the real agents and coordinators in simulated clusters that fail in every way
 	@PYTHONPATH=tests/simulation:tests/support $(BIN)/python -m faultsim --seconds $(or $(SECONDS),60) --seed $(or $(SEED),1)
+
+planted-defects: $(STAMP) ## SECONDS=60 SEED=1: 20 defects put into copies of the product, one by one, for simulate-faults to find
+	@$(BIN)/python tests/simulation/planted_defects.py --seconds $(or $(SECONDS),60) --seed $(or $(SEED),1)
 
 api: $(STAMP) ## docs/api.md from the docstrings, and the picture in docs/architecture.md from the imports
 	@$(BIN)/python docs/generate_api.py

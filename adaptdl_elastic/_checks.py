@@ -18,7 +18,7 @@ def integer(value: Any) -> int | None:
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """An integer from `least` to `most`, as Python's; ValueError otherwise."""
+    """Return `value` as a Python integer; ValueError if it is not one from `least` to `most`."""
     number = integer(value)
     if number is None or number < least or (most is not None and number > most):
         limits = f"of at least {least}" if most is None else f"from {least} to {most}"
@@ -43,7 +43,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def positive(name: str, value: Any) -> float:
-    """A finite number above 0, as Python's; ValueError otherwise."""
+    """Return `value` as a finite Python number above 0; ValueError if it is not one."""
     number = real(value)
     if number is None or not 0 < number < math.inf:
         raise ValueError(f"{name}={value!r}: give a number above 0")

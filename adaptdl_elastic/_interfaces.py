@@ -173,7 +173,7 @@ class ElasticModel(Protocol):
         """Give every replica rank 0's buffers. A collective."""
 
     def data_loop_begins(self) -> None:
-        """A data loop begins that is not known to train: let buffers be rank 0's. A collective."""
+        """Begin a data loop not known to train: give every replica rank 0's buffers. A collective."""
 
     # Gradient statistics.
 
@@ -231,7 +231,7 @@ class ScaledModel(Protocol):
         """Return whether the optimizer is to step now."""
 
     def end_step(self, factor: Any) -> None:
-        """The optimizer has stepped at learning rates times `factor`."""
+        """Record that the optimizer has stepped at learning rates multiplied by `factor`."""
 
     def skipped_step(self) -> None:
         """Gradients were inf or nan, and the optimizer did not step."""
@@ -353,7 +353,7 @@ class Consensus(Protocol):
         """Take a control message of another replica."""
 
     def on_lost(self, rank: int) -> None:
-        """A replica is gone without a goodbye."""
+        """Record that a replica is gone without a goodbye."""
 
     def lose(self, reason: str) -> None:
         """Nothing can be agreed with this generation any more. From any thread."""
@@ -390,13 +390,13 @@ class Reporter(Protocol):
     """What a job learns about itself while it trains, and the batch size that follows from it."""
 
     def profile_step_start(self, atomic_bsz: int) -> None:
-        """A forward pass with `atomic_bsz` samples on this replica begins."""
+        """Begin a forward pass with `atomic_bsz` samples on this replica."""
 
     def profile_step_commit(self, accumulation_step: bool = False) -> None:
-        """The pass has ended."""
+        """End the pass."""
 
     def pause(self) -> None:
-        """The time from here to the next pass is no step's."""
+        """Leave the time from here to the next pass out of the step times."""
 
     def update_grad_params(self, key: str, sqr: float, var: float) -> None:
         """Take the gradient statistics of one model."""
@@ -475,10 +475,10 @@ class Survivor(Protocol):
         """From now on the death of a peer does not end this replica, if that is possible at all."""
 
     def begin_window(self, index: int) -> None:
-        """The first batch of a training window is about to be handed out."""
+        """Prepare for the first batch of a training window, which is handed out next."""
 
     def before_step(self, left_out: bool) -> None:
-        """An `optimizer.step()` of the window under way steps now, or does nothing (`left_out`)."""
+        """Prepare for an `optimizer.step()` of this window; `left_out`: the call will do nothing."""
 
     def mark(self) -> None:
         """All replicas have just synchronised their accumulators, or stand at the beginning of a loop."""
@@ -493,7 +493,7 @@ class Survivor(Protocol):
         """Return whether all replicas have come to the end of this loop with nothing to do again."""
 
     def loop_left(self, loader: ElasticLoader) -> None:
-        """This replica has left a loop by `break`."""
+        """Record that this replica has left a loop by `break`."""
 
     def between_loops(self) -> None:
         """All replicas are about to enter a data loop or an epoch."""
@@ -508,10 +508,10 @@ class Survivor(Protocol):
         """Return whether there is a plan of a later generation, without a peer that has died."""
 
     def on_lost(self) -> None:
-        """A peer is gone. From any thread."""
+        """Record that a peer is gone. May be called from any thread."""
 
     def on_plan(self, message: RecoveryPlan) -> None:
-        """The agent's plan of a generation without the dead. In the channel's thread."""
+        """Take the agent's plan of a generation without dead replicas. Runs in the channel's thread."""
 
 
 class Rescaling(Protocol):
@@ -521,10 +521,10 @@ class Rescaling(Protocol):
         """Return what is done at agreed boundaries, by the kind of the command."""
 
     def on_plan(self, message: ChangePlan) -> None:
-        """The agent's plan of a change in place. In the channel's thread."""
+        """Take the agent's plan of a change in place. Runs in the channel's thread."""
 
     def on_withdrawn(self, generation: int) -> None:
-        """The agent has withdrawn the plan of that generation. In the channel's thread."""
+        """Withdraw the plan of that generation, as the agent orders. Runs in the channel's thread."""
 
     def epoch_ends(self, epoch: int) -> None:
         """States of `epoch` are about to be dropped."""

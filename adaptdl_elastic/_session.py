@@ -270,7 +270,7 @@ def _installed() -> Parts:
 
 
 def current() -> Session:
-    """This process's session, made from the environment by the first call."""
+    """Return this process's session; the first call makes it from the environment."""
     global _current
     if _current is not None:  # the lock is for making it; every step of training comes here several times
         return _current

@@ -99,7 +99,7 @@ def send_frame(sock: socket.socket, kind: int, payload: bytes) -> None:
 
 
 def receive_frame(sock: socket.socket) -> tuple[int, bytes]:
-    """The next frame, blocking; ConnectionError when the other side has gone."""
+    """Return the next frame; blocks, and raises ConnectionError if the peer has closed."""
     length, kind = _HEADER.unpack(_receive(sock, _HEADER.size))
     if length > _MAX_FRAME:
         raise ConnectionError(f"a frame of {length} bytes: this is not one of our peers")

@@ -127,7 +127,7 @@ def give_up(why: str) -> NoReturn:
 
 
 def _tag(kind: str, tag: str | None) -> str:
-    """What the replicas compare: the call, its place in the script, and the epoch."""
+    """Return the text that the replicas compare: the call, its place in the script and the epoch."""
     if tag is None:
         tag = _frames.script_line()
     elif not isinstance(tag, str):

@@ -21,7 +21,7 @@ class EnvironmentVariableError(ValueError):
 
 
 def _read(parse: Callable[[str], T], *names: str) -> T | None:
-    """The first of `names` that is set and not empty, parsed."""
+    """Return the parsed value of the first of `names` that is set and not empty."""
     for name in names:
         text = os.environ.get(name)
         if text:
@@ -56,7 +56,7 @@ def share_path() -> str | None:
 
 
 def job_id() -> str | None:
-    """The job's name; None for a script that is alone."""
+    """Return the job's name; None for a script without a job."""
     return _read(str, environment.JOB_ID, environment.RUN_ID)
 
 
@@ -78,7 +78,7 @@ def _port(text: str) -> int:
 
 
 def replica_rank() -> int:
-    """This replica's rank, from 0 to `num_replicas() - 1`."""
+    """Return this replica's rank, from 0 to `num_replicas() - 1`."""
     rank = _read(_count(0), environment.REPLICA_RANK, environment.RANK) or 0
     if rank >= num_replicas():
         raise EnvironmentVariableError(
@@ -99,7 +99,7 @@ def num_nodes() -> int:
 
 
 def local_rank() -> int:
-    """The slot of this replica on its node, e.g. the number of its GPU."""
+    """Return the slot of this replica on its node, e.g. the number of its GPU."""
     return _read(_count(0), environment.ADAPTDL_LOCAL_RANK, environment.LOCAL_RANK) or 0
 
 

@@ -93,7 +93,7 @@ class GoodputFunction:
     def __call__(
         self, num_nodes: ArrayLike, num_replicas: ArrayLike, atomic_bsz: ArrayLike, accum_steps: ArrayLike
     ) -> Any:
-        """The same as `evaluate`."""
+        """Call `evaluate`."""
         return self.evaluate(num_nodes, num_replicas, atomic_bsz, accum_steps)
 
     def evaluate(
@@ -120,7 +120,7 @@ class GoodputFunction:
     def throughput(
         self, num_nodes: ArrayLike, num_replicas: ArrayLike, atomic_bsz: ArrayLike, accum_steps: ArrayLike
     ) -> Any:
-        """Samples per second, whatever they are worth."""
+        """Return the samples per second, regardless of statistical efficiency."""
         if self._perf_params is None:
             raise ValueError("no perf_params: this function can only answer for efficiency")
         nodes, replicas, atomic, accum = (
@@ -152,7 +152,7 @@ class GoodputFunction:
         atomic_bsz_range: tuple[Any, Any] | None = None,
         accumulation: bool = False,
     ) -> tuple[Any, Any, Any]:
-        """The batch size with the best goodput for each (num_nodes, num_replicas).
+        """Return the batch size with the best goodput for each (num_nodes, num_replicas).
 
         Tries `CANDIDATES` total batch sizes, spaced geometrically from max(initial batch size,
         smallest atomic batch × replicas) to `max_batch_size` (the initial one when None). A total is
@@ -223,7 +223,7 @@ def _check(name: str, given: Any, allowed: str, holds: Callable[[Array], Any]) -
 def _candidates_of_one(
     replicas: int, init: int, max_bsz: int, low: int, high: int, accumulation: bool
 ) -> tuple[Array, Array, NDArray[np.bool_]]:
-    """The same for one job and size, remembered: a job asks for it every few seconds."""
+    """Return the candidates for one job and size; cached, since a job asks every few seconds."""
     return _candidates(np.asarray(replicas), init, max_bsz, low, high, accumulation)
 
 
@@ -266,7 +266,7 @@ def _optim_time(params: PerfParams, t_grad: Array, t_net: Array) -> Array:
 
 
 def _in_kind(x: Any) -> Any:
-    """A Python number for a 0-d array, else the array."""
+    """Return a Python number for a 0-d array, else the array."""
     return x.item() if np.ndim(x) == 0 else x
 
 
@@ -370,7 +370,7 @@ def _fit(
 
 
 def _start(data: _Data, gamma: float) -> tuple[Array, NDArray[np.bool_]]:
-    """log θ to begin with, and which of θ the measurements speak for; the rest is held."""
+    """Return the initial log θ, and which parameters the measurements determine; the rest is held."""
     theta = np.array([0.5, 0.5, 0.2, 0.02, 0.1, 0.01, gamma])
     free = np.ones(7, dtype=bool)
     if np.ptp(data.atomic) < 1e-9:

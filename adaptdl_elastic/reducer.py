@@ -62,7 +62,7 @@ class CollectiveMismatchError(CollectiveError):
 
 
 def default_reduce_fn(a: Any, b: Any) -> Any:
-    """The sum."""
+    """Return the sum."""
     return a + b
 
 
@@ -384,7 +384,7 @@ class Reducer:
     # -- receiving ---------------------------------------------------------------------------------
 
     def _read_loop(self) -> None:
-        """The only reader of every connection, and the one that closes them in the end."""
+        """Read from every connection, and close them in the end; no other thread does."""
         with selectors.DefaultSelector() as selector:
             for peer, sock in self._peers.items():
                 selector.register(sock, selectors.EVENT_READ, peer)
@@ -518,7 +518,7 @@ _open: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 def _forget_in_children(reducer: Reducer) -> None:
-    """A forked child (a loader's worker) must not keep our connections open when we are killed."""
+    """Close our connections in forked children, so that a loader's worker does not keep them open."""
     _register()
     _open.add(reducer)
 

@@ -13,11 +13,10 @@ R = TypeVar("R")
 
 
 def print_exc(function: Callable[P, R]) -> Callable[P, R]:
-    """A decorator: print the traceback of whatever `function` raises to stderr, then let it go on.
+    """Decorate `function` to print the traceback of its exceptions to stderr, then raise them.
 
-    For functions whose exceptions are swallowed by who calls them, as in a thread or a callback.
+    Meant for functions whose caller swallows exceptions, such as threads and callbacks.
     """
-
     if not callable(function):
         raise TypeError(f"print_exc decorates a function, got {function!r}")
 

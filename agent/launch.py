@@ -188,7 +188,7 @@ def _store(options: RunOptions, environ: Mapping[str, str], stack: ExitStack) ->
 
 
 def _confidential(store: PlanStore, endpoint: str, options: StoreOptions) -> bool:
-    """Return whether only users with a password can read this store. (etcd's v2 API lets guests read.)"""
+    """Return whether only users with a password can read this store; etcd's v2 API lets guests read."""
     urls = parse_endpoints(endpoint, options.secure)
     encrypted = all(url.startswith("https://") for url in urls)
     return encrypted and options.user is not None and isinstance(store.driver, EtcdV3Store)

@@ -28,6 +28,7 @@ _OWN: dict[str, tuple[str, str]] = {
     "ls": (f"{_HERE}.commands.jobs:ls", "What runs: jobs, their size, batch size, goodput and progress."),
     "status": (f"{_HERE}.commands.jobs:status", "One job in detail."),
     "explain": (f"{_HERE}.commands.explain:explain", "Why a job has what it has."),
+    "report": (f"{_HERE}.commands.report:report", "What a run's noise allowed, and settings for the next."),
     "scale": (f"{_HERE}.commands.jobs:scale", "Choose a job's size by hand, or hand it back to the policy."),
     "checkpoint": (f"{_HERE}.commands.jobs:checkpoint", "Save a job's state now."),
     "stop": (f"{_HERE}.commands.jobs:stop", "Save a job's state and end it; it can be resumed."),

@@ -102,7 +102,7 @@ class Module:
         return [name for name in self.definitions if not name.startswith("_")]
 
     def find(self, name: str) -> tuple[str, Definition] | None:
-        """The module that defines a name, and the definition; None for what is no class or function."""
+        """Return the module that defines a name, and the definition; None if it is no class or function."""
         if name in self.definitions:
             return self.name, self.definitions[name]
         module, original = self.imports.get(name, ("", ""))
@@ -110,7 +110,7 @@ class Module:
 
 
 def markdown(docstring: str | None) -> str:
-    """A docstring as Markdown: literal blocks stay code, sections become lists."""
+    """Convert a docstring to Markdown: literal blocks stay code, sections become lists."""
     if not docstring:
         return ""
     lines, out, in_section = inspect.cleandoc(docstring).splitlines(), [], False
@@ -130,7 +130,7 @@ def markdown(docstring: str | None) -> str:
 
 
 def signature(node: Definition) -> str:
-    """What a caller writes."""
+    """Return the signature as a caller writes it."""
     if isinstance(node, ast.ClassDef):
         init = next((m for m in methods(node) if m.name == "__init__"), None)
         return f"class {node.name}{arguments(init) if init else ''}"
@@ -169,13 +169,13 @@ def render_members(node: ast.ClassDef, hidden: Collection[str]) -> Iterator[str]
 
 
 def sentence(docstring: str | None) -> str:
-    """The first sentence, as a cell of a table."""
+    """Return the first sentence, as a cell of a table."""
     text = " ".join((docstring or "").split("\n\n")[0].split())
     return re.split(r"(?<=[.:]) ", text, maxsplit=1)[0].rstrip(".:").replace("|", "\\|")
 
 
 def lookup(module: Module, name: str) -> Definition | None:
-    """A name of a module, or `Class.method`."""
+    """Return the definition of a name of a module, or of `Class.method`."""
     found = module.find(name.partition(".")[0])
     member = name.partition(".")[2]
     if found is None or not member:
@@ -186,7 +186,7 @@ def lookup(module: Module, name: str) -> Definition | None:
 
 
 def render_first() -> Iterator[str]:
-    """The rows of the table at the top."""
+    """Render the rows of the table at the top."""
     short_cut = Module("adaptdl_elastic.torch").public()
     for short, names in FIRST.items():
         module = Module(f"adaptdl_elastic.{short}")
@@ -211,7 +211,7 @@ def render_last() -> Iterator[str]:
 
 
 def render() -> str:
-    """The whole page."""
+    """Render the whole page."""
     modules = [Module(f"adaptdl_elastic.{name}") for name in MODULES]
     below = {name for module in modules[1:] for name in module.public()}
     parts, seen = [HEAD + "\n".join(render_first()) + "\n"], set[tuple[str, str]]()
@@ -236,7 +236,7 @@ def render() -> str:
 
 
 def render_definition(node: Definition, hidden: Collection[str] = ()) -> Iterator[str]:
-    """A class with its members, or a function."""
+    """Render a class with its members, or a function."""
     yield f"### `{signature(node)}`\n"
     yield markdown(ast.get_docstring(node))
     if isinstance(node, ast.ClassDef):

@@ -17,7 +17,7 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """This replica's rank now, from 0 to `world_size() - 1`. Ask again instead of keeping the answer."""
+    """Return this replica's present rank, from 0 to `world_size() - 1`. Do not keep it: it changes."""
     return _session.current().rank
 
 

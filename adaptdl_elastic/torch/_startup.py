@@ -151,9 +151,9 @@ def _launched(session: Session, backend: str, init_method: str | None) -> None:
 
 @cache
 def _keep_groups_in_children() -> None:
-    """A forked child (a loader's worker) must not free our groups: it has none of their threads.
+    """Keep forked children (a loader's workers) from freeing our groups, whose threads they lack.
 
-    Its garbage collection would wait for them for ever, or crash; it may not touch what it inherits.
+    The child's garbage collection would wait for these threads for ever, or crash.
     """
     os.register_at_fork(after_in_child=gc.freeze)
 

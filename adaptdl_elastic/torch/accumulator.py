@@ -179,7 +179,7 @@ class Accumulator(MutableMapping[Any, Any]):
         return f"Accumulator({'not synchronized' if self._view is None else self._view})"
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """The sum, or `default`. Only inside synchronized()."""
+        """Return the sum, or `default`. Only inside synchronized()."""
         return self._readable("read a sum").get(key, default)
 
     def clear(self) -> None:
@@ -224,7 +224,7 @@ def _items(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Totals:
 
 
 def _value(value: Any, key: Any) -> Any:
-    """A copy that holds on to no graph, no GPU and no caller's buffer.
+    """Return a copy that holds on to no graph, no GPU and no caller's buffer.
 
     TypeError for what can not add up, and for what a checkpoint can not hold, be it deep in a list or a key.
     """

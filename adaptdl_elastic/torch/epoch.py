@@ -90,7 +90,7 @@ def _run(until: int) -> Iterator[int]:
 
 
 def current_epoch() -> int | None:
-    """The epoch that is under way, counted from 0; None outside of an epoch loop."""
+    """Return the running epoch, counted from 0; None outside an epoch loop."""
     return current_session().epoch
 
 

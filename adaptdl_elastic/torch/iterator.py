@@ -187,7 +187,7 @@ class Remaining:
 
     @classmethod
     def after(cls, size: int, history: Sequence[Sequence[int]], bptt_len: int) -> Remaining:
-        """What is left of `size` positions after `history`: (streams, batches read) of every layout."""
+        """Return the rest of `size` positions after `history`: (streams, batches read) of every layout."""
         left = cls([(0, size)])
         for streams, batches in history:
             left = left._without(streams, batches * bptt_len)
@@ -200,7 +200,7 @@ class Remaining:
         return Remaining([*ranges, *self._slice(streams * rows, self.size)])
 
     def _slice(self, start: int, stop: int) -> list[Range]:
-        """The ranges that the `start`-th to `stop`-th of these positions are."""
+        """Return the ranges of the `start`-th to `stop`-th of these positions."""
         found, offset = [], 0
         for first, last in self.ranges:
             low, high = max(start - offset, 0), min(stop - offset, last - first)

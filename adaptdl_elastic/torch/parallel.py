@@ -306,7 +306,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
     # The step.
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's output. Gradients are synchronised on the last micro-batch of a window only."""
+        """Return the module's output; gradients are synchronised on a window's last micro-batch only."""
         if torch.compiler.is_compiling():
             return _compiled_forward(self, inputs, kwargs)
         begun = self._forward_begins()
@@ -316,7 +316,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         return output if begun is None else self._watch(output, *begun)
 
     def _forward_begins(self) -> tuple[Batch, bool] | None:
-        """What `_watch` needs to know of this pass; None where nobody need watch it."""
+        """Return the arguments that `_watch` needs for this pass; None if it need not be watched."""
         if not torch.is_grad_enabled():
             return None
         batch = self._begin_batch()
@@ -413,7 +413,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         return batch
 
     def _change_units(self, saved: int, initial: int) -> None:
-        """The statistics of the checkpoint are in units of another initial batch size."""
+        """Convert the statistics of a checkpoint to the units of another initial batch size."""
         logger.warning(
             "the checkpoint is of batch_size=%d, and it is %d now: gradient statistics begin anew, and "
             "progress is counted in steps of the new size",
@@ -458,7 +458,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         return watched
 
     def _backward_begins(self, batch: Batch) -> None:
-        """A backward pass is about to go into the module: of a window of several, or an uneven one."""
+        """Prepare for a backward pass into the module, of a window of several or an uneven one."""
         task = torch._C._current_graph_task_id()
         if task == self._task or not accumulates(self.module.parameters()):
             return
@@ -654,7 +654,7 @@ def _mean(factor: float | Array) -> float:
 def _added(
     one: list[torch.Tensor | None], other: tuple[torch.Tensor | None, ...]
 ) -> list[torch.Tensor | None]:
-    """Sums, where None is zero."""
+    """Add two values, where None counts as zero."""
     return [
         b if a is None else a if b is None else a + b
         for a, b in zip(one or [None] * len(other), other, strict=True)

@@ -107,7 +107,7 @@ class S3Dataset(Dataset[T], Generic[T]):
         return {**self.__dict__, "_clients": {}}
 
     def read(self, found: S3Object) -> bytes:
-        """The object's bytes, from the cache where it is there."""
+        """Return the object's bytes, from the cache if it has them."""
         path = self._path(found)
         if path is not None:
             try:

@@ -91,11 +91,11 @@ class ScalingRuleBase:
             optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
 
     def scale_lr(self, scale: float) -> float | Array:
-        """The factor of the learning rate at `scale`: a number, or one per parameter group."""
+        """Return the factor of the learning rate at `scale`: a number, or one per parameter group."""
         raise NotImplementedError(f"{type(self).__name__} does not say how the learning rate scales")
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's step at the scaled learning rate; nothing in the middle of a window."""
+        """Step the optimizer at the scaled learning rate; do nothing in the middle of a window."""
         if not self.adp.begin_step(closure=bool(args or kwargs.get("closure"))):
             return None
         assert self._optimizer is not None
@@ -151,7 +151,7 @@ class AdaScale(ScalingRuleBase):
     """
 
     def scale_lr(self, scale: float) -> float | Array:
-        """r by parameter group, shape [groups]."""
+        """Return AdaScale's gain r by parameter group, shape [groups]."""
         if scale == 1.0:
             return 1.0
         gain: float | Array = self.adp.gns.lr_gain(scale)
@@ -177,7 +177,7 @@ class AdamScale(AdaScale):
         self.power = power
 
     def scale_lr(self, scale: float) -> float | Array:
-        """r to the power `power` by parameter group, shape [groups]."""
+        """Return AdaScale's gain r to the power `power` by parameter group, shape [groups]."""
         return super().scale_lr(scale) ** self.power
 
 

@@ -12,7 +12,12 @@ from adaptdl_elastic.rendezvous.schema.records import Failure, Plan, Transition
 
 # seconds of frequent samples, then seconds between two samples, so that a day does not fill a disk
 _DENSE_FOR, _THEN_EVERY = 600.0, 15.0
-_SAMPLED = ("goodput", "predicted_goodput", "throughput", "efficiency", "batch_size", "step", "epoch")
+_SAMPLED = (
+    *("goodput", "predicted_goodput", "throughput", "efficiency", "batch_size", "step", "epoch"),
+    # what `adaptdl report` computes with
+    *("replicas", "nodes", "init_batch_size", "max_batch_size", "local_bsz_bounds", "gradient_accumulation"),
+    *("grad_params", "perf_params", "lr_factor", "max_profiled_replicas", "progress", "samples_done"),
+)
 PLAIN_AFTER = 30.0  # seconds without a hello after which a script is taken for one without the library
 
 

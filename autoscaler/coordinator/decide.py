@@ -27,7 +27,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View
-from adaptdl_elastic.autoscaler.coordinator import garbage_collection, reactive, rounds
+from adaptdl_elastic.autoscaler.coordinator import garbage_collection, reactive, rounds, survivors
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
 from adaptdl_elastic.autoscaler.coordinator.decision_builder import DecisionBuilder
 from adaptdl_elastic.autoscaler.coordinator.decision_types import (
@@ -40,6 +40,7 @@ from adaptdl_elastic.autoscaler.coordinator.decision_types import (
     Say,
 )
 from adaptdl_elastic.autoscaler.coordinator.fence import fence_off
+from adaptdl_elastic.autoscaler.coordinator.job_models import at_end_since
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, JobChange, Phase
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy, ask, described
 from adaptdl_elastic.autoscaler.coordinator.slots import in_plan, rooms
@@ -126,7 +127,7 @@ class _Deciding:
             self._one(job, self._examine)
         for job in fenced:
             self._one(job, self._urgent)
-        self._remember_waiting()
+        self._remember_times()
         if self.answer is not None:
             self._take_answer(self.answer)
         if self.answer is not None or any(isinstance(action, CompareAndSwap) for action in self.actions):
@@ -217,10 +218,17 @@ class _Deciding:
 
     # 3. The policy
 
-    def _remember_waiting(self) -> None:
-        """Record since when jobs have had no replicas, including the time counted by earlier leaders."""
-        waiting = waiting_since(self.view, self.conditions, self.draft.memory.waiting)
-        self.draft.memory = replace(self.draft.memory, waiting=MappingProxyType(waiting))
+    def _remember_times(self) -> None:
+        """Remember since when jobs have had no replicas, or have been at their declared end.
+
+        The former include the time counted by earlier leaders.
+        """
+        memory = self.draft.memory
+        waiting = waiting_since(self.view, self.conditions, memory.waiting)
+        at_end = at_end_since(self.view, memory.at_end)
+        self.draft.memory = replace(
+            memory, waiting=MappingProxyType(waiting), at_end=MappingProxyType(at_end)
+        )
 
     def _unplanned(self) -> dict[str, Condition]:
         """Return the jobs for which no plan was written in this decision."""
@@ -294,6 +302,12 @@ class _Deciding:
         agents = self.view.agents(name)
         if any(n not in agents or self.view.draining(agents[n].record) for n in target.allocation):
             return False  # the cluster has changed: the next round takes it into account
+        if self._says_hello_soon(job, condition):
+            # replicas that have just been started would be started a second time
+            ready = condition.health.started_at + job.spec.record.rescale_timeout
+            if self.view.now < ready:
+                self.draft.wake(ready)
+                return False
         how, step = self.draft.route(job, target.allocation)
         if self.draft.insists(job, how):
             return False
@@ -307,12 +321,6 @@ class _Deciding:
                 slots = " and ".join(f"{pluralize(n, 'slot')} on {node}" for node, n in short.items())
                 self.notes[name].waits_for = f"waits for {slots} that another job is about to leave"
             return False
-        if how is Transition.INPLACE and not jobs.said_hello(job, condition):
-            # replicas that have just been started would be started a second time
-            ready = condition.health.started_at + job.spec.record.rescale_timeout
-            if self.view.now < ready:
-                self.draft.wake(ready)
-                return False
         return self.draft.publish(
             job,
             JobChange(
@@ -324,6 +332,13 @@ class _Deciding:
                 midway=step != target.allocation,
             ),
         )
+
+    def _says_hello_soon(self, job: JobView, condition: Condition) -> bool:
+        """Return True if replicas that can change in place have been started, and not all have said so."""
+        plan = condition.plan
+        if plan is None or not plan.placements or self.draft.why_restart(job):
+            return False
+        return not survivors.said_hello(job, plan)
 
     def _break_deadlock(self) -> None:
         """Let one of the jobs that wait for each other's slots leave its slots."""

@@ -126,6 +126,8 @@ class Memory:
     stillborn: Mapping[str, JoinFailures] = field(default_factory=lambda: MappingProxyType({}))  # by run
     # job → since when it waits
     waiting: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    # job → since when nothing is left of what it declared
+    at_end: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     pending: Mapping[str, str] = field(  # jobs to which the policy could give nothing, and why
         default_factory=lambda: MappingProxyType({})
     )

@@ -16,6 +16,9 @@ from adaptdl_elastic.goodput import GradParams, PerfParams
 from adaptdl_elastic.protocol.hints import JobHints, ProfileEntry
 from adaptdl_elastic.rendezvous.schema.records import JobState
 
+END_GRACE = 300.0
+"""Seconds that a job may take from the end of its last declared epoch to its exit: to evaluate and save."""
+
 _SHORTEST = 1e-9  # seconds: a shorter step time is not a valid measurement
 _LONGEST = 1e6  # seconds: longer step times are not shared with other jobs
 _LARGEST = math.log(1e3)  # largest ratio, as a logarithm, of two jobs' step times that is used
@@ -60,6 +63,21 @@ def attained(hints: JobHints | None) -> float:
     return 0.0 if hints is None or hints.samples_done is None else hints.samples_done
 
 
+def at_end_since(view: View, known: Mapping[str, float]) -> dict[str, float]:
+    """Return since when, on the view's clock, jobs report that nothing is left of what they declared."""
+    reports = {name: own_hints(job) for name, job in view.jobs.items() if not job.over}
+    return {
+        name: known.get(name, view.now)
+        for name, hints in reports.items()
+        if hints is not None and hints.remaining_samples == 0
+    }
+
+
+def outlived(at_end: float | None, now: float) -> bool:
+    """Return whether a job goes on beyond its declared end. It came there at `at_end`; None: not yet."""
+    return at_end is not None and now - at_end > END_GRACE
+
+
 # Jobs with the same script
 
 
@@ -78,7 +96,11 @@ class Curve:
 
     told: Mapping[_Key, tuple[_Told, ...]]  # configuration → reports of at most two jobs, the latest first
     widest: JobHints  # report of the job that has run on the most replicas
-    totals: tuple[float, ...] = ()  # samples of each job that is done
+    totals: Mapping[str, float]  # samples by job: of those that are done, and of others to their declared end
+
+    def totals_besides(self, job: str) -> tuple[float, ...]:
+        """Return what other jobs than `job` came to, or declare to come to."""
+        return tuple(total for name, total in self.totals.items() if name != job)
 
     def besides(self, job: str) -> dict[_Key, ProfileEntry]:
         """Return the measurements of other jobs than `job`. The latest report of a configuration counts."""
@@ -109,6 +131,8 @@ def curves(view: View) -> dict[str, Curve]:
         if not key or hints is None or hints.perf_params is None or job.hints is None:
             continue
         done = job.status_now is not None and job.status_now.state is JobState.DONE
+        if job.over and not done:  # stopped or failed: how long it would have become says nothing
+            hints = replace(hints, remaining_samples=None)
         reports.setdefault(key, []).append(Report(job.job, hints, job.hints.seen, done))
     return {key: curve_of(found) for key, found in reports.items()}
 
@@ -121,8 +145,11 @@ def curve_of(reports: Sequence[Report]) -> Curve:
             both = (*told.get(_key(entry), ()), _Told(report.seen, report.job, entry))
             told[_key(entry)] = tuple(sorted(both, key=lambda one: (-one.seen, -one.entry.optim_count))[:2])
     widest = max(reports, key=lambda report: (report.hints.max_profiled_replicas, report.seen))
-    ended = [report.hints for report in reports if report.done]
-    totals = tuple(attained(hints) + (hints.remaining_samples or 0.0) for hints in ended)
+    totals = {
+        report.job: attained(report.hints) + (0.0 if report.done else report.hints.remaining_samples or 0.0)
+        for report in reports
+        if report.done or report.hints.remaining_samples is not None
+    }
     return Curve(told, widest.hints, totals)
 
 

@@ -22,6 +22,7 @@ from adaptdl_elastic.autoscaler.coordinator.job_models import (
     curves,
     informed,
     model,
+    outlived,
     own_hints,
 )
 from adaptdl_elastic.autoscaler.coordinator.job_phase import Condition, Phase
@@ -163,8 +164,9 @@ def _job(
         avoid_preemptible_nodes=spec.avoid_preemptible_nodes,
         weight=spec.weight,
         remaining=None if hints is None else hints.remaining_samples,
+        outlived=outlived(memory.at_end.get(job.job), view.now),
         attained=attained(hints),
-        kind_totals=() if curve is None else curve.totals,
+        kind_totals=() if curve is None else curve.totals_besides(job.job),
         pause=expected_pause(job, settings),
         submitted=job.spec.seen,
         waiting_since=memory.waiting.get(job.job, view.now) if not size else None,

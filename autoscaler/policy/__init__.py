@@ -1,4 +1,4 @@
-"""The policy: pure functions from what is known about jobs and nodes to who gets which replicas."""
+"""The policy: pure functions that map the known jobs and nodes to the replicas of each job."""
 
 from adaptdl_elastic.autoscaler.policy.allocate import allocate
 from adaptdl_elastic.autoscaler.policy.policy_types import (

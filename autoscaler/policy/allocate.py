@@ -1,4 +1,4 @@
-"""Who gets which replicas: the one decision of the whole system, as a pure function."""
+"""Decide which job gets which replicas, as a pure function."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def allocate(
     now: float,
     settings: PolicySettings = PolicySettings(),  # noqa: B008 (frozen)
 ) -> Decision:
-    """Replicas for every job, so that the objective of `settings` is as large as it can be.
+    """Choose replicas for every job so that the objective of `settings` is as large as possible.
 
-    Never exceeds a node's slots or a job's limits, never puts two multi-node jobs on one node, gives a
-    job its minimum or nothing, and puts nothing on a draining node. Deterministic; reads no clock but
-    the CPU's for `Decision.seconds`.
+    The allocation never exceeds the slots of a node or the limits of a job, and never puts two multi-node
+    jobs on one node. A job gets at least its minimum or nothing, and a draining node gets nothing. The
+    function is deterministic; the only clock it reads is the CPU's, for `Decision.seconds`.
     """
     started = time.process_time()
     usable = [node for node in nodes if not node.draining and node.slots > 0]
@@ -70,7 +70,7 @@ def allocate(
 
 @dataclass(frozen=True)
 class _Problem:
-    """Jobs that can run, on nodes that may be used."""
+    """The jobs that can run, and the nodes that may be used."""
 
     jobs: Sequence[JobInfo]
     nodes: Sequence[NodeInfo]
@@ -81,7 +81,7 @@ class _Problem:
     settings: PolicySettings
 
     def solved(self, pinned: Collection[str], stable_wanted: bool) -> tuple[Tables, Solution]:
-        """The best for the jobs that are not `pinned` to what they have, beside those that are."""
+        """Return the best allocation of the jobs that are not `pinned`; pinned jobs keep what they have."""
         free = [job for job in self.jobs if job.name not in pinned]
         tables = build(free, self.nodes, self.rooms, self.before, self.intact, self.now, self.settings)
         board = Board(self.nodes, self.before, stable_wanted=stable_wanted)
@@ -92,7 +92,7 @@ class _Problem:
 
 
 def _intact(jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo], before: Mapping[str, Allocation]) -> set[str]:
-    """Jobs that could stay as they are: none of their nodes is gone, draining, or fuller than it can be."""
+    """Return the jobs that could stay as they are: their nodes exist, do not drain and are not overfull."""
     room = {node.name: node.slots for node in nodes}
     for job in jobs:
         for node, replicas in before[job.name].items():
@@ -106,20 +106,20 @@ def _intact(jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo], before: Mapping[
 
 
 def _pinned(job: JobInfo, before: Allocation) -> bool:
-    """Whether a running job keeps what it has, whatever would be better."""
+    """Return whether a running job keeps its replicas even where another allocation would be better."""
     if job.requested_replicas is not None:
         return sum(before.values()) == job.requested_replicas and not job.preemptible
     return not job.preemptible
 
 
 def _fresh(jobs: Sequence[JobInfo], now: float, settings: PolicySettings) -> dict[str, str]:
-    """Of running jobs those whose last change is too recent for another one for others' sake, and why."""
+    """Return the running jobs that changed too recently to be changed for other jobs, with the reason."""
     found = {}
     for job in jobs:
         if job.last_change is None:
             continue
         pause = settings.default_pause if job.pause is None else job.pause
-        ago, peace = now - job.last_change, min(objective.PAUSES * pause, settings.max_wait)
+        ago, peace = now - job.last_change, min(objective.PAUSES_PER_HORIZON * pause, settings.max_wait)
         if ago < peace:
             others = f"it was changed {ago:.0f} s ago, and others wait"
             found[job.name] = f"{others}: it is left in peace for {peace:.0f} s"
@@ -134,12 +134,13 @@ def _disturbed(
     now: float,
     settings: PolicySettings,
 ) -> bool:
-    """Whether jobs start because they have waited too long, and `fresh` ones have less for it.
+    """Return whether starting jobs that waited too long would take replicas from `fresh` jobs.
 
-    Where more jobs wait than there are slots somebody always has waited too long. If they pushed each other
-    out as soon as they could, pauses would be all that is ever done. But a last change need not be a turn: it
-    may be a recovery, or a new coordinator's first look, and come again and again. So nobody is held up for
-    longer than twice what turns of `max_wait` would take if all who wait had theirs before.
+    Where more jobs wait than there are slots, some job has always waited too long. If waiting jobs pushed out
+    running ones as soon as they could, the cluster would do nothing but pause. A last change need not be a
+    turn, however: it may be a recovery or the first decision of a new coordinator, and may happen repeatedly.
+    So no job is held up for longer than twice the time that turns of `max_wait` would take if all waiting
+    jobs had theirs before it.
     """
     late = [job for job in jobs if objective.overdue(job, now, settings)]
     waits = [now - (job.waiting_since or 0.0) for job in late if after.get(job.name)]
@@ -149,7 +150,7 @@ def _disturbed(
 
 
 def _impossible(job: JobInfo, nodes: int, room: Room) -> str:
-    """Why a job can not run on these nodes even if it had them alone, empty if it can."""
+    """Return why a job cannot run on these nodes even if it had them alone; empty if it can run."""
     least = max(job.requested_replicas or job.min_replicas, job.min_nodes, 1)
     if room.nodes == 0:
         return f"none of the {nodes} nodes can take it" if nodes else "there are no nodes"

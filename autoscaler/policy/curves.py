@@ -1,4 +1,4 @@
-"""Goodput of many jobs at many sizes in a few array operations."""
+"""Compute the goodput of many jobs at many sizes in a few array operations."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from adaptdl_elastic.goodput import GoodputFunction
 
 Array = NDArray[np.float64]
 
-_CHUNK = 1 << 17  # (job, size) pairs evaluated together, × 50 batch sizes: bounds the memory
+_CHUNK = 1 << 17  # number of (job, size) pairs evaluated together, each at 50 batch sizes; bounds the memory
 
 
 class Goodputs(NamedTuple):
-    """Each of shape (jobs, sizes)."""
+    """The best configuration of each job at each size; every array has the shape (jobs, sizes)."""
 
     goodput: Array  # samples per second at the initial batch size, 0 where no batch size fits
     atomic_bsz: NDArray[Any]
@@ -25,7 +25,13 @@ class Goodputs(NamedTuple):
 
 
 def goodputs(models: Sequence[GoodputModel], nodes: ArrayLike, replicas: ArrayLike) -> Goodputs:
-    """Best goodput of each model at each (nodes, replicas); `nodes`, `replicas` of shape (sizes,)."""
+    """Return the best goodput of each model at each pair of (nodes, replicas).
+
+    Args:
+        models: The goodput models, one per job.
+        nodes: Number of nodes of each size, shape (sizes,).
+        replicas: Number of replicas of each size, shape (sizes,).
+    """
     nodes, replicas = np.atleast_1d(nodes), np.atleast_1d(replicas)
     shape = len(models), len(replicas)
     out = Goodputs(np.zeros(shape), np.zeros(shape, dtype=int), np.zeros(shape, dtype=int))

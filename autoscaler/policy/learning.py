@@ -1,10 +1,10 @@
-"""What measurements say that the model does not: how far off its step times are at each size.
+"""Correct the throughput model where measured step times disagree with it.
 
-The seven parameters of the throughput model can not follow every machine: a switch that is shared, a
-bus that saturates at four GPUs. Where a size has been run, by the job or by another one with the same
-script, the measured step time is the better prediction. Sizes between measured ones are corrected by
-interpolation (in the logarithm of the replicas), sizes beyond by the nearest: to correct only what was
-measured would make every size that nobody has tried look better than it is.
+The seven parameters of the throughput model cannot describe every machine, for example a shared switch or a
+bus that saturates at four GPUs. Where a size has been run, by the job or by another job with the same script,
+the measured step time is the better prediction. Sizes between measured ones are corrected by interpolation
+(in the logarithm of the replicas), sizes beyond them by the nearest measured one. Correcting only the
+measured sizes would make every untried size look better than it is.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Corrections:
-    """(replicas, log of predicted over measured step time), ascending, on one node and on several."""
+    """Errors of the model on one node and on several nodes.
+
+    Each entry is (replicas, log of predicted over measured step time), in ascending order of replicas.
+    """
 
     one: tuple[tuple[int, float], ...] = ()
     several: tuple[tuple[int, float], ...] = ()
 
     def factors(self, several: NDArray[np.bool_], replicas: NDArray[np.int64]) -> Array:
-        """What to multiply predicted throughput by, per size."""
+        """Return the factors by which to multiply the predicted throughput of each size."""
         factors = np.zeros(len(replicas))
         for measured, where in ((self.one, ~several), (self.several, several)):
             if measured:
@@ -38,9 +41,12 @@ class Corrections:
 
 
 def correct(theta: PerfParams, step_times: Mapping[tuple[int, int, int], float]) -> Corrections:
-    """Compare θ with measured step times (with synchronisation), by (nodes, replicas, atomic batch size).
+    """Compare the model θ with measured step times.
 
-    Measurements that are not positive are left out.
+    Args:
+        theta: The parameters of the throughput model.
+        step_times: Step times including synchronisation in seconds, by (nodes, replicas, atomic batch size).
+            Those that are not positive are left out.
     """
     keys = np.array([key for key, seconds in step_times.items() if seconds > 0], dtype=float).reshape(-1, 3)
     if not len(keys):

@@ -1,14 +1,13 @@
-"""What an allocation is worth: speedups, weighed by how much is left, less the price of a change.
+"""The value of an allocation: speedups weighted by remaining work, less the cost of a change.
 
-COMPLETION, the default, makes the average completion time short. heSRPT (Berg, Vesilo,
-Harchol-Balter, *heSRPT: Parallel scheduling to minimize mean slowdown*, 2020) is optimal for jobs
-that all speed up as s(k) = k^p: ordered by remaining work, longest first, job i gets a share that
-grows with its rank i, and no job gets everything. The same shares maximise Σ w_i·s(k_i) with
-w_i = (i^c − (i−1)^c)^(1−p), c = 1/(1−p), which grows about as i^p; and such a sum can be maximised for
-any curve, real ones included. Replays of traces are flat around the optimum (within 1 % for exponents
-of the rank from 0.8 to 1.5 and of the speedup from 0.35 to 0.75); here w_i = i and √speedup. The first
-replica of a job counts more than any further one of others, so jobs wait only when there are more of
-them than slots.
+COMPLETION, the default, minimises the average completion time. heSRPT (Berg, Vesilo, Harchol-Balter, *heSRPT:
+Parallel scheduling to minimize mean slowdown*, 2020) is optimal for jobs that all speed up as s(k) = k^p:
+ordered by remaining work, longest first, job i gets a share that grows with its rank i, and no job gets
+everything. The same shares maximise Σ w_i·s(k_i) with w_i = (i^c − (i−1)^c)^(1−p), c = 1/(1−p), which grows
+about as i^p. Such a sum can be maximised for any speedup curve, measured ones included. Replays of traces are
+flat around the optimum (within 1 % for rank exponents from 0.8 to 1.5 and speedup exponents from 0.35 to
+0.75); this module uses w_i = i and √speedup. The first replica of a job counts more than any further replica
+of other jobs, so jobs wait only when there are more jobs than slots.
 
 SPEEDUP is Pollux's objective (OSDI'21, section 4.2): the power mean of the speedups.
 """
@@ -25,20 +24,29 @@ from adaptdl_elastic.autoscaler.policy.policy_types import JobInfo, Objective, P
 
 Array = NDArray[np.float64]
 
-RANK = 1.0  # exponent of the rank by remaining work, the longest job's being 1
-BLUR = 0.15  # relative difference of remaining work at which one job is taken to be the longer one
-BEND = 0.5  # exponent of the speedup
-FIRST = 10.0  # what running at all is worth, in units of the largest weight
-RUNS = 1e3  # any replicas at all, where the power mean of nothing would be minus infinity
-OVERDUE = 1e6  # a job that has waited too long comes before everything else
-PAUSES = 15.0  # about as many fit into the time that long jobs keep an allocation (13 to 26 in replays)
-_LEAST = 0.01  # a change never loses all its worth: it may be the only way to run
+RANK_EXPONENT = 1.0  # exponent of the rank by remaining work; the longest job has rank 1
+LENGTH_TOLERANCE = (
+    0.15  # relative difference of remaining work above which one job counts as longer than another
+)
+SPEEDUP_EXPONENT = 0.5  # exponent of the speedup
+FIRST_REPLICA_VALUE = 10.0  # value of running at all, in units of the largest weight
+RUNNING_VALUE = (
+    1e3  # value of having any replicas, since the power mean of no speedup would be minus infinity
+)
+OVERDUE_VALUE = 1e6  # value of running a job that has waited too long; exceeds all other values
+PAUSES_PER_HORIZON = (
+    15.0  # number of pauses in the horizon; long jobs keep an allocation for 13 to 26 of them in replays
+)
+OUTLIVED_FACTOR = 4.0  # of the work so far that a job beyond its declared end is expected to need again
+_LEAST_VALUE_KEPT = (
+    0.01  # least part of its value that a changed allocation keeps; it may be the only way to run
+)
 
 
 def remaining_seconds(jobs: Sequence[JobInfo], goodput_of_one: Array) -> Array:
-    """Predicted seconds that each job would still take on one replica, shape (jobs,).
+    """Return the predicted seconds that each job would still take on one replica, shape (jobs,).
 
-    A job that has not been profiled is taken for a typical one.
+    A job that has not been profiled counts as a typical one.
     """
     work = [remaining_work(job) for job in jobs]
     known = goodput_of_one > 0
@@ -48,71 +56,76 @@ def remaining_seconds(jobs: Sequence[JobInfo], goodput_of_one: Array) -> Array:
 
 
 def remaining_work(job: JobInfo) -> float:
-    """Samples at the initial batch size that a job has still to do, as far as anybody can know.
+    """Return the samples at the initial batch size that a job is expected to have still to do.
 
-    It says so itself; or it is expected to become as long as those jobs of its kind did that were longer
-    than it is now (the mean residual life of what was seen); or to take as long again as it has so far,
-    which is what heavy-tailed lengths do (Harchol-Balter and Downey, 1997).
+    A declared end is believed until the job has outlived it, but no less is expected than what others of the
+    same command line came to, or declare, that are longer than it is now: so a job gains nothing by declaring
+    less than others. Without a declared end the mean of those is expected (the mean residual life of what was
+    seen). Where there are none, it is as much again as the job has done, which is what heavy-tailed lengths
+    do (Harchol-Balter and Downey, 1997), or `OUTLIVED_FACTOR` times that for a job that has outlived its
+    declaration: what it has gained by that it loses again.
     """
-    if job.remaining is not None:
-        return job.remaining
     longer = [total - job.attained for total in job.kind_totals if total > job.attained]
-    return sum(longer) / len(longer) if longer else job.attained
+    if longer:
+        return max(sum(longer) / len(longer), job.declared or 0.0)
+    if job.declared is not None:
+        return job.declared
+    return job.attained * (OUTLIVED_FACTOR if job.outlived else 1.0)
 
 
 def overdue(job: JobInfo, now: float, settings: PolicySettings) -> bool:
-    """Whether it has waited too long."""
+    """Return whether the job has waited for longer than `max_wait`."""
     return job.waiting_since is not None and now - job.waiting_since >= settings.max_wait
 
 
 def weights(remaining: Array, settings: PolicySettings, jobs: Sequence[JobInfo]) -> Array:
-    """How much each job's speedup counts, shape (jobs,)."""
+    """Return the weight of each job's speedup, shape (jobs,)."""
     given = np.array([job.weight for job in jobs])
     if settings.objective is Objective.SPEEDUP:
         return given
-    return np.asarray(given * _rank(remaining) ** RANK)
+    return np.asarray(given * _rank(remaining) ** RANK_EXPONENT)
 
 
 def _rank(remaining: Array) -> Array:
-    """Place by remaining work, the longest first, as a smooth function of it.
+    """Return each job's rank by remaining work, longest first, as a smooth function of that work.
 
-    A job is counted as half before another of the same length, so that equal jobs weigh the same and
-    noise in what is left makes no two of them change places.
+    A job counts as half before another one of the same length. So equal jobs have equal weights, and noise in
+    the remaining work does not make two jobs change places.
     """
     length = np.log(remaining)
-    longer = (length[np.newaxis, :] - length[:, np.newaxis]) / BLUR
+    longer = (length[np.newaxis, :] - length[:, np.newaxis]) / LENGTH_TOLERANCE
     return np.asarray(0.5 + (1 / (1 + np.exp(np.clip(-longer, -50, 50)))).sum(axis=1))
 
 
 def utility(speedup: Array, settings: PolicySettings) -> Array:
-    """What a speedup is worth, increasing, above zero wherever the speedup is."""
+    """Return the value of a speedup: an increasing function, positive wherever the speedup is."""
     positive = np.maximum(speedup, 1e-9)
     if settings.objective is Objective.COMPLETION:
-        return np.asarray(np.where(speedup > 0, positive**BEND, 0.0))
+        return np.asarray(np.where(speedup > 0, positive**SPEEDUP_EXPONENT, 0.0))
     p = settings.fairness
     if p == 1:
         return np.asarray(np.maximum(speedup, 0.0))
     if p >= 0:
         worth = np.log(positive) if p == 0 else positive**p
-    else:  # however little comes of it, to run is worth more than not to, and more is worth more
-        least = (RUNS / 2) ** (1 / p)
+    else:  # running is worth more than not running, and more speedup is worth more, however small it is
+        least = (RUNNING_VALUE / 2) ** (1 / p)
         worth = -(np.maximum(positive, least) ** p) - np.maximum(0.0, least - positive)
-    return np.asarray(np.where(speedup > 0, RUNS + worth, 0.0))
+    return np.asarray(np.where(speedup > 0, RUNNING_VALUE + worth, 0.0))
 
 
 def after_pause(speedup: Array, remaining: Array, pause: Array, settings: PolicySettings) -> Array:
-    """Speedups of changed allocations, less what the pause costs; shape (jobs, sizes).
+    """Return the speedups of changed allocations less the cost of the pause, shape (jobs, sizes).
 
-    The pause is paid back within a horizon, or by the end of the job when that comes first.
+    The pause must pay off within a horizon, or by the end of the job if that comes first.
     """
     left = remaining[:, np.newaxis] / np.maximum(speedup, 1e-9)
     cost = pause[:, np.newaxis]
     window = np.minimum(horizon(pause, settings)[:, np.newaxis], left + cost)
-    return np.asarray(speedup * np.maximum(1 - cost / np.maximum(window, 1e-9), _LEAST))
+    return np.asarray(speedup * np.maximum(1 - cost / np.maximum(window, 1e-9), _LEAST_VALUE_KEPT))
 
 
 def horizon(pause: NDArray[Any], settings: PolicySettings) -> Array:
-    """Seconds within which a change must pay: `PAUSES` pauses, but at least a minute."""
+    """Return the seconds within which a change must pay: `PAUSES_PER_HORIZON` pauses, at least a minute."""
     if settings.horizon is not None:
         return np.full(np.shape(pause), settings.horizon)
-    return np.maximum(60.0, PAUSES * np.asarray(pause, dtype=float))
+    return np.maximum(60.0, PAUSES_PER_HORIZON * np.asarray(pause, dtype=float))

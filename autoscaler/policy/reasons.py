@@ -1,4 +1,4 @@
-"""Says why, in a sentence with numbers."""
+"""Explain each job's allocation in one sentence with numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def explain(
     now: float,
     settings: PolicySettings,
 ) -> dict[str, Reason]:
-    """A reason per job; why jobs keep what they have is in `pinned`."""
+    """Return a reason for each job; `pinned` holds the reasons of the jobs that keep what they have."""
     rows = {job.name: row for row, job in enumerate(tables.jobs)}
     given = {}
     for job in jobs:
@@ -137,7 +137,7 @@ def _goodput(tables: Tables, row: int, allocation: Allocation) -> float | None:
 
 
 def _nearest(tables: Tables, row: int, count: int, direction: int) -> float | None:
-    """Predicted goodput at the next larger or smaller size that is considered."""
+    """Return the predicted goodput at the next larger or smaller size that is considered."""
     sizes = tables.sizes.replicas * direction
     ahead = (sizes > count * direction) & (tables.goodput[row] > 0)
     if not ahead.any():

@@ -162,21 +162,21 @@ class Demand:
         if value is None:  # value in slot hours: the price cancels out, even if it is 0
             slot_price, value = 1.0, settings.slots_value
         deadline, late = deadline_of(settings, job.name), False
-        if deadline is not None and job.remaining is not None:
-            seconds = self._seconds(job, counts, rates, job.remaining * (1 + settings.deadline_margin))
+        if deadline is not None and job.declared is not None:
+            seconds = self._seconds(job, counts, rates, job.declared * (1 + settings.deadline_margin))
             in_time = seconds <= max(deadline - self.now, 0.0)
             late = not bool(in_time.any())
             costs = seconds if late else np.where(in_time, slot_price * counts * seconds, np.inf)
         else:
-            left = math.inf if job.remaining is None else job.remaining
+            left = math.inf if job.declared is None else job.declared
             costs = (value + slot_price * counts) * self._seconds(job, counts, rates, left)
         best = int(np.argmin(costs))
         kept = np.flatnonzero(counts == self.before.get(job.name))
         if len(kept) and not late and costs[kept[0]] <= costs[best] * (1 + settings.hysteresis):
             best = int(kept[0])
         rest = None
-        if job.remaining is not None:
-            rest = float(self._seconds(job, counts, rates, job.remaining)[best])
+        if job.declared is not None:
+            rest = float(self._seconds(job, counts, rates, job.declared)[best])
         return Want(job.name, int(counts[best]), float(rates[best]), rest, late)
 
     def _seconds(self, job: JobInfo, counts: np.ndarray, rates: np.ndarray, left: float) -> np.ndarray:

@@ -54,7 +54,7 @@ class NodeMarket:
         return sum(bool(entry.leaving) and not entry.replace for entry in entries)
 
     def shut(self, pool: Pool) -> bool:
-        """True if the pool is asked for nothing: closed, backed off, or interrupted too often."""
+        """Return whether the pool is asked for nothing: closed, backed off, or interrupted too often."""
         entry = self.pool(pool.name)
         return bool(entry.closed) or entry.until > self.seen.now or self.too_wild(pool)
 
@@ -113,7 +113,7 @@ class NodeMarket:
         return found
 
     def _changes(self, instance: Instance) -> bool:
-        """True if a job whose size is changing runs, or will run, on this instance."""
+        """Return whether a job whose size is changing runs, or will run, on this instance."""
         node = self.seen.nodes.get(instance.id)
         return node is not None and any(
             job in node.planned or node.replicas.get(job) for job in self.seen.unsettled
@@ -142,7 +142,7 @@ class NodeMarket:
         return found
 
     def too_wild(self, pool: Pool) -> bool:
-        """True if nodes of this spot pool are interrupted more often than `max_interruptions` per hour."""
+        """Return whether this spot pool is interrupted more often than `max_interruptions` per hour."""
         rate = interruptions_per_hour(self.pool(pool.name))
         return pool.preemptible and rate > self.settings.max_interruptions
 
@@ -299,7 +299,7 @@ class NodeMarket:
         )
 
     def is_leaving(self, instance: Instance) -> bool:
-        """True if the instance leaves and is not replaced."""
+        """Return whether the instance leaves and is not replaced."""
         entry = self.memory.known[instance.id]
         return bool(entry.leaving) and not entry.replace
 
@@ -327,5 +327,5 @@ def cost_of_loss(instance: Instance, entry: Known, seen: Observation) -> tuple[o
 
 
 def released(entry: Known, now: float) -> bool:
-    """True if the instance was released so recently that the provider's listing may be stale."""
+    """Return whether the instance was released so recently that the provider's listing may be stale."""
     return entry.released is not None and now - entry.released < _STALE_LISTING_SECONDS

@@ -168,11 +168,11 @@ def without_nodes(job: JobView) -> JobInfo | None:
 
 
 def _wants_nothing(job: JobView) -> bool:
-    """True if the job has ended, is to stop, or has no specification."""
+    """Return whether the job has ended, is to stop, or has no specification."""
     return job.spec is None or job.over or (job.request is not None and job.request.record.stop)
 
 
 def all_ended(view: View, expected: Sequence[str]) -> bool:
-    """True if every known or expected job has ended, and there is at least one."""
+    """Return whether every known or expected job has ended, and there is at least one."""
     names = set(view.jobs) | set(expected)
     return bool(names) and all(name in view.jobs and view.jobs[name].over for name in names)

@@ -27,7 +27,7 @@ class NodeUse:
 
     @property
     def busy(self) -> bool:
-        """True if a replica runs on it."""
+        """Return whether a replica runs on it."""
         return any(self.replicas.values())
 
 

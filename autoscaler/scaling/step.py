@@ -274,12 +274,12 @@ def _leave(market: NodeMarket) -> tuple[Memory, list[Action], list[str]]:
 
 
 def _empty(node: NodeUse, entry: Known, now: float) -> bool:
-    """True if a draining node has no replica, and every plan that was under way is published."""
+    """Return whether a draining node has no replica, and every plan that was under way is published."""
     return not node.busy and node.draining and now - entry.leaving_since >= _SETTLE_SECONDS
 
 
 def _left(entry: Known, now: float) -> bool:
-    """True if an instance without a registration will not get one again.
+    """Return whether an instance without a registration will not get one again.
 
     Registrations depend on leases: after an outage of the store they can be missing for a moment while
     replicas are at work.
@@ -325,9 +325,10 @@ def _late(wanted: Sequence[Want], seen: Observation, settings: ScalingSettings) 
             found.append(
                 f"{job.name}: its deadline counts from when it is profiled: it has reported nothing yet"
             )
-        elif job.remaining is None:
+        elif job.declared is None:
+            why = "has outlived its declared end" if job.outlived else "declares no end"
             found.append(
-                f"{job.name}: declares no end, so its deadline is not looked at; "
+                f"{job.name}: {why}, so its deadline is not looked at; "
                 "let it train in `remaining_epochs_until`, or give --hour-value"
             )
     for want in wanted:

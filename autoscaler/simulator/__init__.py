@@ -1,1 +1,1 @@
-"""Replays workloads against the policy with a simulated clock."""
+"""A simulator that replays workloads against a policy with a simulated clock."""

@@ -1,9 +1,9 @@
-"""What a job would really do: step times, gradient statistics and epochs measured once, and replayed.
+"""Measured behaviour of an application: step times, gradient statistics and epochs, for replay.
 
-An application is a folder with `placements.csv` (placement, local_bsz, step_time, sync_time),
-`scalability.csv` (num_nodes, num_replicas, local_bsz, step_time, sync_time) and one
-`validation-<batch>.csv` per batch size (progress, iteration, metric, grad_sqr, grad_var; a row per
-epoch): the layout of the Pollux (OSDI'21) artifact's traces.
+An application is a folder with three kinds of files, the layout of the Pollux (OSDI'21) artifact's traces:
+`placements.csv` (placement, local_bsz, step_time, sync_time), `scalability.csv` (num_nodes, num_replicas,
+local_bsz, step_time, sync_time), and one `validation-<batch>.csv` per batch size (progress, iteration,
+metric, grad_sqr, grad_var; one row per epoch).
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from adaptdl_elastic.autoscaler.simulator.workload import WorkloadError
 Array = NDArray[np.float64]
 
 EPOCHS = {"bert": 2, "cifar10": 100, "ncf": 10, "imagenet": 90, "deepspeech2": 80, "yolov3": 50}
-"""Epochs that these applications train for; of others, all that were measured."""
+"""Number of epochs that these applications train for; other applications train for all measured ones."""
 
-MAX_LOCAL_BSZ = {"yolov3": 8}  # measured with more, but the model does not fit then
-SINGLE = {"ncf": 32768}  # runs on one GPU, and with this batch size where the policy may choose
+MAX_LOCAL_BSZ = {"yolov3": 8}  # overrides the measured maximum, with which the model runs out of memory
+# applications that run on one GPU, with the batch size used when the policy may choose it
+SINGLE = {"ncf": 32768}
 
-_MOST_NODES = 16  # of the scalability measurements
+_MOST_NODES = 16  # largest number of nodes in the scalability measurements
 
 
 @dataclass
 class Application:
-    """True behaviour of one application. Times in seconds, progress in steps of the initial batch."""
+    """True behaviour of one application. Times are in seconds, progress in steps of the initial batch."""
 
     name: str
     epochs: int
@@ -60,14 +61,18 @@ class Application:
 
     @property
     def total_progress(self) -> float:
-        """Steps of the initial batch in all epochs."""
+        """Number of steps of the initial batch in all epochs."""
         return float(self.ends[-1])
 
     def throughput(self, placement: Iterable[int], local_bsz: int) -> tuple[float, float]:
-        """(step time, of which synchronisation) with so many replicas on each node.
+        """Return (step time, the part of it spent in synchronisation), in seconds.
 
-        Measured placements are interpolated in the batch size; others are interpolated among all
-        measurements by their number of nodes and replicas.
+        Measured placements are interpolated in the batch size. Others are interpolated among all measurements
+        by their number of nodes and replicas.
+
+        Args:
+            placement: Number of replicas on each node.
+            local_bsz: Batch size of a replica.
         """
         parts = tuple(n for n in placement if n)
         key = (min(parts[i:] + parts[:i] for i in range(len(parts))), local_bsz)
@@ -90,13 +95,14 @@ class Application:
                 self._interpolator = _nowhere
         nodes = min(len(parts), _MOST_NODES)
         step_time, sync_time = self._interpolator((nodes, sum(parts), local_bsz))
-        if np.isnan(step_time):  # outside of what was measured: the nearest that was, relative to its size
+        # outside the measured range: use the nearest measurement on a logarithmic scale
+        if np.isnan(step_time):
             near = np.log(self.points) - np.log([nodes, sum(parts), local_bsz])
             step_time, sync_time = self.times[int(np.argmin((near**2).sum(axis=1)))]
         return float(step_time), float(sync_time)
 
     def grad_stats(self, batch_size: int, epoch: int) -> tuple[float, float]:
-        """(|G|², tr Σ) during `epoch`, interpolated between the measured batch sizes."""
+        """Return (|G|², tr Σ) during `epoch`, interpolated between the measured batch sizes."""
         key = batch_size, epoch
         if key not in self._stats:
             sizes = self.batch_sizes
@@ -110,12 +116,16 @@ class Application:
 
 
 def _nowhere(_: tuple[float, ...]) -> tuple[float, float]:
-    """An interpolation between no points."""
+    """Return no values: the interpolation when the measurements do not span a volume."""
     return np.nan, np.nan
 
 
 def read_application(folder: Path) -> Application:
-    """The application measured in `folder`; WorkloadError says what is wrong with it."""
+    """Read the application measured in `folder`.
+
+    Raises:
+        WorkloadError: If the traces are missing or wrong; the message names the file.
+    """
     if not folder.is_dir():
         raise WorkloadError(f"no application {folder.name!r} in {folder.parent}: it needs a folder of traces")
     placements = _read(folder / "placements.csv", ("placement", "local_bsz", "step_time", "sync_time"))
@@ -154,7 +164,7 @@ def read_application(folder: Path) -> Application:
 
 
 def _placements(rows: Array) -> tuple[dict[tuple[int, ...], tuple[Array, Array, Array]], Array]:
-    """Measurements by placement, and their means by (nodes, replicas, local_bsz), sorted by those."""
+    """Group measurements by placement, and average them by (nodes, replicas, local_bsz), in that order."""
     by_placement: dict[tuple[int, ...], list[Array]] = {}
     by_triple: dict[tuple[int, int, float], list[Array]] = {}
     for row in rows:
@@ -171,10 +181,10 @@ def _placements(rows: Array) -> tuple[dict[tuple[int, ...], tuple[Array, Array, 
 
 @dataclass(frozen=True)
 class _Column:
-    """What a column may hold."""
+    """The bounds of the values in a column."""
 
     least: float = 0.0
-    above: bool = False  # more than `least`
+    above: bool = False  # whether values must exceed `least`
     most: float = 1e30
 
 
@@ -188,9 +198,9 @@ _COLUMNS = {
 
 
 def _read(path: Path, columns: tuple[str, ...]) -> Array:
-    """The named columns of a CSV file of numbers, shape (rows, columns)."""
+    """Read the named columns of a CSV file of numbers, shape (rows, columns)."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:  # as spreadsheets write it, too
+        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte order mark
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise WorkloadError(f"can not read {path}: {error}") from None
@@ -232,7 +242,7 @@ def _number(path: Path, line: int, row: Mapping[str, str | None], column: str) -
 
 
 def _batch_size(file: Path) -> int:
-    """What the name of a validation file says."""
+    """Return the batch size in the name of a validation file."""
     text = file.stem.removeprefix("validation-")
     if not text.isdecimal() or int(text) < 1:
         raise WorkloadError(f"{file}: the name must say the batch size, as validation-128.csv")

@@ -1,4 +1,4 @@
-"""Policies to compare with: callables with the signature of `policy.allocate`, some with a memory."""
+"""Policies for comparison: callables with the signature of `policy.allocate`, some of them with state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from adaptdl_elastic.autoscaler.policy.policy_types import (
 
 
 def place_most_free(replicas: int, free: dict[str, int]) -> dict[str, int]:
-    """As many as needed or there are of the node with the most free slots, then the next; updates `free`."""
+    """Place replicas on the node with the most free slots, then on the next; reduces `free` accordingly."""
     placed: dict[str, int] = {}
     for node in sorted(free, key=lambda name: -free[name]):
         taken = min(free[node], replicas)
@@ -37,24 +37,24 @@ def place_most_free(replicas: int, free: dict[str, int]) -> dict[str, int]:
 def decision(
     jobs: Sequence[JobInfo], current: Mapping[str, Allocation], chosen: Mapping[str, Allocation], why: str
 ) -> Decision:
-    """A Decision that gives each job what is `chosen`."""
+    """Return a Decision that gives each job its allocation in `chosen`."""
     allocations = {job.name: chosen.get(job.name, {}) for job in jobs}
     changed = tuple(name for name, found in allocations.items() if dict(found) != dict(current.get(name, {})))
     return Decision(allocations, {name: Reason(why) for name in allocations}, changed)
 
 
 class Tiresias:
-    """Two queues by attained service, requested replicas fixed (Gu et al., NSDI 2019).
+    """Order jobs in two queues by attained service, with fixed replicas (Gu et al., NSDI 2019).
 
-    Service is the time that a job has run, in all of its runs together, times its replicas.
+    Service is the time that a job has run, in all its runs together, multiplied by its replicas.
     """
 
-    threshold = 57_600.0  # slot seconds after which a job goes to the second queue
+    threshold = 57_600.0  # slot seconds of service after which a job moves to the second queue
 
     def __init__(self) -> None:
         self._queues: tuple[list[str], list[str]] = ([], [])
         self._executed_seconds: dict[str, float] = {}
-        self._running: tuple[str, ...] = ()  # jobs admitted at `_decided`, the time of the last decision
+        self._running: tuple[str, ...] = ()  # jobs admitted at time `_decided`, the last decision
         self._decided = 0.0
 
     def __call__(
@@ -65,7 +65,7 @@ class Tiresias:
         now: float,
         settings: PolicySettings,
     ) -> Decision:
-        """Admit in queue order whatever fits."""
+        """Admit all jobs that fit, in queue order."""
         known = {job.name: job for job in jobs}
         for name in self._running:
             self._executed_seconds[name] = self._executed_seconds.get(name, 0.0) + now - self._decided
@@ -98,7 +98,7 @@ class Tiresias:
 
 
 class Fifo:
-    """In order of submission, with what was requested, until the end; nobody overtakes."""
+    """Run jobs in order of submission, with the requested replicas, until they end; no job overtakes."""
 
     def __call__(
         self,
@@ -125,7 +125,7 @@ class Fifo:
 
 
 class Even:
-    """The same number of slots for every job, in order of submission where there are more jobs than slots."""
+    """Give every job the same number of slots; with more jobs than slots, the first ones submitted."""
 
     def __call__(
         self,
@@ -135,7 +135,7 @@ class Even:
         now: float,
         settings: PolicySettings,
     ) -> Decision:
-        """Share out; a job that has its share already keeps its place."""
+        """Divide the slots; a job that already has its share keeps its place."""
         total = sum(node.slots for node in nodes)
         ordered = sorted(jobs, key=lambda job: job.submitted)[:total]
         share = {job.name: min(total // max(len(ordered), 1), job.max_replicas) for job in ordered}
@@ -164,9 +164,9 @@ def _keep_or_place(
 
 
 class Optimus:
-    """Replicas go one at a time to whom they save the most time (Peng et al., EuroSys 2018).
+    """Give replicas one at a time to the job that saves the most time by it (Peng et al., EuroSys 2018).
 
-    As in Pollux's comparison it knows how much is left, and jobs run with their tuned batch size.
+    As in Pollux's comparison, the remaining work is known and jobs run with their tuned batch size.
     """
 
     def __call__(
@@ -177,7 +177,7 @@ class Optimus:
         now: float,
         settings: PolicySettings,
     ) -> Decision:
-        """Greedy marginal gain in remaining time."""
+        """Assign replicas greedily by their marginal gain in remaining time."""
         total, slots = sum(node.slots for node in nodes), max(node.slots for node in nodes)
         ordered = sorted(jobs, key=lambda job: job.submitted)[:total]
         given = {job.name: 1 for job in ordered}
@@ -198,7 +198,10 @@ class Optimus:
 
 
 def _times(job: JobInfo, total: int, slots: int) -> list[float]:
-    """Remaining seconds by number of replicas, index 0 unused; one entry for a job without a model."""
+    """Return the remaining seconds by number of replicas.
+
+    Index 0 is unused. A job without a model has one entry for one replica.
+    """
     if job.model is None:
         return [math.inf, math.inf]
     most = min(job.max_replicas, total)
@@ -216,7 +219,7 @@ def pollux_like(
     now: float,
     settings: PolicySettings,
 ) -> Decision:
-    """Pollux's objective (power mean of speedups, p = −1, lengths unknown), solved exactly."""
+    """Maximise Pollux's objective exactly (power mean of speedups, p = −1, lengths unknown)."""
     unknown = [replace(job, remaining=None) for job in jobs]
     return allocate(
         unknown, nodes, current, now, replace(settings, objective=Objective.SPEEDUP, fairness=-1.0)
@@ -224,7 +227,7 @@ def pollux_like(
 
 
 def make_policy(name: str) -> tuple[Any, bool]:
-    """The policy called `name`, and whether its jobs run with their tuned replicas and batch size."""
+    """Return the policy called `name`, and whether its jobs run with tuned replicas and batch size."""
     policies: dict[str, tuple[Any, bool]] = {
         "goodput": (allocate, False),
         "pollux-like": (pollux_like, False),
@@ -237,6 +240,6 @@ def make_policy(name: str) -> tuple[Any, bool]:
 
 
 OBEDIENT = ("tiresias", "fifo")
-"""Policies that give every job as many replicas as it asks for, or none."""
+"""Policies that give every job either the replicas it requests or none."""
 
 POLICIES = ("goodput", "pollux-like", "tiresias", "optimus", "fifo", "even")

@@ -1,4 +1,4 @@
-"""The simulated clock: lets jobs run, asks a policy, applies what it says."""
+"""The simulated clock: advances jobs, asks a policy and applies its decisions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from adaptdl_elastic.autoscaler.coordinator.job_models import outlived
 from adaptdl_elastic.autoscaler.policy.policy_types import (
     Allocation,
     Decision,
@@ -25,44 +26,45 @@ PolicyFunction = Callable[
 
 
 class Cluster(Protocol):
-    """Which nodes there are, and when that changes next."""
+    """The nodes of a simulation, and when they change next."""
 
     def nodes(self, now: float) -> Sequence[NodeInfo]:
-        """The nodes at `now`, in a stable order."""
+        """Return the nodes at `now`, in a stable order."""
 
     def next_change(self, now: float) -> float | None:
-        """When the nodes change next after `now`, None if never by themselves."""
+        """Return when the nodes change next after `now`; None if they do not change by themselves."""
 
 
 @dataclass(frozen=True)
 class FixedCluster:
-    """So many equal nodes, all the time."""
+    """A cluster of `num_nodes` equal nodes that never change."""
 
     num_nodes: int
     slots: int
 
     def nodes(self, now: float) -> Sequence[NodeInfo]:
-        """The same at any time."""
+        """Return the same nodes at any time."""
         return [NodeInfo(f"node-{i:04d}", self.slots) for i in range(self.num_nodes)]
 
     def next_change(self, now: float) -> float | None:
-        """Never."""
+        """Return None: the nodes never change."""
         return None
 
 
 @dataclass(frozen=True)
 class SimulationOptions:
-    """How to replay."""
+    """Options of a simulation."""
 
-    pause: float = 30.0  # seconds that every change of a job's allocation costs it
+    pause: float = 30.0  # seconds that every change of allocation costs a job
     interval: float = 60.0  # seconds between decisions
-    events: bool = False  # decide on arrivals, completions and first measurements, too
-    report_delay: float = 5.0  # with events: seconds of running after which a new size is measured
-    min_gap: float = 1.0  # with events: seconds between two decisions at least
-    tuned: bool = False  # requested replicas and batch size instead of adaptive ones
-    shared_curves: bool = True  # step times and lengths shared by the jobs of an application
-    declared: Mapping[str, float] | None = None  # job → factor its declared length is wrong by; None: right
-    undeclared: bool = False  # jobs do not say how much is left
+    events: bool = False  # also decide on arrivals, completions and first measurements
+    report_delay: float = 5.0  # with events: seconds of training after which a new size counts as measured
+    min_gap: float = 1.0  # with events: least seconds between two decisions
+    tuned: bool = False  # use requested replicas and batch sizes instead of adaptive ones
+    shared_curves: bool = True  # jobs of an application share step times and lengths
+    # by job, the factor of error of its declared length; None: exact
+    declared: Mapping[str, float] | None = None
+    undeclared: bool = False  # jobs do not declare how much work is left
     max_time: float = 30 * 86400.0
 
 
@@ -72,13 +74,13 @@ class Sample:
 
     time: float
     slots: int
-    replicas: Mapping[str, int]  # by job, of those that run
+    replicas: Mapping[str, int]  # by running job
     waiting: int
 
 
 @dataclass
 class Outcome:
-    """What a simulation found."""
+    """The result of a simulation."""
 
     jobs: Sequence[SimJob]
     samples: list[Sample] = field(default_factory=list)
@@ -115,7 +117,8 @@ class Simulation:
         self._waiting = sorted(self.jobs, key=lambda job: job.submission.time)  # not submitted yet
         self._active: list[SimJob] = []  # in the workload's order
         self._order = {job.name: i for i, job in enumerate(self.jobs)}
-        self._reports = Reports(self.jobs, options.shared_curves)
+        self._reports = Reports(self.jobs, options.shared_curves, self._remaining)
+        self._at_end: dict[str, float] = {}  # since when nothing is left of what a job has declared
         self._seen: set[tuple[str, int]] = set()  # (job, replicas) already measured
 
     def _job(self, submission: Submission, app: Application) -> SimJob:
@@ -123,7 +126,11 @@ class Simulation:
         return SimJob(submission, app, fixed)
 
     def run(self) -> Outcome:
-        """Until every job is done; WorkloadError when that never happens."""
+        """Simulate until every job is done.
+
+        Raises:
+            WorkloadError: If jobs are not done after `max_time`.
+        """
         tick = self.options.interval
         while self._waiting or self._active:
             changes = self.cluster.next_change(self.now)
@@ -143,7 +150,7 @@ class Simulation:
         return self.outcome
 
     def _advance(self, seconds: float) -> bool:
-        """Let time pass; whether something happened that calls for a decision."""
+        """Advance the clock; return whether an event calls for a decision."""
         due = False
         for job in self._active:
             job.step(seconds)
@@ -159,7 +166,7 @@ class Simulation:
         return due
 
     def _measured(self, job: SimJob) -> bool:
-        """Whether a job has just measured a number of replicas that it had not run on before."""
+        """Return whether a job has just measured a number of replicas for the first time."""
         if not job.parts or job.ran_since < self.options.report_delay:
             return False
         key = job.name, job.replicas
@@ -207,9 +214,11 @@ class Simulation:
             self.observer(self.now, nodes, active, decided)
 
     def info(self, job: SimJob) -> JobInfo:
-        """What a coordinator would know about a job."""
+        """Return what a coordinator would know about a job."""
         app, options = job.app, self.options
-        known = self._reports.known(job, self.now)
+        known, remaining = self._reports.known(job, self.now), self._remaining(job)
+        if remaining == 0:
+            self._at_end.setdefault(job.name, self.now)
         return JobInfo(
             name=job.name,
             max_replicas=app.max_replicas,
@@ -220,7 +229,8 @@ class Simulation:
             submitted=job.submission.time,
             waiting_since=job.waiting_since,
             last_change=job.last_change,
-            remaining=self._remaining(job),
+            remaining=remaining,
+            outlived=outlived(self._at_end.get(job.name), self.now),
             kind_totals=known.totals,
             model=known.model,
         )
@@ -230,4 +240,4 @@ class Simulation:
             return None
         factor = (self.options.declared or {}).get(job.name, 1.0)
         left = job.app.total_progress * factor - job.progress
-        return max(left, 0.0) * job.app.init_batch_size  # as jobs report it
+        return max(left, 0.0) * job.app.init_batch_size  # jobs report it in samples

@@ -1,17 +1,17 @@
-"""What no autoscaler can beat: the least that nodes cost for a given average completion time.
+"""A lower bound of the cost of nodes for a given average completion time, for any autoscaler.
 
-Every job has, alone and in every epoch, as many slots as it likes on as few nodes as hold them, knows
-its true speed and gradient statistics at every size and batch size in advance, pays only for slots that
-it uses, and never pauses, boots or waits.
+The bound assumes that every job has, alone and in every epoch, as many slots as it likes on as few nodes as
+hold them. It knows its true speed and gradient statistics at every size and batch size in advance, pays only
+for slots that it uses, and never pauses, boots or waits.
 
-Whatever an autoscaler does, each piece of work is done at some size r, and then takes seconds(r) of its
-job's completion time and r · seconds(r) of slots. So for any worth v of time (slot hours per hour)
+Whatever an autoscaler does, each piece of work is done at some size r. It then takes seconds(r) of its job's
+completion time and r · seconds(r) of slots. So for any value v of time (slot hours per hour)
 
-    slot seconds + v · (sum of completion times)  >=  sum over pieces of min over r of (v + r) · seconds(r),
+    slot seconds + v · (sum of completion times)  >=  sum over pieces of min over r of (v + r) · seconds(r).
 
-and with the average completion time given, the slot seconds are at least the right side less v times the
-sum: for every v, hence also for the one that says most (Lagrange's dual). Nothing about a policy is in it,
-also not the order of jobs. What is beyond it: sizes and batch sizes that nobody measured.
+Given the average completion time, the slot seconds are at least the right side less v times the sum. This
+holds for every v, hence also for the v that gives the largest bound (Lagrange's dual). The bound does not
+depend on a policy or on the order of jobs. It covers measured sizes and batch sizes only.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from adaptdl_elastic.autoscaler.simulator.application import Application
 from adaptdl_elastic.autoscaler.simulator.workload import Submission, WorkloadError
 
 Array = NDArray[np.float64]
-_LOCAL_SIZES = 40  # batch sizes per replica that are tried, geometrically between the bounds
+_LOCAL_SIZES = 40  # number of batch sizes per replica that are tried, geometrically between the bounds
 _MOST_ACCUMULATION = 15
 VALUES = (0.0, *np.geomspace(0.05, 100.0, 100).tolist())
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """For every worth of time the (node hours, average completion time in seconds) of the clairvoyant."""
+    """Cost and average completion time of the bound, for every value of time."""
 
-    values: tuple[float, ...]  # slot hours per hour, ascending
-    points: tuple[tuple[float, float], ...]  # from the cheapest to the fastest
+    values: tuple[float, ...]  # values of time in slot hours per hour, ascending
+    # (node hours, average completion time in seconds), from the cheapest to the fastest
+    points: tuple[tuple[float, float], ...]
     jobs: int
     slots: int
 
     def least(self, jct: float) -> float:
-        """Node hours that an average completion time costs at least."""
+        """Return the least node hours for an average completion time of `jct` seconds."""
         weight = self.jobs / 3600 / self.slots
         bounds = [
             cost + value * weight * (time - jct)
@@ -51,7 +52,10 @@ class Frontier:
 
 
 def epoch_seconds(app: Application, sizes: Sequence[int], slots: int) -> Array:
-    """Shortest time of each epoch on each number of replicas, shape (sizes, epochs); inf: impossible."""
+    """Return the shortest time of each epoch on each number of replicas.
+
+    The shape is (sizes, epochs). Sizes that are impossible have infinite times.
+    """
     found = np.full((len(sizes), app.epochs), np.inf)
     starts = np.concatenate([[0.0], app.ends[:-1]])
     work = app.ends - starts  # in steps of the initial batch
@@ -81,7 +85,7 @@ def epoch_seconds(app: Application, sizes: Sequence[int], slots: int) -> Array:
 def frontier(
     workload: Sequence[Submission], apps: Mapping[str, Application], slots: int, sizes: Sequence[int]
 ) -> Frontier:
-    """The clairvoyant's choices among these sizes."""
+    """Compute the bound's choices among the given numbers of replicas."""
     tables = {name: epoch_seconds(apps[name], sizes, slots) for name in {j.application for j in workload}}
     replicas = np.array(sizes)[:, np.newaxis]
     points = []
@@ -98,7 +102,7 @@ def frontier(
 
 
 def cost_at(points: Sequence[tuple[float, float]], jct: float) -> float:
-    """Cost at a completion time, between (cost, time) points that were reached; nan outside them."""
+    """Interpolate the cost at a completion time between reached (cost, time) points; NaN outside them."""
     frontier_points = pareto(points)
     times = np.array([t for _, t in frontier_points])
     costs = np.array([c for c, _ in frontier_points])
@@ -109,7 +113,7 @@ def cost_at(points: Sequence[tuple[float, float]], jct: float) -> float:
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The (cost, time) points that no other point beats in both."""
+    """Return the (cost, time) points that no other point beats in both."""
     kept: list[tuple[float, float]] = []
     for cost, time in sorted(points):
         if not kept or time < kept[-1][1]:

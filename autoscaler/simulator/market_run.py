@@ -1,4 +1,4 @@
-"""A workload on bought nodes: one call per autoscaler, and what it cost."""
+"""Run a workload on bought nodes under one autoscaler and compute its cost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from adaptdl_elastic.autoscaler.simulator.workload import Submission
 
 @dataclass(frozen=True)
 class Setup:
-    """What is the same for every autoscaler that is compared."""
+    """The part of a comparison that is the same for every autoscaler."""
 
     workload: Sequence[Submission]
     apps: Mapping[str, Application]
@@ -43,13 +43,13 @@ class Setup:
     slots: int = 4
     boot_seconds: float = 120.0
     seed: int = 0
-    notice: float = NOTICE  # seconds; 0: interruptions come unannounced
-    loss: float = 25.0  # seconds of training that one costs then, besides the pause
+    notice: float = NOTICE  # seconds between notice and interruption; 0: without notice
+    loss: float = 25.0  # seconds of training that an interruption without notice costs, besides the pause
 
 
 @dataclass(frozen=True)
 class Bill:
-    """What one autoscaler made of a workload."""
+    """Cost and completion times of a workload under one autoscaler."""
 
     name: str
     cost: float
@@ -61,7 +61,7 @@ class Bill:
 
 
 def run_fixed(setup: Setup, nodes: int, price: float) -> Bill:
-    """`nodes` of them from the beginning to the last completion."""
+    """Run on a fixed number of nodes from the beginning to the last completion."""
     simulation = Simulation(
         setup.workload,
         setup.apps,
@@ -82,7 +82,7 @@ def run_goodput(
     settings: ScalingSettings,
     name: str,
 ) -> Bill:
-    """The autoscaler of this package."""
+    """Run with the autoscaler of this package."""
     return _run(setup, pools, markets, name, lambda _: lambda seen, memory: step(seen, memory, settings))
 
 
@@ -95,7 +95,7 @@ def run_threshold(
     high: float,
     stride: float = 0.1,
 ) -> Bill:
-    """The one that knows no goodput."""
+    """Run with an autoscaler that knows utilisation but no goodput."""
     plain = replace(settings, low=1.0, high=1.0, shrink_after=0.0, grow_after=0.0)
 
     def scaler(simulation: Simulation) -> Scaler:
@@ -168,7 +168,7 @@ def _run(
 
 
 def _set_back(job: SimJob, seconds: float) -> None:
-    """Take away what a job has done in so many seconds: it goes on from an older checkpoint."""
+    """Reduce a job's progress by that of `seconds`, as if it continued from an older checkpoint."""
     job.progress = max(0.0, job.progress - job.rate() * seconds)
     job.epoch = int(np.searchsorted(job.app.ends, job.progress, side="right"))
 

@@ -1,4 +1,4 @@
-"""What a simulation came to: completion times, fairness, what it cost."""
+"""Summarise a simulation: completion times, fairness and cost."""
 
 from __future__ import annotations
 
@@ -14,24 +14,29 @@ from adaptdl_elastic.autoscaler.simulator.simulated_job import SimJob
 
 @dataclass(frozen=True)
 class Report:
-    """Times in seconds. JCT: job completion time, from submission to the end."""
+    """Summary of a simulation. Times are in seconds; JCT is the time from submission to completion."""
 
     jobs: int
     average_jct: float
     median_jct: float
     p99_jct: float
     makespan: float
-    longest_wait: float  # of a job without a replica
-    restarts_per_job: float  # changes of allocation, the first start not counted
+    longest_wait: float  # longest time that a job had no replica
+    restarts_per_job: float  # changes of allocation, without the first start
     gpu_hours: float
-    utilisation: float  # of the slots, while any job was there
-    finish_time_fairness: dict[str, float]  # median, p90 and worst ρ, and the share of jobs with ρ > 1
+    utilisation: float  # used part of the slots, over the whole simulation
+    finish_time_fairness: dict[str, float]  # median, p90 and worst ρ, and the part of jobs with ρ > 1
     policy_seconds: float  # CPU time of all decisions
     decisions: int
 
 
 def summarize(outcome: Outcome, fairness: bool = True) -> Report:
-    """The figures of a finished simulation; `fairness` replays every job once more, alone."""
+    """Compute the summary of a finished simulation.
+
+    Args:
+        outcome: The finished simulation.
+        fairness: Whether to compute finish-time fairness, which replays every job alone.
+    """
     jobs = outcome.jobs
     times = np.array([_jct(job) for job in jobs])
     busy = _integral([sum(s.replicas.values()) for s in outcome.samples], outcome.samples)
@@ -62,10 +67,11 @@ def _integral(values: Sequence[float], samples: Sequence[Sample]) -> float:
 
 
 def _fairness(outcome: Outcome) -> dict[str, float]:
-    """Finish-time fairness ρ (Mahajan et al., *Themis*, NSDI 2020).
+    """Compute finish-time fairness ρ (Mahajan et al., *Themis*, NSDI 2020).
 
-    A job's completion time over the time it would take alone on its share of the slots: those there
-    are over the mean number of jobs during its life. 1 or less: sharing cost it nothing.
+    ρ is a job's completion time divided by the time it would take alone on its share of the slots. The share
+    is the number of slots divided by the mean number of jobs during its life. With ρ ≤ 1, sharing cost the
+    job nothing.
     """
     samples = outcome.samples
     times = np.array([s.time for s in samples])
@@ -88,7 +94,7 @@ def _fairness(outcome: Outcome) -> dict[str, float]:
 
 
 def alone(job: SimJob, replicas: int, slots: int = 4) -> float:
-    """Seconds that the job would take alone on so many replicas, `slots` on a node, all the time."""
+    """Return the seconds that a job would take alone on `replicas` replicas, with `slots` per node."""
     whole, rest = divmod(replicas, slots)
     sizes = [slots] * whole + ([rest] if rest else [])
     copy = SimJob(job.submission, job.app, job.fixed_batch_size)

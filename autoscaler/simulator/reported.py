@@ -1,12 +1,12 @@
-"""What simulated jobs report of themselves, and what a coordinator makes of the reports of one application.
+"""Reports of simulated jobs, and what a coordinator derives from those of one application.
 
-The reports are those that the training library sends (`JobHints`). What they say together is worked out by
-the coordinator's own functions (`coordinator.job_models`).
+The reports have the type that the training library sends (`JobHints`). The coordinator's own functions
+(`coordinator.job_models`) combine them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from adaptdl_elastic.autoscaler.coordinator.job_models import Curve, Report, curve_of, informed, model
@@ -17,11 +17,11 @@ from adaptdl_elastic.protocol.hints import JobHints, ProfileEntry
 
 @dataclass(frozen=True)
 class Known:
-    """What is known about a job when a decision is made."""
+    """The knowledge about a job at the time of a decision."""
 
     model: GoodputModel | None = None  # None: the job has not been measured yet
     max_profiled_replicas: int = 0
-    totals: tuple[float, ...] = ()  # samples of the jobs of its application that are done
+    totals: tuple[float, ...] = ()  # samples that others of its application came to, or declare
 
 
 class Reports:
@@ -29,16 +29,21 @@ class Reports:
 
     Args:
         jobs: All jobs of the simulation.
-        shared: Whether jobs of one application know what others have measured.
+        shared: Whether jobs of one application share their measurements.
+        remaining: Returns the samples of a job to its declared end; None if it declares none.
     """
 
-    def __init__(self, jobs: Sequence[SimJob], shared: bool) -> None:
+    def __init__(
+        self, jobs: Sequence[SimJob], shared: bool, remaining: Callable[[SimJob], float | None]
+    ) -> None:
         self._shared = shared
+        self._remaining = remaining
         self._kinds: dict[str, list[SimJob]] = {}
         for job in jobs:
             self._kinds.setdefault(job.app.name, []).append(job)
-        self._curves: dict[str, tuple[object, Curve | None]] = {}  # by application, with the state it is of
-        self._known: dict[str, tuple[object, Known]] = {}  # by job, likewise
+        # by application, with the state it was computed from
+        self._curves: dict[str, tuple[object, Curve | None]] = {}
+        self._known: dict[str, tuple[object, Known]] = {}  # by job, with the state it was computed from
         self._entries: dict[str, tuple[ProfileEntry, ...]] = {}
 
     def known(self, job: SimJob, now: float) -> Known:
@@ -51,7 +56,7 @@ class Reports:
             found = Known(
                 None if hints is None else model(hints),
                 0 if hints is None else hints.max_profiled_replicas,
-                () if curve is None else curve.totals,
+                () if curve is None else curve.totals_besides(job.name),
             )
             cached = self._known[job.name] = state, found
         known = cached[1]
@@ -95,6 +100,7 @@ class Reports:
             perf_params=theta,
             profile=self._profile(job),
             samples_done=job.progress * app.init_batch_size,
+            remaining_samples=self._remaining(job),
         )
 
     def _profile(self, job: SimJob) -> tuple[ProfileEntry, ...]:

@@ -1,4 +1,4 @@
-"""`adaptdl simulate`: what a policy would have made of a workload."""
+"""The command `adaptdl simulate`: replay a workload under a policy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from adaptdl_elastic.autoscaler.simulator.workload import (
 _PICTURES = (".png", ".svg", ".pdf")
 
 EVENTS_PAY_BELOW = 10.0
-"""Seconds of pause below which deciding on every arrival and end is worth its changes."""
+"""Pause in seconds below which deciding on every arrival and completion pays off."""
 
 
 @click.command()
@@ -145,7 +145,7 @@ def simulate(**given: Any) -> None:
 
 
 def _check_places(given: Mapping[str, Any]) -> None:
-    """Make the folders of what is to be written, before anything takes its time."""
+    """Create the output folders before the replay starts."""
     plot, save = given["plot"], given["save"]
     if plot is not None and plot.suffix not in _PICTURES:
         raise OptionError(f"--plot {plot}: must end in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}")
@@ -187,7 +187,7 @@ def _run(given: Mapping[str, Any]) -> tuple[Outcome, Report]:
 
 
 def _check_sizes(given: Mapping[str, Any], workload: tuple[Submission, ...]) -> None:
-    """A job of fixed size that can never run would keep the replay from its end."""
+    """Refuse a job of fixed size that can never run, since the replay would not end."""
     nodes, slots = given["nodes"], given["slots"]
     for job in workload if given["policy"] in OBEDIENT else ():
         if job.num_replicas > nodes * slots:

@@ -1,4 +1,4 @@
-"""One job of a simulation: what is true about it, and what it has measured so far."""
+"""One job of a simulation: its true behaviour and its measurements so far."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from adaptdl_elastic.autoscaler.simulator.workload import Submission
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams, fit_perf_params
 
 _EPS = 1e-8
-_GOOD_ENOUGH = 0.01  # log error of a prediction below which a measurement does not call for a new fit
+_GOOD_ENOUGH = 0.01  # log error of a prediction below which a measurement causes no new fit
 
 
 @dataclass
 class Profile:
-    """Step times by (nodes, replicas, atomic batch size), and θ fitted to them when it is asked for."""
+    """Step times by (nodes, replicas, atomic batch size), and θ, which is fitted to them on demand."""
 
     times: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
     max_replicas: int = 0
@@ -27,7 +27,7 @@ class Profile:
     _error: float = 0.0  # root mean squared log error of the last fit
 
     def add(self, nodes: int, replicas: int, atomic_bsz: int, step_time: float, sync_time: float) -> None:
-        """Record a measurement; the same configuration again changes nothing."""
+        """Record a measurement; a configuration that is already measured is ignored."""
         key = nodes, replicas, atomic_bsz
         if key in self.times:
             return
@@ -41,7 +41,7 @@ class Profile:
 
     @property
     def theta(self) -> PerfParams | None:
-        """θ, None while nothing was measured."""
+        """Throughput parameters fitted to the measurements; None before the first one."""
         if self._stale:
             nodes, replicas, atomic = zip(*self.times, strict=True)
             step, sync = zip(*self.times.values(), strict=True)
@@ -57,7 +57,7 @@ class Profile:
 
 
 class SimJob:
-    """Replays an application's traces under the allocations it gets.
+    """A job that replays an application's traces under its allocations.
 
     `fixed_batch_size` is None for a job that chooses its batch size by goodput.
     """
@@ -82,24 +82,24 @@ class SimJob:
         self.waiting_since: float | None = submission.time
         self.last_change: float | None = None
         self.gpu_seconds = 0.0
-        self.ran_since = 0.0  # seconds of progress since the allocation changed
+        self.ran_since = 0.0  # seconds of training since the allocation changed
         self.longest_wait = 0.0
         self._configuration: tuple[tuple[int, ...], int, int, int] | None = None
         self._rate = 0.0
 
     @property
     def replicas(self) -> int:
-        """How many it has."""
+        """Number of replicas."""
         return sum(self.parts)
 
     def goodput_function(self) -> GoodputFunction | None:
-        """What the job itself would know: fitted to its own measurements."""
+        """Return the goodput function fitted to the job's own measurements; None before the first one."""
         if self.grad_params is None or self.profile.theta is None:
             return None
         return GoodputFunction(self.profile.theta, self.grad_params, self.app.init_batch_size)
 
     def allocate(self, allocation: Allocation, pause: float) -> None:
-        """Give it other replicas now, on nodes in the order of `allocation`; that costs `pause` seconds."""
+        """Change the allocation now, at a cost of `pause` seconds; ranks follow the order of `allocation`."""
         if self.waiting_since is not None and allocation:
             self.longest_wait = max(self.longest_wait, self.now - self.waiting_since)
         self.waiting_since = None if allocation else (self.waiting_since or self.now)
@@ -134,7 +134,7 @@ class SimJob:
         self.atomic_bsz = min(self.atomic_bsz, int(app.max_batch_size / count))
 
     def rate(self) -> float:
-        """True progress per second; records what the job measures on the way."""
+        """Return the true progress per second, and record the job's measurements in this configuration."""
         app, replicas = self.app, self.replicas
         configuration = self.parts, self.atomic_bsz, self.accumulation_steps, self.epoch
         if configuration == self._configuration:
@@ -151,7 +151,7 @@ class SimJob:
         return self._rate
 
     def step(self, seconds: float) -> None:
-        """Let time pass."""
+        """Simulate `seconds` of the job."""
         if not self.parts or self.completed is not None:
             self.now += seconds
             return
@@ -184,7 +184,7 @@ class SimJob:
         self.gpu_seconds += seconds * self.replicas
 
     def next_stop(self, within: float) -> float:
-        """Seconds until it may complete; infinite when that is surely more than `within` seconds away."""
+        """Return the seconds until the job may complete; infinite if surely more than `within`."""
         if not self.parts or self.completed is not None:
             return math.inf
         rate = self.rate()

@@ -1,12 +1,13 @@
-"""Markets to buy simulated nodes on: prices that move, and spot nodes that are taken back.
+"""Simulated markets for nodes: varying prices, and spot nodes that are reclaimed.
 
-A `SimulatedMarket` is one pool's price and hazard over time, both constant between its `times`: `fixed` for
-on-demand and for one price and rate, `generate` for a seeded random one, `read_market` for a CSV of
-one's own (`seconds,price,interruptions_per_hour`, the last row holding for ever).
+A `SimulatedMarket` is the price and the hazard of one pool over time, both constant between its `times`.
+`fixed` makes one with a constant price and rate, such as on-demand; `generate` makes a random one from a
+seed; `read_market` reads one from a CSV file (`seconds,price,interruptions_per_hour`; the last row holds for
+ever).
 
-The generated price is the exponential of an Ornstein-Uhlenbeck process around `price`, which is how
-spot prices have behaved since EC2 stopped auctioning (slow, mean-reverting, capped by on-demand); the
-hazard follows it, twice as strongly, because capacity is scarce when it is dear.
+The generated price is the exponential of an Ornstein-Uhlenbeck process around `price`. Spot prices have
+behaved like this since EC2 stopped auctioning: slow, mean-reverting and capped by the on-demand price. The
+hazard follows the price, twice as strongly, because capacity is scarce when prices are high.
 """
 
 from __future__ import annotations
@@ -42,31 +43,32 @@ from adaptdl_elastic.autoscaler.simulator.workload import WorkloadError
 
 Array = NDArray[np.float64]
 HOUR = 3600.0
-NOTICE = 120.0  # seconds between the notice of an interruption and the interruption, as EC2 gives
+NOTICE = 120.0  # seconds between the notice of an interruption and the interruption, as on EC2
 _NEVER = 1e18
 
 
 @dataclass(frozen=True)
 class SimulatedMarket:
-    """Price per hour and interruptions per node and hour, from each of `times` (seconds) on."""
+    """Price per hour and interruptions per node and hour, from each of `times` (in seconds) on."""
 
     times: Array
     prices: Array
     rates: Array
 
     def price(self, now: float) -> float:
-        """Per hour at `now`."""
+        """Return the price per hour at `now`."""
         return float(self.prices[self._at(now)])
 
     def next_change(self, now: float) -> float | None:
-        """When the price or the hazard changes next."""
+        """Return the time of the next change of price or hazard; None if there is none."""
         later = np.searchsorted(self.times, now, side="right")
         return float(self.times[later]) if later < len(self.times) else None
 
     def lifetime(self, start: float, exponential: float) -> float:
-        """When a node that starts at `start` is taken back; `exponential` is a draw of Exp(1).
+        """Return the time at which a node that starts at `start` is reclaimed.
 
-        Inverts the hazard's integral, so that the rate at every moment is the market's.
+        Inverts the integral of the hazard, so that the interruption rate at every moment is the market's.
+        `exponential` is a random draw of Exp(1).
         """
         left, at = exponential, start
         while left > 0:
@@ -83,7 +85,7 @@ class SimulatedMarket:
 
 
 def fixed(price: float, interruptions_per_hour: float = 0.0) -> SimulatedMarket:
-    """The same for ever."""
+    """Return a market whose price and rate never change."""
     return SimulatedMarket(np.zeros(1), np.array([price]), np.array([interruptions_per_hour]))
 
 
@@ -98,17 +100,17 @@ def generate(
     memory_hours: float = 6.0,
     cap: float = math.inf,
 ) -> SimulatedMarket:
-    """A random market; the same seed gives the same one.
+    """Return a random market; the same seed gives the same market.
 
     Args:
-        seed: of the generator.
-        price: the price around which it moves (its geometric mean).
-        interruptions_per_hour: mean over time of the hazard of one node.
-        hours: how long it moves; constant after that.
-        step: seconds between changes.
-        spread: standard deviation of the price's logarithm.
-        memory_hours: time after which the process has forgotten where it was, to 1/e.
-        cap: never dearer (on-demand's price).
+        seed: Seed of the random generator.
+        price: Geometric mean of the price per hour.
+        interruptions_per_hour: Mean over time of the hazard of one node.
+        hours: Length of the random part; the market is constant after it.
+        step: Seconds between changes.
+        spread: Standard deviation of the price's logarithm.
+        memory_hours: Hours after which deviations have decayed to 1/e.
+        cap: Largest price, for example the on-demand price.
     """
     rng = np.random.default_rng(seed)
     count = max(1, round(hours * HOUR / step))
@@ -125,7 +127,11 @@ def generate(
 
 
 def read_market(path: Path) -> SimulatedMarket:
-    """A market from a CSV file; WorkloadError names the line that does not fit."""
+    """Read a market from a CSV file.
+
+    Raises:
+        WorkloadError: If the file cannot be read or a line is wrong; the message names the line.
+    """
     try:
         return parse_market(path.read_text(encoding="utf-8-sig"), str(path))
     except OSError as error:
@@ -135,7 +141,10 @@ def read_market(path: Path) -> SimulatedMarket:
 
 
 def parse_market(text: str, source: str = "market") -> SimulatedMarket:
-    """`seconds,price,interruptions_per_hour`, a header allowed, seconds growing from 0."""
+    """Parse lines of `seconds,price,interruptions_per_hour`, with seconds that grow from 0.
+
+    A header line is allowed.
+    """
     rows: list[tuple[float, float, float]] = []
     for number, row in enumerate(csv.reader(io.StringIO(text)), 1):
         if not row or (number == 1 and row[0].strip().lower() in ("seconds", "time")):
@@ -160,25 +169,25 @@ def parse_market(text: str, source: str = "market") -> SimulatedMarket:
 
 
 Scaler = Callable[[Observation, Memory], Step]
-"""Decides: `scaling.step.step` with its settings, or one that stands in for it."""
+"""Decides the next actions: `scaling.step.step` with its settings, or a replacement for it."""
 
 
 class MarketCluster:
-    """A simulated cluster whose nodes are bought on markets; the simulator's `Cluster`.
+    """A simulated cluster whose nodes are bought on markets; implements the simulator's `Cluster`.
 
-    It looks, as the real autoscaler does, every `interval` seconds, and whenever the simulator asks for
-    the nodes; between looks its instances boot and are taken back.
+    Like the real autoscaler it decides every `interval` seconds, and whenever the simulator asks for the
+    nodes. Between decisions its instances boot and are reclaimed.
 
     Args:
-        pools: what can be bought; a pool's price is that of its market.
-        markets: pool → market.
-        scaler: who decides.
-        jobs: now → (job as the policy sees it, its present allocation) of every unfinished job.
-        boot_seconds: from an order to a node.
-        interval: seconds between looks.
-        seed: of the interruptions.
-        notice: seconds between the notice of an interruption and its end; 0: it comes unannounced.
-        on_loss: told of every instance that went unannounced, before it is gone.
+        pools: The pools to buy from; a pool has the price of its market.
+        markets: The market of each pool, by the pool's name.
+        scaler: The autoscaler.
+        jobs: Returns for a time the unfinished jobs, as the policy sees them, with their allocations.
+        boot_seconds: Seconds from a request to a running node.
+        interval: Seconds between decisions.
+        seed: Seed of the interruptions.
+        notice: Seconds between the notice of an interruption and the interruption; 0: without notice.
+        on_loss: Called with the id of an instance that is lost without notice, before it is removed.
     """
 
     def __init__(
@@ -209,11 +218,11 @@ class MarketCluster:
 
     @property
     def cost(self) -> float:
-        """What was paid up to the last look."""
+        """Amount paid up to the last decision."""
         return self.memory.cost
 
     def nodes(self, now: float) -> Sequence[NodeInfo]:
-        """The nodes that are up, after a look."""
+        """Return the running nodes at `now`, after a decision."""
         self._look(now)
         return [
             NodeInfo(i.id, i.slots, i.preemptible, draining=i.id in self._draining)
@@ -222,9 +231,9 @@ class MarketCluster:
         ]
 
     def next_change(self, now: float) -> float | None:
-        """The next boot, notice or interruption; and the next look, where no job asks for one."""
+        """Return the time of the next boot, notice or interruption, or of the next decision without jobs."""
         if not self._jobs(now):
-            self._look(now)  # nobody asks for the nodes when there is nothing to run
+            self._look(now)  # without jobs the simulator does not ask for the nodes
             return now + self._interval
         self._bring(now)
         moments = [end - lead for end in self._ends.values() for lead in {0.0, self._notice}]
@@ -236,11 +245,11 @@ class MarketCluster:
         return min((moment for moment in moments if now < moment < _NEVER), default=None)
 
     def finish(self, now: float) -> None:
-        """The last job is done: pay up to now."""
+        """Account for the time up to `now`, when the last job has completed."""
         self._look(now)
 
     def _bring(self, now: float) -> None:
-        """Prices, boots, notices and interruptions up to now."""
+        """Apply the prices, boots, notices and interruptions up to `now`."""
         self._now = now
         pools = self._provider.capacity()
         for name, market in self._markets.items():
@@ -291,7 +300,8 @@ class MarketCluster:
         self.memory = done.memory
         for action in done.actions:
             self._act(action)
-        self._draining &= {i.id for i in capacity.instances}  # who was asked to leave does, whatever comes
+        # a node that was asked to drain leaves even if it is needed again
+        self._draining &= {i.id for i in capacity.instances}
         self.history.append((now, len(nodes), done.hourly_cost))
 
     def _act(self, action: Action) -> None:
@@ -307,7 +317,7 @@ class MarketCluster:
 
 
 def busy_fraction(parts: Sequence[int], step_time: float, sync_time: float, accumulation_steps: int) -> float:
-    """The part of its time that a job's hardware computes instead of waiting for its peers."""
+    """Return the part of the time in which the hardware computes instead of waiting for its peers."""
     if not parts:
         return 0.0
     compute = (step_time - sync_time) * (accumulation_steps + 1)
@@ -315,15 +325,16 @@ def busy_fraction(parts: Sequence[int], step_time: float, sync_time: float, accu
 
 
 Utilisation = Callable[[], tuple[float, int]]
-"""(slots that compute, jobs that wait) at this moment."""
+"""Returns (number of computing slots, number of waiting jobs) at this moment."""
 
 
 @dataclass
 class ThresholdScaler:
-    """An autoscaler that knows no goodput: more nodes above one utilisation, fewer below another.
+    """An autoscaler that knows no goodput: adds nodes above one utilisation, removes them below another.
 
     Utilisation is what a monitor would show: the part of the slots' time in which they compute. All else
-    (what to buy, whom to let go, drains) is as with goodput, so that the two differ in this only.
+    (which nodes to buy, which to release, and how to drain them) is as with goodput, so that the two
+    autoscalers differ in this point only.
     """
 
     low: float
@@ -331,7 +342,7 @@ class ThresholdScaler:
     utilisation: Utilisation
     scale: Callable[[Observation, Memory], Any]
     cool_down: float = 60.0
-    step: float = 0.1  # of the nodes there are, at least one
+    step: float = 0.1  # part of the nodes that is added or removed at once; at least one node
     slots: int = 4
     most: int = 64
     wanted: int = 0

@@ -1,4 +1,4 @@
-"""Draws a simulation: who had how many slots when, and how many were in use."""
+"""Draw a simulation: the slots of each job over time, utilisation and waiting jobs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from adaptdl_elastic.autoscaler.simulator.engine import Outcome
 
 
 def draw(outcome: Outcome, path: Path, title: str = "") -> None:
-    """Allocations per job over time, stacked, and utilisation and waiting jobs below; a PNG (or SVG)."""
+    """Draw allocations by job over time, and below them utilisation and waiting jobs, to an image file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

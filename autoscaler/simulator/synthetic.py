@@ -1,4 +1,4 @@
-"""Workloads for users without traces: made-up applications and arrivals that look like real ones."""
+"""Synthetic workloads for users without traces: made-up applications and realistic arrivals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adaptdl_elastic.autoscaler.simulator.workload import Submission
 from adaptdl_elastic.goodput import GoodputFunction, GradParams, PerfParams
 
 HOURLY = (1, 1, 2, 3, 3, 2, 1, 1)
-"""Relative rate of submissions in the eight hours of a working day: a peak in the middle."""
+"""Relative rate of submissions in the eight hours of a working day."""
 
 _KINDS = {
     # α_c, β_c, α_n, β_n, α_r, β_r, γ; initial batch, growth of it, samples an epoch, epochs, noise scale
@@ -20,11 +20,12 @@ _KINDS = {
     "medium": (PerfParams(0.10, 6e-3, 0.25, 5e-3, 0.06, 1e-3, 1.8), 32, 32, 40_000, 40, (2.0, 40.0)),
     "large": (PerfParams(0.15, 1e-2, 0.30, 4e-3, 0.08, 1e-3, 2.0), 64, 64, 400_000, 20, (8.0, 300.0)),
 }
-_SHARE = {"small": 0.72, "medium": 0.22, "large": 0.06}  # many short jobs, few long ones
+# part of the jobs of each kind: many short jobs, few long ones
+_SHARE = {"small": 0.72, "medium": 0.22, "large": 0.06}
 
 
 def generate_workload(jobs: int, hours: float, seed: int = 0) -> tuple[Submission, ...]:
-    """`jobs` submissions over `hours`, of the applications that `write_applications` makes."""
+    """Generate `jobs` submissions over `hours` hours, of the applications of `write_applications`."""
     if jobs < 1 or hours <= 0:
         raise ValueError(f"need at least one job and a positive time, got {jobs} jobs in {hours} hours")
     rng = np.random.default_rng(seed)
@@ -41,7 +42,7 @@ def generate_workload(jobs: int, hours: float, seed: int = 0) -> tuple[Submissio
 
 
 def write_applications(folder: Path, nodes: int = 16, slots: int = 4) -> None:
-    """Write the traces of the made-up applications below `folder`, in the layout that is read."""
+    """Write the traces of the made-up applications below `folder`, in the layout of `read_application`."""
     for name, (theta, init, growth, samples, epochs, noise) in _KINDS.items():
         target = folder / name
         target.mkdir(parents=True, exist_ok=True)

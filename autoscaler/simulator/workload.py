@@ -1,4 +1,4 @@
-"""Which jobs arrive when: read from a CSV file, or made up."""
+"""Workloads: which jobs arrive when, read from a CSV file or generated."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-_LATEST = 365 * 86400.0  # seconds: nobody waits longer for a replay to begin
+_LATEST = 365 * 86400.0  # latest submission in seconds; bounds the length of a replay
 
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 
 
 class WorkloadError(ValueError):
-    """A workload or an application's traces can not be used; the message names file, line and remedy."""
+    """A workload or an application's traces cannot be used; the message names file, line and remedy."""
 
 
 @dataclass(frozen=True)
@@ -23,19 +23,20 @@ class Submission:
     """A job of a workload."""
 
     name: str
-    time: float  # seconds after the start at which it is submitted
+    time: float  # seconds after the start
     application: str
-    num_replicas: int  # what its owner would have asked for: tiresias, optimus and fifo use it
-    batch_size: int  # likewise
+    num_replicas: int  # requested by the owner; used by tiresias, optimus and fifo
+    batch_size: int  # tuned by the owner for `num_replicas`
 
 
 def read_workload(path: Path) -> tuple[Submission, ...]:
-    """The jobs in `path`, a CSV file with the columns `COLUMNS`, in the file's order.
+    """Read the jobs in a CSV file with the columns `COLUMNS`, in the file's order.
 
-    Raises WorkloadError that names the line for anything that is not a job.
+    Raises:
+        WorkloadError: If the file cannot be read or a line is wrong; the message names the line.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")  # as spreadsheets write it, too
+        text = path.read_text(encoding="utf-8-sig")  # spreadsheets write a byte order mark
         reader = csv.DictReader(text.splitlines())
         rows = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -82,7 +83,7 @@ def _submission(path: Path, number: int, row: dict[str, str]) -> Submission:
 
 
 def write_workload(path: Path, jobs: Sequence[Submission]) -> None:
-    """Write `jobs` so that `read_workload` reads them."""
+    """Write `jobs` to a CSV file for `read_workload`."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)

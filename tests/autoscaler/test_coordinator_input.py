@@ -6,7 +6,7 @@ import pytest
 from coordinator_pump import Pump, elastic
 from fake_agents import hints_of
 
-from adaptdl_elastic.autoscaler.coordinator.job_models import model
+from adaptdl_elastic.autoscaler.coordinator.job_models import END_GRACE, model
 from adaptdl_elastic.autoscaler.policy import allocate
 from adaptdl_elastic.autoscaler.policy.objective import remaining_work
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo
@@ -186,7 +186,11 @@ def test_a_job_that_says_nothing_of_its_length_is_measured_by_those_of_its_kind(
 @pytest.mark.parametrize(
     ("remaining", "attained", "totals", "expected"),
     [
-        (7.0, 100.0, (200.0,), 7.0),  # what it says itself
+        (7.0, 100.0, (), 7.0),  # what it says itself
+        (7.0, 100.0, (90.0,), 7.0),
+        (150.0, 100.0, (200.0,), 150.0),
+        (7.0, 100.0, (200.0,), 100.0),  # no less than others like it have needed
+        (0.0, 100.0, (), 0.0),
         (None, 100.0, (), 100.0),  # as long again
         (None, 100.0, (50.0, 100.0), 100.0),
         (None, 100.0, (50.0, 150.0, 250.0), 100.0),
@@ -198,6 +202,42 @@ def test_what_is_left_is_declared_or_learnt_or_as_long_again(
 ) -> None:
     job = JobInfo("a", remaining=remaining, attained=attained, kind_totals=totals)
     assert remaining_work(job) == expected
+
+
+@pytest.mark.parametrize(
+    ("totals", "expected"), [((), 400.0), ((50.0, 100.0), 400.0), ((50.0, 150.0, 250.0), 100.0)]
+)
+def test_a_job_that_has_outlived_its_declared_end_is_expected_to_go_on(
+    totals: tuple[float, ...], expected: float
+) -> None:
+    job = JobInfo("a", remaining=0.0, outlived=True, attained=100.0, kind_totals=totals)
+    assert job.declared is None
+    assert remaining_work(job) == expected
+
+
+def test_a_job_at_its_declared_end_has_outlived_it_when_it_takes_long_to_end(pump: Pump) -> None:
+    pump.job("a")
+    agent = pump.node("n0", "a", 4, reports=False)
+    pump.settle()
+
+    def outlived(left: float | None) -> bool:
+        agent.report(pump.plan("a"), samples_done=1e6, remaining_samples=left)
+        pump.settle()
+        (info,) = pump.question().jobs
+        assert info.remaining == left
+        return info.outlived
+
+    assert not outlived(1.0)
+    pump.later(2 * END_GRACE)
+    assert not outlived(0.0)  # it may have to evaluate and save
+    pump.later(END_GRACE)
+    assert not outlived(0.0)
+    pump.later(1)
+    assert outlived(0.0)
+    assert not outlived(5.0)  # a second epoch loop declares more
+    assert not outlived(0.0)
+    pump.later(END_GRACE + 1)
+    assert not outlived(None)
 
 
 @pytest.mark.parametrize(

@@ -545,3 +545,19 @@ def test_with_autoscaling_no_sample_comes_twice_within_one_pass(script: Script) 
     assert sorted(seen[:40]) == list(range(40))
     assert len(set(seen[40:])) == len(seen[40:])
     assert seen[:36] != seen[40:]
+
+
+def test_what_is_left_is_counted_in_progress_where_batches_are_worth_less(script: Script) -> None:
+    """After one pass over the data, worth half a pass at the initial size, half of the job is left."""
+    script.restart(ADAPTDL_CHECKPOINT_PATH="")
+    loader = adl.AdaptiveDataLoader(numbers(40), batch_size=4)
+    loader.autoscale_batch_size(8)
+    metrics = _session.current().metrics
+    left: list[float | None] = []
+    for _ in adl.remaining_epochs_until(2):
+        for _ in loader:
+            left.append(metrics.hints().remaining_samples)
+            metrics.update_progress(metrics.get_progress() + 0.5)
+    # one report a step, of the step before; an epoch is 19 steps, the last half step is rounded
+    assert left[1:20] == [78.0 - 2.0 * step for step in range(18)] + [42.0]
+    assert left[20:] == [38.0 - 2.0 * step for step in range(18)]

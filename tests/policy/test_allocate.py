@@ -246,6 +246,14 @@ def test_a_change_pays_within_the_time_an_allocation_is_kept(pause: float, secon
         assert bool(worth[0, 1] > 1.0) is pays
 
 
+def test_a_job_that_has_outlived_its_declaration_grows_again() -> None:
+    """Nothing pays for a job that is about to end; one that goes on nevertheless must not stay as it is."""
+    ending = job(pause=5.0, remaining=0.0)
+    current = {"job": {"node-0": 1}}
+    assert allocate([ending], cluster(4), current, 0.0).changed == ()
+    assert allocate([replace(ending, outlived=True)], cluster(4), current, 0.0).changed == ("job",)
+
+
 def test_nothing_grows_beyond_twice_what_was_profiled() -> None:
     found = allocate([job(max_profiled_replicas=2)], cluster(8, 8), {"job": {"node-0": 2}}, 0.0)
     assert sum(found.allocations["job"].values()) == 4

@@ -195,6 +195,33 @@ def test_knowing_lengths_helps_and_not_knowing_them_works(apps: dict[str, Applic
     assert known.average_jct <= unknown.average_jct * 1.02
 
 
+def declaring(apps: dict[str, Application], job: str, factor: float, kin: bool) -> tuple[float, float]:
+    """Replay on two nodes; return the job's completion time and the mean of the others.
+
+    The job declares `factor` times its length. With `kin` other jobs of its application are there.
+    """
+    jobs = [one for one in WORKLOAD if kin or one.application == "small" or one.name == job]
+    options = SimulationOptions(declared={job: factor})
+    outcome = Simulation(jobs, apps, FixedCluster(2, 4), allocate, options=options).run()
+    taken = {one.name: (one.completed or 0.0) - one.submission.time for one in outcome.jobs}
+    own = taken.pop(job)
+    return own, sum(taken.values()) / len(taken)
+
+
+@pytest.mark.parametrize("factor", [0.01, 0.5])
+def test_a_job_that_outlives_what_it_declared_neither_freezes_nor_gains(
+    apps: dict[str, Application], factor: float
+) -> None:
+    honest, others = declaring(apps, "medium-9", 1.0, kin=False)
+    own, theirs = declaring(apps, "medium-9", factor, kin=False)
+    assert own == pytest.approx(honest, rel=0.05)
+    assert theirs == pytest.approx(others, rel=0.05)
+
+
+def test_a_job_gains_nothing_by_declaring_less_than_others_of_its_kind(apps: dict[str, Application]) -> None:
+    assert declaring(apps, "medium-9", 0.5, kin=True) == declaring(apps, "medium-9", 1.0, kin=True)
+
+
 def test_the_cheaper_the_change_the_shorter_the_jobs(apps: dict[str, Application]) -> None:
     cheap = summarize(run(apps).outcome, fairness=False)
     dear = summarize(run(apps, pause=30.0, events=False).outcome, fairness=False)

@@ -134,7 +134,7 @@ class Pump:
         """What the policy would be asked about all jobs now."""
         view = self.view()
         conditions = {name: condition_of(view, job, self.settings) for name, job in view.jobs.items()}
-        return ask(view, conditions, Memory(), Ledger(view), self.settings)
+        return ask(view, conditions, self.memory, Ledger(view), self.settings)
 
     def decide(self) -> int:
         """One decision, carried out; how many writes it made."""

@@ -102,7 +102,7 @@ class AccumulatorState(checkpoint.TensorState):
         self.add_total(total)
 
     def syncing(self) -> Callable[[], None]:
-        """A `sync` that can be called again after a death: survivors give each other sums that have come."""
+        """Return a `sync` that can be called again after a death; sums that have come are not added twice."""
         before = self.syncs
 
         def sync() -> None:
@@ -116,7 +116,7 @@ class AccumulatorState(checkpoint.TensorState):
         self.take_total(merge(self.results, total), self.syncs + 1)
 
     def take_total(self, results: Totals, syncs: int) -> None:
-        """The `syncs`-th synchronisation has given `results`."""
+        """Take `results`, those of the `syncs`-th synchronisation."""
         self.updates, self.syncs = {}, syncs
         self.show(results)
         self.summed = copy.deepcopy(self.results)
@@ -174,7 +174,7 @@ def _merge_with_additions(
 
 
 def merge(a: Totals, b: Totals) -> Totals:
-    """The sums of both: key by key, in the order in which the keys were first seen."""
+    """Return the sums of both, key by key, in the order in which the keys were first seen."""
     merged = dict(a)
     for key, value in b.items():
         add_to(merged, key, value)
@@ -194,7 +194,7 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(value: Any) -> Any:
-    """The inverse of `_encode`."""
+    """Invert `_encode`."""
     if isinstance(value, dict):
         if value.keys() == {_NDARRAY}:
             return value[_NDARRAY].numpy()
@@ -206,7 +206,7 @@ def _decode(value: Any) -> Any:
 
 
 def sums_of(session: Session) -> Sums:
-    """The sums of every Accumulator that there is. Sums are replaced, never changed: shallow copies do."""
+    """Return the sums of every Accumulator; shallow copies, since sums are replaced, never changed."""
     return {
         name: (dict(state.results), dict(state.updates), state.syncs)
         for name, state in session.states.items()
@@ -215,9 +215,9 @@ def sums_of(session: Session) -> Sums:
 
 
 def known_sums(session: Session) -> Sums:
-    """What the last synchronisation of every Accumulator gave, also of the last one of an epoch that is over.
+    """Return the results of every Accumulator's last synchronisation, even if its epoch is over.
 
-    Another replica may still want it: whoever leads dies while it tells us all.
+    Another replica may still need them if the leader dies while it distributes them.
     """
     latest: Any = session.last_summed
     states = [latest] if latest is not None else []

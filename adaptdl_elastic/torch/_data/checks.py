@@ -21,7 +21,7 @@ def check_bounds(
     largest: int | None,
     given: tuple[int | None, int | None] | None,
 ) -> tuple[int, int] | None:
-    """The bounds with their defaults filled in; ValueError where they contradict each other."""
+    """Fill in the defaults of the bounds; ValueError if the bounds contradict each other."""
     if largest is None or largest < batch_size:
         raise ValueError(
             f"max_batch_size={max_batch_size!r}: give an integer of at least the batch size, {batch_size}"

@@ -62,7 +62,7 @@ class ShardedStream(IterableDataset[Item]):
 
 
 def _chunks(stream: Iterator[Any], replicas: int, local: int, drop_last: bool) -> Iterator[list[Any]]:
-    """The stream in chunks, reading far enough ahead to make the last ones as `partition` wants them."""
+    """Yield the stream in chunks; reads ahead to make the last ones as `partition` wants them."""
     full, buffer = replicas * local, deque[Any]()
     for sample in stream:
         buffer.append(sample)
@@ -74,7 +74,7 @@ def _chunks(stream: Iterator[Any], replicas: int, local: int, drop_last: bool) -
 
 
 def wrap_stream(dataset: Any, shuffle: bool, drop_last: bool, kwargs: dict[str, Any]) -> ShardedStream:
-    """The stream as its loader reads it; takes `collate_fn` out of the loader's arguments.
+    """Wrap the stream for its loader, and take `collate_fn` out of the loader's arguments.
 
     Raises:
         ValueError: for what can not be done with a stream.
@@ -96,7 +96,7 @@ def iterate_stream(
     make_iterator: Callable[[], Iterator[tuple[int, Any]]],
     prepare: Callable[[], None],
 ) -> Iterator[Any]:
-    """The data loop over a stream."""
+    """Run the data loop over a stream."""
     while True:
         session = _session.current()
         local, settled = helper.resolve_batch_size(), helper.settled

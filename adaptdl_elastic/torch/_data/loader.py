@@ -77,7 +77,7 @@ class AdaptiveDataLoaderHelper:
         self._left: int | None = None  # batches that were left then to a loader of one's own; None: not known
 
     def repeats(self) -> None:
-        """This loader hands out the same samples again when its index is put back."""
+        """Record that this loader hands out the same samples again when its index is put back."""
         self._registry.unrepeatable -= 1
 
     # -- where it is -------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class AdaptiveDataLoaderHelper:
         return self._atomic
 
     def _initial(self) -> tuple[int, int]:
-        """The batch size that was given, on the replicas that there are."""
+        """Return the initial batch size, divided among the present replicas."""
         given = initial(self._limits, self.replicas)
         return given.atomic_bsz, given.accumulation_steps
 
@@ -418,7 +418,7 @@ class AdaptiveDataLoaderHelper:
         return _session.current().recovery.loop_ended(self)
 
     def pause(self) -> None:
-        """What happens until the next batch is no part of a step."""
+        """Leave the time until the next batch out of the step times."""
         if self.training:
             _session.current().metrics.pause()
 
@@ -440,7 +440,7 @@ class AdaptiveDataLoaderHelper:
         self.end_batch(commit)
 
     def begin_window(self, window: Window) -> None:
-        """The next batches are those of `window`, of which none has been fetched."""
+        """Begin `window`, of which no batch has been fetched."""
         self._window, self._chunk = window, 0
         self._seed_window()
 
@@ -498,7 +498,7 @@ class AdaptiveDataLoaderHelper:
             session.report_eligibility()
         done = total = None
         if self.end_index:
-            done = float(state.finished * self.end_index + min(state.index, self.end_index))
+            done = state.finished * self.end_index + self._samples_of_pass()
             total = None if state.until is None else float(state.until * self.end_index)
         session.metrics.update_position(
             step=session.step,
@@ -508,6 +508,21 @@ class AdaptiveDataLoaderHelper:
             samples_total=total,
             data_size=self.end_index,
         )
+
+    def _samples_of_pass(self) -> float:
+        """Return how far this pass is, in samples; with autoscaling in samples at the initial batch size."""
+        state = self._running()
+        if not self.adaptive:
+            return float(min(state.index, self.end_index))
+        progress = (self._effort()[0] - state.start_progress) * self._windows_per_step() * self.batch_size
+        return min(max(progress, 0.0), float(self.end_index))
+
+    def _windows_per_step(self) -> int:
+        """Return in how many windows the script takes one step: more than 1 where it accumulates by hand."""
+        windows, before_each = _session.current().step - self._entered[0], self._entered[1]
+        counts = zip_longest(self._each_attempts(), before_each, fillvalue=0)
+        own = max((now - then for now, then in counts), default=0)
+        return max(1, round(windows / own)) if own else 1
 
     def epoch_done(self) -> bool:
         """With autoscaling: whether this loop has made the progress of one pass at the initial batch size.
@@ -521,11 +536,8 @@ class AdaptiveDataLoaderHelper:
         """
         session, state = _session.current(), self._running()
         progress, attempts = self._effort()
-        windows, before_each = session.step - self._entered[0], self._entered[1]
-        counts = zip_longest(self._each_attempts(), before_each, fillvalue=0)
-        own = max((now - then for now, then in counts), default=0)
-        by_hand = max(1, round(windows / own)) if own else 1
-        done = progress - state.start_progress + 0.5 >= self.end_index / self.batch_size / by_hand
+        steps = self.end_index / self.batch_size / self._windows_per_step()
+        done = progress - state.start_progress + 0.5 >= steps
         before, tried, index = self._mark
         if progress > before:
             self._mark = progress, attempts, state.index
@@ -574,7 +586,7 @@ def _begins() -> bool:
 
 
 def initial_seed(loader: AdaptiveDataLoaderHelper, generator: torch.Generator | None) -> int:
-    """The seed of a loader's order: the generator's or the user's `torch.manual_seed`, rank 0's for all.
+    """Return the seed of a loader's order: rank 0's generator's or `torch.manual_seed`, for all replicas.
 
     Once settled it is kept in checkpoints: a script that does not seed goes on in the order it began in.
 

@@ -25,7 +25,7 @@ Window = tuple[int, ...]
 
 
 def plan_window(left: int, replicas: int, local: int, accumulation: int = 0) -> Window:
-    """The chunks of the next optimizer step when `left` samples of the pass are left.
+    """Return the chunks of the next optimizer step when `left` samples of the pass are left.
 
     Args:
         left: Samples of the pass that nobody has had, at least 1.
@@ -46,7 +46,7 @@ def plan_window(left: int, replicas: int, local: int, accumulation: int = 0) -> 
 
 
 def _split(samples: int, replicas: int, local: int) -> Window:
-    """`samples` in the fewest chunks that can hold them, as equal as can be, none below R if possible."""
+    """Split `samples` into the fewest chunks, as equal as possible, and of at least R if possible."""
     count = min(-(-samples // (replicas * local)), max(1, samples // replicas))
     each, more = divmod(samples, count)
     return (each + 1,) * more + (each,) * (count - more)
@@ -55,7 +55,7 @@ def _split(samples: int, replicas: int, local: int) -> Window:
 def windows(
     start: int, total: int, replicas: int, local: int, accumulation: int = 0, drop_last: bool = False
 ) -> Iterator[Window]:
-    """The windows that take a pass of `total` samples from `start` to its end.
+    """Yield the windows that take a pass of `total` samples from `start` to its end.
 
     With `drop_last` windows that would not be full are left out.
     """
@@ -89,18 +89,18 @@ def count_chunks(
 
 
 def _skip(start: int, total: int, full: int) -> int:
-    """The start of the last few windows, reached from `start` by full ones."""
+    """Return the start of the last few windows, reached from `start` by full ones."""
     return start + max((total - start) // full - 3, 0) * full
 
 
 def derive_seed(*parts: int) -> int:
-    """A 63-bit seed that is a function of `parts`, well mixed (numpy's SeedSequence)."""
+    """Derive a well mixed 63-bit seed from `parts` (numpy's SeedSequence)."""
     sequence = np.random.SeedSequence([part & 0xFFFFFFFFFFFFFFFF for part in parts])
     return int(sequence.generate_state(1, np.uint64)[0] >> 1)
 
 
 def order(size: int, shuffle: bool, seed: int, epoch: int, number: int = 0) -> torch.Tensor:
-    """The order of pass `number` of an epoch: int64 indices, shape (size,)."""
+    """Return the order of pass `number` of an epoch: int64 indices, shape (size,)."""
     if not shuffle:
         return torch.arange(size)
     generator = torch.Generator()

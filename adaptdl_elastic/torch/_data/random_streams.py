@@ -88,7 +88,7 @@ class Streams:
 
     @classmethod
     def decode(cls, saved: Any) -> Streams:
-        """The inverse of `encode`, from the parsed JSON."""
+        """Invert `encode`, from the parsed JSON."""
         version, words, gauss = saved["python"]
         numpy: Any = np.random.MT19937()
         if saved["numpy"] is None:
@@ -138,7 +138,7 @@ class RandomStreams(checkpoint.State):
         return torch.initial_seed() if self._scripts is None else self._scripts.seed
 
     def enter_loop(self) -> None:
-        """A data loop begins, or goes on after a restart."""
+        """Begin a data loop, or continue it after a restart."""
         self._loops += 1
         restored, self._restored = self._restored, None
         if restored is not None:
@@ -146,13 +146,13 @@ class RandomStreams(checkpoint.State):
             restored.put_back()
 
     def leave_loop(self) -> None:
-        """The data loop is over, or was left."""
+        """End the data loop, whether it is over or was left."""
         self._loops -= 1
         if not self._loops:
             self._return_to_scripts()
 
     def begin_window(self, epoch: int, loop: int, index: int) -> None:
-        """Samples from `index` on are about to be fetched: seed this replica's streams for them."""
+        """Seed this replica's streams for the samples from `index` on, which are fetched next."""
         session = self._session
         if session.replicas == 1 or not all(model.own_random_streams for model in session.models):
             self._return_to_scripts()
@@ -200,7 +200,7 @@ def _seed_all(seed: int) -> None:
 
 
 def _mixed(base: int, index: int) -> int:
-    """A 63-bit seed that is a function of both, well mixed (SplitMix64, Steele et al. 2014)."""
+    """Derive a well mixed 63-bit seed from both (SplitMix64, Steele et al. 2014)."""
     word = (base + (index + 1) * _GOLDEN) % _WORD
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % _WORD
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB % _WORD

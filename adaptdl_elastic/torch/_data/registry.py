@@ -49,7 +49,7 @@ class LoaderRegistry:
 
 
 def registry() -> LoaderRegistry:
-    """The loaders of this process's session."""
+    """Return the loaders of this process's session."""
     session = _session.current()
     found = session.loaders
     if found is None:
@@ -59,5 +59,5 @@ def registry() -> LoaderRegistry:
 
 
 def current_dataloader() -> ElasticLoader | None:
-    """The helper of the loader whose loop is under way in this process, None outside of data loops."""
+    """Return the helper of the loader whose loop runs in this process; None outside data loops."""
     return registry().current

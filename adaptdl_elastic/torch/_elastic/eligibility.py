@@ -36,7 +36,7 @@ def scan_user_objects(session: Session, again: bool = False) -> None:
 
 
 def _found(session: Session, kind: type[Any]) -> list[Any]:
-    """What was seen of a kind, and is still there."""
+    """Return the user's objects of a kind that still exist."""
     if not capability.wanted(session):
         return []  # nobody asks
     scan_user_objects(session)
@@ -54,9 +54,9 @@ def own_groups() -> bool:
 
 
 def why_not_remade(session: Session) -> str | None:
-    """What would be left with the old replicas when the default group is made anew; None: nothing seen.
+    """Return why the default group may not be replaced; None if no reason is known here.
 
-    Other replicas may have seen something else.
+    Other replicas may know other reasons.
     """
     if own_groups() or len(_c10d._world.pg_map) > 1:
         return GROUPS
@@ -66,7 +66,7 @@ def why_not_remade(session: Session) -> str | None:
 
 
 def why_nobody_may_join(session: Session) -> str | None:
-    """What is in use that newcomers would not get from the others; None: nothing."""
+    """Return the state in use that new replicas would not get from the others; None: there is none."""
     for model in session.models:
         if model.thawed:
             return "parameters were thawed (requires_grad) after AdaptiveDataParallel was made"

@@ -90,7 +90,7 @@ class Newcomer:
 
 
 def begin_joining(session: Session, backend: str) -> None:
-    """A newcomer's `init_process_group`: a group of the planned size, and the others' states."""
+    """Replace `init_process_group` in a new replica: a group of the planned size, the others' states."""
     host, port = os.environ[environment.MASTER_ADDR], int(os.environ[environment.MASTER_PORT])
     store = generation_store(host, port, session.generation)
     found = session.newcomer = Newcomer(session, backend, store)
@@ -107,6 +107,6 @@ def begin_joining(session: Session, backend: str) -> None:
 
 
 def _warm_up(device: torch.device) -> None:
-    """What torch does once, at the first backward pass, in advance: the others will wait for that pass."""
+    """Do in advance the work of torch's first backward pass, for which the other replicas would wait."""
     layer = torch.nn.Linear(64, 64, device=device)
     layer(torch.ones(64, 64, device=device)).sum().backward()

@@ -154,12 +154,12 @@ class Recovery:
     # -- before and after a window -----------------------------------------------------------------
 
     def begin_window(self, index: int) -> None:
-        """The first batch of a training window is about to be handed out."""
+        """Prepare for the first batch of a training window, which is handed out next."""
         if self.armed and self._session.replicas > 1:
             self._before = StepSnapshot(self._session, index, self._before)
 
     def before_step(self, left_out: bool) -> None:
-        """An `optimizer.step()` of the window under way steps now, or does nothing (`left_out`)."""
+        """Prepare for an `optimizer.step()` of this window; `left_out`: the call will do nothing."""
         if self._before is not None and self.armed and self._session.replicas > 1:
             self._before.before_step(left_out)
 
@@ -221,7 +221,7 @@ class Recovery:
         return True
 
     def loop_left(self, helper: ElasticLoader) -> None:
-        """This replica has left a loop by `break`: nobody is to wait for it at the loop's end."""
+        """Record that this replica has left a loop by `break`, so that no peer waits at the loop's end."""
         # after a step that failed the next boundary ends this replica: from a generator's end nobody can
         if self.armed and self._session.replicas > 1 and not self.failed:
             self._buffers_diverged = self._buffers_diverged or helper.training
@@ -272,7 +272,7 @@ class Recovery:
             notice.start()
 
     def _notice(self, generation: int) -> None:
-        """This step takes long: wait for no gradient any more, and tell the agent that we live."""
+        """Stop waiting for gradients in a step that takes long, and tell the agent of the lost peer."""
         if self._session.consensus.loops_over:
             return  # there is no step any more; a collective says so itself if it needs the others
         if self._session.generation == generation and not self.waiting:
@@ -281,7 +281,7 @@ class Recovery:
             self._session.send(PeerLost(generation, "a replica is gone"))
 
     def on_plan(self, message: RecoveryPlan) -> None:
-        """The agent's plan of a generation without the dead. In the channel's thread."""
+        """Take the agent's plan of a generation without dead replicas. Runs in the channel's thread."""
         # First: once the training thread has the plan, what is lost is a generation of the past.
         session, generation = self._session, message.generation
         if not self.waiting and generation > session.generation:

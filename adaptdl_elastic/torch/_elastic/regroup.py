@@ -97,7 +97,7 @@ def _reducer(
 
 
 def finish(session: Session, position: Position, began: float, recovered: bool = False) -> None:
-    """What everybody in a new generation does last."""
+    """Do what every replica of a new generation does last."""
     for model in session.models:
         model.reinit_process_group()
     assert session.reducer is not None

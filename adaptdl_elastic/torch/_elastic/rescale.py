@@ -74,7 +74,7 @@ class Plan:
         self.tried = threading.Event()  # the switch was come to, or nobody wants it any more
 
     def meeting(self) -> Any:
-        """The store where this generation meets."""
+        """Return the store of this generation."""
         return generation_store(self.message.master_addr, self.message.master_port, self.generation)
 
     def loaders(self, store: Any, timeout: timedelta) -> list[str]:
@@ -94,11 +94,11 @@ class Rescaler:
         self._past: dict[str, Any] = {}  # states of epochs that newcomers may still be on their way through
 
     def handlers(self) -> dict[str, Callable[[Command], None]]:
-        """What is done at agreed boundaries."""
+        """Return what is done at agreed boundaries, by the kind of the command."""
         return {"preview": self._preview, "switch": self._switch, capability.COMMAND: self._able}
 
     def on_withdrawn(self, generation: int) -> None:
-        """The agent has withdrawn the plan of that generation. In the channel's thread."""
+        """Withdraw the plan of that generation, as the agent orders. Runs in the channel's thread."""
         plan = self._plans.get(generation)
         if plan is not None:
             plan.called_off = True
@@ -106,7 +106,7 @@ class Rescaler:
             self._release(plan)
 
     def on_plan(self, message: ChangePlan) -> None:
-        """The agent's plan of a change in place. In the channel's thread."""
+        """Take the agent's plan of a change in place. Runs in the channel's thread."""
         generation, plan = message.generation, Plan(message)
         with self._lock:
             self._plans[generation] = plan
@@ -179,7 +179,7 @@ class Rescaler:
             log.warning("generation %d can not begin in place: %s", plan.generation, error)
 
     def _able(self, _: Command) -> None:
-        """The self-test has passed on all nodes: this job changes in place, and survives deaths."""
+        """Allow changes in place and survival of deaths, after all nodes have passed the self-test."""
         session, known = self._session, capability.known_capability(self._session)
         for _name, state in sorted(session.states.items()):
             state.sync()  # to be armed is to remember sums that all have
@@ -235,7 +235,7 @@ class Rescaler:
         self._past = {}
 
     def _why_not(self, plan: Plan) -> str | None:
-        """What forbids this plan; None: nothing. Who stays has of its own what newcomers would have not."""
+        """Return why this plan cannot be carried out in place; None: it can."""
         why = eligibility.why_not_remade(self._session)
         return why if why or not plan.newcomers else eligibility.why_nobody_may_join(self._session)
 

@@ -32,14 +32,18 @@ class Slot:
     device: str  # its type: which one of them is each replica's own matter
 
     def fresh(self) -> torch.Tensor:
-        """A tensor like that one, on this replica's device."""
+        """Return a new tensor of the same shape and type, on this replica's device."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 def give(session: Session, newcomers: list[int], donors: list[int], names: set[str] | None = None) -> None:
-    """The side of those who have it. Every one of them calls it with the same arguments.
+    """Send states to new replicas. All donors call it with the same arguments.
 
-    names: of the states to give, all when None.
+    Args:
+        session: This replica's session.
+        newcomers: Ranks of the new replicas.
+        donors: Ranks of the replicas that send.
+        names: Names of the states to send; None: all.
     """
     if not newcomers:
         return
@@ -75,6 +79,7 @@ def take(session: Session, overwrites: Callable[[], None] | None = None) -> None
     its device has no room for that into the tensors that it has.
 
     Args:
+        session: This replica's session.
         overwrites: Called before this replica's tensors are received into, if they hold a state that it
             may need; None: they do not.
     """
@@ -99,7 +104,7 @@ def take(session: Session, overwrites: Callable[[], None] | None = None) -> None
 
 
 def _describe(session: Session, what: Any) -> Any:
-    """What the first donor says there is; the others pass None."""
+    """Return the first donor's description of the states; the other replicas pass None."""
     assert session.reducer is not None
     return session.reducer.allreduce(what, lambda a, b: b if a is None else a, tag="states", objects=True)
 
@@ -176,7 +181,7 @@ def _group(session: Session) -> Group:
 
 
 def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Runs of small tensors of one type, of at most BUCKET bytes, and each larger tensor by itself."""
+    """Yield runs of small tensors of one type, of at most BUCKET bytes, and each larger tensor by itself."""
     bucket: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
@@ -218,7 +223,7 @@ def _find_slots(value: Any, slots: list[Slot]) -> None:
 
 
 def fill(value: Any, supply: Iterator[torch.Tensor]) -> Any:
-    """The inverse of `strip`."""
+    """Invert `strip`."""
     if isinstance(value, Slot):
         return next(supply)
     if isinstance(value, dict):

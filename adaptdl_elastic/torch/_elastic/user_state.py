@@ -206,7 +206,7 @@ def _bytes(value: Any) -> int:
 
 
 def _digest(state: SavedState) -> Hashable:
-    """What differs when the State does."""
+    """Return a value that differs when the State differs."""
     if isinstance(state, checkpoint.TensorState):
         tensors: list[torch.Tensor] = []
         rest = pickle.dumps(strip(state.state_dict(), tensors))
@@ -219,7 +219,7 @@ def _digest(state: SavedState) -> Hashable:
 
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor | int:
-    """What differs when its bits do, or their places, made where it is."""
+    """Return a value that differs when bits or their places differ; computed on the tensor's device."""
     if tensor.device.type != "cpu":
         return _block_sums(tensor)
     flat = _flat(tensor)

@@ -215,7 +215,7 @@ class BoundaryConsensus:
     # -- messages ----------------------------------------------------------------------------------
 
     def _read_channel(self) -> None:
-        """The agent's orders. When the agent is gone so are we: somebody else gets our place."""
+        """Read the agent's orders, and end when the agent does: another replica then takes this place."""
         channel = self.session.channel
         assert channel is not None
         session = self.session
@@ -244,7 +244,7 @@ class BoundaryConsensus:
         self._events.put(("want", 0, command))
 
     def on_message(self, sender: int, message: Any) -> None:
-        """A control message of another replica, or of our own leader. Must not block."""
+        """Take a control message of another replica or of this replica's leader. Must not block."""
         kind, number, body = message
         if kind == "prepare":
             with self._condition:
@@ -264,7 +264,7 @@ class BoundaryConsensus:
             self._events.put((kind, sender, (number, body)))
 
     def on_lost(self, rank: int) -> None:
-        """A replica is gone without a goodbye."""
+        """Record that a replica is gone without a goodbye."""
         self.lose(f"rank {rank} is gone")
 
     def lose(self, reason: str) -> None:
@@ -345,13 +345,13 @@ class BoundaryConsensus:
             self._tell(0, ("executed", number, None))
 
     def abandon(self) -> None:
-        """The connections of a generation are closed: what was to be agreed with it is over."""
+        """Drop what was to be agreed with a generation whose connections are closed."""
         with self._condition:
             self.lost = self._round = self._decision = None
             self.between = True
 
     def renew(self, position: Position, recovered: bool = False) -> None:
-        """A new generation has begun in this process, at `position`; `recovered`: the old one broke off."""
+        """Begin a new generation at `position`; `recovered`: the old one was broken off."""
         with self._condition:
             self._position, self._first_step = position, True
             self._told = self.session.last_step_time  # `switched` says it: it is no step of the new one
@@ -383,7 +383,7 @@ class BoundaryConsensus:
         return True
 
     def _execute(self, commands: list[Command]) -> None:
-        """A checkpoint is saved by those who have agreed on it: before a change of who they are.
+        """Carry out agreed commands: save a checkpoint before a change of replicas.
 
         A stop comes alone, and its checkpoint serves all other requests for one.
         """
@@ -544,6 +544,6 @@ def _covers(known: Command, new: Command) -> bool:
 
 
 def _before(position: Position) -> Position:
-    """The greatest position below `position` in the order that boundaries have."""
+    """Return the greatest position below `position` in the order of boundaries."""
     epoch, loop, index = position
     return (epoch, loop, index - 1)

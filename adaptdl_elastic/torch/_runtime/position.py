@@ -51,7 +51,7 @@ class ScriptPosition(checkpoint.TensorState):
         self.epoch_began = time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to outlive a generation."""
+        """Return the state that outlives a generation."""
         finished_loops, index = self._behind()
         return {
             "finished": self.finished,
@@ -87,14 +87,14 @@ class ScriptPosition(checkpoint.TensorState):
         self.left = None
 
     def _behind(self) -> tuple[int, int]:
-        """Data loops of the epoch that are over, and the index in the next one."""
+        """Return the number of finished data loops of the epoch, and the index in the next one."""
         if self.left is None:
             return self.finished_loops, self.index
         loop, index = self.left  # it is over once the script goes on behind it: an exception may have left it
         return loop - 1, index
 
     def tell_samples(self, size: int, shuffled: bool) -> None:
-        """The data loop under way is over a data set of that many samples, in a random order or not."""
+        """Record the number of samples of the running data loop's data set, and whether it is shuffled."""
         began = "when this data loop began, and"
         changes = []
         if self.size not in (None, size):
@@ -119,7 +119,7 @@ class ScriptPosition(checkpoint.TensorState):
         return self.finished
 
     def end_epoch(self) -> None:
-        """The body of the epoch loop has run to its end."""
+        """Record that the body of the epoch loop has run to its end."""
         session, epoch = self._session, self.finished
         seconds = time.monotonic() - self.epoch_began
         session.emit("epoch", epoch=epoch, seconds=seconds, samples=self.samples)
@@ -170,7 +170,9 @@ class ScriptPosition(checkpoint.TensorState):
         """Tell the others that this replica has come to `place`, unless they were told.
 
         Args:
-            wait: Until all others have come there, or one of them has died.
+            place: The epoch and the data loop.
+            what: Description of the place, for error messages.
+            wait: Whether to wait until all others have come there or one of them has died.
 
         Raises:
             CollectiveMismatchError: another one has come to another place.
@@ -218,7 +220,7 @@ def _first(a: None, b: None) -> None:
 
 
 def script_position() -> ScriptPosition:
-    """The position of this process's script, restored from the checkpoint by the first call."""
+    """Return the position of this process's script; the first call restores it from the checkpoint."""
     session = _session.current()
     found = session.position
     if found is None:

@@ -1,11 +1,11 @@
-"""Choose sizes and places exactly: the integer programs and the heuristics behind `policy.allocate`.
+"""Choose sizes and places exactly: the integer programs and heuristics behind `policy.allocate`.
 
-| question | module |
+| Question | Module |
 |---|---|
 | Which table of values is optimised? | `tables` |
 | Which sizes are best, regardless of places? | `knapsack` |
 | Which replicas go to which nodes? | `placement` |
-| Who makes room when a job finds no place? | `eviction` |
+| Which jobs make room when another job finds no place? | `eviction` |
 | How are small clusters solved as one program? | `integer_program` |
 | In which order are these tried? | `solve` |
 """

@@ -1,11 +1,11 @@
-"""Makes room for jobs that slots were chosen for and no place was found: others move together, or wait.
+"""Make room for jobs that were given slots but found no place: other jobs move together, or wait.
 
-Sizes are chosen by counting slots. Slots in the wrong places are of no use to a job that needs a whole
-node, or nodes without another multi-node job, and no later choice of sizes would find that out: it would
-wait for as long as the others live. So those in its way are taken off the board, it is put there, and they
-are put back where there is room for them. What comes of it counts if it is worth more than before:
-jobs that can as well lie elsewhere make room at once, and who has to stop for it does so only for
-somebody who has waited too long (`objective.OVERDUE`).
+Sizes are chosen by counting slots. Slots in the wrong places are of no use to a job that needs a whole node,
+or nodes without another multi-node job. No later choice of sizes would find that out, and the job would wait
+for as long as the others live. So the jobs in its way are taken off the board, the waiting job is placed, and
+the others are put back where there is room for them. The result counts if its value is larger than before. So
+jobs that can run elsewhere make room at once; a job stops only for one that has waited too long
+(`objective.OVERDUE_VALUE`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ from adaptdl_elastic.autoscaler.policy.policy_types import Allocation
 from adaptdl_elastic.autoscaler.policy.solver.placement import Board, Want, limit, place
 from adaptdl_elastic.autoscaler.policy.solver.tables import Tables
 
-_MOST = 16  # jobs that room is made for in one decision; the next one goes on
-_TRIED = 8  # nodes of which those with the cheapest occupants are tried
-_SIZES = 16  # in which a job that was in the way is tried elsewhere
+_MOST = 16  # number of jobs that room is made for in one decision
+_TRIED = 8  # number of nodes that are tried; those with the cheapest occupants come first
+_SIZES = 16  # number of sizes that are tried for an evicted job
 
 
 def make_room(
     tables: Tables, board: Board, placed: dict[str, dict[str, int]], without: Sequence[int]
 ) -> dict[str, dict[str, int]]:
-    """`placed`, or what is worth more and has some of the jobs in the rows `without` on it, too.
+    """Return the best placement found, `placed` or one that also has jobs of the rows `without`.
 
-    `board` holds what stays in any case.
+    Args:
+        tables: The values of all sizes for all jobs.
+        board: The jobs that stay in any case.
+        placed: The placement so far.
+        without: Rows of the jobs that found no place.
     """
     full, fixed = board.copy(), set(board.placed)
     for name, allocation in placed.items():
@@ -51,7 +55,7 @@ def make_room(
 
 
 def value(tables: Tables, row: int, found: Allocation | None, board: Board) -> float:
-    """What an allocation is worth to the job in this row, its move paid for."""
+    """Return the value of an allocation for the job in this row, less the cost of moving it."""
     if not found:
         return 0.0
     if tables.kept[row] >= 0 and found == board.current[tables.jobs[row].name]:
@@ -61,7 +65,7 @@ def value(tables: Tables, row: int, found: Allocation | None, board: Board) -> f
 
 
 def _trials(tables: Tables, full: Board, rows: dict[str, int], row: int) -> Iterator[tuple[Board, list[int]]]:
-    """Boards with the job in its smallest size, and who was taken off them, the dearest first."""
+    """Yield boards with the job in its smallest size, and the rows taken off them, most valuable first."""
     worth = {name: value(tables, other, full.placed.get(name), full) for name, other in rows.items()}
     for several in (False, True):
         open_to_it = np.flatnonzero(tables.allowed[row] & (tables.sizes.several == several))
@@ -78,7 +82,7 @@ def _trials(tables: Tables, full: Board, rows: dict[str, int], row: int) -> Iter
 
 
 def _in_the_way(full: Board, want: Want, worth: dict[str, float]) -> Iterator[list[str]]:
-    """Sets of jobs without which the wanted size may find room, the cheapest first."""
+    """Yield sets of jobs whose removal may make room for the wanted size, the cheapest set first."""
     if want.several:
         yield from _ever_more(full, worth)
         return
@@ -93,7 +97,7 @@ def _in_the_way(full: Board, want: Want, worth: dict[str, float]) -> Iterator[li
 
 
 def _cheapest(here: dict[str, int], missing: int, worth: dict[str, float]) -> list[str] | None:
-    """Jobs of one node that have the missing slots, without any that is not needed for it."""
+    """Return a minimal set of cheap jobs on one node that hold the missing slots; None if there is none."""
     chosen: list[str] = []
     for name in sorted((name for name in here if name in worth), key=lambda name: (worth[name], name)):
         if missing > 0:
@@ -109,7 +113,7 @@ def _cheapest(here: dict[str, int], missing: int, worth: dict[str, float]) -> li
 
 
 def _ever_more(full: Board, worth: dict[str, float]) -> Iterator[list[str]]:
-    """The cheapest job, the two cheapest, four, …: those that were not in the way are put back."""
+    """Yield the cheapest job, the two cheapest, the four cheapest, and so on."""
     names = sorted((name for name in full.placed if name in worth), key=lambda name: (worth[name], name))
     count = 1
     while names and count < 2 * len(names):
@@ -118,7 +122,7 @@ def _ever_more(full: Board, worth: dict[str, float]) -> Iterator[list[str]]:
 
 
 def _put_back(tables: Tables, trial: Board, row: int, was: Allocation) -> Allocation | None:
-    """Where the job goes now: where it was if there is room, else in the best size that finds some."""
+    """Place an evicted job where it was if there is room, else in the best size that finds room."""
     job = tables.jobs[row]
     if _fits(trial, job.name, was):
         trial.put(job.name, was)
@@ -141,6 +145,6 @@ def _fits(board: Board, job: str, allocation: Allocation) -> bool:
 def _best_first(tables: Tables, row: int) -> Iterable[int]:
     worth = np.where(tables.allowed[row], tables.changed[row], 0.0)
     order = [int(column) for column in np.argsort(-worth, kind="stable") if worth[column] > 0]
-    # its smallest sizes, too: they are the likeliest to find room
+    # also try the smallest sizes: they are the likeliest to find room
     small = sorted(order, key=lambda column: int(tables.sizes.replicas[column]))[:2]
     return dict.fromkeys([*order[:_SIZES], *small])

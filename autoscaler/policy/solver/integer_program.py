@@ -1,16 +1,17 @@
-"""The whole problem as one integer program, sizes and places together: for small and irregular clusters.
+"""Solve sizes and places together as one integer program, for small and irregular clusters.
 
-Sizes that were chosen by slots alone may find no room: nodes of several sizes, jobs that can not use
-every node, odd numbers of replicas. Where there are few jobs and nodes the exact answer is had from
-HiGHS by `scipy.optimize.milp`. Its variables, for job j and node n:
+Sizes that were chosen by slots alone may find no room: nodes of several sizes, jobs that cannot use every
+node, odd numbers of replicas. With few jobs and nodes, HiGHS (`scipy.optimize.milp`) finds the exact
+solution. Its variables, for job j and node n, are:
 
-    keep[j]        the job stays as it is
-    one[j,n,s]     it has s replicas, all on node n
-    many[j,c]      it has the number of replicas of column c, on several nodes, of which
-    uses[j,n], on[j,n]   it uses node n, with so many replicas
+    keep[j]        the job keeps its allocation
+    one[j,n,s]     the job has s replicas, all on node n
+    many[j,c]      the job has the number of replicas of column c, on several nodes
+    uses[j,n]      the job uses node n as one of several
+    on[j,n]        number of its replicas there
 
-and its constraints: one choice a job, what nodes hold, the limits of a job on a node, at most one
-multi-node job on a node.
+Its constraints are one choice per job, the slots of the nodes, the limits of a job on a node, and at most one
+multi-node job per node.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from adaptdl_elastic.autoscaler.policy.solver.tables import SMALL, Tables
 Array = NDArray[np.float64]
 
 SMALL_PROGRAM, LARGE_PROGRAM = 250, 1500
-"""Variables up to which the program is solved in milliseconds, and in a second or so."""
+"""Numbers of variables up to which solving takes milliseconds, or about a second."""
 
 
 @dataclass
 class _Program:
-    """Variables and rows while they are collected."""
+    """The variables and rows of a program under construction."""
 
     worth: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
@@ -56,19 +57,27 @@ class _Job:
     """The variables of one job."""
 
     keep: int | None = None
-    one: dict[int, tuple[str, int]] = field(default_factory=dict)  # variable → node, replicas
-    on: dict[str, int] = field(default_factory=dict)  # node → variable
+    one: dict[int, tuple[str, int]] = field(default_factory=dict)  # by variable: (node, replicas)
+    on: dict[str, int] = field(default_factory=dict)  # by node: variable
     uses: dict[str, int] = field(default_factory=dict)
 
 
 def solve_exactly(
     tables: Tables, worths: Array, board: Board, limit_to: int, seconds: float
 ) -> dict[str, dict[str, int]] | None:
-    """Where every job of `tables` goes; None where there are more variables, or it takes longer."""
+    """Return the place of every job; None if there are too many variables or too little time.
+
+    Args:
+        tables: The values of all sizes for all jobs.
+        worths: The value of each size of each job, shape (jobs, sizes); 0 where the size is not allowed.
+        board: The jobs that stay in any case.
+        limit_to: Largest number of variables.
+        seconds: Time limit.
+    """
     nodes = [node.name for node in board.nodes]
     regular = len({node.slots for node in board.nodes}) == 1 and all(j.limits is None for j in tables.jobs)
     if regular and sum(node.slots for node in board.nodes) > SMALL:
-        return None  # powers of two and whole nodes find room, if need be by moving others
+        return None  # powers of two and whole nodes find room, if need be by moving other jobs
     sizes = int((~tables.sizes.several).sum()) + 2
     if len(tables.jobs) * (len(nodes) * sizes + len(tables.sizes.replicas)) > limit_to or not nodes:
         return None
@@ -84,7 +93,7 @@ def solve_exactly(
     found = _run(program, seconds)
     if found is None:
         return None
-    # survivors first: rank 0 stays
+    # nodes with replicas that stay come first, so that one of these keeps rank 0
     placed = {name: dict(allocation) for name, allocation in board.placed.items()}
     for job, variables in zip(tables.jobs, jobs, strict=True):
         allocation = _read(found, variables, board.current.get(job.name, {}))

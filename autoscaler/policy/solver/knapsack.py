@@ -1,8 +1,8 @@
-"""The multiple-choice knapsack, solved exactly by dynamic programming over the number of slots.
+"""Solve the multiple-choice knapsack exactly by dynamic programming over the number of slots.
 
-Each job takes one of its options or none; the options' sizes together must not exceed the capacity
-(Kellerer, Pferschy, Pisinger, *Knapsack Problems*, 2004, chapter 11). One pass answers for every
-capacity up to the one asked for.
+Each job takes one of its options or none; the options' sizes together must not exceed the capacity (Kellerer,
+Pferschy, Pisinger, *Knapsack Problems*, 2004, chapter 11). One pass solves the problem for every capacity up
+to the given one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Array = NDArray[np.float64]
 
 
 class SizeOptions(NamedTuple):
-    """What one job could have: sizes in slots, all at least 1, and what each is worth, 0: not to be had."""
+    """The options of one job: sizes in slots, at least 1, and their values; 0 for one that is excluded."""
 
     sizes: NDArray[Any]
     values: Array
@@ -46,7 +46,7 @@ class Table:
         return choice
 
     def choose(self, capacity: int) -> list[int | None]:
-        """Per job the index of its option, None for none, with at most `capacity` slots in use."""
+        """Return the index of each job's option, or None, with at most `capacity` slots in use."""
         picked: list[int | None] = []
         for (options, kept), choice in zip(reversed(self._jobs), reversed(self._choices), strict=True):
             index = int(choice[capacity]) - 1
@@ -57,7 +57,7 @@ class Table:
 
 
 def _frontier(options: SizeOptions, capacity: int) -> tuple[SizeOptions, NDArray[Any]]:
-    """The options that no smaller or equal one beats, by ascending size, and where they stood."""
+    """Return the options that no smaller or equal one beats, by ascending size, and their old indices."""
     order = np.lexsort((-options.values, options.sizes))
     kept, best = [], 0.0
     for index in order:

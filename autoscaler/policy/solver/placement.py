@@ -1,4 +1,4 @@
-"""Puts replicas on nodes: keeps what need not move, and moves the small to make room for the large."""
+"""Place replicas on nodes: keep jobs where they are, and move small ones to make room for large ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ANY = NodeLimit()
 
 
 def rooms_of(job: JobInfo, nodes: Sequence[NodeInfo]) -> list[tuple[int, int]]:
-    """(fewest, most) replicas of `job` on each node that can take any."""
+    """Return (fewest, most) replicas of `job` for each node that can take any."""
     if job.limits is None:
         return [(1, node.slots) for node in nodes if node.slots > 0]
     bounds = ((node.slots, job.limits.get(node.name)) for node in nodes)
@@ -25,13 +25,13 @@ def rooms_of(job: JobInfo, nodes: Sequence[NodeInfo]) -> list[tuple[int, int]]:
 
 
 def limit(job: JobInfo, node: str) -> NodeLimit | None:
-    """How many replicas of `job` may be on `node`, None if none may."""
+    """Return the limits for replicas of `job` on `node`; None if the node may have none."""
     return _ANY if job.limits is None else job.limits.get(node)
 
 
 @dataclass(frozen=True)
 class Want:
-    """A job is to get so many replicas, on one node or on several."""
+    """A request to place a number of replicas of a job, on one node or on several."""
 
     job: JobInfo
     replicas: int
@@ -40,27 +40,29 @@ class Want:
 
 @dataclass
 class Board:
-    """What is where while it is being placed. Nodes that get nothing new are not on it."""
+    """The placement under construction. Nodes that get nothing new are not on it."""
 
     nodes: Sequence[NodeInfo]
     current: Mapping[str, Allocation]
     free: dict[str, int] = field(init=False)
-    here: dict[str, dict[str, int]] = field(init=False)  # node → job → replicas
-    placed: dict[str, dict[str, int]] = field(init=False, default_factory=dict)  # job → node → replicas
-    movable: dict[str, float] = field(init=False, default_factory=dict)  # job → what moving it costs
+    here: dict[str, dict[str, int]] = field(init=False)  # by node, then by job: replicas
+    # by job, then by node: replicas
+    placed: dict[str, dict[str, int]] = field(init=False, default_factory=dict)
+    movable: dict[str, float] = field(init=False, default_factory=dict)  # by job: cost of moving it
     moved: set[str] = field(init=False, default_factory=set)
-    stable_wanted: bool = False  # some job asks for nodes that are not preemptible
+    stable_wanted: bool = False  # whether some job prefers nodes that are not preemptible
 
     def __post_init__(self) -> None:
         self.free = {node.name: node.slots for node in self.nodes}
         self.here = {node.name: {} for node in self.nodes}
         self._info = {node.name: node for node in self.nodes}
         self._order = {node.name: i for i, node in enumerate(self.nodes)}
-        self._room: NDArray[Any] = np.array([node.slots for node in self.nodes], dtype=int)  # free, as array
+        # free slots, as an array
+        self._room: NDArray[Any] = np.array([node.slots for node in self.nodes], dtype=int)
         self._alike = not any(node.at_risk or node.preemptible for node in self.nodes)
 
     def copy(self) -> Board:
-        """The same, to try something on; what is on it can not be moved."""
+        """Return a copy for trials; the jobs on it cannot be moved."""
         other = Board(self.nodes, self.current, stable_wanted=self.stable_wanted)
         for job, allocation in self.placed.items():
             other.put(job, allocation)
@@ -75,7 +77,7 @@ class Board:
             self.here[node][job] = replicas
 
     def take(self, job: str) -> dict[str, int]:
-        """Take a job away again."""
+        """Remove a job, and return its allocation."""
         allocation = self.placed.pop(job)
         for node, replicas in allocation.items():
             self.free[node] += replicas
@@ -84,15 +86,18 @@ class Board:
         return allocation
 
     def spans(self, job: str) -> bool:
-        """Whether the placed job is on several nodes."""
+        """Return whether the placed job is on several nodes."""
         return len(self.placed[job]) > 1
 
     def shared_by_spanning(self, node: str, job: str) -> bool:
-        """Whether a multi-node job other than `job` is on the node."""
+        """Return whether a multi-node job other than `job` is on the node."""
         return any(other != job and self.spans(other) for other in self.here[node])
 
     def dislike(self, job: JobInfo, node: str) -> tuple[int, ...]:
-        """Sorts nodes: those at risk last, then by preemptibility as the job asks."""
+        """Return a sort key of nodes.
+
+        Those at risk last, then by the job's preference for preemptible nodes.
+        """
         info = self._info[node]
         if job.avoid_preemptible_nodes:
             kind = int(info.preemptible)
@@ -101,7 +106,7 @@ class Board:
         return int(info.at_risk), kind
 
     def quick_single(self, job: JobInfo, replicas: int, before: Allocation) -> str | None:
-        """The fullest node that has room, one the job has already first, where all nodes are alike to it."""
+        """Return the job's own node if it has room, else the fullest one that has, if all nodes are alike."""
         if job.limits is not None or not self._alike:
             return None
         for node in before:
@@ -111,7 +116,7 @@ class Board:
         return self.nodes[int(fits[np.argmin(self._room[fits])])].name if fits.size else None
 
     def quick_several(self, job: JobInfo, replicas: int, before: Allocation) -> dict[str, int] | None:
-        """Whole empty nodes that hold exactly so many, the job's own first, where all nodes are alike."""
+        """Return whole empty nodes with exactly enough slots, the job's own first, if all nodes are alike."""
         if job.limits is not None or not self._alike:
             return None
         empty = [node.name for node in self.nodes if not self.here[node.name]]
@@ -126,15 +131,15 @@ class Board:
         return found if replicas == 0 and len(found) >= max(job.min_nodes, 2) else None
 
     def position(self, node: str) -> int:
-        """The node's place in the given order: ties are broken by it."""
+        """Return the node's index in the given order, which breaks ties."""
         return self._order[node]
 
 
 def place(board: Board, wants: Sequence[Want], jobs: Mapping[str, JobInfo]) -> list[Want]:
-    """Place `wants` on the board, largest first; returns those that found no room.
+    """Place `wants` on the board, the largest first, and return those that found no room.
 
-    A job on the board that is `movable` is moved when that makes room for a larger one. Never puts
-    two multi-node jobs on one node, never exceeds a node's slots or a job's limits.
+    A `movable` job on the board is moved when that makes room for a larger one. The placement never puts two
+    multi-node jobs on one node, and never exceeds a node's slots or a job's limits.
     """
     failed = []
     queue = deque(sorted(wants, key=_size))
@@ -159,13 +164,13 @@ def _size(want: Want) -> tuple[bool, int, str]:
 
 
 def _ranked(found: Mapping[str, int], before: Allocation) -> dict[str, int]:
-    """Nodes that the job has already come first: rank 0 is then a survivor."""
+    """Put the nodes that the job already has first, so that a replica that stays gets rank 0."""
     names = [node for node in before if node in found] + [node for node in found if node not in before]
     return {node: found[node] for node in names}
 
 
 def _find(board: Board, want: Want) -> tuple[dict[str, int] | None, list[str]]:
-    """Where the job could go, and which others would have to move for it."""
+    """Return where the job could go, and the jobs that would have to move for it."""
     if want.several:
         return _find_several(board, want)
     job, before = want.job, board.current.get(want.job.name, {})
@@ -188,7 +193,7 @@ def _find(board: Board, want: Want) -> tuple[dict[str, int] | None, list[str]]:
 
 
 def _make_room(board: Board, node: str, missing: int, size: int) -> list[str] | None:
-    """Movable single-node jobs, each smaller than `size`, whose leaving frees `missing` slots of the node."""
+    """Return movable single-node jobs below `size` replicas whose removal frees `missing` slots; or None."""
     if missing <= 0:
         return []
     small = [
@@ -206,7 +211,7 @@ def _make_room(board: Board, node: str, missing: int, size: int) -> list[str] | 
 
 
 def _find_several(board: Board, want: Want) -> tuple[dict[str, int] | None, list[str]]:
-    """As many slots as there are of few nodes, empty ones and the job's own first, then the remainder."""
+    """Place a job on few nodes, empty ones and its own first, each filled before the next."""
     job, before = want.job, board.current.get(want.job.name, {})
     quick = board.quick_several(job, want.replicas, before)
     if quick is not None:
@@ -234,7 +239,7 @@ def _find_several(board: Board, want: Want) -> tuple[dict[str, int] | None, list
     )
     few = max(job.min_nodes, 2)
     found = _fill(by_room, rooms, want.replicas, few, job.max_nodes)
-    if found is None:  # room for more on each of fewer nodes, wherever that is
+    if found is None:  # else prefer nodes with the most room, even if jobs must move
         by_room.sort(key=lambda n: (-rooms[n][0], rooms[n][1], n not in before, board.position(n)))
         found = _fill(by_room, rooms, want.replicas, few, job.max_nodes)
     if found is None:
@@ -255,7 +260,7 @@ def _fill(
     few: int,
     most: int | None,
 ) -> dict[str, int] | None:
-    """Fill nodes in order; the last ones may have to leave some so that each gets its minimum."""
+    """Fill nodes in order; leave enough replicas for the last ones to get their minimum."""
     found: dict[str, int] = {}
     left = replicas
     for i, node in enumerate(order):
@@ -283,7 +288,7 @@ def _even(
     few: int,
     most: int | None,
 ) -> dict[str, int] | None:
-    """The same number on each of few nodes: what is left when a remainder is below a node's minimum."""
+    """Spread replicas evenly over few nodes, where filling leaves less than a node's minimum."""
     for count in range(few, min(most or len(order), len(order)) + 1):
         share, extra = divmod(replicas, count)
         if share == 0:

@@ -1,4 +1,4 @@
-"""Chooses a size for every job by an exact program, then places them; tries again where they do not fit."""
+"""Choose a size for every job by an exact program, place the jobs, and retry where they do not fit."""
 
 from __future__ import annotations
 
@@ -20,26 +20,31 @@ from adaptdl_elastic.autoscaler.policy.solver.tables import Tables
 
 Array = NDArray[np.float64]
 
-_ROUNDS = 6  # times that a size which found no room is given up and the rest is chosen again
-_ENOUGH = 0.002  # of the bound: what is not worth a large program
+_ROUNDS = 6  # largest number of attempts; after each, sizes that found no room are excluded
+_ENOUGH = 0.002  # relative gap to the upper bound below which a large program is not worth its time
 
 
 @dataclass(frozen=True)
 class Solution:
-    """Who is where, and what led to it."""
+    """The placement of all jobs, and the sizes that it aims at."""
 
     placed: dict[str, dict[str, int]]
-    targets: list[int | None]  # per job the column it would have if everything were explored
+    targets: list[int | None]  # by row, the column that the job would have if all sizes were explored
 
 
 def solve(tables: Tables, board: Board, capacity: int, seconds: float) -> Solution:
-    """Give the jobs of `tables` what the jobs on `board` leave.
+    """Give the jobs of `tables` the capacity that the jobs on `board` leave.
 
-    Growth is limited to twice what was explored, and real scaling is not concave: eight replicas on two
-    nodes can be worse than four on one, and sixteen better than both. So sizes are chosen as if there
-    were no limit; a job whose size is beyond it takes the largest step that is allowed, and meanwhile
-    the others keep what they have or go straight to their own size. `seconds` limits an exact program
-    for what does not fit at once.
+    Growth is limited to twice the explored size, and measured speedups are not concave: eight replicas on two
+    nodes can be worse than four on one, and sixteen better than both. So sizes are chosen as if there were no
+    limit. A job whose target is beyond its limit takes the largest allowed step; meanwhile the other jobs
+    keep their size or go straight to their target.
+
+    Args:
+        tables: The values of all sizes for all jobs.
+        board: The jobs that stay in any case.
+        capacity: Number of free slots.
+        seconds: Time limit of an exact program, which is used if the chosen sizes do not fit.
     """
     targets = _program(tables, _worths(tables, tables.possible), capacity).choose(capacity)
     placed, failed = _choose(tables, board, capacity, seconds, targets)
@@ -50,7 +55,7 @@ def solve(tables: Tables, board: Board, capacity: int, seconds: float) -> Soluti
 def _choose(
     tables: Tables, board: Board, capacity: int, seconds: float, targets: Sequence[int | None]
 ) -> tuple[dict[str, dict[str, int]], set[int]]:
-    """Who is where, and the rows of jobs for which some size that was chosen found no room."""
+    """Return the placement, and the rows of jobs for which a chosen size found no room."""
     worths = _steps(tables, targets)
     plain = _worths(tables, tables.allowed)
     best = _standing(tables, board)
@@ -74,7 +79,7 @@ def _choose(
     plain = _worths(tables, tables.allowed)
     most = float(_program(tables, plain, capacity).best[capacity])
     if best[0] < most - 1e-9:
-        # a problem of a handful of jobs is solved to the end, a larger one where much is to be had
+        # large programs are solved only if the value can still improve considerably
         limit = SMALL_PROGRAM if best[0] > (1 - _ENOUGH) * most else LARGE_PROGRAM
         exact = solve_exactly(tables, plain, board, limit, seconds)
         found = board.copy()
@@ -91,21 +96,21 @@ def _program(tables: Tables, worths: Array, capacity: int) -> Table:
 
 
 def _worths(tables: Tables, allowed: NDArray[np.bool_]) -> Array:
-    """What each size is worth, shape (jobs, sizes), 0 where it can not be had."""
+    """Return the value of each size, shape (jobs, sizes), 0 where it is not allowed."""
     worths = np.where(allowed, tables.changed, 0.0)
     _keep(tables, worths)
     return worths
 
 
 def _keep(tables: Tables, worths: Array) -> None:
-    """What a job has stays open to it."""
+    """Make sure that every job can choose its present size."""
     rows = np.flatnonzero(tables.kept >= 0)
     columns = tables.kept[rows]
     worths[rows, columns] = np.maximum(worths[rows, columns], tables.kept_value[rows])
 
 
 def _steps(tables: Tables, targets: Sequence[int | None]) -> Array:
-    """Worths with which every job moves towards its target, as far as it may."""
+    """Return values with which every job moves towards its target as far as allowed."""
     worths = _worths(tables, tables.allowed)
     beyond = [
         row
@@ -135,7 +140,7 @@ def _steps(tables: Tables, targets: Sequence[int | None]) -> Array:
 
 
 def _standing(tables: Tables, board: Board) -> tuple[float, dict[str, dict[str, int]]]:
-    """What it is worth to change nothing."""
+    """Return the value and the placement of changing nothing."""
     as_it_is = board.copy()
     for row, job in enumerate(tables.jobs):
         if tables.kept[row] >= 0:
@@ -146,7 +151,10 @@ def _standing(tables: Tables, board: Board) -> tuple[float, dict[str, dict[str, 
 def _place(
     tables: Tables, chosen: Sequence[int | None], targets: Sequence[int | None], board: Board
 ) -> list[tuple[int, int]]:
-    """Put the chosen sizes on the board; (job, column) of what found no room, or is not worth its moves."""
+    """Put the chosen sizes on the board; return (row, column) of those not placed.
+
+    A size is not placed if it finds no room or if the moves for it cost more than they gain.
+    """
     rows = {job.name: row for row, job in enumerate(tables.jobs)}
     wants: list[Want] = []
     for row, (job, column) in enumerate(zip(tables.jobs, chosen, strict=True)):
@@ -160,7 +168,7 @@ def _place(
             wants.append(Want(job, int(replicas), bool(several)))
     failed = place(board, wants, {job.name: job for job in tables.jobs})
     if not failed and sum(board.movable[name] for name in board.moved) > _gain(tables, chosen, targets):
-        # the rest is chosen once more without what the moves were for
+        # the next attempt does without the largest size, for which the moves were made
         failed = [max(wants, key=lambda want: (want.replicas, want.job.name))]
     found = []
     for want in failed:
@@ -171,7 +179,7 @@ def _place(
 
 
 def _gain(tables: Tables, chosen: Sequence[int | None], targets: Sequence[int | None]) -> float:
-    """What the changes are worth by themselves, a step as much as what it leads to."""
+    """Return the gain in value of all changes; a step towards a target counts as much as the target."""
     gain = 0.0
     for row, (column, target) in enumerate(zip(chosen, targets, strict=True)):
         if column is not None and column != tables.kept[row]:
@@ -183,5 +191,5 @@ def _gain(tables: Tables, chosen: Sequence[int | None], targets: Sequence[int | 
 
 
 def _realised(tables: Tables, board: Board) -> float:
-    """The objective of what is on the board, moves paid for."""
+    """Return the objective of the board, less the cost of moves."""
     return sum(value(tables, row, board.placed.get(job.name), board) for row, job in enumerate(tables.jobs))

@@ -1,4 +1,4 @@
-"""The tables that a decision is made from: a row per job, a column per number of replicas."""
+"""The tables of a decision: a row per job, a column per number of replicas."""
 
 from __future__ import annotations
 
@@ -24,50 +24,50 @@ from adaptdl_elastic.autoscaler.policy.solver.placement import limit, rooms_of
 Array = NDArray[np.float64]
 
 SMALL = 32
-"""Slots up to which every number of replicas is considered, not only some."""
+"""Number of slots up to which all numbers of replicas are considered, instead of some of them."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers of replicas considered: columns of every table."""
+    """The numbers of replicas that are considered: the columns of every table."""
 
     replicas: NDArray[Any]  # (K,)
-    several: NDArray[np.bool_]  # (K,): on several nodes
+    several: NDArray[np.bool_]  # (K,): whether on several nodes
 
     def find(self, replicas: int, several: bool) -> int | None:
-        """The column of a size, None where it is not considered."""
+        """Return the column of a size; None if the size is not considered."""
         found = np.flatnonzero((self.replicas == replicas) & (self.several == several))
         return int(found[0]) if found.size else None
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Everything that is known about the jobs that can be changed, shape (jobs, sizes)."""
+    """All values of the jobs that can be changed, of shape (jobs, sizes) unless noted."""
 
     jobs: Sequence[JobInfo]
     sizes: Sizes
     goodput: Array
     speedup: Array
-    allowed: NDArray[np.bool_]  # may be changed to now
-    possible: NDArray[np.bool_]  # may be changed to once it has been explored
-    changed: Array  # worth of getting this size by a change, where it is possible
-    kept: NDArray[Any]  # (jobs,): the column it has and may keep, -1: none
-    kept_value: Array  # (jobs,)
+    allowed: NDArray[np.bool_]  # sizes that the job may change to now
+    possible: NDArray[np.bool_]  # sizes that the job may change to once they are explored
+    changed: Array  # value of changing to this size, where possible
+    kept: NDArray[Any]  # (jobs,): column of the present size if the job may keep it, else -1
+    kept_value: Array  # (jobs,): value of keeping the present size
 
 
 @dataclass(frozen=True)
 class Room:
-    """What the nodes could give one job if it had them alone."""
+    """The replicas that the nodes could hold of one job if it had them alone."""
 
     nodes: int
-    one: int  # replicas on one node at most
-    fewest: int  # replicas on a node at least
+    one: int  # largest number of replicas on one node
+    fewest: int  # smallest number of replicas on a node
     total: int
-    least: int  # replicas in all, the fewest that these nodes could hold by their limits and the job's
+    least: int  # smallest total that respects the limits of the nodes and of the job
 
 
 def room_of(job: JobInfo, nodes: Sequence[NodeInfo]) -> Room:
-    """Without other jobs."""
+    """Compute the room of a job without other jobs."""
     rooms = rooms_of(job, nodes)
     largest = sorted((high for _, high in rooms), reverse=True)
     fewest = min((low for low, _ in rooms), default=1)
@@ -76,7 +76,7 @@ def room_of(job: JobInfo, nodes: Sequence[NodeInfo]) -> Room:
 
 
 def _least(job: JobInfo, rooms: Sequence[tuple[int, int]]) -> int:
-    """The smallest size that fits; nodes that ask for little are tried first, then those with most room."""
+    """Return the smallest size that fits; tries nodes with low minima first, then those with most room."""
     wanted = max(job.min_replicas, job.min_nodes)
     found = []
     for order in (sorted(rooms), sorted(rooms, key=lambda room: (-room[1], room[0]))):
@@ -96,7 +96,7 @@ def build(
     now: float,
     settings: PolicySettings,
 ) -> Tables:
-    """Work out what every size would be worth to every job; `intact` jobs could stay as they are."""
+    """Compute the value of every size for every job; `intact` jobs could stay as they are."""
     had = [before[job.name] if job.name in intact else {} for job in jobs]
     sizes = _sizes(jobs, nodes, had, {rooms[job.name].least for job in jobs if job.model is None})
     shape = len(jobs), len(sizes.replicas)
@@ -111,12 +111,16 @@ def build(
     weight = objective.weights(remaining, settings, jobs)[:, np.newaxis]
     pause = np.array([settings.default_pause if job.pause is None else job.pause for job in jobs])
     paid = objective.after_pause(speedup, remaining, pause, settings)
-    running = objective.FIRST * float(weight.max(initial=0.0)) * (settings.objective is Objective.COMPLETION)
+    running = (
+        objective.FIRST_REPLICA_VALUE
+        * float(weight.max(initial=0.0))
+        * (settings.objective is Objective.COMPLETION)
+    )
     extra = np.array([running + _urgency(job, now, settings) for job in jobs])[:, np.newaxis]
     changed = np.where(possible, weight * objective.utility(paid, settings) + extra, 0.0)
     kept = np.array([_kept(job, found, sizes) for job, found in zip(jobs, had, strict=True)], dtype=int)
     rows = np.arange(len(jobs))
-    # its own size stays open to a running job even where hints have changed what is allowed
+    # a running job can keep its size even where new measurements no longer allow it
     keeping = np.where(kept >= 0, speedup[rows, kept] * (1 + settings.hysteresis), 0.0)
     kept_value = np.where(
         kept >= 0, (weight * objective.utility(keeping[:, np.newaxis], settings) + extra)[:, 0], 0
@@ -126,16 +130,16 @@ def build(
 
 def _urgency(job: JobInfo, now: float, settings: PolicySettings) -> float:
     if job.waiting_since is not None and objective.overdue(job, now, settings):
-        return objective.OVERDUE + (now - job.waiting_since)
-    return objective.RUNS if job.requested_replicas is not None else 0.0
+        return objective.OVERDUE_VALUE + (now - job.waiting_since)
+    return objective.RUNNING_VALUE if job.requested_replicas is not None else 0.0
 
 
 def _sizes(
     jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo], had: Sequence[Allocation], least: set[int]
 ) -> Sizes:
-    """All numbers of replicas in a small cluster, else powers of two on one node, and whole nodes.
+    """Return all numbers of replicas in a small cluster, else powers of two on one node and whole nodes.
 
-    What jobs have, must have and were asked to have is always among them.
+    The present, minimal and requested sizes of the jobs are always included.
     """
     slots = sorted((node.slots for node in nodes), reverse=True)
     total, largest = sum(slots), max(slots, default=0)
@@ -162,7 +166,10 @@ def _sizes(
 
 
 def _curves(jobs: Sequence[JobInfo], sizes: Sizes) -> tuple[Array, Array, Array]:
-    """Goodput and speedup of every job at every size, and the goodput of one replica (0: not profiled)."""
+    """Return goodput and speedup of every job at every size, and the goodput of one replica.
+
+    The goodput of one replica is 0 for a job without a profile.
+    """
     shape = len(jobs), len(sizes.replicas)
     goodput, speedup, one = np.zeros(shape), np.zeros(shape), np.zeros(len(jobs))
     rows = [i for i, job in enumerate(jobs) if job.model is not None]
@@ -172,7 +179,7 @@ def _curves(jobs: Sequence[JobInfo], sizes: Sizes) -> tuple[Array, Array, Array]
         counts = np.concatenate([[1], sizes.replicas])
         found = goodputs(models, where, counts).goodput
         goodput[rows] = found[:, 1:]
-        # where one replica can not hold the smallest batch, the smallest number that can is the measure
+        # where one replica cannot hold the smallest batch, the smallest number that can is the reference
         rate = np.where(found > 0, found / counts, 0.0)
         first = np.argmax(rate > 0, axis=1)
         one[rows] = rate[np.arange(len(models)), first]
@@ -180,12 +187,12 @@ def _curves(jobs: Sequence[JobInfo], sizes: Sizes) -> tuple[Array, Array, Array]
     unknown = [i for i, job in enumerate(jobs) if job.model is None]
     speedup[unknown] = (
         sizes.replicas
-    )  # what nothing is known about is taken to scale, and limited to its minimum
+    )  # without a profile: assume linear speedup; such a job gets its minimum anyway
     return goodput, speedup, one
 
 
 def _bounds(job: JobInfo, had: Allocation, room: Room, settings: PolicySettings) -> tuple[int, int, int]:
-    """Fewest replicas, most that it may have now, and most that it may have once they were explored."""
+    """Return the fewest replicas, the most allowed now, and the most allowed once they are explored."""
     most = min(job.max_replicas, room.total)
     if job.requested_replicas is not None:
         return job.requested_replicas, job.requested_replicas, job.requested_replicas
@@ -197,18 +204,18 @@ def _bounds(job: JobInfo, had: Allocation, room: Room, settings: PolicySettings)
 
 
 def _fits(job: JobInfo, sizes: Sizes, room: Room) -> NDArray[np.bool_]:
-    """Which sizes nodes could hold."""
+    """Return which sizes the nodes could hold."""
     r, several = sizes.replicas, sizes.several
     fits = np.where(several, room.nodes > 1, (r <= room.one) & (r >= room.fewest))
     enough_nodes = np.where(several, r >= max(job.min_nodes, 2) * room.fewest, job.min_nodes <= 1)
     within = several & (job.max_nodes == 1)
-    # in a large cluster several nodes are used only where one is too small
+    # in a large cluster a job gets several nodes only where one is too small
     useful = ~several | (r > room.one) | (job.min_nodes > 1) | (room.total <= SMALL)
     return np.asarray(fits & enough_nodes & ~within & useful & (r <= room.total))
 
 
 def _kept(job: JobInfo, found: Allocation, sizes: Sizes) -> int:
-    """The column of what a job has, if it may keep it."""
+    """Return the column of the job's present size if it may keep it, else -1."""
     if not found:
         return -1
     replicas = sum(found.values())

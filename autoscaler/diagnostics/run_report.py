@@ -1,0 +1,442 @@
+"""Report on a run from its event log: what its noise allowed, where its time went, what to set next time.
+
+Pure functions over the events that `adaptdl-run --event-log` writes. Three quantities carry the report:
+
+- The critical batch size B = tr Σ / |G|², in samples (the simple noise scale of McCandlish et al., 2018,
+  arXiv 1812.06162, section 2.2): at batch size B training needs twice the samples of a small batch, and
+  twice the steps of a very large one. Its spread is the lowest and highest value of a tenth of the run;
+  values in the log are smoothed already, so the spread is no standard error.
+- The progress of a period: its measured goodput times its length, in samples at the initial batch size.
+- What other numbers of replicas would have taken: the same progress at the goodput that the job's last
+  fitted curve gives them at their best batch size, under the gradient statistics of each period (Pollux,
+  OSDI'21, section 3), times the ratio of measured to predicted goodput that this run had.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from adaptdl_elastic.goodput import GoodputFunction
+from adaptdl_elastic.rendezvous.text import pluralize
+
+REPLICAS = (1, 2, 4, 8, 16)
+"""Numbers of replicas that a report compares."""
+
+_PERIODS = 10  # of the run, each with one critical batch size
+_EXTRAPOLATED_FROM = 2  # times the replicas that were tried: beyond, a prediction is an extrapolation
+_LONGEST_GAP_S = 60.0  # between two samples of a running job; a longer one is time without training
+_WORTH_ADDING = 1.5  # times the goodput that twice the replicas must give to be recommended
+
+
+class ReportError(ValueError):
+    """An event log cannot be reported on; the message is one line with the remedy."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the job said about itself at one time."""
+
+    time: float  # seconds since the epoch
+    replicas: int
+    nodes: int
+    batch_size: int  # samples, over all replicas
+    init_batch_size: int
+    max_batch_size: int | None
+    local_bsz_bounds: tuple[int, int] | None
+    accumulation: bool
+    goodput: float  # samples at the initial batch size, per second
+    predicted_goodput: float | None
+    throughput: float | None  # samples per second
+    squared_gradient: float | None  # |G|²
+    variance: float | None  # of the mean gradient of an initial batch
+    curve: tuple[float, ...] | None  # parameters of the throughput model
+    lr_factor: float
+    tried_replicas: int
+
+    @property
+    def critical_batch_size(self) -> float | None:
+        """Samples of a batch whose noise equals its gradient; None if that is not known."""
+        if not self.squared_gradient or self.variance is None:
+            return None
+        return self.variance * self.init_batch_size / self.squared_gradient
+
+
+@dataclass(frozen=True)
+class Period:
+    """The critical batch size in a part of the run."""
+
+    start: float  # seconds since the run began
+    end: float
+    critical_batch_size: float  # samples, median
+    lowest: float
+    highest: float
+    batch_size: float  # median of those used
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """What the same progress would have taken on another number of replicas."""
+
+    replicas: int
+    seconds: float
+    samples: float
+    replica_hours: float
+    batch_size: float  # mean over the run's progress
+    extrapolated: bool  # far beyond the replicas that were tried
+    cost: float | None = None  # in the currency of the given price
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the batch size."""
+
+    time: float  # seconds since the run began
+    batch_size: int
+    lr_factor: float
+    expected: float | None  # goodput over that of before
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run. Times are in seconds."""
+
+    seconds: float  # from the first event to the last
+    training: float
+    pauses: float  # changes of size and restarts
+    starting: float  # until the first step
+    ended: str  # how, or that it has not
+    replicas: tuple[int, ...]  # sizes that it had, in order
+    periods: tuple[Period, ...]
+    alternatives: tuple[Alternative, ...]
+    changes: tuple[Change, ...]
+    samples: tuple[Sample, ...]
+    calibration: float | None  # measured over predicted goodput, median
+    advice: tuple[str, ...]
+    missing: tuple[str, ...]  # what the log does not tell, and why
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Read the last run in an event log.
+
+    Raises:
+        ReportError: there is no such file, it is empty, or a line in its middle is no event. A last line
+            that was cut short is left out.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise ReportError(
+            f"{path}: {error.strerror}; start a job with adaptdl-run --event-log FILE to get a log"
+        ) from None
+    events: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            event = json.loads(line)
+            if not isinstance(event["event"], str) or not isinstance(event["time"], int | float):
+                raise TypeError
+        except (ValueError, TypeError, KeyError):
+            if number == len(lines):
+                break  # the writer was stopped in the middle of it
+            raise ReportError(f"{path}: line {number} is no event of adaptdl-run") from None
+        events.append(event)
+    if not events:
+        raise ReportError(f"{path}: the log is empty; has the job begun to train?")
+    starts = [i for i, event in enumerate(events) if event["event"] == "exit"]
+    first = next((i + 1 for i in reversed(starts) if i + 1 < len(events)), 0)  # after the last exit but one
+    return events[first:]
+
+
+def samples_of(events: Iterable[dict[str, Any]]) -> list[Sample]:
+    """Return what the job said about itself, in the order of time; what cannot be read is left out."""
+    found = []
+    for event in events:
+        if event["event"] != "goodput":
+            continue
+        try:
+            found.append(_sample(event))
+        except (KeyError, TypeError, ValueError):
+            continue  # of another version
+    return sorted(found, key=lambda sample: sample.time)
+
+
+def _sample(event: dict[str, Any]) -> Sample:
+    gradient, bounds, curve = event["grad_params"], event["local_bsz_bounds"], event["perf_params"]
+    return Sample(
+        time=float(event["time"]),
+        replicas=int(event["replicas"]),
+        nodes=int(event["nodes"]),
+        batch_size=int(event["batch_size"]),
+        init_batch_size=int(event["init_batch_size"]),
+        max_batch_size=event["max_batch_size"],
+        local_bsz_bounds=None if bounds is None else (int(bounds[0]), int(bounds[1])),
+        accumulation=bool(event["gradient_accumulation"]),
+        goodput=float(event["goodput"]),
+        predicted_goodput=event["predicted_goodput"],
+        throughput=event["throughput"],
+        squared_gradient=None if gradient is None else float(gradient[0]),
+        variance=None if gradient is None else float(gradient[1]),
+        curve=None if curve is None else tuple(float(value) for value in curve),
+        lr_factor=float(event["lr_factor"]),
+        tried_replicas=int(event["max_profiled_replicas"]),
+    )
+
+
+def report(events: Sequence[dict[str, Any]], price: float | None = None) -> Report:
+    """Report on a run.
+
+    Args:
+        events: As `read_events` returns them.
+        price: Of one replica for an hour, in any currency; None: no cost is computed.
+
+    Raises:
+        ReportError: the job has never trained, or an older version has written the log.
+    """
+    samples = samples_of(events)
+    if not samples:
+        old = any(event["event"] == "goodput" for event in events)
+        raise ReportError(
+            "an older version has written this log: it has no gradient statistics to report on"
+            if old
+            else "the job has reported nothing yet: train for some seconds with AdaptiveDataParallel"
+        )
+    began, ended = events[0]["time"], max(event["time"] for event in events)
+    generations = [event for event in events if event["event"] == "generation"]
+    pauses = sum(event.get("pause_s") or 0.0 for event in generations)
+    starting = max(0.0, generations[0]["time"] - began) if generations else 0.0
+    ends = [event for event in events if event["event"] == "exit"]
+    calibration = _calibration(samples)
+    periods, alternatives = _periods(samples, began), _alternatives(samples, ended, calibration, price)
+    missing = []
+    if not periods:
+        missing.append("no critical batch size: the gradient's noise was not measured")
+    if not alternatives:
+        missing.append(
+            "no other sizes: no curve of step times was fitted; train longer, or let the batch size change"
+        )
+    return Report(
+        seconds=ended - began,
+        training=max(0.0, ended - began - pauses - starting),
+        pauses=pauses,
+        starting=starting,
+        ended="still running, or killed" if not ends else _how(ends[-1]),
+        replicas=tuple(int(event["replicas"]) for event in generations),
+        periods=periods,
+        alternatives=alternatives,
+        changes=_changes(events, began),
+        samples=tuple(samples),
+        calibration=calibration,
+        advice=_advice(samples, periods, alternatives),
+        missing=tuple(missing),
+    )
+
+
+def _how(event: dict[str, Any]) -> str:
+    code, reason = event.get("code", event.get("exit_code")), event.get("reason")
+    return f"exit code {code}" + (f": {reason}" if reason else "")
+
+
+def _calibration(samples: Sequence[Sample]) -> float | None:
+    ratios = [one.goodput / one.predicted_goodput for one in samples if one.predicted_goodput]
+    return statistics.median(ratios) if ratios else None
+
+
+def _periods(samples: Sequence[Sample], began: float) -> tuple[Period, ...]:
+    known = [sample for sample in samples if sample.critical_batch_size is not None]
+    if not known:
+        return ()
+    size = -(-len(known) // _PERIODS)
+    found = []
+    for at in range(0, len(known), size):
+        part = known[at : at + size]
+        values = [sample.critical_batch_size or 0.0 for sample in part]
+        found.append(
+            Period(
+                start=part[0].time - began,
+                end=part[-1].time - began,
+                critical_batch_size=statistics.median(values),
+                lowest=min(values),
+                highest=max(values),
+                batch_size=statistics.median(sample.batch_size for sample in part),
+            )
+        )
+    return tuple(found)
+
+
+def _alternatives(
+    samples: Sequence[Sample], ended: float, calibration: float | None, price: float | None
+) -> tuple[Alternative, ...]:
+    curve = next((sample.curve for sample in reversed(samples) if sample.curve is not None), None)
+    usable = [one for one in samples if one.variance is not None and one.squared_gradient]
+    if curve is None or not usable or calibration is None:
+        return ()
+    last = samples[-1]
+    per_node = max(1, max(-(-sample.replicas // sample.nodes) for sample in samples))
+    lengths = [b.time - a.time for a, b in zip(usable, [*usable[1:], usable[-1]], strict=True)]
+    lengths[-1] = max(0.0, ended - usable[-1].time)
+    found = []
+    for replicas in REPLICAS:
+        nodes = -(-replicas // per_node)
+        seconds = drawn = progress = 0.0
+        weighted = 0.0
+        for sample, length in zip(usable, lengths, strict=True):
+            model = GoodputFunction(curve, (sample.squared_gradient, sample.variance), sample.init_batch_size)
+            goodput, atomic, accumulated = model.optimize(
+                nodes, replicas, last.max_batch_size, last.local_bsz_bounds, last.accumulation
+            )
+            if goodput <= 0:
+                break
+            batch = float(atomic * (accumulated + 1) * replicas)
+            useful = sample.goodput * min(length, _LONGEST_GAP_S)
+            seconds += useful / (goodput * calibration)
+            drawn += useful / float(model.efficiency(batch))
+            weighted += useful * batch
+            progress += useful
+        else:
+            if progress:
+                hours = seconds * replicas / 3600
+                found.append(
+                    Alternative(
+                        replicas=replicas,
+                        seconds=seconds,
+                        samples=drawn,
+                        replica_hours=hours,
+                        batch_size=weighted / progress,
+                        extrapolated=replicas > _EXTRAPOLATED_FROM * last.tried_replicas,
+                        cost=None if price is None else hours * price,
+                    )
+                )
+    return tuple(found)
+
+
+def _changes(events: Iterable[dict[str, Any]], began: float) -> tuple[Change, ...]:
+    found = []
+    for event in events:
+        if event["event"] == "batch_size":
+            before, after = event.get("goodput"), event.get("predicted_goodput")
+            found.append(
+                Change(
+                    time=event["time"] - began,
+                    batch_size=int(event["batch_size"]),
+                    lr_factor=float(event.get("lr_factor") or 1.0),
+                    expected=after / before if before and after else None,
+                )
+            )
+    return tuple(found)
+
+
+def _advice(
+    samples: Sequence[Sample], periods: Sequence[Period], alternatives: Sequence[Alternative]
+) -> tuple[str, ...]:
+    """Return settings for the next run, a line each."""
+    last, lines = samples[-1], list[str]()
+    initial = last.init_batch_size
+    if periods:
+        early, late = periods[0].critical_batch_size, periods[-1].critical_batch_size
+        if early >= 2 * initial:
+            lines.append(
+                f"initial batch size: {_power_of_two(early / 2)} instead of {initial}, because the noise "
+                f"allowed {early:,.0f} in the first tenth of the run; with the learning rate that suits it"
+            )
+        elif early < initial / 2:
+            lines.append(
+                f"initial batch size: {_power_of_two(early)} instead of {initial}, because samples beyond "
+                f"the critical batch size of {early:,.0f} were wasted in the first tenth of the run"
+            )
+        else:
+            lines.append(f"initial batch size: keep {initial}")
+        wanted = _power_of_two(2 * max(early, late, initial))
+        if last.max_batch_size is None:
+            lines.append(f"batch size: let it grow, autoscale_batch_size({wanted}, ...)")
+        elif max(sample.batch_size for sample in samples) >= 0.95 * last.max_batch_size:
+            if late > last.max_batch_size:
+                lines.append(
+                    f"largest batch size: {wanted} instead of {last.max_batch_size}, which was reached"
+                )
+            else:
+                lines.append(f"largest batch size: keep {last.max_batch_size}")
+    if alternatives:
+        best = _knee(alternatives)
+        one = alternatives[0]
+        lines.append(
+            f"replicas: {best.replicas}, {duration(best.seconds)} against {duration(one.seconds)} on "
+            f"{one.replicas}" + (", as far as the fitted curve can tell" if best.extrapolated else "")
+        )
+    return tuple(lines)
+
+
+def _knee(alternatives: Sequence[Alternative]) -> Alternative:
+    """Return the largest size up to which every doubling was worth it."""
+    best = alternatives[0]
+    for one in alternatives[1:]:
+        if one.extrapolated or best.seconds / one.seconds < _WORTH_ADDING:
+            break
+        best = one
+    return best
+
+
+def _power_of_two(value: float) -> int:
+    return int(2 ** round(math.log2(max(1.0, value))))
+
+
+def duration(seconds: float) -> str:
+    """Return a time as people write it."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def as_json(found: Report) -> dict[str, Any]:
+    """Return the report as plain values."""
+    return asdict(found)
+
+
+def lines(found: Report) -> list[str]:
+    """Return the report as text."""
+    sizes = " → ".join(str(size) for size in found.replicas) or "?"
+    text = [
+        f"run: {duration(found.seconds)}, replicas {sizes}, {found.ended}",
+        f"time: training {duration(found.training)}, changes and restarts {duration(found.pauses)}, "
+        f"start {duration(found.starting)}",
+    ]
+    if found.periods:
+        text += ["", "critical batch size, in samples (spread) and batch size used:"]
+        text += [
+            f"  {duration(one.start):>8} – {duration(one.end):<8} {one.critical_batch_size:>10,.0f}  "
+            f"({one.lowest:,.0f} – {one.highest:,.0f})   {one.batch_size:,.0f}"
+            for one in found.periods
+        ]
+    if found.changes:
+        text += ["", "changes of the batch size:"]
+        text += [
+            f"  {duration(one.time):>8}  {one.batch_size:>7,}  learning rate × {one.lr_factor:.2f}"
+            + (f"  expected goodput × {one.expected:.2f}" if one.expected else "")
+            for one in found.changes
+        ]
+    if found.alternatives:
+        text += ["", "the same progress would have taken:"]
+        for one in found.alternatives:
+            cost = "" if one.cost is None else f"  cost {one.cost:,.2f}"
+            text.append(
+                f"  {pluralize(one.replicas, 'replica'):>11}  {duration(one.seconds):>8}  "
+                f"{one.samples:>13,.0f} samples  "
+                f"{one.replica_hours:.2f} replica hours{cost}"
+                + ("  (extrapolated)" if one.extrapolated else "")
+            )
+        if found.calibration is not None:
+            text.append(
+                f"  (predictions times {found.calibration:.2f}: measured over predicted goodput of this run)"
+            )
+    if found.advice:
+        text += ["", "for the next run:", *(f"  {line}" for line in found.advice)]
+    text += [f"not known: {line}" for line in found.missing]
+    return text
