@@ -237,9 +237,9 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
         case ReplicaHello() if held.joining:
             pass  # it is ready only after `ready`, and runs nothing before it has joined
         case ReplicaHello(_, local_rank):
-            if held.plain:
-                actions.append(WriteRunning(held.generation, library=True))
             held = replace(_change(held, local_rank, library=True), plain=False)
+            if all(r.library for r in held.replicas):  # the node can change its replicas in place from now on
+                actions.append(WriteRunning(held.generation, library=True))
         case ReplicaStep(_, local_rank, step):
             held = _change(held, local_rank, step=step, stepped=now, heard=now, pinged=None)
         case ReplicaPong(_, local_rank):

@@ -327,7 +327,7 @@ class RunningRecord:
     generation: int
     time: float = 0.0
     first_step: float | None = None  # wall-clock time of the end of the first step; None before
-    library: bool = False  # a replica has said hello; the record is written again when it does
+    library: bool = False  # all of them have said hello; the record is written again when they have
     # these replicas survive the death of others; the record is written again when this is known
     resilient: bool = False
     # NodeRecord.agent of the writer: a late record may come after another agent took the node's name
