@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic._interfaces import ModelSnapshot
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._data.registry import current_dataloader
+from adaptdl_elastic.torch._data.registry import current_dataloader, registry
 from adaptdl_elastic.torch._gradient import comm_hook, grad_scaler
 from adaptdl_elastic.torch._gradient.accumulation import Batch, Window, accumulates, on_backward, watch
 from adaptdl_elastic.torch._gradient.estimator import Array
@@ -99,6 +99,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
             grad_scaler.attach(mp_scaler, self, optimizer)
         checkpoint.load_state(self._state)
         current_session().models.append(self)
+        self._comparison = registry().comparison
 
     def _saved_state(self) -> ModelState:
         parts = {
@@ -310,10 +311,19 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if torch.compiler.is_compiling():
             return _compiled_forward(self, inputs, kwargs)
         begun = self._forward_begins()
+        if self.training and self._hook.world_size > 1 and torch.is_grad_enabled():
+            self._compare_inputs((inputs, kwargs))
         output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if self._buffers_wait:  # DDP believes now that they are even
             self._buffers_wait, self.require_forward_param_sync = False, True
         return output if begun is None else self._watch(output, *begun)
+
+    def _compare_inputs(self, inputs: Any) -> None:
+        """Tell rank 0 what the first passes are about: the replicas' are to differ."""
+        if self.process_group is dist.group.WORLD:
+            loader = current_dataloader()
+            counts = loader is None or loader.local_samples > 0
+            self._comparison.inputs(self.name, inputs, loader is not None, counts)
 
     def _forward_begins(self) -> tuple[Batch, bool] | None:
         """Return the arguments that `_watch` needs for this pass; None if it need not be watched."""
@@ -550,6 +560,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         metrics.update_progress(progress)
         self.gns.health.stepped()
         metrics.report_problem(f"gradients of {self.name}", self.gns.health.problem)
+        metrics.report_problem(f"the variance of the gradients of {self.name}", self.gns.health.equal)
         if self._sampler.news:
             self._sampler.news = False
             metrics.update_grad_params(self.name, self.gns.sqr_avg(), self.gns.var_avg())
