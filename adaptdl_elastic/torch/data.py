@@ -68,7 +68,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
             each take their share of it: of the batches of a `batch_sampler`, each one an optimizer step.
 
     Raises:
-        ValueError, TypeError: an argument that an elastic loader can not honour, or that can not be meant.
+        ValueError, TypeError: an argument that an elastic loader cannot honour, or that cannot be meant.
     """
 
     _is_accelerate_prepared = True

@@ -78,7 +78,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._ddp_kwargs = ddp_kwargs
         self._trained = frozenset(id(param) for param in model.parameters() if param.requires_grad)
         self._user_no_sync = False
-        self.irreparable: str | None = None  # why a step that failed can not be put back
+        self.irreparable: str | None = None  # why a step that failed cannot be put back
         self._optimizer = optimizer
         self._lr_scheduler = lr_scheduler
         self._mp_scaler = mp_scaler
@@ -216,7 +216,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
     def why_not_resilient(self) -> str | None:
         """Return why the death of a replica cannot be survived with this model; None if it can."""
         if self.find_unused_parameters:
-            return "find_unused_parameters=True needs a collective that can not be given up"
+            return "find_unused_parameters=True needs a collective that cannot be given up"
         if isinstance(self._optimizer, torch.optim.LBFGS):
             return "LBFGS moves parameters in the middle of a step"
         return None
@@ -365,7 +365,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
     def __getstate__(self) -> Any:
         """Refuse to be copied: what it has of the optimizer and the process group exists once."""
         raise TypeError(
-            "AdaptiveDataParallel can not be copied or pickled: copy its module, as in "
+            "AdaptiveDataParallel cannot be copied or pickled: copy its module, as in "
             "copy.deepcopy(model.module) or AveragedModel(model.module)"
         )
 
@@ -391,7 +391,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
             micro_batches = loader.accumulation_steps + 1
             if self.static_graph and (micro_batches > 1 or loader.may_accumulate):
                 raise RuntimeError(
-                    "static_graph=True can not be combined with gradient accumulation, in which not every "
+                    "static_graph=True cannot be combined with gradient accumulation, in which not every "
                     "pass is synchronised: leave it out, or autoscale with gradient_accumulation=False"
                 )
             initial, window = loader.batch_size, loader.window_samples
@@ -522,7 +522,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if not self.stepping:
             if closure:
                 raise RuntimeError(
-                    "optimizer.step(closure) can not be combined with gradient accumulation: call "
+                    "optimizer.step(closure) cannot be combined with gradient accumulation: call "
                     "autoscale_batch_size(..., gradient_accumulation=False)"
                 )
             self.step_left_out()

@@ -187,7 +187,7 @@ def wrap_stream(dataset: Any, shuffle: bool, drop_last: bool, kwargs: dict[str, 
     """Wrap the stream for its loader, and take `collate_fn` out of the loader's arguments.
 
     Raises:
-        ValueError: for what can not be done with a stream.
+        ValueError: for what cannot be done with a stream.
     """
     if shuffle:
         raise ValueError("shuffle=True with an IterableDataset: shuffle inside the stream, by its set_epoch")

@@ -19,7 +19,7 @@ class LoaderRegistry:
         self._inside: tuple[int | None, Counter[str]] = (None, Counter())  # epoch; made in it, by place
         self.current: ElasticLoader | None = None  # whose loop is under way
         self.training: ElasticLoader | None = None  # the one that models are trained with
-        self.unrepeatable = 0  # loaders that can not hand out the samples of a step again
+        self.unrepeatable = 0  # loaders that cannot hand out the samples of a step again
         self._streams: RandomStreams | None = None
         self._comparison: BatchComparison | None = None
 
