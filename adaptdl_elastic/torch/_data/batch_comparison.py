@@ -64,7 +64,7 @@ class BatchComparison:
         session.consensus.listen(KIND, self._take)
 
     def inputs(self, model: str, inputs: Any, shared: bool, counts: bool) -> None:
-        """A forward pass of a model in training begins.
+        """Compare the inputs of a forward pass of a model in training.
 
         Args:
             model: Its name.

@@ -144,7 +144,7 @@ class ShardedStream(IterableDataset[Item]):
         yield from self.dataset
 
     def _part(self, info: Any, part: int, epoch: int, seed: int) -> Iterator[Any]:
-        """The samples of one part, in a worker that is one of several."""
+        """Yield the samples of one part, in a worker that is one of several."""
         worker: Any = _utils.worker
         worker._worker_info = known = _WorkerOfPart(info, part)
         samples = self._whole(epoch)
@@ -233,14 +233,14 @@ def iterate_stream(
 
 
 def _next_window(items: Iterator[Item], helper: AdaptiveDataLoaderHelper, drop_last: bool) -> list[Item]:
-    """The chunks of the next optimizer step; none at the end."""
+    """Return the chunks of the next optimizer step; an empty list at the end."""
     full = 1 + (helper.accumulation if helper.training else 0)
     window = list(islice(items, full))
     return [] if drop_last and len(window) < full else window
 
 
 def _position(parts: int, index: int, known: list[tuple[int, int, list[int]]]) -> tuple[int, list[int]]:
-    """The part whose turn it is and the samples of each that were handed out, `index` in all."""
+    """Return the next part, and the number of samples of each part among the first `index`."""
     if parts == 1 or not index:
         return 0, [index] * parts
     for at, turn, counts in reversed(known):

@@ -41,7 +41,7 @@ def refuse_foreign(dataset: Any) -> None:
 
 
 def check_samplers(dataset: Any, sampler: Any, batch_sampler: Any) -> Given | None:
-    """What the script has given.
+    """Check the samplers of the script; None if it has given none.
 
     Raises:
         TypeError, ValueError: it is no sampler, or none for an elastic loader.
@@ -79,7 +79,7 @@ def check_order(given: Given | None, batch_size: Any, shuffle: bool, drop_last: 
 
 
 def loader_arguments(loader: Any, batch_size: int | None) -> dict[str, Any]:
-    """What an AdaptiveDataLoader is to be made with so that it reads what `loader` reads.
+    """Return the arguments for an AdaptiveDataLoader that reads what `loader` reads.
 
     Raises:
         TypeError, ValueError: `loader` is no DataLoader, or makes no batches.

@@ -82,11 +82,11 @@ class ElasticSampler(Sampler[int]):
         return len(self.dataset)
 
     def batch_sizes(self) -> list[int] | None:
-        """The sizes of the batches that the pass is divided into; None: any will do."""
+        """Return the sizes of the batches that the pass is divided into; None: any sizes."""
         return None
 
     def order(self) -> torch.Tensor:
-        """The order of the present pass, for all replicas: int64 indices, shape (size,)."""
+        """Return the order of the present pass, for all replicas: int64 indices, shape (size,)."""
         size = self.size
         seed = torch.initial_seed() if self.seed is None else self.seed
         return partition.order(size, self.shuffle, seed, self.epoch, self.index // size if size else 0)
@@ -134,11 +134,11 @@ class GivenSampler(ElasticSampler):
         return max([1, *self._pass()[1]]) if said is None else said
 
     def batch_sizes(self) -> list[int] | None:
-        """The sizes of the sampler's batches in the present pass; None: it gives single samples."""
+        """Return the sizes of the sampler's batches in the present pass; None: it yields single samples."""
         return self._pass()[1] if self.batches else None
 
     def order(self) -> torch.Tensor:
-        """The order of the present pass, for all replicas.
+        """Return the order of the present pass, for all replicas.
 
         Raises:
             RuntimeError: it has another number of samples than the pass before.
@@ -152,7 +152,7 @@ class GivenSampler(ElasticSampler):
         return order
 
     def _pass(self) -> tuple[torch.Tensor, list[int]]:
-        """The indices of the present pass, and the sizes of its batches."""
+        """Return the indices of the present pass, and the sizes of its batches."""
         seed = torch.initial_seed() if self.seed is None else self.seed
         where = (seed, self.epoch, self.index // self._size if self._size else 0)
         if self._drawn is None or self._drawn[0] != where:
@@ -198,7 +198,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return isinstance(self.sampler, GivenSampler) and self.sampler.batches
 
     def plan(self) -> Iterator[Window]:
-        """The windows from the sampler's position to the end of the pass."""
+        """Return the windows from the sampler's position to the end of the pass."""
         size = self.sampler.size
         start, given = self.sampler.index % size if size else 0, self.sampler.batch_sizes()
         if given is not None:
@@ -243,7 +243,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
 
 def _given_windows(sizes: list[int], start: int) -> Iterator[Window]:
-    """A window for each batch from the sample `start` on; of a batch that `start` is amid, what is left."""
+    """Yield a window for each batch from the sample `start` on; the first may be the rest of a batch."""
     end = 0
     for size in sizes:
         end += size
