@@ -235,7 +235,7 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
         case ReplicaStarted(_, local_rank, pid):
             held = _change(held, local_rank, pid=pid)
         case ReplicaHello() if held.joining:
-            pass  # it is ready only after `ready`, and runs nothing before it has joined
+            pass  # a newcomer is ready only after `ready`, and runs nothing before it has joined
         case ReplicaHello(_, local_rank):
             held = replace(_change(held, local_rank, library=True), plain=False)
             if all(r.library for r in held.replicas):  # the node can change its replicas in place from now on

@@ -58,7 +58,7 @@ _SIGNIFICANT = 5.0
 _DOUBT = 0.5  # with it, a trend of one standard error counts for two thirds
 _KNOWN, _VARIANCE = 0, 1  # indices in `_Cell.seen`
 _NOTHING = 1e-150  # a smaller squared norm counts as none: its logarithm would hide every later change
-_RELEVANT = 0.25  # of a logarithm, or of |G|²: less would change the noise scale by less than a quarter
+_RELEVANT = 0.25  # least change that counts, of a logarithm or relative to |G|²
 
 
 def variance_from_parts(part_sqr: Array, mean_sqr: Array, count: int) -> Array:

@@ -51,7 +51,7 @@ class GradientHealth:
             )
 
     def varied(self, step: int, square: float, variance: float) -> None:
-        """Take note of |G|² and the variance of the gradient that optimizer step `step` took."""
+        """Record |G|² and the variance of the gradient that optimizer step `step` took."""
         if variance > _NO_VARIANCE * square or square == 0.0:
             self._first_equal_step, self._equal_measurements, self.equal = None, 0, None
             return
