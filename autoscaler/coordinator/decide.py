@@ -252,7 +252,7 @@ class _Deciding:
             pending = dict(answer.decision.pending)
         unusable = answer.unusable_reports
         for name in found.keys() & unusable.keys():
-            why = f"{found[name].reason}; its reports can not be calculated with: {unusable[name]}"
+            why = f"{found[name].reason}; its reports cannot be calculated with: {unusable[name]}"
             found[name] = replace(found[name], reason=why)
         self.draft.memory = replace(
             self.draft.memory,

@@ -508,7 +508,7 @@ def why_not_in_place(job: JobView) -> str:
         return "--rescale=restart"
     if hints is None or plan is None or hints.generation < plan.first:
         return "the script has not reported yet whether it can change in place"
-    return "" if hints.inplace else hints.inplace_reason or "the script can not change in place"
+    return "" if hints.inplace else hints.inplace_reason or "the script cannot change in place"
 
 
 def stays(job: JobView, plan: Plan, allocation: Allocation) -> bool:

@@ -88,7 +88,7 @@ def _silent_until(view: View, conditions: Mapping[str, Condition], settings: Coo
 def _soonest(memory: Memory, settings: CoordinatorSettings) -> float:
     """Return the earliest time to check again whether a round is due, if nothing is urgent.
 
-    To build the question takes longer than everything else, and events seldom come alone.
+    Checks are spaced because building the question is expensive and events come in groups.
     """
     gap = min(settings.interval, max(settings.min_gap, 10 * memory.policy_seconds))
     return max(memory.round_at + gap, memory.looked_at + settings.min_gap)

@@ -34,9 +34,7 @@ RUNNING_VALUE = (
     1e3  # value of having any replicas, since the power mean of no speedup would be minus infinity
 )
 OVERDUE_VALUE = 1e6  # value of running a job that has waited too long; exceeds all other values
-PAUSES_PER_HORIZON = (
-    15.0  # number of pauses in the horizon; long jobs keep an allocation for 13 to 26 of them in replays
-)
+PAUSES_PER_HORIZON = 15.0  # long jobs keep an allocation for 13 to 26 pauses in replays
 OUTLIVED_FACTOR = 4.0  # of the work so far that a job beyond its declared end is expected to need again
 _LEAST_VALUE_KEPT = (
     0.01  # least part of its value that a changed allocation keeps; it may be the only way to run

@@ -56,7 +56,7 @@ class ScalingSettings:
     max_hourly_cost: float = math.inf
     deadlines: Mapping[str, float] = field(default_factory=dict)  # job, or "*" → seconds since the epoch
     deadline_margin: float = 0.1  # fraction by which forecasts are assumed to be too good
-    boot: float = 120.0  # from an order to a node, until a pool has shown how long it takes
+    boot: float = 120.0  # seconds from a request to a running node, until measured
     pause: float = 5.0  # pause of a change, for a job whose pauses are unknown
     boot_timeout: float = 600.0  # from an instance's order to its registration
     max_replacements: int = 3  # replacements in a row of instances that never became a node, per pool

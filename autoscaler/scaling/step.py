@@ -47,7 +47,7 @@ from adaptdl_elastic.autoscaler.scaling.scaling_types import (
 
 # A draining node counts as gone after so long without a registration.
 _ABSENT_SECONDS = 15.0
-# An idle node is released so long after its drain request: a plan may still be under way.
+# Seconds from the drain request of an idle node to its release: a plan may still be under way.
 _SETTLE_SECONDS = 2.0
 
 

@@ -170,7 +170,7 @@ class JobRequest:
 
 def _check_slots(replicas: int, slots: tuple[int, ...]) -> None:
     if slots and not len(set(slots)) == len(slots) == replicas:
-        raise ValueError(f"slots {slots[:8]} of {replicas} replicas can not be: each has one of its own")
+        raise ValueError(f"slots {slots[:8]} of {replicas} replicas cannot be: each has one of its own")
 
 
 @dataclass(frozen=True, config=_CONFIG)

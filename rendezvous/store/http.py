@@ -98,7 +98,7 @@ class Http:
     def failed(self, problem: TryAgainError, context: ssl.SSLContext | None) -> TryAgainError:
         """Read the certificates again if the connection may have been refused because of them.
 
-        Returns the problem; it is no refusal any more if the certificates have been replaced.
+        Returns the problem, which does not count as a refusal if the certificates have been replaced.
         """
         # a server may close the connection before its refusal of a certificate is read
         if problem.sent and self.tls.renew(context):

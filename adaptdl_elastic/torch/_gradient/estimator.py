@@ -58,7 +58,7 @@ _SIGNIFICANT = 5.0
 _DOUBT = 0.5  # with it, a trend of one standard error counts for two thirds
 _KNOWN, _VARIANCE = 0, 1  # indices in `_Cell.seen`
 _NOTHING = 1e-150  # a smaller squared norm counts as none: its logarithm would hide every later change
-_RELEVANT = 0.25  # of a logarithm, or of |G|²: less would change the noise scale by less than a quarter
+_RELEVANT = 0.25  # least change that counts, of a logarithm or relative to |G|²
 
 
 def variance_from_parts(part_sqr: Array, mean_sqr: Array, count: int) -> Array:
@@ -81,7 +81,7 @@ def balanced_signs(count: int, generator: torch.Generator) -> torch.Tensor:
     Σ sᵢ gᵢ|² = tr Σ / m in both cases. At least two samples are needed.
     """
     if count < 2:
-        raise ValueError(f"a batch of {count} can not be split in two halves")
+        raise ValueError(f"a batch of {count} cannot be split in two halves")
     half = count // 2
     signs = torch.zeros(count)
     order = torch.randperm(count, generator=generator)
