@@ -25,20 +25,14 @@ from adaptdl_elastic.autoscaler.policy.policy_types import JobInfo, Objective, P
 Array = NDArray[np.float64]
 
 RANK_EXPONENT = 1.0  # exponent of the rank by remaining work; the longest job has rank 1
-LENGTH_TOLERANCE = (
-    0.15  # relative difference of remaining work above which one job counts as longer than another
-)
+LENGTH_TOLERANCE = 0.15  # relative difference of remaining work above which one job counts as longer
 SPEEDUP_EXPONENT = 0.5  # exponent of the speedup
 FIRST_REPLICA_VALUE = 10.0  # value of running at all, in units of the largest weight
-RUNNING_VALUE = (
-    1e3  # value of having any replicas, since the power mean of no speedup would be minus infinity
-)
+RUNNING_VALUE = 1e3  # value of having any replicas; makes the power mean finite and positive
 OVERDUE_VALUE = 1e6  # value of running a job that has waited too long; exceeds all other values
 PAUSES_PER_HORIZON = 15.0  # long jobs keep an allocation for 13 to 26 pauses in replays
 OUTLIVED_FACTOR = 4.0  # of the work so far that a job beyond its declared end is expected to need again
-_LEAST_VALUE_KEPT = (
-    0.01  # least part of its value that a changed allocation keeps; it may be the only way to run
-)
+_LEAST_VALUE_KEPT = 0.01  # least part of its value that a changed allocation keeps
 
 
 def remaining_seconds(jobs: Sequence[JobInfo], goodput_of_one: Array) -> Array:
