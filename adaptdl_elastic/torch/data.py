@@ -6,18 +6,18 @@
         for inputs, targets in loader:
             ...
 
-Rules, all of them held by errors: a data loop runs inside an epoch loop; one at a time; the loader makes
-the samplers. `batch_size` is the total over all replicas. Without autoscaling every sample of the data
-set is handed out exactly once per epoch, whatever happens to the number of replicas meanwhile (with
-`drop_last`, the rest that does not fill a batch is not). With autoscaling an epoch is over when as much
-statistical progress has been made as one pass at the initial batch size makes; a sample does not come
-twice before all others have come, and a further pass has another order. The order depends on the user's
-seed (`torch.manual_seed`, or the `generator`'s) and the epoch only.
+Rules, all of them held by errors: one data loop at a time; the loader makes the samplers. A data loop
+outside of epochs runs from its start whenever the script comes to it. `batch_size` is the total over all
+replicas. Without autoscaling every sample of the data set is handed out exactly once per epoch, whatever
+happens to the number of replicas meanwhile (with `drop_last`, the rest that does not fill a batch is not).
+With autoscaling an epoch is over when as much statistical progress has been made as one pass at the initial
+batch size makes; a sample does not come twice before all others have come, and a further pass has another
+order. The order depends on the user's seed (`torch.manual_seed`, or the `generator`'s) and the epoch only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -42,10 +42,33 @@ __all__ = [
     "AdaptiveDataLoaderHelper",
     "AdaptiveDataLoaderMixin",
     "ElasticSampler",
+    "batch_counts",
     "current_dataloader",
+    "is_optim_step",
 ]
 
 T_co = TypeVar("T_co", covariant=True)
+
+
+def batch_counts() -> bool:
+    """Whether the batch under way counts.
+
+    It does not where a process gets no batch of a loop: because the loop was over before a restart or
+    before the process joined, or because there are fewer samples than replicas. The loop's body then runs
+    once with the loop's first batch, so that the names that it sets exist behind the loop. Optimizers,
+    accumulators and `report` do nothing then, and what else the library knows of is put back. Ask this
+    function before the body does anything else that must not be done twice, as writing to a file.
+    """
+    return not current_session().dry
+
+
+def is_optim_step() -> bool:
+    """Whether `optimizer.step()` steps after the batch under way, or does nothing yet, to accumulate more.
+
+    True outside of data loops.
+    """
+    loader = current_dataloader()
+    return loader is None or loader.is_optim_step()
 
 
 class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
@@ -133,6 +156,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         helper = self._elastic
         with helper.context():
             if helper.skipdone():
+                yield from self._dry_batch()
                 return
             if not self._stream:
                 helper.end_index = len(self.dataset)  # type: ignore[arg-type]
@@ -143,8 +167,37 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                     yield from self._pass()
                 except RetryDataLoop:
                     continue
+                if not helper.handed_out:
+                    yield from self._dry_batch()
                 if helper.ended():
                     return
+
+    def _dry_batch(self) -> Iterator[Any]:
+        """Hand out the loop's first batch to a process that gets no other one of it; it does not count."""
+        helper, session, state = self._elastic, current_session(), script_position()
+        local = helper.current_local_bsz
+        if self._stream:
+            stream: Any = self.dataset
+            stream.configure(state.finished, 0, session.replicas, session.rank, local, True)
+            with helper.dry_batch():
+                for _, batch in super().__iter__():
+                    yield batch
+                    break
+            return
+        batches, size = self._elastic_batches, len(self.dataset)  # type: ignore[arg-type]
+        if not size or (self.drop_last and helper.batch_size > size):
+            return
+        batches.local = local
+        batches.sampler.seed = state.seeds.get(helper.key, 0)
+        batches.sampler.set_epoch(state.finished, 0)
+        with helper.dry_batch():
+            batches.first_only = True
+            try:
+                iterator: Iterator[Any] = super().__iter__()
+                batch = next(iterator)
+            finally:
+                batches.first_only = False
+            yield batch
 
     def _check_drop_last(self, samples: int) -> None:
         """Warn where drop_last leaves out all there is."""
@@ -165,8 +218,10 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
             yield from iterate_stream(stream, self._elastic, super().__iter__, self._seed_workers)
             return
         self._elastic_batches.sampler.seed = seed
-        while not self._ended():
-            yield from self._segment()
+        over = self._ended()
+        while not over:
+            known = yield from self._segment()
+            over = self._ended() if known is None else known
 
     def _ended(self) -> bool:
         helper, size = self._elastic, self._elastic.end_index
@@ -177,8 +232,12 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
             return True
         return helper.epoch_done()
 
-    def _segment(self) -> Iterator[Any]:
-        """Hand out batches of one size, to the end of the pass or until the size changes."""
+    def _segment(self) -> Generator[Any, None, bool | None]:
+        """Hand out batches of one size, to the end of the pass or until the size changes.
+
+        Returns:
+            Whether the loop is over; None: ask, because the replicas have changed.
+        """
         helper, batches, size = self._elastic, self._elastic_batches, self._elastic.end_index
         local, settled = helper.resolve_batch_size(), helper.settled
         begun = helper.current_index
@@ -193,7 +252,9 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         self._seed_workers()
         iterator: Iterator[Any] = super().__iter__()
         helper.pause()
-        for window in batches.plan():
+        plan = batches.plan()
+        window = next(plan, None)
+        while window is not None:
             helper.begin_window(window)
             for chunk in window:
                 if helper.local_samples or batches.fill:
@@ -201,10 +262,21 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                     helper.begin_batch()
                     yield batch
                 helper.current_index += chunk
-                helper.end_batch(even=chunk == local * helper.replicas)
-            if helper.settled != settled or (begun >= size and self._ended()):
-                return
-        helper.current_index = (begun // size + 1) * size  # drop_last: what is left fills no window
+                helper.end_batch(even=chunk == local * helper.replicas, boundary=False)
+            if helper.settled != settled:
+                return None
+            window, over = next(plan, None), False
+            if window is None:
+                helper.current_index = (begun // size + 1) * size  # drop_last: what is left fills no window
+            if window is None or begun >= size:
+                over = self._ended()
+            helper.pass_boundary(last=over)
+            if helper.settled != settled:
+                return None
+            if over or window is None:
+                return over
+        helper.current_index = (begun // size + 1) * size  # there was no window left from the start
+        return None
 
     def _fills(self) -> bool:
         """Whether every replica must get a batch each time, because the backward pass needs all of them."""

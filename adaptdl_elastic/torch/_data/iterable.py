@@ -109,13 +109,20 @@ def iterate_stream(
             helper.training,
         )
         prepare()
-        for size, batch in make_iterator():
+        iterator = make_iterator()
+        item = next(iterator, None)
+        while item is not None:
+            size, batch = item
             helper.begin_window((size,))
             if batch is not None:
                 helper.begin_batch()
                 yield batch
             helper.current_index += size
-            helper.end_batch(even=size == local * session.replicas)
+            helper.end_batch(even=size == local * session.replicas, boundary=False)
+            if helper.settled != settled:
+                break
+            item = next(iterator, None)
+            helper.pass_boundary(last=item is None)
             if helper.settled != settled:
                 break
         else:

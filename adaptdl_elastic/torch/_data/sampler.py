@@ -99,6 +99,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self.drop_last = drop_last
         self.local = 1
         self.accumulation = 0
+        self.first_only = False  # yield the first batch of the pass and no more, at least one sample
         self.fill = False  # give a replica that would have nothing a sample that does not count
 
     def plan(self) -> Iterator[Window]:
@@ -119,6 +120,9 @@ class ElasticBatchSampler(Sampler[list[int]]):
         if not size:
             return
         order, position = sampler.order().numpy(), sampler.index % size  # slices faster than a tensor
+        if self.first_only:
+            yield order[: replicas * self.local][rank::replicas].tolist() or order[:1].tolist()
+            return
         for window in self.plan():
             for chunk in window:
                 mine = order[position : position + chunk][rank::replicas].tolist()
