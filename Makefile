@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo cluster-demo ec2-demo soak chaos simulate-faults api quick test lint clean
+.PHONY: help install demo cluster-demo ec2-demo soak chaos simulate-faults planted-defects api quick test test-integrations lint clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -41,6 +41,9 @@ chaos: $(STAMP) ## SECONDS=600 SEED=1: schedules of changes and deaths drawn at 
 simulate-faults: $(STAMP) ## SECONDS=60 SEED=1: the real agents and coordinators in simulated clusters that fail in every way
 	@PYTHONPATH=tests/simulation:tests/support $(BIN)/python -m faultsim --seconds $(or $(SECONDS),60) --seed $(or $(SEED),1)
 
+planted-defects: $(STAMP) ## SECONDS=60 SEED=1: 20 defects put into copies of the product, one by one, for simulate-faults to find
+	@$(BIN)/python tests/simulation/planted_defects.py --seconds $(or $(SECONDS),60) --seed $(or $(SEED),1)
+
 api: $(STAMP) ## docs/api.md from the docstrings, and the picture in docs/architecture.md from the imports
 	@$(BIN)/python docs/generate_api.py
 	@$(BIN)/python docs/generate_picture.py
@@ -57,5 +60,19 @@ quick: $(STAMP) ## the tests that start no process, in about a minute
 test: lint ## the tests
 	@$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10
 
+INTEGRATIONS := .venv-integrations
+REQUIRED     := tests/integrations/requirements.txt tests/integrations/constraints.txt
+
+$(INTEGRATIONS)/.installed: setup.cfg $(REQUIRED) | $(BIN)/python
+	@echo "installing into $(INTEGRATIONS) ..."
+	@$(BIN)/python -m venv $(INTEGRATIONS)
+	@$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check -c tests/integrations/constraints.txt torch
+	@$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check -c tests/integrations/constraints.txt \
+		-r tests/integrations/requirements.txt -e .
+	@touch $@
+
+test-integrations: $(INTEGRATIONS)/.installed ## the tests with packages of others: torchdata, datasets, accelerate
+	@$(INTEGRATIONS)/bin/python -m pytest tests/integrations
+
 clean: ## remove what was built here
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .demo .cluster-demo .ec2-demo .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(INTEGRATIONS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .demo .cluster-demo .ec2-demo .hypothesis .import_linter_cache

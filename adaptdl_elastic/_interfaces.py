@@ -353,6 +353,9 @@ class Consensus(Protocol):
     def on_message(self, sender: int, message: Any) -> None:
         """Take a control message of another replica."""
 
+    def listen(self, kind: str, listener: Callable[[int, int, Any], None]) -> None:
+        """Have `listener(sender, number, body)` called for control messages of a kind."""
+
     def on_lost(self, rank: int) -> None:
         """Record that a replica is gone without a goodbye."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class RuntimeFileError(RuntimeError):
-    """The runtime directory can not be trusted or used."""
+    """The runtime directory cannot be trusted or used."""
 
 
 def runtime_directory(environ: Mapping[str, str] = os.environ) -> Path:
@@ -29,7 +29,7 @@ def private_directory(directory: Path | None = None) -> Path:
         check_private(directory)
     except OSError as error:
         raise RuntimeFileError(
-            f"{directory} can not be used ({error.strerror}): set XDG_RUNTIME_DIR to a directory of your own"
+            f"{directory} cannot be used ({error.strerror}): set XDG_RUNTIME_DIR to a directory of your own"
         ) from None
     return directory
 

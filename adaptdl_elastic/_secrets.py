@@ -69,7 +69,7 @@ def machine_secret(directory: Path | None = None) -> bytes:
         return _read(path)
     except OSError as error:
         raise RuntimeFileError(
-            f"{path} can not be used ({error.strerror}): remove it, or set ADAPTDL_SECRET"
+            f"{path} cannot be used ({error.strerror}): remove it, or set ADAPTDL_SECRET"
         ) from None
 
 

@@ -32,8 +32,8 @@ def initialize(
     environment (see `adaptdl_elastic.env`).
 
     Raises:
-        RuntimeError: when it has been called already, or the others can not be reached.
-        ValueError, TypeError: when a rank, a number of replicas, a port or a host can not be one.
+        RuntimeError: when it has been called already, or the others cannot be reached.
+        ValueError, TypeError: when a rank, a number of replicas, a port or a host cannot be one.
     """
     session = _session.current()
     if session.reducer is not None:
@@ -105,7 +105,7 @@ def _reducer() -> Reducer:
             return Reducer(0, 1)  # nobody answers, and the result does not count
         if session.joining:
             give_up(
-                "it calls a collective before its data loop, to which the running replicas can not answer "
+                "it calls a collective before its data loop, to which the running replicas cannot answer "
                 "any more"
             )
         if session.replicas > 1:
@@ -126,8 +126,8 @@ class CanNotJoin(SystemExit):
 
 
 def give_up(why: str) -> NoReturn:
-    """End a newcomer that can not be brought to where the others are. Their training goes on without it."""
-    print(f"this script can not be rescaled in place: {why}", file=sys.stderr, flush=True)
+    """End a newcomer that cannot be brought to where the others are. Their training goes on without it."""
+    print(f"this script cannot be rescaled in place: {why}", file=sys.stderr, flush=True)
     if threading.current_thread() is not threading.main_thread():  # of which SystemExit ends nothing else
         os._exit(CAN_NOT_JOIN)
     raise CanNotJoin(why)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class EnvironmentVariableError(ValueError):
-    """A variable is set to what can not be meant."""
+    """A variable is set to what cannot be meant."""
 
 
 def _read(parse: Callable[[str], T], *names: str) -> T | None:

@@ -545,7 +545,7 @@ def _bind(host: str, port: int, backlog: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=max(backlog, 16))
     except OSError as error:
         raise CollectiveError(
-            f"rank 0 can not listen on {host}:{port} ({error.strerror or error}); set ADAPTDL_MASTER_ADDR to "
+            f"rank 0 cannot listen on {host}:{port} ({error.strerror or error}); set ADAPTDL_MASTER_ADDR to "
             f"an address of this machine and ADAPTDL_MASTER_PORT to a free port"
         ) from None
 

@@ -229,7 +229,7 @@ def check_checkpoint_path(path: str) -> None:
         probe.unlink()
     except OSError as error:
         raise LaunchError(
-            f"checkpoints can not be written to {path}: {error.strerror}; "
+            f"checkpoints cannot be written to {path}: {error.strerror}; "
             f"give a directory that can be, with --checkpoint-path"
         ) from None
 

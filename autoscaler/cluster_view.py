@@ -306,7 +306,7 @@ class ClusterCache:
         if not 1 <= record.min_slots <= record.slots <= MOST_SLOTS:
             self._complain(
                 key,
-                f"{key}: slots {record.slots} (at least {record.min_slots}) can not be: "
+                f"{key}: slots {record.slots} (at least {record.min_slots}) cannot be: "
                 f"1 <= min_slots <= slots <= {MOST_SLOTS}; the node is not used, "
                 f"start its agent with another --nproc-per-node",
             )

@@ -100,7 +100,7 @@ def read(path: Path) -> Instance:
     try:
         return INSTANCE.validate_json(path.read_bytes())
     except OSError as error:
-        raise InstanceError(f"{path}: can not be read: {error.strerror}") from None
+        raise InstanceError(f"{path}: cannot be read: {error.strerror}") from None
     except ValidationError as error:
         raise InstanceError(f"{path}: not an instance: {first_problem(error)}") from None
 

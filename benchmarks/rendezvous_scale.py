@@ -30,7 +30,7 @@ import requests
 
 from adaptdl_elastic.agent.cluster.store_link import Registration, Watcher
 from adaptdl_elastic.agent.cluster.store_view import StoreView
-from adaptdl_elastic.agent.core.decisions import PlanSeen
+from adaptdl_elastic.agent.core.states import PlanSeen
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import Cause, NodeRecord, Placement, Plan, Transition, encode
 from adaptdl_elastic.rendezvous.store.base import Store
@@ -66,7 +66,7 @@ class Agent:
         self.node = f"node-{number:05}"
         self._results = results
         self._store = connect(endpoint, api="v3", options=StoreOptions(timeout=60)).of_node(self.node)
-        self._mirror = StoreView(keys, JOB, self.node)
+        self._view = StoreView(keys, JOB, self.node)
         record = NodeRecord(self.node, JOB, "run", f"agent-{number:05}", "127.0.0.1", 1, joined=time.time())
         self._registration = Registration(self._store, keys, record, ttl=30.0)
         self._registration.register()
@@ -74,7 +74,7 @@ class Agent:
         self._watcher.start()
 
     def _news(self, news: Any) -> None:
-        for event in self._mirror.learn(news):
+        for event in self._view.apply(news):
             if isinstance(event, PlanSeen):
                 ranks = event.plan.ranks(self.node)
                 self._results.put(Held(event.plan.generation, ranks[0], time.monotonic()))

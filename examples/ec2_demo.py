@@ -165,7 +165,7 @@ class Demo:
         self.until("the group is empty again", self.over)
 
     def interrupt(self) -> None:
-        """EC2 takes the node of rank 0, whose memory the others can not do without: by a checkpoint."""
+        """EC2 takes the node of rank 0, whose memory the others cannot do without: by a checkpoint."""
         see, story = self.see, self.story
         plan = see.plan()
         assert plan is not None

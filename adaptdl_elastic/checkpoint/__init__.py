@@ -262,7 +262,7 @@ def save_all_states(
     try:
         writes = {name: (_writer(state), state.expires) for name, state in states.items()}
     except Exception as error:  # an error of a state dict or of a user's `save` must not end the training
-        message = f"can not save a checkpoint to {path}: {storage.reason(error)}"
+        message = f"cannot save a checkpoint to {path}: {storage.reason(error)}"
         finished(Saved("", path, kind, step, time.monotonic() - begun, error=message))
         if background:
             return None

@@ -300,7 +300,7 @@ class DirectoryStorage(Storage):
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise StorageError(f"can not read checkpoints in {self.path}: {reason(error)}") from error
+            raise StorageError(f"cannot read checkpoints in {self.path}: {reason(error)}") from error
         return sorted(names)
 
     def manifest(self, checkpoint_id: str) -> Manifest:

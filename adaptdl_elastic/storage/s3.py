@@ -131,7 +131,7 @@ class S3Storage(Storage):
     def write_note(self, note: bytes, *, even_if_empty: bool) -> None:
         """Write a note about the run that wrote these checkpoints, if there are any or `even_if_empty`."""
         if even_if_empty or self.ids():
-            with self._errors("can not write to"):
+            with self._errors("cannot write to"):
                 self._client.put_object(Bucket=self._bucket, Key=self._note, Body=note)
 
     def withdraw_note(self) -> None:
@@ -150,7 +150,7 @@ class S3Storage(Storage):
             return None
         for key in (*data, *manifests, *note):
             new = f"{self._prefix}{name}/{key[len(self._prefix) :]}"
-            with self._errors("can not copy within"):
+            with self._errors("cannot copy within"):
                 self._client.copy({"Bucket": self._bucket, "Key": key}, self._bucket, new)
         for gone in (manifests, data, note):
             self._delete(gone)
@@ -177,7 +177,7 @@ class S3Storage(Storage):
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket, Prefix=f"{self._prefix}{below}"
         )
-        with self._errors("can not list checkpoints in"):
+        with self._errors("cannot list checkpoints in"):
             return [found["Key"] for page in pages for found in page.get("Contents", [])]
 
     def _get(self, key: str) -> BinaryIO:
@@ -191,12 +191,12 @@ class S3Storage(Storage):
             if _code(error) in _MISSING:
                 raise DamagedError(f"s3://{self._bucket}/{key} is missing") from error
             # it is unknown whether the checkpoint is damaged: do not fall back to an older one
-            raise StorageError(f"can not read s3://{self._bucket}/{key}: {error}") from error
+            raise StorageError(f"cannot read s3://{self._bucket}/{key}: {error}") from error
         file.seek(0)
         return file
 
     def _put(self, key: str, file: IO[bytes]) -> None:
-        with self._errors("can not write to"):
+        with self._errors("cannot write to"):
             self._client.upload_fileobj(file, self._bucket, key, ExtraArgs={"ChecksumAlgorithm": "CRC32"})
 
     def _put_new(self, key: str, data: bytes) -> None:
@@ -205,7 +205,7 @@ class S3Storage(Storage):
         StorageError unless it exists now with exactly this content.
         """
         try:
-            with self._errors("can not write to"):
+            with self._errors("cannot write to"):
                 self._client.put_object(Bucket=self._bucket, Key=key, Body=data, IfNoneMatch="*")
         except StorageError as error:
             with suppress(StorageError), self._get(key) as file:
@@ -216,12 +216,12 @@ class S3Storage(Storage):
     def _delete(self, keys: list[str]) -> None:
         for start in range(0, len(keys), 1000):
             objects = [{"Key": key} for key in keys[start : start + 1000]]
-            with self._errors("can not delete from"):
+            with self._errors("cannot delete from"):
                 answer = self._client.delete_objects(
                     Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True}, ChecksumAlgorithm="CRC32"
                 )
             for refused in answer.get("Errors", []):
-                raise StorageError(f"can not delete from {self.path}: {refused.get('Message')}")
+                raise StorageError(f"cannot delete from {self.path}: {refused.get('Message')}")
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:

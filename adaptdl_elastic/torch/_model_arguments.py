@@ -25,7 +25,7 @@ def check_arguments(
     scaling_rule: Any,
     ddp_kwargs: dict[str, Any],
 ) -> None:
-    """TypeError, ValueError or RuntimeError for what AdaptiveDataParallel can not be made of."""
+    """TypeError, ValueError or RuntimeError for what AdaptiveDataParallel cannot be made of."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, DistributedDataParallel):

@@ -58,8 +58,8 @@ def init_process_group(
         rank: This replica's; None: as the environment says.
 
     Raises:
-        RuntimeError: it was called before, or the others can not be reached.
-        ValueError, TypeError: an argument, or what the environment says, can not be. Nothing is changed
+        RuntimeError: it was called before, or the others cannot be reached.
+        ValueError, TypeError: an argument, or what the environment says, cannot be. Nothing is changed
             then.
     """
     if dist.is_initialized():

@@ -11,7 +11,7 @@
         print(stats["loss"] / stats["total"])
 
 An `Accumulator` is in one of two modes. In *accumulation mode* every replica adds to sums of its own
-and can not read them: `+=` and `-=` on a key or on the whole, `update`, `subtract`. Inside `with
+and cannot read them: `+=` and `-=` on a key or on the whole, `update`, `subtract`. Inside `with
 synchronized()` it is an ordinary dict of the sums over all replicas, the same on each; what is changed
 there must be changed in the same way on every replica, and stays changed.
 
@@ -58,7 +58,7 @@ class Accumulator(MutableMapping[Any, Any]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if _in_data_loop():
             raise RuntimeError(
-                "an Accumulator can not be made inside a data loop, which does not run again from its start "
+                "an Accumulator cannot be made inside a data loop, which does not run again from its start "
                 "after a restart: make it before the loop"
             )
         initial = dict(*args, **kwargs)
@@ -192,7 +192,7 @@ class Accumulator(MutableMapping[Any, Any]):
     def _readable(self, what: str) -> Totals:
         if self._view is None:
             raise RuntimeError(
-                f"can not {what} while replicas hold different parts of it: do it inside `with "
+                f"cannot {what} while replicas hold different parts of it: do it inside `with "
                 f"accumulator.synchronized():`"
             )
         return self._view
@@ -229,13 +229,13 @@ def _items(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Totals:
 def _value(value: Any, key: Any) -> Any:
     """Return a copy that holds on to no graph, no GPU and no caller's buffer.
 
-    TypeError for what can not add up, and for what a checkpoint can not hold, be it deep in a list or a key.
+    TypeError for what cannot add up, and for what a checkpoint cannot hold, be it deep in a list or a key.
     """
     _check_key(key, key)
     summable = isinstance(value, (torch.Tensor, np.generic, np.ndarray, list, tuple, *_PLAIN))
     if summable and value is not None and not isinstance(value, bytes):
         return _copied(value, key)
-    raise TypeError(f"can not add a {type(value).__name__} to {key!r}: a sum can be {_ALLOWED}")
+    raise TypeError(f"cannot add a {type(value).__name__} to {key!r}: a sum can be {_ALLOWED}")
 
 
 def _copied(value: Any, key: Any) -> Any:
@@ -248,7 +248,7 @@ def _copied(value: Any, key: Any) -> Any:
     if isinstance(value, np.generic | np.ndarray):
         if value.dtype.kind not in "biufc" or value.dtype.itemsize > 8 * (1 + (value.dtype.kind == "c")):
             raise TypeError(
-                f"can not add {value.dtype} of numpy's to {key!r}: a checkpoint holds arrays of numbers of "
+                f"cannot add {value.dtype} of numpy's to {key!r}: a checkpoint holds arrays of numbers of "
                 f"up to 64 bits; make a list of it"
             )
         if isinstance(value, np.generic):
@@ -264,7 +264,7 @@ def _copied(value: Any, key: Any) -> Any:
             _check_key(inner, key)
         return {inner: _copied(item, key) for inner, item in value.items()}
     raise TypeError(
-        f"can not add a {type(value).__name__} in a list, tuple or dict to {key!r}: a checkpoint can hold "
+        f"cannot add a {type(value).__name__} in a list, tuple or dict to {key!r}: a checkpoint can hold "
         f"numbers, strings, tensors and numpy arrays"
     )
 
@@ -275,7 +275,7 @@ def _check_key(part: Any, key: Any) -> None:
             _check_key(each, key)
     elif not isinstance(part, _PLAIN) and not (isinstance(part, np.generic) and part.dtype.kind in "biufc"):
         raise TypeError(
-            f"can not keep a sum under {key!r}, a {type(part).__name__}: a checkpoint can hold keys that are "
+            f"cannot keep a sum under {key!r}, a {type(part).__name__}: a checkpoint can hold keys that are "
             f"strings, numbers, None, or tuples of these"
         )
 
@@ -284,4 +284,4 @@ def _negative(value: Any, key: Any) -> Any:
     try:
         return -value
     except TypeError:
-        raise TypeError(f"can not subtract a {type(value).__name__} from {key!r}") from None
+        raise TypeError(f"cannot subtract a {type(value).__name__} from {key!r}") from None

@@ -6,13 +6,13 @@
         for inputs, targets in loader:
             ...
 
-Rules, all of them held by errors: one data loop at a time; the loader makes the samplers. A data loop
-outside of epochs runs from its start whenever the script comes to it. `batch_size` is the total over all
-replicas. Without autoscaling every sample of the data set is handed out exactly once per epoch, whatever
-happens to the number of replicas meanwhile (with `drop_last`, the rest that does not fill a batch is not).
-With autoscaling an epoch is over when as much statistical progress has been made as one pass at the initial
-batch size makes; a sample does not come twice before all others have come, and a further pass has another
-order. The order depends on the user's seed (`torch.manual_seed`, or the `generator`'s) and the epoch only.
+Rules, all of them held by errors: one data loop at a time. A data loop outside of epochs runs from its start
+whenever the script comes to it. `batch_size` is the total over all replicas. Without autoscaling every sample
+of the data set is handed out exactly once per epoch, whatever happens to the number of replicas meanwhile
+(with `drop_last`, the rest that does not fill a batch is not). With autoscaling an epoch is over when as much
+statistical progress has been made as one pass at the initial batch size makes; a sample does not come twice
+before all others have come, and a further pass has another order. A stream is read once in an epoch. The order
+depends on the user's seed (`torch.manual_seed`, or the `generator`'s) and the epoch only.
 """
 
 from __future__ import annotations
@@ -26,15 +26,22 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from adaptdl_elastic._checks import flag
 from adaptdl_elastic._interfaces import RetryDataLoop
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._data.iterable import iterate_stream, wrap_stream
+from adaptdl_elastic.torch._data.batch_comparison import digest
+from adaptdl_elastic.torch._data.iterable import Settings, iterate_stream, wrap_stream
 from adaptdl_elastic.torch._data.loader import (
     AdaptiveDataLoaderHelper,
     initial_seed,
 )
 from adaptdl_elastic.torch._data.loader_mixin import AdaptiveDataLoaderMixin
+from adaptdl_elastic.torch._data.loaders_of_others import (
+    check_order,
+    check_samplers,
+    loader_arguments,
+    refuse_foreign,
+)
 from adaptdl_elastic.torch._data.partition import derive_seed
-from adaptdl_elastic.torch._data.registry import current_dataloader
-from adaptdl_elastic.torch._data.sampler import ElasticBatchSampler, ElasticSampler
+from adaptdl_elastic.torch._data.registry import current_dataloader, registry
+from adaptdl_elastic.torch._data.sampler import ElasticBatchSampler, ElasticSampler, GivenSampler
 from adaptdl_elastic.torch._runtime.position import script_position
 
 __all__ = [
@@ -76,32 +83,40 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
 
     Args:
         dataset: A map-style data set, or an `IterableDataset` that yields the same stream on every
-            replica, of which each takes its share (it is read by all of them).
+            replica, of which each takes its share (it is read by all of them, each with all its workers).
         batch_size: Samples per optimizer step over all replicas, at first. Each replica gets an equal
             share, rounded up.
         shuffle: Whether to go through the data set in a random order.
-        **kwargs: As DataLoader's, except `sampler` and `batch_sampler`, which are made here.
+        **kwargs: As DataLoader's. A `sampler` or `batch_sampler` must give the same on every replica, which
+            each take their share of it: of the batches of a `batch_sampler`, each one an optimizer step.
 
     Raises:
-        ValueError, TypeError: an argument that an elastic loader can not honour, or that can not be meant.
+        ValueError, TypeError: an argument that an elastic loader cannot honour, or that cannot be meant.
     """
+
+    _is_accelerate_prepared = True
+    """Accelerate leaves a loader that has this alone, instead of sharing its samples a second time."""
 
     def __init__(
         self, dataset: Dataset[T_co], batch_size: int = 1, shuffle: bool | None = False, **kwargs: Any
     ) -> None:
-        for name in ("sampler", "batch_sampler"):
-            if kwargs.pop(name, None) is not None:
-                raise ValueError(
-                    f"{name} was given: an elastic loader makes its own, because who gets which sample "
-                    f"changes with the number of replicas. Order the data set instead, or use shuffle=True"
-                )
+        given = check_samplers(dataset, kwargs.pop("sampler", None), kwargs.pop("batch_sampler", None))
         drop_last = flag("drop_last", kwargs.pop("drop_last", False))
         shuffle = flag("shuffle", shuffle)
+        check_order(given, batch_size, shuffle, drop_last)
         generator = kwargs.pop("generator", None)
+        if kwargs.get("in_order", True) is not True:
+            raise ValueError(
+                "in_order=False: the replicas could not tell which samples were used; leave it out"
+            )
         if not isinstance(generator, torch.Generator | None):
             raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
         self._seed_generator: torch.Generator | None = generator
         self._stream = isinstance(dataset, IterableDataset)
+        refuse_foreign(dataset)
+        if given is not None and given.batches:
+            sized: Any = dataset
+            batch_size = GivenSampler(sized, given.sampler, True).batch_size
         AdaptiveDataLoaderMixin.__init__(self, batch_size)
         self._elastic.repeats()
         self._workers_generator = torch.Generator()
@@ -122,7 +137,11 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                 f"{type(dataset).__name__} has no length: a map-style data set needs __len__, a stream must "
                 f"be a torch.utils.data.IterableDataset"
             )
-        sampler = ElasticSampler(dataset, shuffle)
+        sampler = (
+            ElasticSampler(dataset, shuffle)
+            if given is None
+            else GivenSampler(dataset, given.sampler, given.batches)
+        )
         self._elastic_batches = ElasticBatchSampler(sampler, drop_last)
         self._elastic_batches.local = self._elastic.current_local_bsz
         super().__init__(
@@ -131,6 +150,22 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         # What a script reads; DataLoader lets nobody set them, and has other values for a batch_sampler.
         self.__dict__.update(batch_size=self._elastic.batch_size, drop_last=drop_last, sampler=sampler)
 
+    @classmethod
+    def from_loader(cls, loader: DataLoader[T_co], batch_size: int | None = None) -> AdaptiveDataLoader[T_co]:
+        """Make an elastic loader of a `DataLoader`, also of torchdata's StatefulDataLoader.
+
+        Args:
+            loader: Its data set, order, workers and collate_fn are taken over. It is not read.
+            batch_size: Samples per optimizer step over all replicas, at first; None: those of the loader's
+                batch.
+
+        Raises:
+            ValueError: for what an elastic loader cannot do.
+        """
+        if isinstance(loader, cls):
+            return loader
+        return cls(**loader_arguments(loader, batch_size))
+
     def autoscale_batch_size(
         self,
         max_batch_size: int,
@@ -138,10 +173,10 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         gradient_accumulation: bool = False,
     ) -> None:
         """See `AdaptiveDataLoaderHelper.autoscale_batch_size`. Not for streams."""
-        if self._stream:
+        if not self._stream and self._elastic_batches.given:
             raise ValueError(
-                "autoscale_batch_size on an IterableDataset: an epoch with autoscaling is as long as one "
-                "pass, and a stream does not say how long that is; use a map-style data set"
+                "autoscale_batch_size with a batch_sampler, whose batches are what they are: give a sampler, "
+                "or shuffle=True"
             )
         super().autoscale_batch_size(max_batch_size, local_bsz_bounds, gradient_accumulation)
 
@@ -158,10 +193,6 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
             if helper.skipdone():
                 yield from self._dry_batch()
                 return
-            if not self._stream:
-                helper.end_index = len(self.dataset)  # type: ignore[arg-type]
-                script_position().tell_samples(helper.end_index, self._elastic_batches.sampler.shuffle)
-                self._check_drop_last(helper.end_index)
             while True:
                 try:
                     yield from self._pass()
@@ -178,25 +209,28 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         local = helper.current_local_bsz
         if self._stream:
             stream: Any = self.dataset
-            stream.configure(state.finished, 0, session.replicas, session.rank, local, True)
+            seed = state.seeds.get(helper.key, 0)
+            settings = Settings(seed, state.finished, session.replicas, session.rank, local, 1, 0)
+            stream.configure(settings, [0] * stream.parts)
             with helper.dry_batch():
-                for _, batch in super().__iter__():
-                    yield batch
+                for item in super().__iter__():
+                    yield item.samples
                     break
             return
-        batches, size = self._elastic_batches, len(self.dataset)  # type: ignore[arg-type]
+        batches = self._elastic_batches
+        batches.sampler.seed = state.seeds.get(helper.key, 0)
+        batches.sampler.set_epoch(state.finished, 0)
+        size = batches.sampler.size
         if not size or (self.drop_last and helper.batch_size > size):
             return
         batches.local = local
-        batches.sampler.seed = state.seeds.get(helper.key, 0)
-        batches.sampler.set_epoch(state.finished, 0)
         with helper.dry_batch():
-            batches.first_only = True
+            batches.first_only = batches.read_by_loader = True
             try:
                 iterator: Iterator[Any] = super().__iter__()
                 batch = next(iterator)
             finally:
-                batches.first_only = False
+                batches.first_only = batches.read_by_loader = False
             yield batch
 
     def _check_drop_last(self, samples: int) -> None:
@@ -215,9 +249,18 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         seed = initial_seed(self._elastic, self._seed_generator)
         if self._stream:
             stream: Any = self.dataset
-            yield from iterate_stream(stream, self._elastic, super().__iter__, self._seed_workers)
+            yield from iterate_stream(stream, self._elastic, seed, super().__iter__)
             return
-        self._elastic_batches.sampler.seed = seed
+        helper, sampler = self._elastic, self._elastic_batches.sampler
+        sampler.seed = seed
+        sampler.set_epoch(script_position().finished)
+        helper.end_index = sampler.size
+        if isinstance(sampler, GivenSampler) and helper.replicas > 1:
+            place = script_position()
+            where = f"{place.finished} {place.entered} {place.index}"
+            registry().comparison.same(f"order of loader {helper.key}", where, digest(sampler.order()))
+        script_position().tell_samples(helper.end_index, sampler.shuffle)
+        self._check_drop_last(helper.end_index)
         over = self._ended()
         while not over:
             known = yield from self._segment()
@@ -250,7 +293,9 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         batches.fill = self._fills()
         batches.sampler.set_epoch(script_position().finished, begun)
         self._seed_workers()
+        batches.read_by_loader = True
         iterator: Iterator[Any] = super().__iter__()
+        batches.read_by_loader = False
         helper.pause()
         plan = batches.plan()
         window = next(plan, None)

@@ -123,7 +123,7 @@ class AdaptiveBPTTIterator(AdaptiveDataLoaderMixin):
                 yield from self._dry_batch()
 
     def _dry_batch(self) -> Iterator[Batch]:
-        """The first batch, for a process that gets no other one of the loop; it does not count."""
+        """Hand out the first batch to a process that gets no other one of the loop; it does not count."""
         helper = self._elastic
         local, size = helper.current_local_bsz, len(self._tokens) - 1
         rows = size // (local * helper.replicas)

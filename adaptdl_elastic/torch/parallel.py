@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic._interfaces import ModelSnapshot
 from adaptdl_elastic.torch._bootstrap import current_session
-from adaptdl_elastic.torch._data.registry import current_dataloader
+from adaptdl_elastic.torch._data.registry import current_dataloader, registry
 from adaptdl_elastic.torch._gradient import comm_hook, grad_scaler
 from adaptdl_elastic.torch._gradient.accumulation import Batch, Window, accumulates, on_backward, watch
 from adaptdl_elastic.torch._gradient.estimator import Array
@@ -78,7 +78,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._ddp_kwargs = ddp_kwargs
         self._trained = frozenset(id(param) for param in model.parameters() if param.requires_grad)
         self._user_no_sync = False
-        self.irreparable: str | None = None  # why a step that failed can not be put back
+        self.irreparable: str | None = None  # why a step that failed cannot be put back
         self._optimizer = optimizer
         self._lr_scheduler = lr_scheduler
         self._mp_scaler = mp_scaler
@@ -99,6 +99,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
             grad_scaler.attach(mp_scaler, self, optimizer)
         checkpoint.load_state(self._state)
         current_session().models.append(self)
+        self._comparison = registry().comparison
 
     def _saved_state(self) -> ModelState:
         parts = {
@@ -215,7 +216,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
     def why_not_resilient(self) -> str | None:
         """Return why the death of a replica cannot be survived with this model; None if it can."""
         if self.find_unused_parameters:
-            return "find_unused_parameters=True needs a collective that can not be given up"
+            return "find_unused_parameters=True needs a collective that cannot be given up"
         if isinstance(self._optimizer, torch.optim.LBFGS):
             return "LBFGS moves parameters in the middle of a step"
         return None
@@ -312,13 +313,15 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if current_session().dry:
             return self._dry_forward(inputs, kwargs)
         begun = self._forward_begins()
+        if self.training and self._hook.world_size > 1 and torch.is_grad_enabled():
+            self._compare_inputs((inputs, kwargs))
         output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if self._buffers_wait:  # DDP believes now that they are even
             self._buffers_wait, self.require_forward_param_sync = False, True
         return output if begun is None else self._watch(output, *begun)
 
     def _dry_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's output in a batch that does not count: no other replica takes part."""
+        """Return the module's output in a batch that does not count: no other replica takes part."""
         with torch.no_grad():  # so it does no more than to move inputs to the device
             inputs, kwargs = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if not self.static_graph:
@@ -326,6 +329,13 @@ class AdaptiveDataParallel(DistributedDataParallel):
         # DDP counts the gradients of each parameter, also where it does not synchronise them.
         apart = {name: param.detach().requires_grad_() for name, param in self.module.named_parameters()}
         return torch.func.functional_call(self.module, apart, inputs, kwargs)
+
+    def _compare_inputs(self, inputs: Any) -> None:
+        """Tell rank 0 what the first passes are about: the replicas' are to differ."""
+        if self.process_group is dist.group.WORLD:
+            loader = current_dataloader()
+            counts = loader is None or loader.local_samples > 0
+            self._comparison.inputs(self.name, inputs, loader is not None, counts)
 
     def _forward_begins(self) -> tuple[Batch, bool] | None:
         """Return the arguments that `_watch` needs for this pass; None if it need not be watched."""
@@ -369,7 +379,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
     def __getstate__(self) -> Any:
         """Refuse to be copied: what it has of the optimizer and the process group exists once."""
         raise TypeError(
-            "AdaptiveDataParallel can not be copied or pickled: copy its module, as in "
+            "AdaptiveDataParallel cannot be copied or pickled: copy its module, as in "
             "copy.deepcopy(model.module) or AveragedModel(model.module)"
         )
 
@@ -395,7 +405,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
             micro_batches = loader.accumulation_steps + 1
             if self.static_graph and (micro_batches > 1 or loader.may_accumulate):
                 raise RuntimeError(
-                    "static_graph=True can not be combined with gradient accumulation, in which not every "
+                    "static_graph=True cannot be combined with gradient accumulation, in which not every "
                     "pass is synchronised: leave it out, or autoscale with gradient_accumulation=False"
                 )
             initial, window = loader.batch_size, loader.window_samples
@@ -528,7 +538,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if not self.stepping:
             if closure:
                 raise RuntimeError(
-                    "optimizer.step(closure) can not be combined with gradient accumulation: call "
+                    "optimizer.step(closure) cannot be combined with gradient accumulation: call "
                     "autoscale_batch_size(..., gradient_accumulation=False)"
                 )
             self.step_left_out()
@@ -566,6 +576,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         metrics.update_progress(progress)
         self.gns.health.stepped()
         metrics.report_problem(f"gradients of {self.name}", self.gns.health.problem)
+        metrics.report_problem(f"the variance of the gradients of {self.name}", self.gns.health.equal)
         if self._sampler.news:
             self._sampler.news = False
             metrics.update_grad_params(self.name, self.gns.sqr_avg(), self.gns.var_avg())

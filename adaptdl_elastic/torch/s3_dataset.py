@@ -33,7 +33,7 @@ _RETRY_SECONDS = 0.2  # before the second attempt; doubles
 
 
 class S3DatasetError(Exception):
-    """A prefix or an object can not be read; the text says which, and what to do."""
+    """A prefix or an object cannot be read; the text says which, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class S3Dataset(Dataset[T], Generic[T]):
             `boto3.client("s3")` with adaptive retries by default.
 
     Raises:
-        S3DatasetError: when the prefix can not be listed or holds no object.
+        S3DatasetError: when the prefix cannot be listed or holds no object.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class S3Dataset(Dataset[T], Generic[T]):
                     if entry["Key"].endswith(suffix) and not entry["Key"].endswith("/"):
                         yield S3Object(entry["Key"], int(entry["Size"]), str(entry["ETag"]).strip('"'))
         except (BotoCoreError, ClientError) as error:
-            raise S3DatasetError(f"can not list {self.url}: {error}") from error
+            raise S3DatasetError(f"cannot list {self.url}: {error}") from error
 
     def _fetch(self, found: S3Object) -> bytes:
         parts = [
@@ -178,13 +178,13 @@ class S3Dataset(Dataset[T], Generic[T]):
                         f"{where} has been changed or deleted since the dataset was made: make it again"
                     ) from error
                 if int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) < 500:
-                    raise S3DatasetError(f"can not read {where}: {error}") from error
+                    raise S3DatasetError(f"cannot read {where}: {error}") from error
                 problem = error
             except (BotoCoreError, OSError) as error:
                 problem = error
             if attempt + 1 < _ATTEMPTS:
                 time.sleep(_RETRY_SECONDS * 2**attempt)
-        raise S3DatasetError(f"can not read {where} in {_ATTEMPTS} attempts: {problem}")
+        raise S3DatasetError(f"cannot read {where} in {_ATTEMPTS} attempts: {problem}")
 
     # -- the cache
 

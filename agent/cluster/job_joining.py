@@ -15,6 +15,7 @@ from adaptdl_elastic.agent.cluster.store_link import LEASE_SECONDS, NameTakenErr
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import (
     JobSpec,
+    JobState,
     JobStatus,
     MalformedRecordError,
     NodeRecord,
@@ -76,7 +77,9 @@ def join_job(
                 say(f"--anew has no effect: this node joins run {spec.run} of {spec.job!r}, now under way")
             return spec
         if store.compare_and_swap(key, encode(fresh), found.mod_revision) is not None:
-            what = "has no agent any more" if ended is None else f"has {ended.state.value}"
+            what = "has no agent any more"
+            if ended is not None:
+                what = "is done" if ended.state is JobState.DONE else f"has {ended.state.value}"
             then = "another run begins, with --anew" if options.anew else "going on from its last checkpoint"
             if options.anew:
                 store.delete(keys.job(spec.job, "checkpoint"))

@@ -200,7 +200,7 @@ class Writer(threading.Thread):
                 work()
             except StoreRefusedError as error:
                 logger.warning("a write to the store was given up: %s", error)
-                self._post(UserLine(f"something can not be written to the store and is left out: {error}"))
+                self._post(UserLine(f"something cannot be written to the store and is left out: {error}"))
                 return
             except NameTakenError as error:
                 logger.warning("%s", error)  # the watch of the nodes tells the agent about it

@@ -237,9 +237,9 @@ def _learn_replica(state: State, event: Event, now: float) -> tuple[State, list[
         case ReplicaHello() if held.joining:
             pass  # it is ready only after `ready`, and runs nothing before it has joined
         case ReplicaHello(_, local_rank):
-            if held.plain:
-                actions.append(WriteRunning(held.generation, library=True))
             held = replace(_change(held, local_rank, library=True), plain=False)
+            if all(r.library for r in held.replicas):  # the node can change its replicas in place from now on
+                actions.append(WriteRunning(held.generation, library=True))
         case ReplicaStep(_, local_rank, step):
             held = _change(held, local_rank, step=step, stepped=now, heard=now, pinged=None)
         case ReplicaPong(_, local_rank):
@@ -458,7 +458,7 @@ def _why_kill(state: State, held: LocalGeneration, now: float) -> str | None:
         return f"generation {plan.generation} begins anew: {plan.reason}"
     recover = plan is not None and newer and plan.transition is Transition.RECOVER
     if plan is not None and recover and held.phase is Phase.RUNNING and not peer_loss.possible(held, plan):
-        return f"generation {plan.generation} goes on without the dead, which these replicas can not"
+        return f"generation {plan.generation} goes on without the dead, which these replicas cannot"
     if status is not None and status.state.ended:
         return f"the job has {status.state.value}: {status.reason}"
     if held.phase is Phase.STOPPING and held.until is not None and now >= held.until:

@@ -42,9 +42,9 @@ def describe(exit_code: int, error_file: str, argument: str = "") -> str:
         remedy = _REMEDY.get(number)
         return f"{number.name}: {remedy}" if remedy else number.name
     if exit_code == CAN_NOT_JOIN:
-        return "the script can not be rescaled in place; the newcomer's stderr says why"
+        return "the script cannot be rescaled in place; the newcomer's stderr says why"
     if exit_code == 127:
-        return f"{argument or 'the program'} can not be executed"
+        return f"{argument or 'the program'} cannot be executed"
     return f"exit code {exit_code}; its stderr says why"
 
 

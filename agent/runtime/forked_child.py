@@ -145,7 +145,7 @@ def _exec(command: Command) -> NoReturn:
     try:
         os.execvp(command.argv[0], list(command.argv))
     except OSError as error:
-        print(f"adaptdl-run: can not run {command.argv[0]!r}: {error.strerror}", file=sys.stderr, flush=True)
+        print(f"adaptdl-run: cannot run {command.argv[0]!r}: {error.strerror}", file=sys.stderr, flush=True)
         os._exit(CANNOT_EXEC)
 
 

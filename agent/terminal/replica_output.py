@@ -50,7 +50,7 @@ class NoOutputError(RuntimeError):
 
     def __init__(self, path: Path, error: OSError) -> None:
         super().__init__(
-            f"replicas' output can not be kept in {path}: {error.strerror}; "
+            f"replicas' output cannot be kept in {path}: {error.strerror}; "
             f"give a directory that can be written to, with --log-dir"
         )
 

@@ -458,7 +458,7 @@ def _mode(args: argparse.Namespace) -> str:
     try:
         there = script.exists()
     except OSError as error:  # for example below a directory that this user may not enter
-        raise OptionError(f"the script {args.training_script!r} can not be read: {error.strerror}") from None
+        raise OptionError(f"the script {args.training_script!r} cannot be read: {error.strerror}") from None
     if not there:
         raise OptionError(f"there is no script {args.training_script!r} in {Path.cwd()}: give its path")
     return "script"

@@ -107,7 +107,7 @@ def coordinator(
             observers.append(serve(metrics_host, metrics_port))
         except OSError as error:
             raise CommandError(
-                f"metrics can not be served on {metrics_host}:{metrics_port}: {error.strerror}; "
+                f"metrics cannot be served on {metrics_host}:{metrics_port}: {error.strerror}; "
                 f"choose another --metrics-port, or 0 for any"
             ) from error
     with store:

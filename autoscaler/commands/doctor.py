@@ -145,7 +145,7 @@ def _aws(asgs: tuple[str, ...], region: str | None, profile: str | None, queue_u
     try:
         from adaptdl_elastic.autoscaler.providers.ec2.account_checks import check_aws
     except ImportError as problem:
-        return [checks.error("aws", f"can not be checked: {problem}", "pip install boto3")]
+        return [checks.error("aws", f"cannot be checked: {problem}", "pip install boto3")]
     return [
         checks.ok(check.name, check.detail)
         if check.ok

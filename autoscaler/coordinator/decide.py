@@ -27,7 +27,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from adaptdl_elastic.autoscaler.cluster_view import JobView, View
-from adaptdl_elastic.autoscaler.coordinator import garbage_collection, reactive, rounds
+from adaptdl_elastic.autoscaler.coordinator import garbage_collection, reactive, rounds, survivors
 from adaptdl_elastic.autoscaler.coordinator import job_phase as jobs
 from adaptdl_elastic.autoscaler.coordinator.decision_builder import DecisionBuilder
 from adaptdl_elastic.autoscaler.coordinator.decision_types import (
@@ -252,7 +252,7 @@ class _Deciding:
             pending = dict(answer.decision.pending)
         unusable = answer.unusable_reports
         for name in found.keys() & unusable.keys():
-            why = f"{found[name].reason}; its reports can not be calculated with: {unusable[name]}"
+            why = f"{found[name].reason}; its reports cannot be calculated with: {unusable[name]}"
             found[name] = replace(found[name], reason=why)
         self.draft.memory = replace(
             self.draft.memory,
@@ -302,6 +302,12 @@ class _Deciding:
         agents = self.view.agents(name)
         if any(n not in agents or self.view.draining(agents[n].record) for n in target.allocation):
             return False  # the cluster has changed: the next round takes it into account
+        if self._says_hello_soon(job, condition):
+            # replicas that have just been started would be started a second time
+            ready = condition.health.started_at + job.spec.record.rescale_timeout
+            if self.view.now < ready:
+                self.draft.wake(ready)
+                return False
         how, step = self.draft.route(job, target.allocation)
         if self.draft.insists(job, how):
             return False
@@ -315,12 +321,6 @@ class _Deciding:
                 slots = " and ".join(f"{pluralize(n, 'slot')} on {node}" for node, n in short.items())
                 self.notes[name].waits_for = f"waits for {slots} that another job is about to leave"
             return False
-        if how is Transition.INPLACE and not jobs.said_hello(job, condition):
-            # replicas that have just been started would be started a second time
-            ready = condition.health.started_at + job.spec.record.rescale_timeout
-            if self.view.now < ready:
-                self.draft.wake(ready)
-                return False
         return self.draft.publish(
             job,
             JobChange(
@@ -332,6 +332,13 @@ class _Deciding:
                 midway=step != target.allocation,
             ),
         )
+
+    def _says_hello_soon(self, job: JobView, condition: Condition) -> bool:
+        """Return True if replicas that can change in place have been started, and not all have said so."""
+        plan = condition.plan
+        if plan is None or not plan.placements or self.draft.why_restart(job):
+            return False
+        return not survivors.said_hello(job, plan)
 
     def _break_deadlock(self) -> None:
         """Let one of the jobs that wait for each other's slots leave its slots."""

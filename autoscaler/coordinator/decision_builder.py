@@ -77,6 +77,8 @@ class DecisionBuilder:
         plan = jobs.this_run(job)
         if not allocation or plan is None or not plan.placements or self.why_restart(job):
             return Transition.RESTART, allocation
+        if not survivors.said_hello(job, plan):  # their agents could only stop them
+            return Transition.RESTART, allocation
         if jobs.stays(job, plan, allocation):
             return Transition.INPLACE, allocation
         first = jobs.bridge(self.view, job, plan, allocation)

@@ -14,10 +14,14 @@ from adaptdl_elastic.rendezvous.schema.records import Plan
 
 
 def collect(view: View, job: JobView, condition: Condition, keys: Keys) -> list[DeletePrefix]:
-    """Return the keys of generations that are not needed any more."""
+    """Return the keys of generations that are not needed any more.
+
+    How a generation ended is kept as long as the newest plan waits for it: a later leader, and an agent that
+    has just come, have only these records to tell that its replicas are gone.
+    """
     if job.plan is None:
         return []
-    needed = {leaver.generation for leaver in holding(view, job)}
+    needed = {leaver.generation for leaver in (*job.plan.record.leaving, *holding(view, job))}
     oldest = job.plan.record.generation - 2
     if condition.phase is Phase.OVER and not view.agents(job.job):
         oldest = job.plan.record.generation + 1

@@ -12,7 +12,7 @@ from enum import Enum
 from adaptdl_elastic.autoscaler.cluster_view import JobView, Observed, View
 from adaptdl_elastic.autoscaler.coordinator import survivors
 from adaptdl_elastic.autoscaler.coordinator.decision_types import Allocation, CoordinatorSettings, Memory
-from adaptdl_elastic.autoscaler.coordinator.slots import fewest
+from adaptdl_elastic.autoscaler.coordinator.slots import fewest, released
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
     Failure,
@@ -37,7 +37,7 @@ class Phase(str, Enum):
     STEADY    every node of the plan runs its replicas
     BROKEN    replicas failed or vanished: it needs another plan
     FINISHED  every replica ended well
-    LEFT      every replica was stopped, but not by the coordinator
+    LEFT      every replica was stopped, but not by the coordinator, and no other node can take over
     """
 
     UNKNOWN = "unknown"
@@ -135,15 +135,6 @@ def uses_library(job: JobView) -> bool:
     return job.hints is not None and job.hints.record.generation >= first
 
 
-def said_hello(job: JobView, condition: Condition) -> bool:
-    """Return whether all replicas of the present plan have said hello: only they can change in place."""
-    plan = condition.plan
-    if plan is None:
-        return True
-    records = [job.running.get((plan.generation, placement.node)) for placement in plan.placements]
-    return all(seen is not None and seen.record.library for seen in records)
-
-
 def condition_of(view: View, job: JobView, settings: CoordinatorSettings) -> Condition:
     """Return the phase of a job, and the reasons for it."""
     if job.spec is None:
@@ -156,7 +147,38 @@ def condition_of(view: View, job: JobView, settings: CoordinatorSettings) -> Con
     if plan is None or not plan.placements:
         return Condition(Phase.EMPTY, plan=plan)
     health = health_of(view, job, plan, settings)
-    return Condition(_phase(plan, health), health, plan)
+    phase = _phase(plan, health)
+    if phase is Phase.LEFT and _others_take_over(view, job, plan):
+        phase = Phase.CHANGING
+    if phase is Phase.FINISHED and not _leavers_ended(view, job, plan):
+        phase = Phase.CHANGING
+    return Condition(phase, health, plan)
+
+
+def _leavers_ended(view: View, job: JobView, plan: Plan) -> bool:
+    """Return True if nothing runs any more of those whom a change in place was to leave out.
+
+    A change that crosses the end of the script leaves nobody out: all replicas go on to that end.
+    """
+    base = survivors.before(plan)
+    return plan.transition is not Transition.INPLACE or all(
+        released(view, job, one.node, one.agent, one.generation)
+        for one in plan.leaving
+        if one.generation == base
+    )
+
+
+def _others_take_over(view: View, job: JobView, plan: Plan) -> bool:
+    """Return True if every node of the plan was drained and another agent of the job can run it."""
+    agents = view.agents(job.job)
+    drained = all(
+        _gone(agents.get(one.node), one) or view.draining(agents[one.node].record) for one in plan.placements
+    )
+    placed = {(one.node, one.agent) for one in plan.placements}
+    return drained and any(
+        not view.draining(seen.record) and not placed & {(node, seen.record.agent), (node, "")}
+        for node, seen in agents.items()
+    )
 
 
 def _phase(plan: Plan, health: Health) -> Phase:
@@ -486,7 +508,7 @@ def why_not_in_place(job: JobView) -> str:
         return "--rescale=restart"
     if hints is None or plan is None or hints.generation < plan.first:
         return "the script has not reported yet whether it can change in place"
-    return "" if hints.inplace else hints.inplace_reason or "the script can not change in place"
+    return "" if hints.inplace else hints.inplace_reason or "the script cannot change in place"
 
 
 def stays(job: JobView, plan: Plan, allocation: Allocation) -> bool:

@@ -128,7 +128,7 @@ class Coordinator:
                 refused = isinstance(error, StoreAuthError)
                 if refused and not self._admitted:
                     raise
-                what = "the store refuses us" if refused else "the store can not be used"
+                what = "the store refuses us" if refused else "the store cannot be used"
                 logger.warning("%s (%s); trying again in %.1f s", what, error, delay)
                 self._stopped.wait(delay)
                 delay = min(5.0, 2 * delay)
@@ -338,7 +338,7 @@ class _Term:
         try:
             text = records.encode(action.record)
         except Exception:  # an error of one job: what is decided about the others is written
-            logger.exception("%s can not be written", action.key)
+            logger.exception("%s cannot be written", action.key)
             return False
         revision = self._o._store.compare_and_swap(action.key, text, action.expected_revision)
         if revision is None:

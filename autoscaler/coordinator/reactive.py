@@ -37,6 +37,8 @@ def see_to(draft: DecisionBuilder, job: JobView, condition: Condition) -> None:
         _mend(draft, job, condition, condition.plan)
     else:
         draft.wake(condition.health.settled_at)
+        if _all_left(draft, job, condition, condition.plan):
+            return
         if _left_before_it_began(draft, job, condition, condition.plan):
             return
         if _drain(draft, job, condition, condition.plan):
@@ -128,6 +130,19 @@ def _wrongly_counted(draft: DecisionBuilder, job: JobView, plan: Plan, lost: tup
     silent = {one.node for one in plan.leaving if (one.generation, one.node) not in job.ended}
     never_ran = {node for node in lost if (plan.generation, node) not in job.running}
     return plan.cause is Cause.FAILURE and bool(silent & never_ran)
+
+
+def _all_left(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> bool:
+    """Plan on other nodes after every node of the plan was drained; return whether that has happened.
+
+    A job whose nodes were all drained has only been stopped where no other node can run it (`Phase.LEFT`).
+    """
+    left = (*condition.health.stopped, *condition.health.done)
+    all_left = bool(condition.health.stopped) and len(left) == len(plan.placements)
+    if condition.phase is not Phase.CHANGING or not all_left:
+        return False
+    draft.replan(job, plan, Cause.DRAIN, Transition.RESTART, f"{', '.join(left)} left")
+    return True
 
 
 def _left_before_it_began(draft: DecisionBuilder, job: JobView, condition: Condition, plan: Plan) -> bool:

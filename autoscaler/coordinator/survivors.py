@@ -46,6 +46,13 @@ def present(job: JobView, plan: Plan) -> tuple[int, tuple[Placement, ...]]:
     return base, tuple(_placed(one) for one in plan.leaving if one.generation == base)
 
 
+def said_hello(job: JobView, plan: Plan) -> bool:
+    """Return True if all replicas of the generation that runs have said hello: they can change in place."""
+    generation, members = present(job, plan)
+    records = [job.running.get((generation, member.node)) for member in members]
+    return all(seen is not None and seen.record.library for seen in records)
+
+
 def before(plan: Plan) -> int:
     """Return the generation that a change in place follows; -1 if there is none.
 

@@ -206,7 +206,7 @@ def check_directory(path: Path) -> list[Finding]:
         return [
             error(
                 name,
-                f"{path} can not be looked at: {problem.strerror}",
+                f"{path} cannot be looked at: {problem.strerror}",
                 f"let user {os.geteuid()} enter the directories above it (chmod +x), or choose another "
                 f"--checkpoint-path",
             )
@@ -227,7 +227,7 @@ def check_directory(path: Path) -> list[Finding]:
         return [
             error(
                 name,
-                f"{where} can not be written to: {problem.strerror}",
+                f"{where} cannot be written to: {problem.strerror}",
                 f"chown {os.geteuid()} {where}, or choose another --checkpoint-path",
             )
         ]
@@ -554,7 +554,7 @@ def check_checkpoints(view: View) -> list[Finding]:
             found.append(
                 error(
                     f"checkpoint of {name}",
-                    f"{record.path} is recorded in the store and can not be seen from this machine",
+                    f"{record.path} is recorded in the store and cannot be seen from this machine",
                     "replicas here will refuse to start: mount the directory that the others use",
                 )
             )

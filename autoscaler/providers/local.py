@@ -195,7 +195,7 @@ class LocalProvider(Provider):
                     preexec_fn=_die_with_parent if sys.platform == "linux" else None,
                 )
             except OSError as error:
-                raise ProviderError(f"can not start {self._command[0]!r}: {error.strerror}") from None
+                raise ProviderError(f"cannot start {self._command[0]!r}: {error.strerror}") from None
         self._known.add(identifier)
         self._agents[identifier] = _Agent(instance, process)
 

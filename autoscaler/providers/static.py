@@ -27,4 +27,4 @@ class StaticProvider(Provider):
 
     def release(self, instance: str, replace: bool = False) -> None:
         """Raise an error: there are no instances."""
-        raise UnknownInstanceError(f"{instance!r} can not be released: a static cluster owns no instances")
+        raise UnknownInstanceError(f"{instance!r} cannot be released: a static cluster owns no instances")

@@ -385,7 +385,7 @@ class Autoscaler:
             status = records.decode(records.AutoscalerStatus, item.value, item.key)
             memory = _MEMORY.validate_json(status.memory) if status.memory else Memory()
         except (records.MalformedRecordError, ValidationError) as error:
-            logger.warning("what the last autoscaler knew can not be read, and is forgotten: %s", error)
+            logger.warning("what the last autoscaler knew cannot be read, and is forgotten: %s", error)
             return Memory()
         self._drained |= self._requested(memory)
         pools = {name: replace(pool, failures=0, closed="") for name, pool in memory.pools.items()}

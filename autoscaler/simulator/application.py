@@ -203,7 +203,7 @@ def _read(path: Path, columns: tuple[str, ...]) -> Array:
         with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte order mark
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise WorkloadError(f"can not read {path}: {error}") from None
+        raise WorkloadError(f"cannot read {path}: {error}") from None
     if not rows:
         raise WorkloadError(f"{path}: holds no rows")
     missing = [column for column in columns if column not in rows[0]]

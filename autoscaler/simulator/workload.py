@@ -40,7 +40,7 @@ def read_workload(path: Path) -> tuple[Submission, ...]:
         reader = csv.DictReader(text.splitlines())
         rows = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise WorkloadError(f"can not read workload {path}: {error}") from None
+        raise WorkloadError(f"cannot read workload {path}: {error}") from None
     missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
     if missing:
         raise WorkloadError(f"{path}: columns {', '.join(missing)} are missing; need {','.join(COLUMNS)}")

@@ -112,4 +112,4 @@ def reserve(host: str, ports: Ports) -> socket.socket:
 
 def _nowhere(host: str, ports: Ports, problem: OSError) -> NoPortError:
     where = f"{host}, ports {ports[0]} to {ports[1]}" if ports else host
-    return NoPortError(f"can not listen on {where}: {problem.strerror}; see --port-range and --local-addr")
+    return NoPortError(f"cannot listen on {where}: {problem.strerror}; see --port-range and --local-addr")

@@ -96,7 +96,7 @@ def locked(job: str, directory: Path | None = None) -> Iterator[bool]:
             number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise RuntimeFileError(
-                f"{path} can not be used ({error.strerror}): set XDG_RUNTIME_DIR to a directory of your own"
+                f"{path} cannot be used ({error.strerror}): set XDG_RUNTIME_DIR to a directory of your own"
             ) from None
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -41,7 +41,7 @@ def check_name(kind: str, name: str) -> str:
     """Return `name` if it can be part of a key; else raise ValueError, which names the `kind` of thing."""
     if not _NAME.fullmatch(name):
         raise ValueError(
-            f"{kind} {name!r} can not be used: letters, digits, '.', '_' and '-' only, "
+            f"{kind} {name!r} cannot be used: letters, digits, '.', '_' and '-' only, "
             f"beginning with a letter or digit, at most 128 characters"
         )
     return name

@@ -170,7 +170,7 @@ class JobRequest:
 
 def _check_slots(replicas: int, slots: tuple[int, ...]) -> None:
     if slots and not len(set(slots)) == len(slots) == replicas:
-        raise ValueError(f"slots {slots[:8]} of {replicas} replicas can not be: each has one of its own")
+        raise ValueError(f"slots {slots[:8]} of {replicas} replicas cannot be: each has one of its own")
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -327,7 +327,7 @@ class RunningRecord:
     generation: int
     time: float = 0.0
     first_step: float | None = None  # wall-clock time of the end of the first step; None before
-    library: bool = False  # a replica has said hello; the record is written again when it does
+    library: bool = False  # all of them have said hello; the record is written again when they have
     # these replicas survive the death of others; the record is written again when this is known
     resilient: bool = False
     # NodeRecord.agent of the writer: a late record may come after another agent took the node's name

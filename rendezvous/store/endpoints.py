@@ -132,7 +132,7 @@ class Endpoints:
                 )
             if time.monotonic() + pause >= deadline:
                 raise StoreUnavailableError(
-                    f"etcd can not be reached ({self._list(problems)}): is it running, and is --etcd right?"
+                    f"etcd cannot be reached ({self._list(problems)}): is it running, and is --etcd right?"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)

@@ -69,7 +69,7 @@ def translate(request: Callable[[], T]) -> T:
         ) from None
     except (etcd.EtcdNotFile, etcd.EtcdNotDir) as error:
         raise StoreRefusedError(
-            f"with etcd's v2 API a key can not be the directory of another: {error}"
+            f"with etcd's v2 API a key cannot be the directory of another: {error}"
         ) from None
     except etcd.EtcdConnectionFailed as error:
         raise TryAgainError.from_error(error.cause or error) from None

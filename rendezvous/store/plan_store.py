@@ -215,7 +215,7 @@ class PlanStore(Store):
             item = self.driver.get(keys.parts(head.job, extent.name, str(_part_of(node, extent.parts))))
             return None if item is None else excerpt(head, decode(PlanPart, item.value, item.key), node)
         except MalformedRecordError as error:
-            logger.warning("a part of a plan can not be read: %s", error)
+            logger.warning("a part of a plan cannot be read: %s", error)
             return None
 
     # Writing

@@ -60,7 +60,7 @@ class StoreOptions:
             )
         for name, path in (("CA", self.ca), ("client certificate", self.cert), ("client key", self.key)):
             if path is not None and not os.access(path, os.R_OK):
-                raise StoreOptionError(f"the {name} file {str(path)!r} can not be read")
+                raise StoreOptionError(f"the {name} file {str(path)!r} cannot be read")
 
     @property
     def secure(self) -> bool:
@@ -125,7 +125,7 @@ def read_password(path: Path) -> str:
     try:
         text = path.read_text().partition("\n")[0].rstrip("\r")
     except (OSError, UnicodeDecodeError) as error:
-        raise StoreOptionError(f"the password file {str(path)!r} can not be read: {error}") from None
+        raise StoreOptionError(f"the password file {str(path)!r} cannot be read: {error}") from None
     if not text:
         raise StoreOptionError(f"the password file {str(path)!r} is empty")
     return text

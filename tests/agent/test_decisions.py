@@ -141,6 +141,12 @@ def test_a_script_that_was_stopped_from_outside_and_exits_0_takes_the_others_alo
     ]
 
 
+def test_a_node_says_that_it_uses_the_library_when_all_its_replicas_have_said_hello() -> None:
+    agent = Agent().running(count=2, library=False)
+    assert agent(d.ReplicaHello(0, 1)) == [], "no change in place could keep the other one"
+    assert agent(d.ReplicaHello(0, 0)) == [d.WriteRunning(0, library=True)]
+
+
 def test_one_that_says_hello_after_the_signal_is_not_a_failure() -> None:
     agent = Agent().running(count=1, library=False)
     agent(d.PlanSeen(plan(1, ("here", 1))))

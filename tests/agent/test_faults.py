@@ -52,7 +52,7 @@ def child(run: ElasticRun, word: str) -> psutil.Process:
     raise AssertionError(f"no {word} among the processes of the run")
 
 
-# What can not start ------------------------------------------------------------------------------
+# What cannot start ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -309,7 +309,7 @@ def test_where_nobody_can_look_it_is_one_clear_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("AWS_DEFAULT_REGION", REGION)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    job, said = Job(f"s3://{BUCKET}/x"), "can not list checkpoints in s3://checkpoints/x"
+    job, said = Job(f"s3://{BUCKET}/x"), "cannot list checkpoints in s3://checkpoints/x"
     with pytest.raises(StorageError, match=said):
         job.start()
     job.end()

@@ -263,7 +263,7 @@ def test_a_program_is_executed_plainly(runner: Runner) -> None:
 def test_a_program_that_is_not_there_is_said_in_one_line(runner: Runner) -> None:
     runner.start("exec", "/nowhere/at-all")
     assert runner.wait() == 127
-    assert runner.said()[1] == "adaptdl-run: can not run '/nowhere/at-all': No such file or directory\n"
+    assert runner.said()[1] == "adaptdl-run: cannot run '/nowhere/at-all': No such file or directory\n"
 
 
 def test_an_interrupt_that_nobody_catches_is_reported_as_one(runner: Runner, tmp_path: Path) -> None:

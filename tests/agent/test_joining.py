@@ -76,6 +76,16 @@ def test_what_was_stopped_or_has_failed_goes_on_as_another_run(
     assert kept != anew, "only another run begins with fresh weights"
 
 
+@pytest.mark.parametrize(
+    ("state", "said"), [(JobState.DONE, "is done: "), (JobState.STOPPED, "has stopped: ")]
+)
+def test_how_the_last_run_ended_is_said_in_words(store: MemoryStore, state: JobState, said: str) -> None:
+    join(store, "run-1")
+    ended(store, "run-1", state)
+    _, (line,) = join(store, "run-2", options=StartOptions(anew=True))
+    assert f"(run run-1) {said}another run begins" in line
+
+
 @pytest.mark.parametrize("once", [False, True])
 def test_what_is_done_stays_done_without_anew(store: MemoryStore, once: bool) -> None:
     join(store, "run-1")

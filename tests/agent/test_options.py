@@ -370,7 +370,7 @@ def test_a_malformed_endpoint_is_a_bad_option(endpoint: str) -> None:
 def test_a_script_below_a_directory_that_may_not_be_entered(tmp_path: Path) -> None:
     with (
         forbidden(tmp_path / "no") as folder,
-        pytest.raises(run_options.OptionError, match="can not be read: Permission denied"),
+        pytest.raises(run_options.OptionError, match="cannot be read: Permission denied"),
     ):
         run_options.parse([str(folder / "there")], {})
 

@@ -96,7 +96,7 @@ def test_a_port_that_is_taken_is_told_at_once(tmp_path: Path) -> None:
         done = run_agent(tmp_path, f"--master-port={port}", USER)
     assert done.returncode == 1
     (line,) = ours(done)
-    assert f"--master-port={port}: can not listen on 127.0.0.1" in line
+    assert f"--master-port={port}: cannot listen on 127.0.0.1" in line
 
 
 def test_an_address_of_another_machine_is_told_at_once(tmp_path: Path) -> None:

@@ -45,6 +45,77 @@ def test_a_node_that_leaves_before_it_has_started_is_planned_without(pump: Pump)
     assert stayer.running == pump.plan("a").generation
 
 
+@pytest.mark.parametrize("started", [False, True])
+def test_a_job_goes_on_elsewhere_when_the_only_node_of_its_plan_is_drained(pump: Pump, started: bool) -> None:
+    elastic(pump)
+    pump.ask("a", replicas=1)
+    pump.decide()
+    plan = pump.plan("a")
+    (place,) = plan.placements
+    leaver = next(agent for agent in pump.agents if agent.node == place.node)
+    leaver.step()  # its replicas of the generation before are gone
+    if started:
+        pump.settle()
+        assert leaver.running == plan.generation
+        leaver.running = None
+    leaver.waiting = None  # it is on its way out, and says that nothing of the generation runs
+    answer = EndedRecord(leaver.node, plan.generation, Outcome.STOPPED, 143)
+    pump.store.put(pump.keys.generation("a", plan.generation, "ended", leaver.node), encode(answer))
+    leaver.leave()
+    pump.settle()
+    assert pump.status("a").state is JobState.RUNNING
+    after = pump.plan("a")
+    assert leaver.node not in pump.placed("a")
+    assert [agent.node for agent in pump.agents if agent.running == after.generation] == [*pump.placed("a")]
+    assert (after.replicas, after.restarts) == (1, 0)
+
+
+def test_the_end_of_an_old_generation_is_kept_while_the_newest_plan_waits_for_it(pump: Pump) -> None:
+    elastic(pump)
+    plan, leaver = pump.plan("a"), pump.agents[0]
+    old = Leaving(leaver.node, 1, leaver.agent, plan.generation + 1)
+    plan = replace(plan, generation=plan.generation + 6, leaving=(old,))
+    pump.store.put(pump.keys.job("a", "plan"), encode(plan))
+    pump.settle()
+    ended = pump.keys.generation("a", old.generation, "ended", leaver.node)
+    assert pump.store.get(ended) is not None, "an agent that comes now has nothing else to go by"
+    pump.ask("a", replicas=2)
+    pump.settle()
+    after = pump.plan("a")
+    assert after.generation > plan.generation
+    assert old.generation not in {one.generation for one in after.leaving}, "it has ended"
+    assert pump.store.get(ended) is None
+
+
+def test_a_job_is_done_when_those_that_a_change_was_to_leave_out_have_ended_too(pump: Pump) -> None:
+    elastic(pump)
+    was = pump.plan("a")
+    old = tuple(Leaving(one.node, 1, one.agent, was.generation) for one in was.placements)
+    plan = replace(
+        was,
+        generation=was.generation + 1,
+        placements=was.placements[:2],
+        transition=Transition.INPLACE,
+        leaving=old,
+        base=was.generation,
+    )
+    pump.store.put(pump.keys.job("a", "plan"), encode(plan))
+
+    def end(node: str, generation: int, outcome: Outcome) -> None:
+        key = pump.keys.generation("a", generation, "ended", node)
+        pump.store.put(key, encode(EndedRecord(node, generation, outcome, 0)))
+
+    for one in plan.placements:  # the script came to its end before the change
+        end(one.node, was.generation, Outcome.DONE)
+        end(one.node, plan.generation, Outcome.DONE)
+    pump.decide()
+    assert pump.status("a").state is JobState.RUNNING
+    assert pump.plan("a").generation == plan.generation
+    end(was.placements[2].node, was.generation, Outcome.STOPPED)
+    pump.decide()
+    assert pump.status("a").state is JobState.DONE
+
+
 def test_a_failure_restarts_at_once_and_counts(pump: Pump) -> None:
     start(pump)
     pump.agents[0].fail("CUDA out of memory")

@@ -82,9 +82,9 @@ def _encoded(hints: Any) -> str:
 )
 def test_placements_that_can_not_be_are_not_read(placement: dict[str, Any]) -> None:
     text = json.dumps({"v": 1, **placement})
-    with pytest.raises(records.MalformedRecordError, match=r"can not be|Input should be"):
+    with pytest.raises(records.MalformedRecordError, match=r"cannot be|Input should be"):
         records.decode(Placement, text)
-    with pytest.raises(records.MalformedRecordError, match=r"can not be|Input should be"):
+    with pytest.raises(records.MalformedRecordError, match=r"cannot be|Input should be"):
         records.decode(records.Leaving, json.dumps({"v": 1, "agent": "a", "generation": 0, **placement}))
 
 

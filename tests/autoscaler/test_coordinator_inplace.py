@@ -47,6 +47,16 @@ def test_a_change_is_made_in_place_where_script_and_user_allow(pump: Pump) -> No
     assert pump.plan("a").transition is Transition.INPLACE
 
 
+def test_not_in_place_while_replicas_of_a_node_have_not_said_hello(pump: Pump) -> None:
+    in_place(pump)
+    other = pump.agents[1]
+    running = RunningRecord(other.node, pump.plan("a").generation, agent=other.agent)
+    pump.store.put(pump.keys.generation("a", running.generation, "running", other.node), encode(running))
+    pump.agents[0].register(draining=True)
+    pump.decide()
+    assert pump.plan("a").transition is Transition.RESTART, "the agent of n1 could only stop them"
+
+
 def test_not_in_place_when_the_user_says_restart(pump: Pump) -> None:
     grow_in_place(pump, rescale=Rescale.RESTART)
     assert pump.plan("a").transition is Transition.RESTART

@@ -53,7 +53,7 @@ def test_a_node_that_says_it_has_a_billion_slots_is_not_used(pump: Pump) -> None
         "waits for nodes: needs at least 1 replica on 1 node, none is registered that could take it"
     )
     (problem,) = pump.keeper.problems()
-    assert "slots 1000000000 (at least 1) can not be: 1 <= min_slots <= slots <= 1024" in problem.message
+    assert "slots 1000000000 (at least 1) cannot be: 1 <= min_slots <= slots <= 1024" in problem.message
     assert problem.message.endswith("start its agent with another --nproc-per-node")
     pump.node("n1", "bad", 1024)  # as many as there may be
     pump.settle()

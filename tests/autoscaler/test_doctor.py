@@ -50,7 +50,7 @@ def test_a_directory_below_one_that_may_not_be_entered(tmp_path: Path) -> None:
     with forbidden(tmp_path / "no") as folder:
         for path in (folder / "there", folder / "not" / "yet"):
             (finding,) = checks.check_directory(path)
-            assert (finding.level, "can not be looked at" in finding.detail) == (Level.ERROR, True)
+            assert (finding.level, "cannot be looked at" in finding.detail) == (Level.ERROR, True)
         pump = Pump()
         pump.job("a")
         pump.node("n0", "a")

@@ -52,4 +52,4 @@ def test_a_job_whose_self_test_fails_restarts_and_says_why(tmp_path: Path) -> No
         (tmp_path / "hurry").touch()
         assert run.wait() == 0, run.text()
         assert "self-test failed" in run.text()
-        assert "a second group can not be made" in run.text()
+        assert "a second group cannot be made" in run.text()

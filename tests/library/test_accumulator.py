@@ -80,15 +80,15 @@ def plain(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("s", np.array(["a"]), r"can not add <U1 of numpy's to 's'"),
-        ("b", np.bytes_(b"a"), "can not add a bytes_ to 'b'"),
+        ("s", np.array(["a"]), r"cannot add <U1 of numpy's to 's'"),
+        ("b", np.bytes_(b"a"), "cannot add a bytes_ to 'b'"),
         ("t", [np.array(["2020-01-01"], dtype="M8[D]")], r"datetime64\[D\] of numpy's to 't'"),
         ("l", np.zeros(1, np.longdouble), "float128 of numpy's to 'l'"),
-        ("o", [1, [object()]], "can not add a object in a list, tuple or dict to 'o'"),
+        ("o", [1, [object()]], "cannot add a object in a list, tuple or dict to 'o'"),
         ("d", [{Kind.ONE: 1}], "under 'd', a Kind"),
         (Kind.ONE, 1, "under <Kind.ONE: 1>, a Kind"),
         (("a", frozenset()), 1, "a frozenset"),
-        ("n", None, "can not add a NoneType to 'n'"),
+        ("n", None, "cannot add a NoneType to 'n'"),
     ],
 )
 def test_what_no_checkpoint_can_hold_is_refused_where_it_is_added(
@@ -172,11 +172,11 @@ def test_overwriting_outside_of_synchronized_says_what_to_do(script: Script) -> 
 def test_what_does_not_add_up_is_refused_when_it_is_added(script: Script) -> None:
     sums = Accumulator()
     for bad in ({}, object(), None):
-        with pytest.raises(TypeError, match="can not add a"):
+        with pytest.raises(TypeError, match="cannot add a"):
             sums["a"] += bad
-    with pytest.raises(TypeError, match="can not subtract a str"):
+    with pytest.raises(TypeError, match="cannot subtract a str"):
         sums["a"] -= "x"
-    with pytest.raises(TypeError, match="can not add a"):
+    with pytest.raises(TypeError, match="cannot add a"):
         Accumulator(a=None)
 
 

@@ -76,7 +76,7 @@ def test_one_that_joins_at_another_loop_gives_up(start: Any, tmp_path: Path) -> 
     job.plan(2)
     (newcomer,) = job.pending
     assert newcomer.join() == 76
-    assert "can not be rescaled in place: data loop 1 of epoch" in newcomer.text()
+    assert "cannot be rescaled in place: data loop 1 of epoch" in newcomer.text()
     assert "is over loader 1 here, and over 0 on the running replicas" in newcomer.text()
     job.withdraw()
     job.finish()

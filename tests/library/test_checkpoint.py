@@ -802,7 +802,7 @@ def test_a_state_that_can_not_be_copied_is_told_and_does_not_end_the_training(
     assert "TypeError: kinds.hook is a builtins.builtin_function" in caplog.text
     events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
     assert [event["kind"] for event in events if event["event"] == "checkpoint_failed"] == ["periodic"]
-    with pytest.raises(CheckpointSaveError, match=r"can not save a checkpoint to .*kinds\.hook"):
+    with pytest.raises(CheckpointSaveError, match=r"cannot save a checkpoint to .*kinds\.hook"):
         checkpoint.save_all_states()
     kinds.content = {}
     assert checkpoint.save_all_states() is not None

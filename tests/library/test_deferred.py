@@ -231,7 +231,7 @@ def test_the_self_test_passes(tmp_path: Path, processes: Callable[..., str | Non
     [
         ("hang", 2, 20.0, "it did not end within 20 s"),
         ("crash", 1, 180.0, "signal 11"),
-        ("once", 2, 180.0, "a second group can not be made"),
+        ("once", 2, 180.0, "a second group cannot be made"),
     ],
 )
 def test_a_backend_with_a_fault_is_found_out(

@@ -1,4 +1,4 @@
-"""Every function of `env`: what it reads, in which order, and what it says of what can not be meant."""
+"""Every function of `env`: what it reads, in which order, and what it says of what cannot be meant."""
 
 from __future__ import annotations
 

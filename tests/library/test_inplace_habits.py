@@ -45,9 +45,9 @@ def test_every_collective_of_torchs_that_moves_data_ends_a_newcomer(tmp_path: Pa
     ended = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(ended) == 26
     assert {name: code for name, code in ended if code != CAN_NOT_JOIN} == {}
-    lines = [line for line in done.stderr.splitlines() if "can not be rescaled in place" in line]
+    lines = [line for line in done.stderr.splitlines() if "cannot be rescaled in place" in line]
     for (name, _), line in zip(ended, lines, strict=True):
-        assert line.startswith(f"{name}: this script can not be rescaled in place: it calls ")
+        assert line.startswith(f"{name}: this script cannot be rescaled in place: it calls ")
         what = name if name.startswith("a collective") else f"torch.distributed.{name} "
         assert what in line.partition("it calls ")[2]
         assert f"({script}:" in line
@@ -90,7 +90,7 @@ def test_what_newcomers_would_not_share_is_no_change_in_place(start: Any, habit:
     (newcomer,) = job.pending
     assert newcomer.join() == CAN_NOT_JOIN
     if habit not in ("new group", "plain DDP"):  # which it comes to before it asks where the others are
-        assert f"this script can not be rescaled in place: {why}\n" in newcomer.text()
+        assert f"this script cannot be rescaled in place: {why}\n" in newcomer.text()
     job.withdraw()
     job.drain()
     job.wait_for("step", 2)

@@ -289,7 +289,7 @@ def test_sums_that_are_passed_on_by_one_that_got_them_passed_on(start: Any, tmp_
 
 
 def test_sums_from_outside_of_loops_that_die_with_a_replica(start: Any, tmp_path: Path) -> None:
-    """In an evaluation loop, which can be begun anew, but what was added before it can not be."""
+    """In an evaluation loop, which can be begun anew, but what was added before it cannot be."""
     job = start(3, size=84, epochs=3, evaluate=1, outside=True, die=[2, "evaluate", 1, 2])
     job.bury(2)
     job.plan_recovery()

@@ -188,7 +188,7 @@ def test_a_checkpoint_without_its_manifest_is_listed_and_damaged(tmp_path: Path)
 
 def test_a_directory_that_can_not_be_read_is_not_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="can not read checkpoints"):
+    with pytest.raises(StorageError, match="cannot read checkpoints"):
         DirectoryStorage(tmp_path / "file").ids()
 
 

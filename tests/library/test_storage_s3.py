@@ -161,7 +161,7 @@ def test_data_stays_while_nobody_knows_whether_it_was_committed(
     with before_the_manifest(monkeypatch, proxy.swallow if arrives else proxy.cut) as storage:
         impatient = Config(retries={"total_max_attempts": 2})
         monkeypatch.setattr(storage, "_client", S3Storage(storage.path, {"config": impatient})._client)
-        with pytest.raises(CheckpointSaveError, match="can not write to s3"):
+        with pytest.raises(CheckpointSaveError, match="cannot write to s3"):
             checkpoint.save_all_states()
     proxy.heal()
     assert len(keys(bucket)) == (4 if arrives else 3)
@@ -231,7 +231,7 @@ def test_a_denied_write_is_told_and_leaves_the_checkpoint_before(
     assert checkpoint.flush(100)
     told = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
     assert [event["kind"] for event in told if event["event"] == "checkpoint_failed"] == ["periodic"]
-    assert re.search(r"can not write to s3://.*403.*; the checkpoint before stays", caplog.text)
+    assert re.search(r"cannot write to s3://.*403.*; the checkpoint before stays", caplog.text)
     with pytest.raises(CheckpointSaveError, match="403"):
         checkpoint.save_all_states(kind="stop")
     script.restart()
@@ -252,7 +252,7 @@ def test_where_nothing_may_be_deleted_saves_go_on_and_it_is_said_once(
     number = Number("n")
     for number.value in range(5):
         assert checkpoint.save_all_states() is not None
-    assert caplog.text.count("old checkpoints stay: can not delete from s3://") == 1
+    assert caplog.text.count("old checkpoints stay: cannot delete from s3://") == 1
     script.restart()
     assert Number("n").value == 4
 
@@ -274,7 +274,7 @@ def test_not_to_reach_the_newest_is_no_reason_to_take_an_older_one(
     script.restart()
 
     def away(self: S3Storage, key: str) -> Any:
-        raise StorageError("can not read: 503 Slow Down")
+        raise StorageError("cannot read: 503 Slow Down")
 
     monkeypatch.setattr(S3Storage, "_get", away)
     with pytest.raises(CheckpointError, match="503 Slow Down: not going on from an older"):

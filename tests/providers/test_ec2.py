@@ -326,7 +326,7 @@ def test_an_unreachable_endpoint_is_said(moto: Moto, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     fast = Config(retries={"max_attempts": 1}, connect_timeout=1, read_timeout=1)
     client = boto3.client("autoscaling", config=fast)
-    with pytest.raises(ProviderError, match="can not be reached"):
+    with pytest.raises(ProviderError, match="cannot be reached"):
         provider(moto, clients={"autoscaling": client}).capacity()
 
 

@@ -205,7 +205,7 @@ def test_worker_processes_have_clients_of_their_own(s3: Any) -> None:
         ("data/train", "s3://bucket/prefix"),
         ("s3://", "s3://bucket/prefix"),
         ("s3://data/nothing/", "holds no object"),
-        ("s3://absent/x", "can not list s3://absent/x"),
+        ("s3://absent/x", "cannot list s3://absent/x"),
     ],
 )
 def test_bad_places(s3: Any, url: str, words: str) -> None:

@@ -97,7 +97,7 @@ def test_the_end_of_a_prefix(prefix: str, key: str):
 
 @pytest.mark.parametrize("name", ["", "a/b", "-a", ".a", "a b", "é", "a" * 129, "..", "a\n"])
 def test_names_that_can_not_be_keys(name: str):
-    with pytest.raises(ValueError, match=r"job .* can not be used"):
+    with pytest.raises(ValueError, match=r"job .* cannot be used"):
         check_name("job", name)
 
 

@@ -117,7 +117,7 @@ def test_a_password_file_that_is_empty_or_gone_for_a_moment_is_a_refusal(guarded
         guarded.password_file.unlink()
     else:
         guarded.password_file.write_text(content)
-    with pytest.raises(StoreAuthError, match="is empty" if content == "" else "can not be read"):
+    with pytest.raises(StoreAuthError, match="is empty" if content == "" else "cannot be read"):
         store.get(f"{ROOT}a")
     guarded.write_password(NEXT_PASSWORD)
     assert store.get(f"{ROOT}a").value == "1"

@@ -67,7 +67,7 @@ def test_a_megabyte(world):
 def test_prefixes_end_where_they_end(world):
     store = world.client()
     for name in ["job/plan", "job1/plan", "job10/plan", "job", "jobs", "other/job1"]:
-        if name == "job":  # with v2 a key can not be a directory too
+        if name == "job":  # with v2 a key cannot be a directory too
             continue
         store.put(world.prefix + name, name)
 

@@ -55,7 +55,7 @@ def test_tls_with_client_certificates(api, version, pems, monkeypatch, collect):
         with pytest.raises(StoreAuthError, match="the client certificate is not accepted"):
             connect(server.endpoint, api=api, options=StoreOptions(timeout=10, ca=pems.ca))
         server.kill()
-        with pytest.raises(StoreUnavailableError, match="can not be reached"):
+        with pytest.raises(StoreUnavailableError, match="cannot be reached"):
             connect(server.endpoint, api=api, options=StoreOptions(timeout=1, **ours))
         server.start()
         bare = server.endpoint.removeprefix("https://")
@@ -183,8 +183,8 @@ def test_options_from_the_environment(tmp_path):
         ({"ADAPTDL_ETCD_TIMEOUT": "-1"}, "must be a finite, positive number of seconds, not -1"),
         ({"ADAPTDL_ETCD_USER": "adaptdl"}, "needs a password"),
         ({"ADAPTDL_ETCD_CERT": "/dev/null"}, "needs its key"),
-        ({"ADAPTDL_ETCD_CA": "/nowhere/ca.pem"}, "'/nowhere/ca.pem' can not be read"),
-        ({"ADAPTDL_ETCD_PASSWORD_FILE": "/nowhere/pw"}, "can not be read"),
+        ({"ADAPTDL_ETCD_CA": "/nowhere/ca.pem"}, "'/nowhere/ca.pem' cannot be read"),
+        ({"ADAPTDL_ETCD_PASSWORD_FILE": "/nowhere/pw"}, "cannot be read"),
         ({"ADAPTDL_ETCD_PASSWORD_FILE": "/dev/null"}, "is empty"),
     ],
 )

@@ -266,9 +266,9 @@ def test_an_agent_that_is_stopped_in_a_round_does_not_hold_the_other(run: Run):
         ({"is_host": "perhaps"}, "neither true nor false"),
         ({"lease": "soon"}, "positive number of seconds"),
         ({"port_range": "x"}, "FIRST-LAST"),
-        ({"run_id": "a/b"}, "--rdzv-id 'a/b' can not be used"),
+        ({"run_id": "a/b"}, "--rdzv-id 'a/b' cannot be used"),
         ({"endpoint": "ftp://x"}, "not of the form HOST:PORT"),
-        ({"ca": "/nowhere"}, "can not be read"),
+        ({"ca": "/nowhere"}, "cannot be read"),
     ],
 )
 def test_mistakes_are_named(given: dict[str, str], wanted: str):

@@ -3,10 +3,19 @@
 Each is a textual edit for a temporary copy of the tree. A search text that is not there exactly once is an
 error, so a rename breaks this list loudly. The list was committed before the first run against it.
 `was_real`: the defect was in this product before.
+
+`make planted-defects` runs the simulator against each of them, from one seed on, and says with which seed and
+after how many seconds of CPU time it was found.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,10 +70,10 @@ PLANTED: tuple[Planted, ...] = (
         True,
     ),
     Planted(
-        "policy-while-missing",
-        "the policy is asked while an agent is missing",
-        f"{_CORE}/rounds.py",
-        "if held_up_since is not None:",
+        "drained-is-stopped",
+        "a job whose newest plan has only drained nodes is stopped, whoever else is there",
+        f"{_CORE}/job_phase.py",
+        "if phase is Phase.LEFT and _others_take_over(view, job, plan):",
         "if False:",
         True,
     ),
@@ -105,11 +114,12 @@ PLANTED: tuple[Planted, ...] = (
         "if plan.claim:",
     ),
     Planted(
-        "claims-are-plans",
-        "an agent acts on a claim",
+        "stopped-is-done",
+        "a script that exits with 0 after a stop is taken for finished",
         _AGENT,
-        "if plan.run != state.me.run or plan.claim:",
-        "if plan.run != state.me.run:",
+        "if event.exit_code == STOPPED or replica.stopping:",
+        "if event.exit_code == STOPPED:",
+        True,
     ),
     Planted(
         "name-taken",
@@ -147,11 +157,12 @@ PLANTED: tuple[Planted, ...] = (
         "if False:",
     ),
     Planted(
-        "writes-without-lease",
-        "a leader writes when its lease may be over",
-        f"{_CORE}/process.py",
-        "if self._lease.lost.is_set() or self._lease.remaining() <= 0:",
+        "done-too-early",
+        "a job is done while replicas that a change was to leave out come to their end",
+        f"{_CORE}/job_phase.py",
+        "if phase is Phase.FINISHED and not _leavers_ended(view, job, plan):",
         "if False:",
+        True,
     ),
     Planted(
         "no-second-registration",
@@ -183,3 +194,42 @@ def edited(planted: Planted, root: Path = ROOT) -> str:
     if text.count(planted.search) != 1:
         raise ValueError(f"{planted.name}: found {text.count(planted.search)} times in {planted.path}")
     return text.replace(planted.search, planted.replace)
+
+
+PACKAGES = ("adaptdl_elastic", "agent", "autoscaler", "rendezvous")
+
+
+def search(planted: Planted, seconds: float, seed: int) -> str:
+    """Run the simulator on a copy of the product with the defect in it; return what it says."""
+    with tempfile.TemporaryDirectory(prefix="planted-") as place:
+        for name in PACKAGES:
+            skipped = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, Path(place) / name, symlinks=True, ignore=skipped)
+        (Path(place) / planted.path).write_text(edited(planted))
+        paths = [place, str(ROOT / "tests/simulation"), str(ROOT / "tests/support")]
+        command = [sys.executable, "-m", "faultsim", "--seconds", str(seconds), "--seed", str(seed)]
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
+        done = subprocess.run(command, env=environ, cwd=place, capture_output=True, text=True)
+    return done.stdout if done.returncode in (0, 1) else f"error: {done.stderr.strip()[-300:]}"
+
+
+def main() -> int:
+    """Run the simulator against each defect that is named, or against all; 1 when two or more stay hidden."""
+    parser = argparse.ArgumentParser(description="Hold the simulator against planted defects.")
+    parser.add_argument("names", nargs="*", help="which defects [all]")
+    parser.add_argument("--seconds", type=float, default=60.0, help="CPU time for each [60]")
+    parser.add_argument("--seed", type=int, default=1, help="the first seed [1]")
+    given = parser.parse_args()
+    chosen = [one for one in PLANTED if not given.names or one.name in given.names]
+    hidden = 0
+    for planted in chosen:
+        said = search(planted, given.seconds, given.seed)
+        hidden += "found after" not in said
+        lines = [line for line in said.splitlines() if line.startswith(("seed ", "found after", "error"))]
+        print(f"{planted.name}: {' | '.join(lines)[:400] or 'not found'}", flush=True)
+    print(f"{len(chosen) - hidden} of {len(chosen)} found")
+    return 1 if hidden > 1 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,12 +6,13 @@ import ast
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from faultsim import patching
 from faultsim.agents import Job
-from faultsim.replica import Script
+from faultsim.replica import Replica, Script
 from faultsim.run import run
 from faultsim.world import World
 from planted_defects import PLANTED, Planted, edited
@@ -19,6 +20,7 @@ from planted_defects import PLANTED, Planted, edited
 from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, Rescale
 
 HERE = Path(__file__).parent
+BUDGET_SECONDS = 30.0  # of CPU time, for each of the two first seeds
 
 
 @pytest.mark.processes
@@ -62,10 +64,39 @@ def test_without_faults_nothing_is_lost_and_the_job_is_done(rescale: Rescale) ->
     assert job.plan.generation >= (1 if rescale is not Rescale.INPLACE else 0), "its size has changed"
 
 
-@pytest.mark.parametrize("seed", range(1, 7))
-def test_no_defect_is_found(seed: int) -> None:
-    found = run(seed)
-    assert found.defects == [], "\n".join([*found.lines[-60:], *found.defects])
+def test_an_event_log_names_a_replica_that_died_before_the_others_were_forked() -> None:
+    world, killed = World(7), list[str]()
+    started = world.truth.replica_started
+
+    def kill_the_first(replica: Replica) -> None:
+        started(replica)
+        if not killed:
+            killed.append(replica.name)
+            world.truth.job("a").deaths += 1
+            world.kernel.kill(replica, -9)
+
+    world.truth.replica_started = kill_the_first  # type: ignore[method-assign]
+    with world.running():
+        spec = JobSpec("a", "", max_nodes=1, min_replicas=3, max_replicas=3, checkpoint_path="/a")
+        world.jobs["a"] = Job(spec, Script(steps=10))
+        world.kernel.after(0.0, world.start_agent, world.machine("n0", 3), "a")
+        world.kernel.run(60.0)
+    assert killed
+    assert world.kernel.defects == []
+    begun = [sorted(map(int, e["pids"])) for e in world.agents[0].events if e["event"] == "started"]
+    assert begun == [[0, 1, 2], [0, 1, 2]]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first", [1, 1001])
+def test_no_defect_is_found_in_half_a_minute(first: int) -> None:
+    began, seed = time.process_time(), first
+    while time.process_time() - began < BUDGET_SECONDS:
+        found = run(seed)
+        again = f"python -m faultsim --seed {seed} --runs 1 --trace"
+        assert found.defects == [], "\n".join([*found.lines[-60:], *found.defects, again])
+        seed += 1
+    assert seed > first + 10, "so few seeds show nothing"
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)

@@ -1,4 +1,4 @@
-"""What can not be simulated is said in one line that names what was given and what to do."""
+"""What cannot be simulated is said in one line that names what was given and what to do."""
 
 from __future__ import annotations
 

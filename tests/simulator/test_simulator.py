@@ -319,7 +319,7 @@ def test_the_command_prints_json_and_draws(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--workload", "x.csv"], "--workload and --apps go together"),
-        (["--workload", "x.csv", "--apps", "y"], "can not read workload x.csv"),
+        (["--workload", "x.csv", "--apps", "y"], "cannot read workload x.csv"),
         (
             ["--workload", "x.csv", "--apps", "y", "--generate", "3"],
             "either --workload and --apps, or --generate",

@@ -62,7 +62,7 @@ class DeferredGroup(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         if FAULT == "once" and _groups:
-            raise RuntimeError("a second group can not be made")
+            raise RuntimeError("a second group cannot be made")
         self._lower = backends.Gloo("gloo")
         self._lower.forming()
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)

@@ -15,7 +15,7 @@ from etcd_server import etcd_of_the_wheel, etcd_version
 
 @cache
 def etcd_binary(version: str) -> Path | None:
-    """The binary of `version` ("3.5" or "3.4"), or None where this machine can not have it."""
+    """The binary of `version` ("3.5" or "3.4"), or None where this machine cannot have it."""
     on_path = shutil.which("etcd")
     candidates = [etcd_of_the_wheel(), Path(on_path) if on_path else None]
     if version == "3.4":

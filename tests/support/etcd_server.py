@@ -280,7 +280,7 @@ class EtcdServer:
         self._keeper.start()
         spawned.wait()
         if problem:
-            raise EtcdServerError(f"{self.binary} can not be started: {problem[0]}")
+            raise EtcdServerError(f"{self.binary} cannot be started: {problem[0]}")
 
     def _wait_until_serving(self) -> bool:
         deadline = time.monotonic() + self._start_timeout

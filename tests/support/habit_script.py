@@ -1,4 +1,4 @@
-"""Scripts that do what can not be done in place, each in the way that HABIT names.
+"""Scripts that do what cannot be done in place, each in the way that HABIT names.
 
 LOOP holds settings. "given": AdaptiveDataParallel is given what the habit is about, as it should be.
 """

@@ -178,7 +178,7 @@ def test_ddps_options_go_with_accumulation(plan: list[list[list[int]]], options:
 @pytest.mark.usefixtures("alone")
 def test_a_static_graph_can_not_accumulate() -> None:
     """DDP counts gradients over all passes up to the first synchronised one, and then waits for as many."""
-    with pytest.raises(RuntimeError, match="static_graph=True can not be combined"):
+    with pytest.raises(RuntimeError, match="static_graph=True cannot be combined"):
         cases.windows(EVEN, 12, ddp={"static_graph": True})
 
 

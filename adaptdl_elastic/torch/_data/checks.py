@@ -10,7 +10,7 @@ __all__ = ["check_bounds", "check_writer", "integer"]
 
 
 def check_writer(writer: Any) -> None:
-    """TypeError for what numbers can not be written to."""
+    """TypeError for what numbers cannot be written to."""
     if not callable(getattr(writer, "add_scalar", None)):
         raise TypeError(f"writer={writer!r}: give a torch.utils.tensorboard.SummaryWriter")
 

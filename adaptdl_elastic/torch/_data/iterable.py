@@ -1,30 +1,96 @@
 """Streams: `IterableDataset`s in an elastic loader.
 
-What can be promised of a stream is less than of a data set with a length. Every replica reads the whole
-stream and keeps its share, so the stream must be the same on every replica and in every generation (a
-function of the epoch: `set_epoch(epoch)` is called if there is one). After a restart what had been
-consumed is read again and skipped. In return every sample is handed out exactly once per epoch, as with
-any other data set. Refused: shuffling (shuffle in the stream), more than one worker (each would read a
-stream of its own), autoscaling (an epoch has no known length).
+The problem. The samples of a stream have no numbers by which the replicas could share them, and nobody
+knows how many there are. With several workers each of them reads the stream by itself.
+
+What is done. Every replica reads the whole stream and keeps its share, so the stream must be the same on
+every replica and in every generation: a function of the epoch. `set_epoch(epoch)` is called if there is
+one, and what the stream draws from torch, NumPy or Python follows from the script's seed and the epoch.
+After a change what has been handed out is read again and skipped, so that every sample is handed out
+exactly once per epoch.
+
+With W workers the stream has W *parts*. A data set that asks torch's `get_worker_info` for its id or the
+number of workers divides the samples among the workers itself; of any other one, part w is every W-th
+sample from the w-th on. A chunk is of one part, the parts take turns, and the position is how many
+samples of each part have been handed out. So the number of workers must stay the same during an epoch.
+
+An epoch is one pass, also with autoscaling. Refused: shuffling (shuffle in the stream).
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import islice
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset, _utils, default_collate, get_worker_info
 
 from adaptdl_elastic import _session
+from adaptdl_elastic.torch._data.batch_comparison import digest
 from adaptdl_elastic.torch._data.loader import AdaptiveDataLoaderHelper
-from adaptdl_elastic.torch._data.partition import windows
+from adaptdl_elastic.torch._data.partition import derive_seed, windows
+from adaptdl_elastic.torch._data.random_streams import drawn_from, seed_all
+from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._runtime.position import script_position
 
-Item = tuple[int, list[Any]]
-"""A chunk's size over all replicas, and this replica's samples of it."""
+logger = logging.getLogger(__name__)
+
+_END: Any = object()
+
+
+class Item(NamedTuple):
+    """This replica's share of a chunk."""
+
+    size: int
+    """Of the chunk, over all replicas."""
+
+    samples: Any
+    """A list of this replica's samples; collated, a batch, or None where there are none."""
+
+    part: int
+
+    digest: str
+    """Of the first sample that was read; empty in all but the first chunk."""
+
+
+class Settings(NamedTuple):
+    """Where an iteration begins, and whose share it is."""
+
+    seed: int
+    epoch: int
+    replicas: int
+    rank: int
+    local: int
+    fill: int
+    """Whether a replica without samples of a chunk gets one that does not count."""
+
+    turn: int
+    """The part of the first chunk."""
+
+
+class _WorkerOfPart:
+    """Stands for torch's WorkerInfo in a worker that reads another part than its id says."""
+
+    def __init__(self, info: Any, part: int) -> None:
+        self._info, self._part = info, part
+        self.asked = False
+        """Whether the data set has asked which part it is to read."""
+
+    @property
+    def id(self) -> int:
+        self.asked = True
+        return self._part
+
+    @property
+    def num_workers(self) -> int:
+        self.asked = True
+        return int(self._info.num_workers)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._info, name)
 
 
 class ShardedStream(IterableDataset[Item]):
@@ -32,33 +98,77 @@ class ShardedStream(IterableDataset[Item]):
 
     What changes between iterations is in shared memory, because a persistent worker has its own copy of
     everything else.
+
+    Args:
+        dataset: The stream.
+        drop_last: Whether to leave out chunks that are not full, at the end of each part.
+        collate: Makes a batch of samples.
+        workers: Processes that read it, 0 for none.
     """
 
     def __init__(
-        self, dataset: IterableDataset[Any], drop_last: bool, collate: Callable[[list[Any]], Any]
+        self,
+        dataset: IterableDataset[Any],
+        drop_last: bool,
+        collate: Callable[[list[Any]], Any],
+        workers: int,
     ) -> None:
         self.dataset = dataset
         self.drop_last = drop_last
+        self.parts = max(workers, 1)
         self._collate = collate
-        self._settings = torch.zeros(6, dtype=torch.int64)
-        self._settings.share_memory_()  # type: ignore[no-untyped-call]
+        self._shared = torch.zeros(len(Settings._fields) + self.parts, dtype=torch.int64)
+        self._shared.share_memory_()  # type: ignore[no-untyped-call]
 
-    def configure(self, epoch: int, start: int, replicas: int, rank: int, local: int, fill: bool) -> None:
-        """Where the next iteration begins, and whose share it is."""
-        self._settings.copy_(torch.tensor([epoch, start, replicas, rank, local, int(fill)]))
+    def configure(self, settings: Settings, counts: list[int]) -> None:
+        """Have the next iteration begin behind so many samples of each part."""
+        self._shared.copy_(torch.tensor([*settings, *counts]))
 
     def __iter__(self) -> Iterator[Item]:
-        epoch, start, replicas, rank, local, fill = self._settings.tolist()
+        values = self._shared.tolist()
+        settings, counts = Settings(*values[: -self.parts]), values[-self.parts :]
+        seed, info = derive_seed(settings.seed, settings.epoch), get_worker_info()
+        if info is None:
+            return drawn_from(seed, self._items(self._whole(settings.epoch), 0, counts[0], settings, True))
+        seed_all(seed)
+        if self.parts == 1:
+            return self._items(self._whole(settings.epoch), 0, counts[0], settings, True)
+        part = (info.id + settings.turn) % self.parts
+        samples = self._part(info, part, settings.epoch, seed)
+        return self._items(samples, part, counts[part], settings, info.id == 0)
+
+    def _whole(self, epoch: int) -> Iterator[Any]:
         set_epoch = getattr(self.dataset, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        for chunk in _chunks(islice(iter(self.dataset), start, None), replicas, local, self.drop_last):
-            yield len(chunk), chunk[rank::replicas] or (chunk[:1] if fill else [])
+        yield from self.dataset
 
-    def collate(self, item: Item) -> tuple[int, Any]:
+    def _part(self, info: Any, part: int, epoch: int, seed: int) -> Iterator[Any]:
+        """Yield the samples of one part, in a worker that is one of several."""
+        worker: Any = _utils.worker
+        worker._worker_info = known = _WorkerOfPart(info, part)
+        samples = self._whole(epoch)
+        first = next(samples, _END)  # a generator asks only when it is asked itself
+        if first is _END:
+            return
+        if known.asked:
+            seed_all(derive_seed(seed, part))  # further draws need not be the workers' common ones
+        every = chain([first], samples)
+        yield from every if known.asked else islice(every, part, None, self.parts)
+
+    def _items(
+        self, samples: Iterator[Any], part: int, start: int, settings: Settings, leads: bool
+    ) -> Iterator[Item]:
+        compared = leads and settings.replicas > 1
+        for chunk in _chunks(islice(samples, start, None), settings.replicas, settings.local, self.drop_last):
+            found = digest(chunk[0]) if compared else ""
+            compared = False
+            mine = chunk[settings.rank :: settings.replicas] or (chunk[:1] if settings.fill else [])
+            yield Item(len(chunk), mine, part, found)
+
+    def collate(self, item: Item) -> Item:
         """In a worker, where there is one: the samples as a batch, None where there are none."""
-        size, mine = item
-        return size, self._collate(mine) if mine else None
+        return item._replace(samples=self._collate(item.samples) if item.samples else None)
 
 
 def _chunks(stream: Iterator[Any], replicas: int, local: int, drop_last: bool) -> Iterator[list[Any]]:
@@ -77,53 +187,74 @@ def wrap_stream(dataset: Any, shuffle: bool, drop_last: bool, kwargs: dict[str, 
     """Wrap the stream for its loader, and take `collate_fn` out of the loader's arguments.
 
     Raises:
-        ValueError: for what can not be done with a stream.
+        ValueError: for what cannot be done with a stream.
     """
     if shuffle:
         raise ValueError("shuffle=True with an IterableDataset: shuffle inside the stream, by its set_epoch")
-    if kwargs.get("num_workers", 0) > 1:
-        raise ValueError(
-            f"num_workers={kwargs['num_workers']} with an IterableDataset: each worker would read a stream "
-            f"of its own, and nobody could tell which samples were used; give 0 or 1"
-        )
     collate = kwargs.pop("collate_fn", None) or default_collate
-    return ShardedStream(dataset, drop_last, collate)
+    return ShardedStream(dataset, drop_last, collate, kwargs.get("num_workers", 0))
 
 
 def iterate_stream(
     stream: ShardedStream,
     helper: AdaptiveDataLoaderHelper,
-    make_iterator: Callable[[], Iterator[tuple[int, Any]]],
-    prepare: Callable[[], None],
+    seed: int,
+    make_iterator: Callable[[], Iterator[Item]],
 ) -> Iterator[Any]:
     """Run the data loop over a stream."""
     while True:
-        session = _session.current()
+        session, state = _session.current(), script_position()
         local, settled = helper.resolve_batch_size(), helper.settled
+        turn, counts = _position(stream.parts, state.index, state.stream_positions)
         stream.configure(
-            script_position().finished,
-            helper.current_index,
-            session.replicas,
-            session.rank,
-            local,
-            helper.training,
+            Settings(seed, state.finished, session.replicas, session.rank, local, int(helper.training), turn),
+            counts,
         )
-        prepare()
-        iterator = make_iterator()
-        item = next(iterator, None)
-        while item is not None:
-            size, batch = item
-            helper.begin_window((size,))
-            if batch is not None:
-                helper.begin_batch()
-                yield batch
-            helper.current_index += size
-            helper.end_batch(even=size == local * session.replicas, boundary=False)
+        items = iter(make_iterator())
+        window = _next_window(items, helper, stream.drop_last)
+        while window:
+            if window[0].digest:
+                where = f"{state.finished} {state.entered} {state.index}"
+                registry().comparison.same(f"stream of loader {helper.key}", where, window[0].digest)
+            helper.begin_window(tuple(item.size for item in window))
+            for item in window:
+                if item.samples is not None:
+                    helper.begin_batch()
+                    yield item.samples
+                counts[item.part] += item.size
+                helper.current_index += item.size
+                turn = (item.part + 1) % stream.parts
+                if item is window[-1]:
+                    state.note_stream(helper.current_index, turn, counts)
+                helper.end_batch(even=item.size == local * session.replicas, boundary=False)
             if helper.settled != settled:
                 break
-            item = next(iterator, None)
-            helper.pass_boundary(last=item is None)
+            window = _next_window(items, helper, stream.drop_last)
+            helper.pass_boundary(last=not window)
             if helper.settled != settled:
                 break
         else:
             return
+
+
+def _next_window(items: Iterator[Item], helper: AdaptiveDataLoaderHelper, drop_last: bool) -> list[Item]:
+    """Return the chunks of the next optimizer step; an empty list at the end."""
+    full = 1 + (helper.accumulation if helper.training else 0)
+    window = list(islice(items, full))
+    return [] if drop_last and len(window) < full else window
+
+
+def _position(parts: int, index: int, known: list[tuple[int, int, list[int]]]) -> tuple[int, list[int]]:
+    """Return the next part, and the number of samples of each part among the first `index`."""
+    if parts == 1 or not index:
+        return 0, [index] * parts
+    for at, turn, counts in reversed(known):
+        if at == index and len(counts) == parts:
+            return turn, list(counts)
+    logger.warning(
+        "num_workers was another one when this pass over the stream began, and is %d now: in what is left "
+        "of it samples may come twice or not at all",
+        parts,
+    )
+    each, more = divmod(index, parts)
+    return 0, [each + (part < more) for part in range(parts)]

@@ -23,7 +23,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ import torch
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.torch._data.partition import derive_seed
+
+T = TypeVar("T")
 
 _np: Any = np.random  # its stub does not export the functions that put another generator in place
 _GOLDEN, _WORD = 0x9E3779B97F4A7C15, 2**64
@@ -168,29 +170,45 @@ class RandomStreams(checkpoint.State):
         if place != self._place:
             seed = self._scripts.seed if seed < 0 else seed
             self._place, self._base = place, derive_seed(seed, *place)
-        _seed_all(_mixed(self._base, index))
+        seed_all(_mixed(self._base, index))
 
     def _return_to_scripts(self) -> None:
         if self._scripts is not None:
             self._scripts.put_back()
             self._scripts = None
 
-    @contextmanager
-    def scripts(self) -> Iterator[None]:
-        """Inside of it the script's own streams are drawn from, which are the same on all replicas."""
-        if self._scripts is None:
-            yield
-            return
-        own = Streams.taken(self._scripts.numpy)
-        self._scripts.put_back()
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside of it everything is drawn from streams of that seed; outside nothing has been drawn."""
+    before = Streams.taken(np.random.MT19937(0))
+    seed_all(seed)
+    try:
+        yield
+    finally:
+        before.put_back()
+
+
+def drawn_from(seed: int, items: Iterator[T]) -> Iterator[T]:
+    """Iterate over `items`, which draw from streams of that seed; outside nothing has been drawn."""
+    numpy, own = np.random.MT19937(0), None
+    while True:
+        before = Streams.taken(numpy)
         try:
-            yield
+            if own is None:
+                seed_all(seed)
+            else:
+                own.put_back()
+            item = next(items)
+        except StopIteration:
+            return
         finally:
-            self._scripts = Streams.taken(own.numpy)
-            own.put_back()
+            own = Streams.present()
+            before.put_back()
+        yield item
 
 
-def _seed_all(seed: int) -> None:
+def seed_all(seed: int) -> None:
     """As torch.manual_seed and its like do it, without what they do for devices that are not in use."""
     torch.default_generator.manual_seed(seed)
     if _cuda_in_use():

@@ -6,6 +6,7 @@ from collections import Counter
 
 from adaptdl_elastic import _frames, _session, checkpoint
 from adaptdl_elastic._interfaces import ElasticLoader
+from adaptdl_elastic.torch._data.batch_comparison import BatchComparison
 from adaptdl_elastic.torch._data.random_streams import RandomStreams
 from adaptdl_elastic.torch._runtime.position import script_position
 
@@ -18,8 +19,9 @@ class LoaderRegistry:
         self._inside: tuple[int | None, Counter[str]] = (None, Counter())  # epoch; made in it, by place
         self.current: ElasticLoader | None = None  # whose loop is under way
         self.training: ElasticLoader | None = None  # the one that models are trained with
-        self.unrepeatable = 0  # loaders that can not hand out the samples of a step again
+        self.unrepeatable = 0  # loaders that cannot hand out the samples of a step again
         self._streams: RandomStreams | None = None
+        self._comparison: BatchComparison | None = None
 
     @property
     def streams(self) -> RandomStreams:
@@ -28,6 +30,13 @@ class LoaderRegistry:
             self._streams = RandomStreams(_session.current())
             checkpoint.load_state(self._streams)
         return self._streams
+
+    @property
+    def comparison(self) -> BatchComparison:
+        """What compares the samples of all replicas."""
+        if self._comparison is None:
+            self._comparison = BatchComparison(_session.current())
+        return self._comparison
 
     def key(self) -> str:
         """Of a new loader: what it is known by on other replicas, and when the script runs again.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
@@ -11,6 +12,13 @@ from adaptdl_elastic import _session
 from adaptdl_elastic._checks import flag, integer, whole
 from adaptdl_elastic.torch._data import partition
 from adaptdl_elastic.torch._data.partition import Window
+from adaptdl_elastic.torch._data.random_streams import seeded
+
+FOREIGN_READER = (
+    "another loader reads the samplers of an AdaptiveDataLoader, which share the samples among the replicas "
+    "already: if it shares them once more, most are not used, and their position is not kept. Iterate over "
+    "the AdaptiveDataLoader itself: do not give it to a framework that makes a loader of its own from it"
+)
 
 
 class ElasticSampler(Sampler[int]):
@@ -68,20 +76,102 @@ class ElasticSampler(Sampler[int]):
             raise ValueError(f"set_epoch({epoch!r}, {index!r}): both are integers that count from 0")
         self.epoch, self.index = whole_epoch, whole_index
 
+    @property
+    def size(self) -> int:
+        """Samples of the present pass, over all replicas."""
+        return len(self.dataset)
+
+    def batch_sizes(self) -> list[int] | None:
+        """Return the sizes of the batches that the pass is divided into; None: any sizes."""
+        return None
+
     def order(self) -> torch.Tensor:
-        """The order of the present pass, for all replicas: int64 indices, shape (len(dataset),)."""
-        size = len(self.dataset)
+        """Return the order of the present pass, for all replicas: int64 indices, shape (size,)."""
+        size = self.size
         seed = torch.initial_seed() if self.seed is None else self.seed
         return partition.order(size, self.shuffle, seed, self.epoch, self.index // size if size else 0)
 
     def __iter__(self) -> Iterator[int]:
-        size = len(self.dataset)
+        size = self.size
         if size:
             yield from self.order()[self.index % size + self.rank :: self.num_replicas].tolist()
 
     def __len__(self) -> int:
-        size = len(self.dataset)
+        size = self.size
         return partition.share(size - self.index % size, self.num_replicas, self.rank) if size else 0
+
+
+class GivenSampler(ElasticSampler):
+    """As ElasticSampler, in the order of the script's own sampler, or in the batches of its batch sampler.
+
+    What that draws at random is made a function of the seed, the epoch and the pass: its `set_epoch` is
+    called, its `generator` and the global streams are seeded. So it gives the same order on every replica
+    and after a restart.
+
+    Args:
+        dataset: What the indices are of.
+        sampler: Yields indices, or lists of them.
+        batches: Whether it yields lists.
+    """
+
+    def __init__(self, dataset: Sized, sampler: Iterable[Any], batches: bool) -> None:
+        super().__init__(dataset, shuffle=False)
+        self.sampler, self.batches = sampler, batches
+        self._size: int | None = None  # of every pass
+        self._drawn: tuple[tuple[int, int, int], torch.Tensor, list[int]] | None = None
+
+    @property
+    def size(self) -> int:
+        """Samples of a pass, over all replicas."""
+        if self._size is None:
+            self._size = len(self._pass()[0])
+        return self._size
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch of the sampler: what it says, or the largest one of this pass."""
+        said = integer(getattr(self.sampler, "batch_size", None))
+        return max([1, *self._pass()[1]]) if said is None else said
+
+    def batch_sizes(self) -> list[int] | None:
+        """Return the sizes of the sampler's batches in the present pass; None: it yields single samples."""
+        return self._pass()[1] if self.batches else None
+
+    def order(self) -> torch.Tensor:
+        """Return the order of the present pass, for all replicas.
+
+        Raises:
+            RuntimeError: it has another number of samples than the pass before.
+        """
+        order = self._pass()[0]
+        if len(order) != self.size:
+            raise RuntimeError(
+                f"{type(self.sampler).__name__} gave {self.size} samples in one pass and {len(order)} in "
+                f"another: an elastic loader needs passes of one length"
+            )
+        return order
+
+    def _pass(self) -> tuple[torch.Tensor, list[int]]:
+        """Return the indices of the present pass, and the sizes of its batches."""
+        seed = torch.initial_seed() if self.seed is None else self.seed
+        where = (seed, self.epoch, self.index // self._size if self._size else 0)
+        if self._drawn is None or self._drawn[0] != where:
+            drawn = self._draw(partition.derive_seed(*where))
+            batches = [list(batch) for batch in drawn] if self.batches else [drawn]
+            indices = torch.tensor([index for batch in batches for index in batch], dtype=torch.int64)
+            self._drawn = where, indices, [len(batch) for batch in batches if batch]
+        return self._drawn[1], self._drawn[2]
+
+    def _draw(self, seed: int) -> list[Any]:
+        inner = getattr(self.sampler, "sampler", None)
+        for one in (self.sampler, inner):
+            if callable(getattr(one, "set_epoch", None)):
+                one.set_epoch(self.epoch)  # type: ignore[union-attr]
+            generator = getattr(one, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(seed)
+        with seeded(seed):
+            return list(self.sampler)
 
 
 class ElasticBatchSampler(Sampler[list[int]]):
@@ -99,14 +189,23 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self.drop_last = drop_last
         self.local = 1
         self.accumulation = 0
+        self.read_by_loader = False  # an iterator is being made by the loader that this was made for
         self.first_only = False  # yield the first batch of the pass and no more, at least one sample
         self.fill = False  # give a replica that would have nothing a sample that does not count
 
+    @property
+    def given(self) -> bool:
+        """Whether the batches are those of the script's own batch sampler."""
+        return isinstance(self.sampler, GivenSampler) and self.sampler.batches
+
     def plan(self) -> Iterator[Window]:
-        """The windows from the sampler's position to the end of the pass."""
-        size = len(self.sampler.dataset)
+        """Return the windows from the sampler's position to the end of the pass."""
+        size = self.sampler.size
+        start, given = self.sampler.index % size if size else 0, self.sampler.batch_sizes()
+        if given is not None:
+            return _given_windows(given, start)
         return partition.windows(
-            self.sampler.index % size if size else 0,
+            start,
             size,
             self.sampler.num_replicas,
             self.local,
@@ -115,13 +214,21 @@ class ElasticBatchSampler(Sampler[list[int]]):
         )
 
     def __iter__(self) -> Iterator[list[int]]:
+        session = _session.current()
+        if not self.read_by_loader and session.replicas > 1:
+            session.metrics.report_problem("the samplers of an AdaptiveDataLoader", FOREIGN_READER)
+        return self._batches()
+
+    def _batches(self) -> Iterator[list[int]]:
         sampler = self.sampler
-        size, replicas, rank = len(sampler.dataset), sampler.num_replicas, sampler.rank
+        size, replicas, rank = sampler.size, sampler.num_replicas, sampler.rank
         if not size:
             return
         order, position = sampler.order().numpy(), sampler.index % size  # slices faster than a tensor
         if self.first_only:
-            yield order[: replicas * self.local][rank::replicas].tolist() or order[:1].tolist()
+            given = sampler.batch_sizes()
+            first = order[: given[0] if given else replicas * self.local]
+            yield first[rank::replicas].tolist() or first[:1].tolist()
             return
         for window in self.plan():
             for chunk in window:
@@ -134,6 +241,17 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Batches of a whole pass at the present size."""
-        size = len(self.sampler.dataset)
+        size, given = self.sampler.size, self.sampler.batch_sizes()
+        if given is not None:
+            return len(given)
         replicas = self.sampler.num_replicas
         return partition.count_chunks(0, size, replicas, self.local, self.accumulation, self.drop_last)
+
+
+def _given_windows(sizes: list[int], start: int) -> Iterator[Window]:
+    """Yield a window for each batch from the sample `start` on; the first may be the rest of a batch."""
+    end = 0
+    for size in sizes:
+        end += size
+        if end > start:
+            yield (min(size, end - start),)

@@ -1,4 +1,4 @@
-"""What a script has besides what this library was given, and a change of size in place can not be right for.
+"""What a script has besides what this library was given, and a change of size in place cannot be right for.
 
 Nobody tells of it: the objects of the process are looked through, which takes tenths of a second, where
 nobody waits for it: before the first data loop, and while newcomers start. What counts is use. A scheduler

@@ -29,7 +29,7 @@ A data loop ends on all replicas together: nobody is in the code behind it while
 step of it, or its part of an evaluation, to do again. There, too, the accumulators are added up, so that
 nothing of a finished loop dies with a replica.
 
-What can not be put back restarts from the checkpoint, by ending the process with an error that says so.
+What cannot be put back restarts from the checkpoint, by ending the process with an error that says so.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Recovery:
         session.send(Resilient(session.generation))
 
     def why_not(self) -> str | None:
-        """Why a death can not be survived in this generation; None: it can."""
+        """Why a death cannot be survived in this generation; None: it can."""
         session = self._session
         if session.joining:
             return "it has not joined the others yet"
@@ -323,7 +323,7 @@ class Recovery:
             at_end: That loop has handed out all it had.
 
         Raises:
-            PeerLostError: what this replica has done can not be undone: it must restart; or others have
+            PeerLostError: what this replica has done cannot be undone: it must restart; or others have
                 come to the end of the script.
             SystemExit: the plan does without this replica.
         """
@@ -526,7 +526,7 @@ class Recovery:
             return  # nothing of this loop has been done since
         if len(marks) > 1 or None in marks or self._mark is None:
             raise UnrecoverableStateError(
-                "an evaluation loop can not be begun again: its sums are gone with the dead"
+                "an evaluation loop cannot be begun again: its sums are gone with the dead"
             )
         script_position().index = self._mark.index
         put_sums(self._session, self._mark.sums)

@@ -52,7 +52,7 @@ def form(
 ) -> None:
     """Connect all of this generation: first the library's collectives, then torch's.
 
-    Raises RuntimeError when they have not all come within `patience`, or it can not be done, or
+    Raises RuntimeError when they have not all come within `patience`, or it cannot be done, or
     `cancelled()` meanwhile.
     """
     key = f"go/{session.generation}"

@@ -45,7 +45,7 @@ class StepSnapshot:
         self._own.begin_window(session)
 
     def why_irreparable(self, session: Session) -> str | None:
-        """Why the window can not be put back; None: it can."""
+        """Why the window cannot be put back; None: it can."""
         found = next((why for model in self._models if (why := model.why_irreparable())), None)
         return found or self._own.why_irreparable(session)
 

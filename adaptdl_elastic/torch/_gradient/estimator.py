@@ -81,7 +81,7 @@ def balanced_signs(count: int, generator: torch.Generator) -> torch.Tensor:
     Σ sᵢ gᵢ|² = tr Σ / m in both cases. At least two samples are needed.
     """
     if count < 2:
-        raise ValueError(f"a batch of {count} can not be split in two halves")
+        raise ValueError(f"a batch of {count} cannot be split in two halves")
     half = count // 2
     signs = torch.zeros(count)
     order = torch.randperm(count, generator=generator)

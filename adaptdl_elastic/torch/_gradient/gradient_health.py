@@ -1,4 +1,4 @@
-"""Find out whether gradients are finite: training on inf or nan runs but learns nothing."""
+"""Find out whether gradients are finite, and vary: training on inf or nan runs but learns nothing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ _LEAST_MEASUREMENTS = 3
 """Measurements among these steps; later in a run not every step is measured."""
 
 
+_NO_VARIANCE = 1e-6
+"""Variance of the gradient, relative to its square, that is none: rounding leaves as much of zero."""
+
+
 class GradientHealth:
-    """Whether the gradients of one model are finite, from measurements that are made anyway.
+    """Whether the gradients of one model are finite and vary, from measurements that are made anyway.
 
     A GradScaler skips steps while it searches its scale. Such steps count only once the scale is down to 1,
     where scaling causes no overflow.
@@ -24,6 +28,10 @@ class GradientHealth:
         self._first_bad_step: int | None = None
         self._bad_measurements = 0
         self._skipped_in_a_row = 0
+        self.equal: str | None = None
+        """What is wrong where gradients do not vary and what to do, or None."""
+        self._first_equal_step: int | None = None
+        self._equal_measurements = 0
 
     def measured(self, step: int, finite: bool) -> None:
         """Record whether the gradient of optimizer step `step` was finite."""
@@ -40,6 +48,25 @@ class GradientHealth:
                 f"learnt. "
                 f"Stop the job, lower the learning rate, clip gradients or look for nan in the data, and go "
                 f"on from a checkpoint of an earlier step"
+            )
+
+    def varied(self, step: int, square: float, variance: float) -> None:
+        """Take note of |G|² and the variance of the gradient that optimizer step `step` took."""
+        if variance > _NO_VARIANCE * square or square == 0.0:
+            self._first_equal_step, self._equal_measurements, self.equal = None, 0, None
+            return
+        if self._first_equal_step is None:
+            self._first_equal_step = step
+        self._equal_measurements += 1
+        if (
+            step - self._first_equal_step + 1 >= LEAST_STEPS
+            and self._equal_measurements >= _LEAST_MEASUREMENTS
+        ):
+            self.equal = self.equal or (
+                f"the gradient has had no variance since step {self._first_equal_step}: all replicas, or all "
+                f"samples, give the same one, and the batch size cannot be chosen by it. Look for replicas "
+                f"that read the same samples, for noise that is drawn with one seed, or for a loss that does "
+                f"not depend on the samples"
             )
 
     def skipped(self, step: int, loss_scale: Callable[[], float]) -> None:

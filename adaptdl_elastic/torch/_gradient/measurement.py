@@ -121,7 +121,7 @@ class Sampler:
         self._split_works = self._sampled = False
         logger.warning(
             "gradient noise is estimated from successive steps, less well at high learning rates, "
-            "while there is one replica and no accumulation: the batch can not be split (%s)",
+            "while there is one replica and no accumulation: the batch cannot be split (%s)",
             reason,
         )
 

@@ -203,6 +203,7 @@ class GradientNoiseScale:
             self.skipped += 1
             logger.info("the gradient of step %d is inf or nan: not counted in its statistics", step)
             return False
+        self.health.varied(step, float(measurement.mean_sqr.sum()), float(measurement.variance.sum()))
         self._moments.add(measurement)
         self._factors = None
         return True

@@ -106,7 +106,7 @@ def _only_for_us(method: str) -> None:
         return
     place = "a thread of torch's" if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"
     collective.give_up(
-        f"it calls {name} ({place}) before its data loop, to which the running replicas can not answer any "
+        f"it calls {name} ({place}) before its data loop, to which the running replicas cannot answer any "
         f"more"
     )
 

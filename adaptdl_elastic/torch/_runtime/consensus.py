@@ -72,6 +72,8 @@ INTERRUPTED = 130
 """Exit code after a second Ctrl-C: 128 + SIGINT."""
 
 _KEPT = ("stop", "checkpoint")  # what is still wanted after a replica has died
+_OF_ROUNDS = ("want", "ready", "executed")  # control messages for rank 0's control thread
+_UNHEARD = 100  # of the control messages that nobody listens to yet, how many are kept
 _START: Position = (-1, 0, 0)
 _DOUBLE_DELIVERY = 0.3  # seconds: a launcher forwards the Ctrl-C that the terminal has sent us already
 _STEP_REPORT_INTERVAL = 1.0
@@ -99,6 +101,8 @@ class BoundaryConsensus:
         self._decision: tuple[Position, list[Command]] | None = None
         self.lost: str | None = None  # why nothing can be agreed with this generation any more
         self._asked: list[Command] = []  # of us, and not done yet: rank 0 may die before it has done it
+        self._listeners: dict[str, Callable[[int, int, Any], None]] = {}  # by the kind of control message
+        self._unheard: list[tuple[int, Any]] = []  # control messages that nobody listens to yet
         self._events: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self._closed = False
         self.between = False  # of two generations: nobody would hear of a round
@@ -260,8 +264,24 @@ class BoundaryConsensus:
             for command in body:
                 with contextlib.suppress(ValueError):
                     self._asked.remove(command)  # in place: another thread may be adding one
-        else:
+        elif kind in _OF_ROUNDS:
             self._events.put((kind, sender, (number, body)))
+        else:
+            with self._condition:
+                listener = self._listeners.get(kind)
+                if listener is None:
+                    self._unheard = [*self._unheard[-_UNHEARD:], (sender, message)]
+            if listener is not None:
+                listener(sender, number, body)
+
+    def listen(self, kind: str, listener: Callable[[int, int, Any], None]) -> None:
+        """Have `listener(sender, number, body)` called for control messages of a kind, also earlier ones."""
+        with self._condition:
+            self._listeners[kind] = listener
+            earlier = [one for one in self._unheard if one[1][0] == kind]
+            self._unheard = [one for one in self._unheard if one[1][0] != kind]
+        for sender, (_, number, body) in earlier:
+            listener(sender, number, body)
 
     def on_lost(self, rank: int) -> None:
         """Record that a replica is gone without a goodbye."""

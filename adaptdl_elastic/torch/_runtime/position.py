@@ -23,6 +23,7 @@ from adaptdl_elastic.reducer import LOOPS, PeerFinishedError, PeerLostError
 logger = logging.getLogger(__name__)
 
 _BEHIND_ALL = 10**6  # data loops: an epoch has fewer
+_STREAM_POSITIONS = 4  # windows of a stream that are remembered: a death may undo one or two
 
 
 class ScriptPosition(checkpoint.TensorState):
@@ -42,6 +43,7 @@ class ScriptPosition(checkpoint.TensorState):
         self.start_progress = 0.0  # statistical progress when the present data loop began
         self.seeds: dict[str, int] = {}  # of the loaders' orders, by their keys, once settled
         self.end_indices: dict[str, int] = {}  # samples of a pass of each loader, by their keys
+        self.stream_positions: list[tuple[int, int, list[int]]] = []  # see note_stream
         self.trainer: str | None = None  # key of the loader that models are trained with, once known
         self.samples = 0  # of the present epoch, in training loops
         self.until: int | None = None  # remaining_epochs_until's argument
@@ -76,6 +78,7 @@ class ScriptPosition(checkpoint.TensorState):
             "start_progress": start_progress,
             "seeds": dict(self.seeds),
             "end_indices": dict(self.end_indices),
+            "stream_positions": [[index, turn, *counts] for index, turn, counts in self.stream_positions],
             "samples": samples,
             "step": self.step,
             "trainer": self.trainer,
@@ -93,6 +96,8 @@ class ScriptPosition(checkpoint.TensorState):
             raise ValueError("it was saved by an older version, which numbered data loaders in another way")
         self.seeds = dict(state_dict["seeds"])
         self.end_indices = dict(state_dict.get("end_indices", {}))
+        saved = state_dict.get("stream_positions", [])
+        self.stream_positions = [(index, turn, list(counts)) for index, turn, *counts in saved]
         self.samples = state_dict["samples"]
         self.step = state_dict["step"]
         self.trainer = state_dict["trainer"]
@@ -119,6 +124,16 @@ class ScriptPosition(checkpoint.TensorState):
             what = "; ".join(changes)
             logger.warning("%s: in what is left of it samples may come twice or not at all", what)
         self.size, self.shuffled = size, shuffled
+
+    def note_stream(self, index: int, turn: int, counts: list[int]) -> None:
+        """Remember what a stream's `index` consists of, beside those of the windows before.
+
+        Args:
+            index: Samples handed out, over all replicas.
+            turn: The part of the stream whose turn it is.
+            counts: Samples of each part that were handed out.
+        """
+        self.stream_positions = [*self.stream_positions[1 - _STREAM_POSITIONS :], (index, turn, list(counts))]
 
     # -- epochs ------------------------------------------------------------------------------------
 

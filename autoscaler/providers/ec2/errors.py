@@ -87,7 +87,7 @@ def explain(error: Exception, action: str, what: str = "") -> ProviderError:
     if isinstance(error, ResponseParserError):
         return TryLaterError(f"{action}{where}: not an answer of AWS: {str(error).splitlines()[0]}")
     if isinstance(error, (boto.ConnectionError, boto.HTTPClientError)):
-        return TryLaterError(f"{action}{where}: AWS can not be reached: {error}")
+        return TryLaterError(f"{action}{where}: AWS cannot be reached: {error}")
     return ProviderError(f"{action}{where}: {error}")
 
 

@@ -10,9 +10,11 @@ the network to it (`etcd`, `client`), processes, signals, channels and fork serv
 a small model of the training library's protocol (`replica`, `control`, `rescale`, `mesh`). The policy draws
 allocations at random among those that are allowed.
 
-What goes wrong (`faults`): processes and machines die, at any moment and just before a write; processes and
-machines stop and go on; machines are cut off from the store; requests and answers get lost, or come late;
-the store goes away, forgets its history, lets leases run out; people drain nodes and ask for other sizes.
+What goes wrong (`faults`): processes, fork servers and machines die, at any moment, just before a write and
+while a change is under way; replicas hang; processes and machines stop and go on; wall clocks are set;
+machines are cut off from the store (`client`) and from each other (`network`); requests and answers get lost,
+or come late; the store goes away, forgets its history, lets leases run out; people drain nodes and hurry
+them, ask for other sizes, stop jobs and start them again, and start an agent where there is one.
 
 What must hold (`truth`, and the history checker in tests/support): one process to a slot, one generation at a
 time, no step lost without a fault or done twice, restarts counted as promised, no job called done that is

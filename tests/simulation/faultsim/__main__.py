@@ -11,10 +11,10 @@ from faultsim.run import run
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run seeds until the time is over; 1 when one of them has found a defect."""
+    """Run seeds until the CPU time is spent; 1 when one of them has found a defect."""
     parser = argparse.ArgumentParser(prog="faultsim", description=__doc__)
     parser.add_argument("--seed", type=int, default=1, help="the first seed [1]")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long to go on [60]")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how much CPU time to spend [60]")
     parser.add_argument("--runs", type=int, default=0, help="at most so many runs [0: any number]")
     parser.add_argument("--keep-going", action="store_true", help="go on after a seed that found a defect")
     parser.add_argument("--trace", action="store_true", help="show the last lines of every run's trace")
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     began, cpu, seed = time.monotonic(), time.process_time(), given.seed
     simulated, faults, bad = 0.0, 0, 0
     states: Counter[str] = Counter()
-    while time.monotonic() - began < given.seconds and not (given.runs and seed >= given.seed + given.runs):
+    while time.process_time() - cpu < given.seconds and not (given.runs and seed >= given.seed + given.runs):
         outcome = run(seed, keep_lines=given.trace)
         simulated, faults = simulated + outcome.seconds, faults + outcome.faults
         states.update(outcome.states.values())
@@ -32,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
             bad += 1
             print(f"seed {seed}: {outcome.defects[0][:600]}", flush=True)
             if not given.keep_going:
+                print(f"found after {time.process_time() - cpu:.1f} s of CPU time")
                 print(f"see all of it: python -m faultsim --seed {seed} --runs 1 --trace", flush=True)
                 seed += 1
                 break

@@ -57,6 +57,7 @@ class AgentProcess(Process):
         self.wires: dict[int, Wire] = {}
         self.events: list[dict[str, Any]] = []  # its event log
         self.agent: agent_module.ElasticAgent | None = None
+        self.forks: Forks | None = None
         self.loop: Any = None
         self.said: list[str] = []
         machine.processes.append(self)
@@ -71,6 +72,11 @@ class AgentProcess(Process):
         """Send it a signal."""
         if self.alive and self.loop is not None:
             self.loop.post(Signalled(number))
+
+    @property
+    def departing(self) -> bool:
+        """Whether it knows that it is to leave."""
+        return self.agent is not None and self.agent.state.departure is not None
 
     def say(self, text: str) -> None:
         """A line for the person at the terminal."""
@@ -146,7 +152,8 @@ class AgentProcess(Process):
         def launch(machine: Machine, agent: Process, environ: dict[str, str], wire: Wire) -> Process:
             return Replica(machine, agent, environ, wire, script)
 
-        return Forks(self.machine, self, launch)
+        self.forks = Forks(self.machine, self, launch)
+        return self.forks
 
     def _worker_spec(self) -> WorkerSpec:
         name = self.job.spec.job

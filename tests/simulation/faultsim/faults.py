@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from adaptdl_elastic.rendezvous.schema.records import DrainRequest, JobRequest, JobState, encode
+from adaptdl_elastic.rendezvous.store.base import Change
 from faultsim.agents import AgentProcess, CoordinatorProcess
 from faultsim.kernel import Process
 from faultsim.node import Machine
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from faultsim.world import World
 
 SIGTERM, SIGKILL = 15, 9
+_ERRORS = ("ValueError at train.py:7", "KeyError at train.py:9")  # kinds of errors of scripts
 
 
 class Faults:
@@ -26,6 +28,8 @@ class Faults:
         self._world, self._kernel, self._chance = world, world.kernel, world.kernel.random
         self.healed = False
         self.count = 0
+        self._at_change: list[tuple[list[str], float]] = []  # faults that wait for the next plan
+        world.etcd.listeners.append(self._store_changed)
 
     def begin(self, kinds: list[str], mean_seconds: float, until: float) -> None:
         """Have faults of these kinds come at random, so many seconds apart on average."""
@@ -34,10 +38,21 @@ class Faults:
             self._kernel.at(when, self._strike, kinds, mean_seconds, until)
 
     def _strike(self, kinds: list[str], mean_seconds: float, until: float) -> None:
-        self._do(self._chance.choice(kinds))
+        if self._chance.random() < 0.5:
+            self._at_change.append((kinds, until))
+        else:
+            self._do(self._chance.choice(kinds))
         if self._chance.random() < 0.25:  # one seldom comes alone
             self._kernel.after(2.0 * self._chance.random() ** 2, self._again, kinds, until)
         self.begin(kinds, mean_seconds, until)
+
+    def _store_changed(self, change: Change) -> None:
+        """Have the faults that wait for it strike while a change is under way."""
+        if self._at_change and change.value is not None and change.key.endswith("/plan"):
+            waiting, self._at_change = self._at_change, []
+            for kinds, until in waiting:
+                delay = self._chance.choice([0.01, 0.3, 3.0]) * self._chance.random()
+                self._kernel.after(delay, self._again, kinds, until)
 
     def _again(self, kinds: list[str], until: float) -> None:
         if self._kernel.now < until:
@@ -51,6 +66,17 @@ class Faults:
 
     def _later(self, seconds: float, call: Callable[[], object]) -> None:
         self._kernel.after(seconds, lambda: None if self.healed else call())
+
+    def _over_in(self, seconds: float, call: Callable[[], object]) -> None:
+        """End a fault that lasts: what it has led to by then may cost work, too."""
+
+        def end() -> None:
+            self._world.truth.excuse()
+            self._world.truth.lasting -= 1
+            call()
+
+        self._world.truth.lasting += 1
+        self._later(seconds, end)
 
     def _note(self, text: str) -> bool:
         self._kernel.note(f"FAULT {text}")
@@ -85,14 +111,28 @@ class Faults:
         return True
 
     def fail_replica(self) -> bool:
-        """An error of the script."""
+        """An error of the script, of one of a few kinds."""
         found = self._replicas()
         if not found:
             return False
         victim = self._chance.choice(found)
-        self._note(f"{victim.name} raises an error")
-        self._world.truth.job(victim.job).deaths += 1
-        self._kernel.kill(victim, 1, "(an error of the script)")
+        kind = self._chance.choice(_ERRORS)
+        self._note(f"{victim.name} raises {kind}")
+        self._world.truth.failed(victim, kind)
+        victim.fail(kind, "(an error of the script)")
+        return True
+
+    def kill_fork_server(self) -> bool:
+        """A fork server dies, and its replicas with it."""
+        found = [agent for agent in self._agents() if agent.forks is not None and not agent.forks.died]
+        if not found:
+            return False
+        victim = self._chance.choice(found)
+        assert victim.forks is not None
+        running = victim.forks.running
+        self._note(f"kills the fork server of {victim.name}, and {len(running)} replicas")
+        self._world.truth.job(victim.job.spec.job).deaths += len(running)
+        victim.forks.die()
         return True
 
     def kill_agent(self) -> bool:
@@ -137,11 +177,11 @@ class Faults:
         for job in sorted(self._world.jobs):
             self.start_agent(machine, job)
 
-    def start_agent(self, machine: Machine, job: str) -> None:
-        """Start an agent where there is none, and a job to do."""
+    def start_agent(self, machine: Machine, job: str, again: bool = False) -> None:
+        """Start an agent where there is none, and a job to do, or one to be started `again`."""
         status = self._world.truth.job(job).status
         there = any(one.machine is machine and one.job.spec.job == job for one in self._agents())
-        again = status is None or not status.state.ended or status.state is JobState.DONE
+        again = status is None or not status.state.ended or status.state is JobState.DONE or again
         if machine.up and not there and again:
             self._world.start_agent(machine, job)
 
@@ -176,7 +216,24 @@ class Faults:
         if isinstance(victim, Replica):
             self._world.truth.job(victim.job).deaths += 1  # it may be taken to hang
         victim.stop()
-        self._later(seconds, partial(self._go_on, victim))
+        self._over_in(seconds, partial(self._go_on, victim))
+        return True
+
+    def hang_replica(self) -> bool:
+        """A replica hangs for good: all of it, or only its script, whose other threads go on to answer.
+
+        Only one that has reported a step: before that a replica may take its time.
+        """
+        found = [one for one in self._replicas() if one.takes_steps and not one.stopped]
+        if not found:
+            return False
+        victim = self._chance.choice(found)
+        whole = self._chance.random() < 0.5
+        self._note(f"{'all' if whole else 'the script'} of {victim.name} hangs")
+        self._world.truth.job(victim.job).deaths += 1
+        victim.hangs = True
+        if whole:
+            victim.stop()
         return True
 
     def stop_machine(self) -> bool:
@@ -193,10 +250,42 @@ class Faults:
                 self._world.truth.job(victim.job).deaths += 1
             victim.stop()
         for victim in victims:
-            self._later(seconds, partial(self._go_on, victim))
+            self._over_in(seconds, partial(self._go_on, victim))
+        return True
+
+    def jump_clock(self) -> bool:
+        """The wall clock of a machine is set, as by NTP; monotonic clocks go on."""
+        found = self._machines()
+        if not found:
+            return False
+        machine = self._chance.choice(found)
+        seconds = self._chance.choice([-1.0, 1.0]) * self._chance.choice([2.0, 60.0, 4000.0])
+        seconds *= self._chance.random()
+        self._note(f"sets the wall clock of {machine.name} by {seconds:.2f} s")
+        machine.wall_offset += seconds
+        for process in machine.processes:
+            process.wall_offset += seconds
         return True
 
     # -- the network and the store
+
+    def split_network(self) -> bool:
+        """Machines cannot reach each other, and all reach the store: silence, or connections that break."""
+        found = self._machines()
+        if len(found) < 2:
+            return False
+        side = self._chance.sample(found, self._chance.randint(1, len(found) - 1))
+        names = frozenset(one.name for one in side)
+        others = frozenset(one.name for one in found) - names
+        seconds = self._chance.choice([0.5, 4.0, 20.0]) * self._chance.random()
+        breaks = self._chance.random() < 0.5
+        how = "which breaks connections" if breaks else "silently"
+        self._note(f"splits {sorted(names)} off for {seconds:.2f} s, {how}")
+        self._over_in(seconds, self._world.network.split(names, others))
+        if breaks:
+            for mesh in {one.mesh.number: one.mesh for one in self._replicas() if one.mesh}.values():
+                mesh.reset((names, others))
+        return True
 
     def cut_line(self) -> bool:
         """A machine, or several, cannot reach the store for a while."""
@@ -209,7 +298,7 @@ class Faults:
         self._note(f"cuts {[one.name for one in victims]} off for {seconds:.2f} s")
         for machine in victims:
             machine.line.cut, machine.line.refused = True, refused
-            self._later(seconds, partial(self._mend, machine))
+            self._over_in(seconds, partial(self._mend, machine))
         return True
 
     def bad_line(self) -> bool:
@@ -224,7 +313,7 @@ class Faults:
         line.lost_requests, line.lost_answers = 0.3 * chance.random(), 0.4 * chance.random()
         line.late_requests = 0.1 * chance.random()
         line.seconds = chance.choice([0.001, 0.05, 0.4])
-        self._later(seconds, partial(self._mend, machine))
+        self._over_in(seconds, partial(self._mend, machine))
         return True
 
     def store_down(self) -> bool:
@@ -236,10 +325,12 @@ class Faults:
         renew = self._chance.random() < 0.5
         self._note(f"takes the store away for {seconds:.2f} s")
         etcd.go_down()
-        self._later(seconds, partial(self._bring_back, renew))
+        self._over_in(seconds, partial(self._bring_back, renew))
         return True
 
     def _go_on(self, process: Process) -> None:
+        if isinstance(process, Replica) and process.hangs:
+            return
         process.go_on()
         process.machine.troubled_at = self._kernel.now  # type: ignore[attr-defined]
 
@@ -276,7 +367,7 @@ class Faults:
 
     def drain(self) -> bool:
         """SIGTERM to an agent: it leaves, and another one comes later."""
-        found = self._agents()
+        found = [agent for agent in self._agents() if not agent.departing]
         if len(found) < 2:
             return False
         victim = self._chance.choice(found)
@@ -286,6 +377,55 @@ class Faults:
         victim.at_end.append(
             lambda: self._later(delay, lambda: self.start_agent(victim.machine, victim.job.spec.job))
         )
+        return True
+
+    def hurry(self) -> bool:
+        """SIGTERM once more to an agent that is about to leave: it stops at once."""
+        found = [agent for agent in self._agents() if agent.departing]
+        if not found:
+            return False
+        victim = self._chance.choice(found)
+        self._note(f"hurries {victim.name}")
+        victim.notice(SIGTERM)
+        return True
+
+    def stop_job(self) -> bool:
+        """A person asks for a job to stop: seldom, since nothing happens to it after that."""
+        name = self._chance.choice(sorted(self._world.jobs))
+        status = self._world.truth.job(name).status
+        if self._chance.random() < 0.7 or status is None or status.state.ended:
+            return False
+        self._note(f"asks job {name} to stop")
+        asked = replace(self._world.requests.get(name, JobRequest()), stop=True, run=status.run)
+        self._world.requests[name] = asked
+        self._world.stops.add(name)
+        self._world.etcd.put(self._world.keys.job(name, "request"), encode(asked), None)
+        return True
+
+    def start_again(self) -> bool:
+        """A person starts a job again that was stopped or has failed, or one that is done and stays so."""
+        names = []
+        for name in sorted(self._world.jobs):
+            status = self._world.truth.job(name).status
+            if status is not None and status.state.ended:
+                names.append(name)
+        if not names:
+            return False
+        name = self._chance.choice(names)
+        self._note(f"starts job {name} again")
+        self._world.stops.discard(name)
+        for machine in self._machines():
+            self._later(4.0 * self._chance.random(), partial(self.start_agent, machine, name, True))
+        return True
+
+    def start_twice(self) -> bool:
+        """Another agent is started on a machine that has one, and finds the name taken or takes it."""
+        found = self._agents()
+        if not found:
+            return False
+        victim = self._chance.choice(found)
+        self._note(f"starts another agent beside {victim.name}")
+        self._world.start_agent(victim.machine, victim.job.spec.job)
         return True
 
     def ask_to_drain(self) -> bool:
@@ -323,7 +463,11 @@ class Faults:
         """No faults any more: everything that was broken works again, and everybody is there."""
         self.healed = self._world.calm = True
         self._note("heals")
+        self._world.truth.excuse()
+        self._world.truth.lasting = 0
         self._bring_back(True)
+        self._world.network.mend_all()
+        self._at_change.clear()
         self._world.kill_before.clear()
         for key in [key for key in self._world.etcd.items if key.startswith(self._world.keys.drains)]:
             self._world.etcd.delete([key])
@@ -347,19 +491,29 @@ class Faults:
 KINDS: dict[str, Callable[[Faults], bool]] = {
     "kill_replica": Faults.kill_replica,
     "fail_replica": Faults.fail_replica,
+    "kill_fork_server": Faults.kill_fork_server,
     "kill_agent": Faults.kill_agent,
     "kill_coordinator": Faults.kill_coordinator,
     "crash_machine": Faults.crash_machine,
     "die_at_write": Faults.die_at_write,
     "stop_process": Faults.stop_process,
+    "hang_replica": Faults.hang_replica,
     "stop_machine": Faults.stop_machine,
+    "jump_clock": Faults.jump_clock,
+    "split_network": Faults.split_network,
     "cut_line": Faults.cut_line,
     "bad_line": Faults.bad_line,
     "store_down": Faults.store_down,
     "compact": Faults.compact,
     "expire_lease": Faults.expire_lease,
     "drain": Faults.drain,
+    "hurry": Faults.hurry,
+    "stop_job": Faults.stop_job,
+    "start_again": Faults.start_again,
+    "start_twice": Faults.start_twice,
     "ask_to_drain": Faults.ask_to_drain,
     "scale": Faults.scale,
 }
-_HARMLESS = ("kill_coordinator", "compact", "drain", "ask_to_drain", "scale")  # nothing may be lost by them
+_HARMLESS = (  # nothing may be lost by them
+    "kill_coordinator", "compact", "drain", "ask_to_drain", "scale", "stop_job", "jump_clock",
+)  # fmt: skip

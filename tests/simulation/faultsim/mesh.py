@@ -42,6 +42,7 @@ class Mesh:
         self.kernel, self.size, self.generation = kernel, size, generation
         self.label = f"generation {generation}"
         self.number = next(kernel.numbers)
+        self.formed_at = kernel.now
         self.members: dict[int, Replica] = {}
         self.left: set[int] = set()  # ranks that have said goodbye
         self._arrivals: dict[tuple[int, int], float] = {}
@@ -64,7 +65,7 @@ class Mesh:
         for one in self.members.values():
             one.ring()
         fine = replica.wait_for(
-            lambda: len(self.members) == self.size or bool(replica.lost) or cancelled(), patience
+            lambda: self._all_reach(replica) or bool(replica.lost) or cancelled(), patience
         )
         if not fine or replica.lost or cancelled():
             raise NotFormed(replica.lost or ("there is another plan" if cancelled() else "not all have come"))
@@ -72,6 +73,12 @@ class Mesh:
             self.gather("formed", None)
         except PeerLost as error:
             raise NotFormed(str(error)) from None
+
+    def _all_reach(self, replica: Replica) -> bool:
+        connects, name = replica.world.network.connects, replica.machine.name
+        return len(self.members) == self.size and all(
+            connects(name, one.machine.name) for one in self.members.values()
+        )
 
     def gather(self, tag: Hashable, value: Any) -> dict[int, Any]:
         """What every replica has put in, by rank, as soon as all have; PeerLost when one is gone first."""
@@ -91,7 +98,14 @@ class Mesh:
         raise PeerLost(replica.lost)  # type: ignore[attr-defined]
 
     def _deliver(self, found: _Collective, member: Replica) -> None:
-        if member.mesh is self and not member.lost:
+        if member.mesh is not self or member.lost:
+            return
+        network, name = member.world.network, member.machine.name
+        others = (one.machine.name for one in self.members.values())
+        away = next((other for other in others if not network.connects(other, name)), None)
+        if away is not None:
+            network.deliver(away, name, lambda: self._deliver(found, member))
+        else:
             found.delivered.add(member.mesh_rank)
             member.ring()
 
@@ -103,7 +117,7 @@ class Mesh:
             line = sender.mesh_rank, rank
             arrival = max(self._arrivals.get(line, 0.0), self.kernel.now + delay)  # none overtakes another
             self._arrivals[line] = arrival
-            self.kernel.at(arrival, member.inbox.put, (self, call))
+            self.kernel.at(arrival, self._between(sender, member, lambda: member.inbox.put((self, call))))
 
     def leave(self, replica: Replica) -> None:
         """Say goodbye: its end is no loss."""
@@ -118,4 +132,20 @@ class Mesh:
         for other in self.members.values():
             if other is not replica:
                 delay = NOTICE_SECONDS * self.kernel.random.random()
-                self.kernel.after(delay, other.on_lost, self, f"rank {rank} is gone")
+                self.kernel.after(delay, self._between(replica, other, self._tell_loss(other, rank)))
+
+    def reset(self, sides: tuple[frozenset[str], frozenset[str]]) -> None:
+        """Break the connections between two sides, as a firewall does: members of both find a peer gone."""
+        for one, other in (sides, sides[::-1]):
+            far = [rank for rank, member in self.members.items() if member.machine.name in other]
+            for member in self.members.values():
+                if far and member.machine.name in one and far[0] not in self.left:
+                    delay = NOTICE_SECONDS * self.kernel.random.random()
+                    self.kernel.after(delay, self._tell_loss(member, far[0]))
+
+    def _tell_loss(self, member: Replica, rank: int) -> Callable[[], None]:
+        return lambda: member.on_lost(self, f"rank {rank} is gone")
+
+    def _between(self, sender: Replica, receiver: Replica, call: Callable[[], None]) -> Callable[[], None]:
+        machines = sender.machine.name, receiver.machine.name
+        return lambda: receiver.world.network.deliver(*machines, call)

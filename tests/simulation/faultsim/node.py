@@ -8,7 +8,7 @@ the simulation: what lies inside, the whole of the agent included, is the produc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from adaptdl_elastic.protocol.messages import (
     decode_report,
     encode,
 )
+from adaptdl_elastic.protocol.uncaught_error import UncaughtError
 from adaptdl_elastic.rendezvous.schema.records import MasterRecord
 from faultsim import threads
 from faultsim.client import Line, SimClient
@@ -256,18 +257,20 @@ class Forks:
         self.on_readable: Callable[[], None] = lambda: None
         self._pipe = OneWay(self._kernel, self._arrive)
         self._requests = OneWay(self._kernel, lambda request: request[0](*request[1:]))
-        self._closed = False
+        self._closed = self.died = False
         agent.at_end.append(self._agent_died)
 
     @property
     def readable(self) -> bool:
-        return bool(self._news)
+        return bool(self._news) or self.died
 
     def _arrive(self, news: Spawned | Exited) -> None:
         self._news.append(news)
         self.on_readable()
 
     def spawn(self, number: int, command: Any, stdout: object, stderr: object, channel: int) -> None:
+        if self.died:
+            raise BrokenPipeError("the fork server is gone")
         wire = self._agent.wires[channel]  # type: ignore[attr-defined]
         self._requests.send((self._fork, number, dict(command.env), wire), FORK_SECONDS)
 
@@ -279,8 +282,15 @@ class Forks:
         process.at_end.append(lambda: self._ended(number, process))
         self._pipe.send(Spawned(number, next(self._kernel.numbers)))
 
+    @property
+    def running(self) -> list[Process]:
+        """The replicas."""
+        return [process for process in self._replicas.values() if process.alive]
+
     def _ended(self, number: int, process: Process) -> None:
         assert process.exit_code is not None
+        if self.died:
+            return
         self._replicas.pop(number, None)
         self._pipe.send(Exited(number, process.exit_code, number in self._signalled, threads.Time.time()))
 
@@ -293,7 +303,15 @@ class Forks:
             self._signalled.add(number)
             process.signal(what)  # type: ignore[attr-defined]
 
+    def die(self) -> None:
+        """The server ends, and the kernel kills its replicas; the agent finds their socket closed."""
+        self.died = self._closed = True
+        self._agent_died()
+        self._kernel.after(DEATH_SECONDS * self._kernel.random.random(), lambda: self.on_readable())
+
     def receive(self) -> list[Spawned | Exited] | None:
+        if self.died and not self._news:
+            return None
         news = list(self._news)
         self._news.clear()
         return news
@@ -328,13 +346,27 @@ class Output:
     directory = Path("/nonexistent")
 
     def open(self, generation: int, local_rank: int, rank: int) -> Destination:
-        return Destination()
+        number = next(threads.kernel().numbers)
+        return Destination(error_file=f"/errors/{number}/error.json")
 
     def keeps_tracebacks(self, local_rank: int) -> bool:
         return False
 
+    def shows_errors(self, local_rank: int) -> bool:
+        return False
+
     def renumber(self, ranks: dict[int, int]) -> None:
         pass
+
+
+class Errors:
+    """In place of the module `uncaught_error`, where the agent reads what replicas have left."""
+
+    def __init__(self, found: Mapping[str, UncaughtError]) -> None:
+        self._found = found
+
+    def read(self, directory: Path) -> UncaughtError | None:
+        return self._found.get(str(directory))
 
 
 class MeetingPoint:

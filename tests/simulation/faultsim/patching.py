@@ -45,6 +45,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "Watcher": Watcher,
         "Writer": Writer,
     },
+    "adaptdl_elastic.agent.runtime.failure_reports": {"uncaught_error": None},  # the world's errors
     "adaptdl_elastic.agent.cluster.node_reporter": {"time": _C},
     "adaptdl_elastic.agent.terminal.event_recorder": {"time": _C},
     "adaptdl_elastic.agent.cluster.job_joining": {"time": _C, "threading": _T},

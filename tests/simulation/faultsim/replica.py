@@ -14,13 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adaptdl_elastic.protocol import messages
 from adaptdl_elastic.protocol.channel import CAN_NOT_JOIN, STOPPED
+from adaptdl_elastic.protocol.uncaught_error import UncaughtError
 from faultsim import threads
 from faultsim.control import Control
-from faultsim.kernel import Process
+from faultsim.kernel import EPOCH, Dead, Process
 from faultsim.mesh import Mesh, NotFormed, PeerLost
 from faultsim.node import Machine, MeetingPoint, Wire
 
@@ -34,6 +37,7 @@ RECOVERIES = 10  # in a row that do not come about
 STEP_REPORT_SECONDS = 1.0
 HINTS_SECONDS = 2.0
 SIGTERM = 15
+LOST_PEER = "PeerLostError"  # the kind of an error that only tells of the loss of others
 
 
 @dataclass(frozen=True)
@@ -78,9 +82,9 @@ class Replica(Process):
         self.mesh_rank = self.rank
         self.lost = ""  # why nothing can be done together in the present generation any more
         self.step, self.chain = 0, ""  # what is committed here
-        self.over = self.hello_said = self.ends = False
+        self.over = self.hello_said = self.ends = self.finished = False
         self.at_wake: list[Callable[[], None]] = []  # signals that wait for SIGCONT
-        self.armed = False
+        self.armed = self.hangs = False
         self.last_step_time: float | None = None
         self._reported = float("-inf")
         self._first_step = True
@@ -96,6 +100,11 @@ class Replica(Process):
         machine.processes.append(self)
         self.spawn(self._main, "main")
         self.spawn(self._listen, "control")
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether its agent has heard of a step of the present generation, and another one follows."""
+        return self.script.library and not self._first_step and not self.over and not self.joining
 
     @property
     def formed(self) -> Mesh:
@@ -190,6 +199,15 @@ class Replica(Process):
             self.mesh.broken_off(self)
         self.world.truth.replica_ended(self)
 
+    def fail(self, kind: str, why: str) -> None:
+        """End with an error of the script of that kind, or because others are gone (`LOST_PEER`)."""
+        lost_peer = kind == LOST_PEER
+        error = UncaughtError(kind, why, EPOCH + self.kernel.now + self.wall_offset, lost_peer)
+        self.world.errors[str(Path(self.environ["TORCHELASTIC_ERROR_FILE"]).parent)] = error
+        self.kernel.kill(self, 1, why)
+        if self.kernel.current is not None and self.kernel.current.process is self:
+            raise Dead
+
     # -- the script
 
     def _main(self) -> None:
@@ -199,7 +217,7 @@ class Replica(Process):
         except Exit as error:
             self.kernel.exit(error.code, str(error))
         except (PeerLost, NotFormed) as error:
-            self.kernel.exit(1, f"({error})")
+            self.fail(LOST_PEER, f"({error})")
         self.ends = True  # SIGTERM has no effect any more
         if not self._unread.any(lambda message: isinstance(message, messages.Stop)):
             self.send(messages.Finished())
@@ -253,11 +271,23 @@ class Replica(Process):
         while True:
             self.kernel.sleep(self.draw(0.002))
             point = self.world.points.get((host, port))
-            if point is not None and point.answers:
+            if point is not None and point.answers and self._reaches(point):
                 return point
             if self.kernel.now >= until:
                 raise NotFormed(f"no store at {host}:{port}")
             self.kernel.sleep(0.5)
+
+    def _reaches(self, point: MeetingPoint) -> bool:
+        return self.world.network.connects(self.machine.name, point.machine.name)
+
+    def reads(self, point: MeetingPoint, key: str) -> bool:
+        """Whether a key is there, as far as this replica can see."""
+        return self._reaches(point) and key in point.values
+
+    def writes(self, point: MeetingPoint, key: str, value: object) -> None:
+        """Write a key as soon as that can be."""
+        put = partial(point.values.__setitem__, key, value)
+        self.world.network.deliver(self.machine.name, point.machine.name, put)
 
     def enter_generation(self, passed: bool = False, recovered: bool = False) -> None:
         """What is done whenever a generation has begun: from here on deaths are survived, if they can be."""
@@ -271,6 +301,7 @@ class Replica(Process):
     def _train(self) -> None:
         script = self.script
         while self.step < script.steps:
+            self.wait_for(lambda: not self.hangs, None)
             if not self._passed:  # else this generation began at it
                 self.control.boundary(self.step)
             self._passed = False

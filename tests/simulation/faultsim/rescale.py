@@ -70,7 +70,7 @@ class Rescaler:
             if plan.newcomers:
                 control.request({**command, "kind": "preview"})
                 keys = [f"arrived/{plan.attempt}/{rank}" for rank in plan.newcomers]
-                while not all(key in point.values for key in keys):
+                while not all(self._replica.reads(point, key) for key in keys):
                     self._replica.kernel.sleep(LOOK_SECONDS)
                     if not self._wanted(plan) or not point.answers:
                         return
@@ -88,7 +88,7 @@ class Rescaler:
             if replica.rank == 0 and plan is not None and self._wanted(plan):
                 plan_point = replica.world.points.get((plan.message.master_addr, plan.message.master_port))
                 if plan_point is not None and plan_point.answers:
-                    plan_point.values[f"step/{plan.attempt}"] = {"preview": replica.step}
+                    replica.writes(plan_point, f"step/{plan.attempt}", {"preview": replica.step})
             return
         mesh = replica.mesh
         assert mesh is not None
@@ -120,7 +120,7 @@ class Rescaler:
         try:
             point = self._point(plan)
             if replica.rank == 0:
-                point.values[f"step/{attempt + 1}"] = {"go": True}
+                replica.writes(point, f"step/{attempt + 1}", {"go": True})
             replica.form(point, PATIENCE_SECONDS, lambda: plan.called_off or replica.newer())
             states = replica.formed.gather("state", (replica.step, replica.chain))
             replica.world.truth.hand_over(replica, states, plan.newcomers)
@@ -143,7 +143,7 @@ class Rescaler:
             if "go" in seen:
                 break
             replica.kernel.sleep(replica.draw(replica.script.start_seconds / 2))
-            point.values[f"arrived/{attempt}/{replica.rank}"] = True
+            replica.writes(point, f"arrived/{attempt}/{replica.rank}", True)
             replica.send(messages.Ready(replica.generation))
             attempt += 1
             seen = self._next(point, attempt)
@@ -155,7 +155,7 @@ class Rescaler:
 
     def _next(self, point: MeetingPoint, attempt: int) -> dict[str, Any]:
         replica, key = self._replica, f"step/{attempt}"
-        while key not in point.values:
+        while not replica.reads(point, key):
             if not (point.owner.alive and point.machine.up) or point.closed:
                 replica.kernel.exit(1, "(the store of its generation is gone)")
             replica.kernel.sleep(LOOK_SECONDS)

@@ -9,6 +9,7 @@ from adaptdl_elastic.rendezvous.schema.records import JobSpec, Rescale
 from faultsim.agents import Job
 from faultsim.faults import KINDS, Faults
 from faultsim.replica import Script
+from faultsim.truth import JobTruth
 from faultsim.world import World
 
 PROGRESS_SECONDS = 240.0  # after healing, until every job trains or has ended
@@ -47,7 +48,7 @@ def draw(world: World) -> tuple[list[str], float, float]:
             when = chance.choice([0.5, 0.5, 15.0]) * chance.random()
             world.kernel.after(when, world.start_agent, machine, name)
     kinds = sorted(KINDS)
-    kinds = chance.sample(kinds, chance.randint(2, len(kinds)))
+    kinds = chance.sample(kinds, chance.choice([2, 3, 4, 6, 9, len(kinds)]))  # few, so that they meet often
     return kinds, chance.choice([3.0, 8.0, 20.0]), weather
 
 
@@ -129,9 +130,9 @@ def _liveness(world: World) -> None:
             kernel.defect(f"{agent.name} still runs though its job has ended")
 
 
-def _jobs(world: World) -> list:  # type: ignore[type-arg]
+def _jobs(world: World) -> list[JobTruth]:
     return [world.truth.job(name) for name in world.jobs]
 
 
-def _over(job) -> bool:  # type: ignore[no-untyped-def]
-    return job.status is not None and job.status.state.ended
+def _over(job: JobTruth) -> bool:
+    return job.over

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from adaptdl_elastic.rendezvous.schema.records import (
     Cause,
+    JobSpec,
     JobState,
     JobStatus,
     MalformedRecordError,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from faultsim.world import World
 
 
+LATE_SECONDS = 15.0  # after a fault, until all that it makes agents and coordinators do is done
 HEARS_SECONDS = 8.0  # after trouble on a machine, until its agents know what is in the store
 
 
@@ -74,13 +76,23 @@ class JobTruth:
     newest: int = 0  # step that is committed, in the line that goes on
     committed_at: float = 0.0
     mesh: Mesh | None = None  # of the newest generation that has taken a step
-    finished: bool = False  # all replicas of a generation did
+    finished: bool = False  # all replicas of a generation have come to the end of the script
+    finished_at: float = 0.0
+    finished_by: tuple[tuple[int, str], ...] = ()  # (generation, node) of those replicas
+    plain_ends: dict[int, set[int]] = field(default_factory=dict)  # generation → ranks, without the library
+    errors: list[tuple[int, str]] = field(default_factory=list)  # (generation, kind): what scripts raised
+    fault_at: float = float("-inf")  # the last fault after which work may be lost
     lost_steps: int = 0
     losses: int = 0  # restarts that lost steps
-    excuses: int = 0  # faults since the last of them
     deaths: int = 0  # replicas that faults have killed, or that ended with an error of their own
     status: JobStatus | None = None
     plan: Plan | None = None
+    run: str = ""
+
+    @property
+    def over(self) -> bool:
+        """Whether the present run has ended, as far as the store says."""
+        return self.status is not None and self.status.state.ended and self.status.run == self.run
 
 
 class Truth:
@@ -89,6 +101,7 @@ class Truth:
     def __init__(self, world: World) -> None:
         self._world, self._kernel = world, world.kernel
         self.jobs: dict[str, JobTruth] = {}
+        self.lasting = 0  # faults that are not over yet
         self.live: dict[tuple[str, str, int], list[Replica]] = {}  # by job, node, slot
 
     def job(self, name: str) -> JobTruth:
@@ -102,7 +115,12 @@ class Truth:
     def excuse(self) -> None:
         """A fault has happened: work since the last checkpoint may be lost."""
         for job in self.jobs.values():
-            job.excuses += 1
+            job.fault_at = self._kernel.now
+
+    def _excused(self, job: JobTruth) -> bool:
+        """Whether a fault can have ended the generation that was the last to take a step."""
+        formed = job.mesh.formed_at if job.mesh is not None else 0.0
+        return self.lasting > 0 or job.fault_at >= formed - LATE_SECONDS
 
     # -- replicas
 
@@ -124,7 +142,7 @@ class Truth:
         if len(here) > machine.slots:
             self._kernel.defect(f"{len(here)} replicas on {machine.name}, which has {machine.slots} slots")
         job = self.job(replica.job)
-        if job.status is not None and job.status.state.ended and job.finished:
+        if job.over and job.status is not None and not self._cut_off(replica):
             self._kernel.defect(f"{replica.name} starts though its job has {job.status.state.value}")
 
     def _counts(self, replica: Replica) -> bool:
@@ -136,6 +154,7 @@ class Truth:
 
     def replica_ended(self, replica: Replica) -> None:
         """A process is gone."""
+        self._look_for_the_end(replica)
         at = replica.job, replica.machine.name, replica.slot
         self.live[at] = [one for one in self.live.get(at, ()) if one is not replica]
 
@@ -155,7 +174,7 @@ class Truth:
         job.chains[after] = aside
         if aside:
             return
-        if job.finished:
+        if job.finished and self._end_is_known(job, replica.job, mesh.generation):
             self._kernel.defect(f"{replica.name} takes step {step + 1} of a job that is finished")
         job.newest, job.committed_at = step + 1, self._kernel.now
         self._kernel.note(f"job {replica.job}: step {step + 1} on {mesh.size} replicas")
@@ -168,14 +187,13 @@ class Truth:
                     f"{mesh.label} takes step {step + 1} after generation {job.mesh.generation} has begun to"
                 )
             return False
-        job.mesh = mesh
         lost = job.newest - step
         if lost > 0:
             job.lost_steps += lost
             job.losses += 1
-            if not job.excuses:
+            if not self._excused(job):
                 self._kernel.defect(f"{lost} steps of job {replica.job} are lost, and there was no fault")
-            job.excuses = 0
+        job.mesh = mesh
         return True
 
     def _cut_off(self, replica: Replica) -> bool:
@@ -186,9 +204,45 @@ class Truth:
 
     def finished(self, replica: Replica) -> None:
         """A replica has come to the end of its script."""
+        replica.finished = True
+        self._look_for_the_end(replica)
+
+    def _look_for_the_end(self, replica: Replica) -> None:
+        """Note that a job is finished when the last replica of a generation is.
+
+        Behind the last epoch a death by a signal is survived, unless rank 0 dies.
+        """
+        job, mesh = self.job(replica.job), replica.mesh
+        if mesh is None or mesh is not job.mesh or job.finished or len(mesh.members) < mesh.size:
+            return
+        for rank, member in mesh.members.items():
+            died = not member.alive and member.over and (member.exit_code or 0) < 0
+            if not member.finished and not (died and rank > 0):
+                return
+        nodes = sorted({member.machine.name for member in mesh.members.values()})
+        self._is_finished(job, [(mesh.generation, node) for node in nodes])
+
+    def _is_finished(self, job: JobTruth, by: list[tuple[int, str]]) -> None:
+        job.finished, job.finished_at, job.finished_by = True, self._kernel.now, tuple(by)
+
+    def _end_is_known(self, job: JobTruth, name: str, generation: int) -> bool:
+        """Whether all nodes had said so when `generation` was planned, or no fault kept them from it."""
+        if not self.lasting and job.fault_at < job.finished_at - HEARS_SECONDS:
+            return True
+        missing = {self._world.keys.generation(name, g, "ended", node) for g, node in job.finished_by}
+        plan, number = self._world.keys.job(name, "plan"), f'"generation":{generation},'
+        for change in self._world.etcd.history:
+            if change.key == plan and number in (change.value or ""):
+                break
+            if change.key in missing and '"outcome":"done"' in (change.value or ""):
+                missing.discard(change.key)
+        return not missing
+
+    def failed(self, replica: Replica, kind: str) -> None:
+        """A script raises an error."""
         job = self.job(replica.job)
-        if replica.mesh is job.mesh and replica.rank == 0 and replica.step >= replica.script.steps:
-            job.finished = True
+        job.deaths += 1
+        job.errors.append((replica.generation, kind))
 
     def plain_step(self, replica: Replica) -> None:
         """A script without the library does something; nobody knows what."""
@@ -196,7 +250,11 @@ class Truth:
 
     def plain_end(self, replica: Replica) -> None:
         """It comes to its end."""
-        self.job(replica.job).finished = True
+        job = self.job(replica.job)
+        ranks = job.plain_ends.setdefault(replica.generation, set())
+        ranks.add(replica.rank)
+        if len(ranks) == replica.size:
+            self._is_finished(job, [])
 
     # -- checkpoints
 
@@ -247,7 +305,9 @@ class Truth:
         if change.value is None or parts[0] != "jobs" or len(parts) != 3:
             return
         try:
-            if parts[2] == "status":
+            if parts[2] == "spec":
+                self._run(self.job(parts[1]), parts[1], decode(JobSpec, change.value, change.key).run)
+            elif parts[2] == "status":
                 self._status(self.job(parts[1]), parts[1], decode(JobStatus, change.value, change.key))
             elif parts[2] == "plan":
                 self._plan(self.job(parts[1]), parts[1], decode(Plan, change.value, change.key))
@@ -265,12 +325,41 @@ class Truth:
             self._kernel.defect(f"job {name} is called done at step {job.newest}: {status.reason}")
         if status.state is JobState.FAILED:
             most = self._world.specs[name].max_restarts
-            if job.deaths <= most:
-                self._kernel.defect(
-                    f"job {name} failed after {job.deaths} deaths, {most} restarts are allowed"
-                )
-        if status.state is JobState.STOPPED and name not in self._world.stops:
+            deaths = job.deaths + self._world.network.troubled
+            if deaths <= most and not self._fails_again(job, name, status):
+                self._kernel.defect(f"job {name} failed after {deaths} deaths, {most} restarts are allowed")
+        if status.state is JobState.STOPPED:
+            self._stopped(job, name, status)
+
+    def _run(self, job: JobTruth, name: str, run: str) -> None:
+        """A run begins: one of a job that was stopped or has failed has all of its restarts again."""
+        if job.run and run != job.run:
+            if job.over and job.status is not None and job.status.state is JobState.DONE:
+                self._kernel.defect(f"job {name} is done, and run {run} begins")
+            job.deaths, job.errors, job.finished = 0, [], False
+        job.run = run
+
+    def _fails_again(self, job: JobTruth, name: str, status: JobStatus) -> bool:
+        """Whether a job has failed because its script raised the same twice before its first step."""
+        last = dict(job.errors[-8:])  # generation → kind
+        alike = [
+            kind
+            for generation, kind in last.items()
+            if status.reason.startswith("failed twice") and not self._reported_step(name, generation)
+        ]
+        return len(alike) > len(set(alike))
+
+    def _reported_step(self, name: str, generation: int) -> bool:
+        found = self._world.etcd.range(self._world.keys.reports(name, generation))
+        return any("/running/" in one.key and '"first_step":null' not in one.value for one in found.items)
+
+    def _stopped(self, job: JobTruth, name: str, status: JobStatus) -> None:
+        agents = [one for one in self._world.agents if one.alive and one.job.spec.job == name]
+        if name not in self._world.stops and not all(one.departing for one in agents):
             self._kernel.defect(f"job {name} is stopped, and nobody asked: {status.reason}")
+        saved = max((one.step for one in job.checkpoints if not job.chains.get(one.chain)), default=0)
+        if saved < job.newest and not self._excused(job) and self._world.jobs[name].script.library:
+            self._kernel.defect(f"job {name} is stopped at step {job.newest}, its checkpoint has {saved}")
 
     def _plan(self, job: JobTruth, name: str, plan: Plan) -> None:
         before, job.plan = job.plan, plan
@@ -279,7 +368,10 @@ class Truth:
             self._kernel.defect(f"job {name} has used {plan.restarts} of {most} restarts")
         if before is None or before.generation == plan.generation or before.run != plan.run:
             return
-        if plan.cause is Cause.FAILURE and plan.restarts != before.restarts + 1 and plan.restarts != 1:
+        if plan.cause is Cause.FAILURE and self._world.network.troubled:
+            job.deaths += 1  # a split can fail generations for as long as it lasts, and its aftermath
+        resumes = before.cause is plan.cause and not before.placements and before.restarts == plan.restarts
+        if plan.cause is Cause.FAILURE and plan.restarts not in (before.restarts + 1, 1) and not resumes:
             self._kernel.defect(
                 f"a failure of job {name} makes {plan.restarts} restarts of {before.restarts}"
             )

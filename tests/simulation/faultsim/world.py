@@ -11,13 +11,15 @@ import history
 
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision, JobInfo, NodeInfo, Reason
+from adaptdl_elastic.protocol.uncaught_error import UncaughtError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobRequest, JobSpec
 from faultsim import patching, threads
 from faultsim.agents import AgentProcess, CoordinatorProcess, Job
 from faultsim.etcd import Etcd
 from faultsim.kernel import Dead, Kernel
-from faultsim.node import Machine, MeetingPoint, Pipes
+from faultsim.network import Network
+from faultsim.node import Errors, Machine, MeetingPoint, Pipes
 from faultsim.rescale import Rescaler
 from faultsim.truth import Truth
 
@@ -31,6 +33,9 @@ class World:
         self.etcd = Etcd(self.kernel)
         self.points: dict[tuple[str, int], MeetingPoint] = {}
         self.pipes = Pipes()
+        self.network = Network(self.kernel)
+        self.network.on_mend = self._ring
+        self.errors: dict[str, UncaughtError] = {}  # by the directory of a replica's reports
         self.machines: dict[str, Machine] = {}
         self.jobs: dict[str, Job] = {}
         self.agents: list[AgentProcess] = []
@@ -60,12 +65,20 @@ class World:
         logger.setLevel(logging.INFO)
         logger.propagate = False
         try:
-            with patching.installed(self.kernel, os=self.pipes, kept=self.truth.archive):
+            with patching.installed(
+                self.kernel, os=self.pipes, kept=self.truth.archive, uncaught_error=Errors(self.errors)
+            ):
                 yield self
         finally:
             logger.removeHandler(log)
             logger.setLevel(before[0])
             logger.propagate = before[1]
+
+    def _ring(self) -> None:
+        """Replicas that wait for others may reach them now."""
+        for replicas in self.truth.live.values():
+            for replica in replicas:
+                replica.ring()
 
     # -- who is there
 
@@ -100,6 +113,7 @@ class World:
         process = self.kernel.running().process
         count = self.writes[process.name] = self.writes.get(process.name, 0) + 1
         if self.kill_before.get(process.name) == count:
+            self.truth.excuse()
             self.kernel.kill(process, -9, f"(before its write {count})")
             raise Dead
 
@@ -162,7 +176,7 @@ def _draw(
     if chance.random() < 0.2:
         chance.shuffle(names)
     names = [*names, *others]
-    most_nodes = min(len(names), job.max_nodes or len(names))
+    most_nodes = min(len(names), job.max_nodes or len(names), job.max_replicas)
     if most_nodes < job.min_nodes:
         return {}
     count = chance.randint(max(1, job.min_nodes), most_nodes) if most_nodes >= 1 else 0

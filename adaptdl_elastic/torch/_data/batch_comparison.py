@@ -1,0 +1,151 @@
+"""Compare what the replicas read, to say so where it cannot be meant.
+
+The problem. Data that every replica reads whole, or that are divided among the replicas twice, train a model
+without any error: it is only that every gradient is the same everywhere, or that most samples are never seen.
+
+What is done. Each replica makes a digest of the first of what it reads in a generation and sends it to rank 0
+as a control message. Nobody waits for it. Rank 0 compares: the inputs of a model that is trained must differ,
+a stream, of which each replica takes its share, must be the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from adaptdl_elastic._session import Session
+
+KIND = "digest"
+"""Of the control messages."""
+
+COMPARED_INPUTS = 3
+"""Forward passes of a generation whose inputs are compared: all of them must be equal to be a problem."""
+
+_NUMBERS = 4096  # of each tensor that count
+_PENDING = 64  # comparisons that are waited for at most
+
+Key = tuple[int, str, str]
+"""Generation, what is compared, and which one of several."""
+
+
+def digest(value: Any) -> str:
+    """Return what differs where nested tensors, arrays, numbers and strings do.
+
+    Tensors and arrays count with their first numbers only, and other objects with their types.
+    """
+    found = hashlib.blake2b(digest_size=16)
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            numbers = leaf.detach().reshape(-1)[:_NUMBERS].cpu()
+            found.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
+            found.update(numbers.contiguous().view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, np.ndarray):
+            found.update(f"{leaf.shape}{leaf.dtype}".encode())
+            found.update(leaf.reshape(-1)[:_NUMBERS].tobytes() if leaf.dtype != object else b"")
+        elif isinstance(leaf, bytes | str | int | float | complex | np.generic):
+            found.update(repr(leaf).encode())
+        else:
+            found.update(type(leaf).__qualname__.encode())
+    return found.hexdigest()
+
+
+class BatchComparison:
+    """Digests of all replicas; one a session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._passes: dict[str, tuple[int, int]] = {}  # of each model: generation, passes compared in it
+        self._waiting: dict[Key, dict[int, str]] = {}  # on rank 0: the digests that have come
+        self._equal: dict[tuple[int, str], int] = {}  # on rank 0: passes of a model with equal inputs
+        session.consensus.listen(KIND, self._take)
+
+    def inputs(self, model: str, inputs: Any, shared: bool, counts: bool) -> None:
+        """Compare the inputs of a forward pass of a model in training.
+
+        Args:
+            model: Its name.
+            inputs: What it is given.
+            shared: Whether an elastic loader hands out the samples.
+            counts: Whether there are samples in it, and not what fills a gap.
+        """
+        generation = self._session.generation
+        known, count = self._passes.get(model, (generation, 0))
+        count = count if known == generation else 0
+        if count >= COMPARED_INPUTS:
+            return
+        self._passes[model] = (generation, count + 1)
+        mine = digest(inputs) if counts else f"none on rank {self._session.rank}"
+        self._send(f"{'shared' if shared else 'own'} inputs of {model}", str(count), mine)
+
+    def same(self, what: str, place: str, found: str) -> None:
+        """Take the digest of `what` at `place`, which must be the same on all replicas."""
+        self._send(what, place, found)
+
+    def _send(self, what: str, which: str, mine: str) -> None:
+        session = self._session
+        if session.replicas > 1 and session.reducer is not None:
+            session.reducer.send_control(0, (KIND, session.generation, [what, which, mine]))
+
+    def _take(self, sender: int, generation: int, body: Any) -> None:
+        """On rank 0, in the thread that hears of it."""
+        what, which, found = body
+        session, key = self._session, (generation, what, which)
+        if generation != session.generation:
+            return
+        digests = self._waiting.setdefault(key, {})
+        digests[sender] = found
+        if len(digests) == session.replicas:
+            del self._waiting[key]
+            self._compare(generation, what, len(set(digests.values())) == 1)
+        while len(self._waiting) > _PENDING:
+            del self._waiting[next(iter(self._waiting))]
+
+    def _compare(self, generation: int, what: str, equal: bool) -> None:
+        problem = None
+        if what.startswith("stream"):
+            problem = None if equal else _different_streams(what)
+        elif what.startswith("order"):
+            problem = None if equal else _different_orders(what)
+        elif equal:
+            count = self._equal[generation, what] = self._equal.get((generation, what), 0) + 1
+            problem = equal_inputs(what) if count >= COMPARED_INPUTS else None
+            if problem is None:
+                return
+        self._session.metrics.report_problem(f"the {what}", problem)
+
+
+def equal_inputs(what: str) -> str:
+    """Return what to say where all replicas train on the same."""
+    kind, _, model = what.partition(" inputs of ")
+    if kind == "own":
+        return (
+            f"every replica trains {model} on the same batches: a plain DataLoader is read whole by each of "
+            f"them. Use adaptdl_elastic.torch.AdaptiveDataLoader (or AdaptiveDataLoader.from_loader), which "
+            f"shares the samples among the replicas"
+        )
+    return (
+        f"every replica trains {model} on the same inputs, though the loader hands out different samples: "
+        f"look for noise that is drawn with one seed (own_random_streams = False, a torch.Generator of the "
+        f"script's own), or for samples that are all equal"
+    )
+
+
+def _different_streams(what: str) -> str:
+    return (
+        f"the replicas read different samples from the {what}, each of which is then shared among them once "
+        f"more: most samples are not used. Let the data set yield the same on every replica: leave out its "
+        f"division by rank (RANK, torch.distributed.get_rank, split_dataset_by_node), which the loader "
+        f"makes, and let an order that is drawn at random follow from set_epoch(epoch)"
+    )
+
+
+def _different_orders(what: str) -> str:
+    return (
+        f"the {what}, which its sampler gives, differs between the replicas: samples are handed out twice or "
+        f"not at all. Let the sampler draw from its `generator`, from torch's, NumPy's or Python's global "
+        f"stream, or by set_epoch(epoch), and not from a generator of another name"
+    )

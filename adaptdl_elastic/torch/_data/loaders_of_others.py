@@ -1,0 +1,116 @@
+"""What an elastic loader takes over from other loaders and samplers, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+_INSTEAD = (
+    "use datasets.load_dataset(..., streaming=True), which reads the same files, or a map-style data set"
+)
+_FOREIGN = {
+    "streaming": f"Mosaic streaming divides samples among ranks and keeps their position itself: {_INSTEAD}",
+    "webdataset": f"webdataset divides its shards among nodes and workers by itself: {_INSTEAD}",
+}
+"""Packages whose data sets are refused, and why."""
+
+_TAKEN_OVER = (
+    "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+    "generator", "prefetch_factor", "persistent_workers", "in_order",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Given:
+    """A sampler of the script's own."""
+
+    sampler: Any
+    batches: bool
+    """Whether it yields lists of indices."""
+
+
+def refuse_foreign(dataset: Any) -> None:
+    """ValueError for a data set that divides its samples among ranks itself and cannot begin at a sample."""
+    for kind in type(dataset).__mro__:
+        why = _FOREIGN.get(kind.__module__.partition(".")[0])
+        if why is not None:
+            raise ValueError(f"{type(dataset).__name__} in an elastic loader: {why}")
+
+
+def check_samplers(dataset: Any, sampler: Any, batch_sampler: Any) -> Given | None:
+    """Check the samplers of the script; None if it has given none.
+
+    Raises:
+        TypeError, ValueError: it is no sampler, or none for an elastic loader.
+    """
+    if sampler is None and batch_sampler is None:
+        return None
+    if sampler is not None and batch_sampler is not None:
+        raise ValueError("sampler and batch_sampler were given: give one of them")
+    name, given = ("sampler", sampler) if batch_sampler is None else ("batch_sampler", batch_sampler)
+    if isinstance(dataset, IterableDataset):
+        raise ValueError(f"{name} with an IterableDataset, which has an order of its own: leave it out")
+    for one in (given, getattr(given, "sampler", None)):
+        if isinstance(one, DistributedSampler):
+            raise ValueError(
+                f"{name}: a DistributedSampler gives each rank a part, which an elastic loader would share "
+                f"among the replicas once more; leave it out, and give shuffle={one.shuffle}"
+            )
+    if not hasattr(given, "__iter__"):
+        raise TypeError(f"{name}={given!r}: give a torch.utils.data.Sampler, or another iterable of indices")
+    return Given(given, batch_sampler is not None)
+
+
+def check_order(given: Given | None, batch_size: Any, shuffle: bool, drop_last: bool) -> None:
+    """ValueError for arguments that a sampler of the script's own decides about."""
+    if given is None:
+        return
+    if shuffle:
+        raise ValueError(
+            "shuffle=True with a sampler of your own, which decides about the order: leave one out"
+        )
+    if given.batches and (drop_last or batch_size != 1):
+        raise ValueError(
+            "batch_size or drop_last with a batch_sampler, which decides about the batches: leave them out"
+        )
+
+
+def loader_arguments(loader: Any, batch_size: int | None) -> dict[str, Any]:
+    """Return the arguments for an AdaptiveDataLoader that reads what `loader` reads.
+
+    Raises:
+        TypeError, ValueError: `loader` is no DataLoader, or makes no batches.
+    """
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"from_loader({loader!r}): give a torch.utils.data.DataLoader")
+    found = {name: getattr(loader, name) for name in _TAKEN_OVER if hasattr(loader, name)}
+    if not found["num_workers"]:
+        for name in ("timeout", "prefetch_factor", "multiprocessing_context", "persistent_workers"):
+            found.pop(name, None)
+    if batch_size is None and loader.batch_size is None and loader.batch_sampler is None:
+        raise ValueError("from_loader of a DataLoader with batch_size=None: give from_loader a batch_size")
+    found |= {"dataset": loader.dataset, "batch_size": batch_size or loader.batch_size or 1}
+    if isinstance(loader.dataset, IterableDataset):
+        return found | {"drop_last": bool(loader.drop_last)}
+    if not isinstance(loader.batch_sampler, BatchSampler) or loader.batch_size is None:
+        if batch_size is not None and loader.batch_sampler is not None:
+            raise ValueError(
+                "from_loader with a batch_size, of a loader whose batch_sampler decides about it"
+            )
+        if loader.batch_sampler is not None:
+            return found | {"batch_sampler": loader.batch_sampler, "batch_size": 1}
+    found["drop_last"] = bool(loader.drop_last)
+    sampler = loader.sampler
+    if type(sampler) is SequentialSampler:
+        return found
+    if type(sampler).__name__ == "RandomSampler" and _draws_each_once(sampler, loader.dataset):
+        return found | {"shuffle": True}
+    return found | {"sampler": sampler}
+
+
+def _draws_each_once(sampler: Any, dataset: Any) -> bool:
+    """Whether a RandomSampler, torch's or torchdata's, is what shuffle=True makes."""
+    return not sampler.replacement and sampler.num_samples == len(dataset)

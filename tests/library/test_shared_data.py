@@ -1,0 +1,117 @@
+"""Replicas that read the same data, or share them twice, say so on stderr, as events, in `adaptdl status`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import generations
+import numpy as np
+import pytest
+import torch
+from elastic_run import ElasticRun
+
+from adaptdl_elastic.torch._data.batch_comparison import digest
+from adaptdl_elastic.torch._gradient.gradient_health import LEAST_STEPS, GradientHealth
+
+SCRIPT = Path(__file__).parents[1] / "support" / "shared_data_script.py"
+SAME_BATCHES = "trains adaptdl-dataparallel on the same batches: a plain DataLoader is read whole"
+SAME_INPUTS = "on the same inputs, though the loader hands out different samples"
+NO_VARIANCE = "the gradient has had no variance since step 0"
+
+
+def run(kind: str, replicas: int, folder: Path) -> tuple[list[dict[str, Any]], str]:
+    """The warnings among the events, and what all replicas printed."""
+    log = folder / "events"
+    log.touch()
+    ended = generations.run(
+        SCRIPT, replicas, folder, LOOP=json.dumps({"kind": kind}), ADAPTDL_EVENT_LOG=str(log)
+    )
+    output = "".join(one.output for one in ended)
+    assert [one.code for one in ended] == [0] * replicas, output
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    return [event for event in events if event["event"].startswith("warning")], output
+
+
+@pytest.mark.parametrize(
+    ("kind", "messages"),
+    [
+        ("plain", [SAME_BATCHES, NO_VARIANCE]),
+        ("equal noise", [SAME_INPUTS, NO_VARIANCE]),
+        ("divided stream", ["the replicas read different samples from the stream of loader 0"]),
+        ("remade", ["another loader reads the samplers of an AdaptiveDataLoader"]),
+    ],
+)
+def test_wrong_data_are_said_once_with_a_remedy(kind: str, messages: list[str], tmp_path: Path) -> None:
+    events, printed = run(kind, 2, tmp_path)
+    assert [event["event"] for event in events] == ["warning"] * len(messages)
+    said = [event["message"] for event in events]
+    for message in messages:
+        (found,) = [one for one in said if message in one]
+        assert printed.count(found) == 1
+
+
+@pytest.mark.parametrize(("kind", "replicas"), [("sound", 3), ("stream", 2), ("own noise", 2), ("plain", 1)])
+def test_sound_data_are_not_spoken_of(kind: str, replicas: int, tmp_path: Path) -> None:
+    events, printed = run(kind, replicas, tmp_path)
+    assert events == []
+    assert "same" not in printed
+
+
+@pytest.mark.slow
+def test_status_says_that_all_replicas_train_on_the_same(tmp_path: Path) -> None:
+    arguments = [
+        "--standalone",
+        "--nproc-per-node=2",
+        "--rdzv-id=same",
+        str(SCRIPT),
+        "equal noise",
+        "1000000",
+    ]
+    with ElasticRun(arguments, tmp_path) as job:
+        job.wait_for(lambda event: event["event"] == "warning" and SAME_INPUTS in event["message"])
+        for _ in range(200):
+            lines = job.adaptdl("status", "same").stdout.splitlines()
+            if any(SAME_INPUTS in line for line in lines):
+                break
+        else:
+            raise AssertionError(f"status does not say it: {lines}")
+        (tmp_path / "end").touch()
+
+
+def test_a_digest_is_that_of_what_is_inside() -> None:
+    values: list[Any] = [
+        torch.zeros(3),
+        torch.zeros(4),
+        torch.zeros(3, dtype=torch.int32),
+        torch.ones(3, dtype=torch.bfloat16),
+        {"a": torch.zeros(3), "b": 1},
+        {"a": torch.zeros(3), "b": 2},
+        np.arange(3),
+        np.arange(1, 4),
+        [1, "x"],
+        [1, "y"],
+        object(),
+    ]
+    assert len({digest(value) for value in values}) == len(values)
+    assert digest({"a": torch.arange(3), "b": "x"}) == digest({"a": torch.arange(3), "b": "x"})
+    assert digest(torch.zeros(0)) == digest(torch.zeros(0))
+
+
+def test_a_gradient_without_variance_is_a_problem_until_it_has_some() -> None:
+    health = GradientHealth()
+    for step in range(LEAST_STEPS - 1):
+        health.varied(step, 2.0, 0.0)
+        assert health.equal is None
+    health.varied(LEAST_STEPS - 1, 2.0, 1e-8)  # what rounding leaves
+    assert "since step 0" in str(health.equal)
+    health.varied(LEAST_STEPS, 2.0, 0.01)
+    assert health.equal is None
+
+
+def test_no_gradient_at_all_is_not_one_without_variance() -> None:
+    health = GradientHealth()
+    for step in range(2 * LEAST_STEPS):
+        health.varied(step, 0.0, 0.0)
+    assert health.equal is None

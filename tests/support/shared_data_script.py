@@ -1,0 +1,60 @@
+"""A script whose replicas read the wrong data: `shared_data_script.py KIND EPOCHS`, or that of KIND in LOOP.
+
+It ends early once the file `end` is in the working directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import adaptdl_elastic.torch as adl
+
+KIND, EPOCHS = sys.argv[1:] if len(sys.argv) > 2 else (json.loads(os.environ["LOOP"])["kind"], 1)
+STEPS = 40
+SAMPLES = torch.arange(8.0 * STEPS).unsqueeze(1) / (8.0 * STEPS)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        rank, replicas = (adl.rank(), adl.world_size()) if KIND == "divided stream" else (0, 1)
+        return iter(SAMPLES[rank::replicas])
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    adl.init_process_group("gloo")
+    data = TensorDataset(SAMPLES)
+    if "stream" in KIND:
+        loader = adl.AdaptiveDataLoader(Stream(), batch_size=8)
+    elif KIND == "plain":
+        loader = DataLoader(data, batch_size=8, shuffle=True)
+    else:
+        loader = adl.AdaptiveDataLoader(data, batch_size=8, shuffle=True)
+        if KIND == "remade":
+            loader = DataLoader(data, batch_sampler=loader.batch_sampler)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    model = adl.AdaptiveDataParallel(model, optimizer)
+    model.own_random_streams = KIND != "equal noise"
+    for _ in adl.remaining_epochs_until(int(EPOCHS)):
+        for batch in loader:
+            x = batch if "stream" in KIND else batch[0]
+            if "noise" in KIND:
+                x = torch.randn(4, 1)
+            optimizer.zero_grad()
+            (model(x) - 2 * x + 1).square().mean().backward()
+            optimizer.step()
+            if int(EPOCHS) > 100:
+                time.sleep(0.01)
+        if Path("end").exists():
+            return
+
+
+main()
