@@ -11,8 +11,8 @@ whenever the script comes to it. `batch_size` is the total over all replicas. Wi
 of the data set is handed out exactly once per epoch, whatever happens to the number of replicas meanwhile
 (with `drop_last`, the rest that does not fill a batch is not). With autoscaling an epoch is over when as much
 statistical progress has been made as one pass at the initial batch size makes; a sample does not come twice
-before all others have come, and a further pass has another order. A stream is read once in an epoch. The order
-depends on the user's seed (`torch.manual_seed`, or the `generator`'s) and the epoch only.
+before all others have come, and a further pass has another order. A stream is read once in an epoch. The
+order depends on the user's seed (`torch.manual_seed`, or the `generator`'s) and the epoch only.
 """
 
 from __future__ import annotations
