@@ -21,6 +21,7 @@ Nothing here imports torch at run time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
@@ -346,8 +347,8 @@ class Consensus(Protocol):
     def request(self, command: Command) -> None:
         """Have `command` done on every replica at the next common boundary. From any thread."""
 
-    def boundary(self, position: Position) -> None:
-        """Pass a boundary, doing first what was agreed to be done there."""
+    def boundary(self, position: Position, last: bool = False) -> None:
+        """Pass a boundary, doing first what was agreed to be done there; nobody joins at a loop's `last`."""
 
     def on_message(self, sender: int, message: Any) -> None:
         """Take a control message of another replica."""
@@ -482,6 +483,9 @@ class Survivor(Protocol):
 
     def before_step(self, left_out: bool) -> None:
         """Prepare for an `optimizer.step()` of this window; `left_out`: the call will do nothing."""
+
+    def dry_batch(self) -> AbstractContextManager[None]:
+        """Around a batch that does not count: the loop's body runs, and all that it changes is put back."""
 
     def mark(self) -> None:
         """All replicas have just synchronised their accumulators, or stand at the beginning of a loop."""

@@ -106,6 +106,7 @@ class Session:
         self.backend: str | None = None  # as init_process_group was given it
         self.group: TorchGroup | None = None
         self.group_store: Any = None  # kept alive for torch, which calls it from C++
+        self.dry = False  # the batch under way does not count, see `torch._elastic.dry_batch`
         self.transfer_stuck = False  # a transfer is under way that may never end
         self.capability: Capability | None = None
         # a newcomer that has not yet come to where the others are

@@ -89,13 +89,20 @@ def broadcast(value: Any, *, tag: str | None = None) -> Any:
 
 
 def share(value: Any, tag: str) -> Any:
-    """Return rank 0's `value`, on every replica: plain data of the library's own. Errors as `allreduce`."""
+    """Return rank 0's `value`, on every replica: plain data of the library's own. Errors as `allreduce`.
+
+    A newcomer in a data loop before its first epoch has nobody to ask, and gets its own.
+    """
+    if _session.current().joining:
+        return value
     return _reducer().broadcast(value, _tag("broadcast", tag))
 
 
 def _reducer() -> Reducer:
     session = _session.current()
     if session.reducer is None:
+        if session.joining and session.dry:
+            return Reducer(0, 1)  # nobody answers, and the result does not count
         if session.joining:
             give_up(
                 "it calls a collective before its data loop, to which the running replicas cannot answer "

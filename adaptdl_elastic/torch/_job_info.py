@@ -45,7 +45,8 @@ def report(**metrics: Any) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             value = repr(value)  # JSON has no such numbers
         fields[name] = value
-    session.emit("metrics", **{"epoch": session.epoch, **fields})
+    if not session.dry:
+        session.emit("metrics", **{"epoch": session.epoch, **fields})
 
 
 def _described(value: Any) -> str:

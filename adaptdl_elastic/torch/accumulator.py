@@ -128,7 +128,10 @@ class Accumulator(MutableMapping[Any, Any]):
     def _enter(self) -> Totals:
         state, epoch = self._state, current_session().epoch
         if _in_data_loop():
-            state.sync()
+            if current_session().dry:
+                state.add_total(state.updates)
+            else:
+                state.sync()
             return state.results
         if epoch is not None:  # a finished epoch does not run again
             state.forget_epochs_before(epoch - LINGER)

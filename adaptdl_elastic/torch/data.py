@@ -6,18 +6,18 @@
         for inputs, targets in loader:
             ...
 
-Rules, all of them held by errors: a data loop runs inside an epoch loop; one at a time. `batch_size` is
-the total over all replicas. Without autoscaling every sample of the data set is handed out exactly once
-per epoch, whatever happens to the number of replicas meanwhile (with `drop_last`, the rest that does not
-fill a batch is not). With autoscaling an epoch is over when as much statistical progress has been made as
-one pass at the initial batch size makes; a sample does not come twice before all others have come, and a
-further pass has another order. A stream is read once in an epoch. The order depends on the user's seed
-(`torch.manual_seed`, or the `generator`'s) and the epoch only.
+Rules, all of them held by errors: one data loop at a time. A data loop outside of epochs runs from its start
+whenever the script comes to it. `batch_size` is the total over all replicas. Without autoscaling every sample
+of the data set is handed out exactly once per epoch, whatever happens to the number of replicas meanwhile
+(with `drop_last`, the rest that does not fill a batch is not). With autoscaling an epoch is over when as much
+statistical progress has been made as one pass at the initial batch size makes; a sample does not come twice
+before all others have come, and a further pass has another order. A stream is read once in an epoch. The
+order depends on the user's seed (`torch.manual_seed`, or the `generator`'s) and the epoch only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +27,7 @@ from adaptdl_elastic._checks import flag
 from adaptdl_elastic._interfaces import RetryDataLoop
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.batch_comparison import digest
-from adaptdl_elastic.torch._data.iterable import iterate_stream, wrap_stream
+from adaptdl_elastic.torch._data.iterable import Settings, iterate_stream, wrap_stream
 from adaptdl_elastic.torch._data.loader import (
     AdaptiveDataLoaderHelper,
     initial_seed,
@@ -49,10 +49,33 @@ __all__ = [
     "AdaptiveDataLoaderHelper",
     "AdaptiveDataLoaderMixin",
     "ElasticSampler",
+    "batch_counts",
     "current_dataloader",
+    "is_optim_step",
 ]
 
 T_co = TypeVar("T_co", covariant=True)
+
+
+def batch_counts() -> bool:
+    """Whether the batch under way counts.
+
+    It does not where a process gets no batch of a loop: because the loop was over before a restart or
+    before the process joined, or because there are fewer samples than replicas. The loop's body then runs
+    once with the loop's first batch, so that the names that it sets exist behind the loop. Optimizers,
+    accumulators and `report` do nothing then, and what else the library knows of is put back. Ask this
+    function before the body does anything else that must not be done twice, as writing to a file.
+    """
+    return not current_session().dry
+
+
+def is_optim_step() -> bool:
+    """Whether `optimizer.step()` steps after the batch under way, or does nothing yet, to accumulate more.
+
+    True outside of data loops.
+    """
+    loader = current_dataloader()
+    return loader is None or loader.is_optim_step()
 
 
 class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
@@ -168,14 +191,47 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         helper = self._elastic
         with helper.context():
             if helper.skipdone():
+                yield from self._dry_batch()
                 return
             while True:
                 try:
                     yield from self._pass()
                 except RetryDataLoop:
                     continue
+                if not helper.handed_out:
+                    yield from self._dry_batch()
                 if helper.ended():
                     return
+
+    def _dry_batch(self) -> Iterator[Any]:
+        """Hand out the loop's first batch to a process that gets no other one of it; it does not count."""
+        helper, session, state = self._elastic, current_session(), script_position()
+        local = helper.current_local_bsz
+        if self._stream:
+            stream: Any = self.dataset
+            seed = state.seeds.get(helper.key, 0)
+            settings = Settings(seed, state.finished, session.replicas, session.rank, local, 1, 0)
+            stream.configure(settings, [0] * stream.parts)
+            with helper.dry_batch():
+                for item in super().__iter__():
+                    yield item.samples
+                    break
+            return
+        batches = self._elastic_batches
+        batches.sampler.seed = state.seeds.get(helper.key, 0)
+        batches.sampler.set_epoch(state.finished, 0)
+        size = batches.sampler.size
+        if not size or (self.drop_last and helper.batch_size > size):
+            return
+        batches.local = local
+        with helper.dry_batch():
+            batches.first_only = batches.read_by_loader = True
+            try:
+                iterator: Iterator[Any] = super().__iter__()
+                batch = next(iterator)
+            finally:
+                batches.first_only = batches.read_by_loader = False
+            yield batch
 
     def _check_drop_last(self, samples: int) -> None:
         """Warn where drop_last leaves out all there is."""
@@ -205,8 +261,10 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
             registry().comparison.same(f"order of loader {helper.key}", where, digest(sampler.order()))
         script_position().tell_samples(helper.end_index, sampler.shuffle)
         self._check_drop_last(helper.end_index)
-        while not self._ended():
-            yield from self._segment()
+        over = self._ended()
+        while not over:
+            known = yield from self._segment()
+            over = self._ended() if known is None else known
 
     def _ended(self) -> bool:
         helper, size = self._elastic, self._elastic.end_index
@@ -217,8 +275,12 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
             return True
         return helper.epoch_done()
 
-    def _segment(self) -> Iterator[Any]:
-        """Hand out batches of one size, to the end of the pass or until the size changes."""
+    def _segment(self) -> Generator[Any, None, bool | None]:
+        """Hand out batches of one size, to the end of the pass or until the size changes.
+
+        Returns:
+            Whether the loop is over; None: ask, because the replicas have changed.
+        """
         helper, batches, size = self._elastic, self._elastic_batches, self._elastic.end_index
         local, settled = helper.resolve_batch_size(), helper.settled
         begun = helper.current_index
@@ -235,7 +297,9 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         iterator: Iterator[Any] = super().__iter__()
         batches.read_by_loader = False
         helper.pause()
-        for window in batches.plan():
+        plan = batches.plan()
+        window = next(plan, None)
+        while window is not None:
             helper.begin_window(window)
             for chunk in window:
                 if helper.local_samples or batches.fill:
@@ -243,10 +307,21 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                     helper.begin_batch()
                     yield batch
                 helper.current_index += chunk
-                helper.end_batch(even=chunk == local * helper.replicas)
-            if helper.settled != settled or (begun >= size and self._ended()):
-                return
-        helper.current_index = (begun // size + 1) * size  # drop_last: what is left fills no window
+                helper.end_batch(even=chunk == local * helper.replicas, boundary=False)
+            if helper.settled != settled:
+                return None
+            window, over = next(plan, None), False
+            if window is None:
+                helper.current_index = (begun // size + 1) * size  # drop_last: what is left fills no window
+            if window is None or begun >= size:
+                over = self._ended()
+            helper.pass_boundary(last=over)
+            if helper.settled != settled:
+                return None
+            if over or window is None:
+                return over
+        helper.current_index = (begun // size + 1) * size  # there was no window left from the start
+        return None
 
     def _fills(self) -> bool:
         """Whether every replica must get a batch each time, because the backward pass needs all of them."""

@@ -8,7 +8,8 @@
         lr_scheduler.step()
 
 After a restart the script runs again from its top; the loop then begins with the epoch that was under
-way, data loops of it that had ended are skipped, and the one that was under way goes on at its sample.
+way, and the data loop that was under way goes on at its sample. Of data loops that had ended the body runs
+once, without effect (`adaptdl_elastic.torch.batch_counts`), so that names it sets exist behind them.
 So code *before* an epoch loop, and code of the epoch *before* the data loop that was under way, may run
 again. What must happen once per epoch, as `lr_scheduler.step()`, belongs at the end of the body, after
 its last data loop: it has then either not run yet, or the epoch is over and is not offered again. An

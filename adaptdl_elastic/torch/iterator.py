@@ -104,6 +104,7 @@ class AdaptiveBPTTIterator(AdaptiveDataLoaderMixin):
         helper = self._elastic
         with helper.context():
             if helper.skipdone():
+                yield from self._dry_batch()
                 return
             # in units of one stream's share of a batch, so that a pass has end_index / batch_size steps
             helper.end_index = -(-(len(self._tokens) - 1) // self._bptt_len)
@@ -112,9 +113,23 @@ class AdaptiveBPTTIterator(AdaptiveDataLoaderMixin):
             while True:
                 yield from self._pass()
                 helper.current_index += -helper.current_index % helper.end_index
-                if not (helper.adaptive and helper.training) or helper.epoch_done():
-                    return
-                self._state.history = []
+                over = not (helper.adaptive and helper.training) or helper.epoch_done()
+                if not over:
+                    self._state.history = []
+                helper.pass_boundary(last=over)
+                if over:
+                    break
+            if not helper.handed_out:
+                yield from self._dry_batch()
+
+    def _dry_batch(self) -> Iterator[Batch]:
+        """Hand out the first batch to a process that gets no other one of the loop; it does not count."""
+        helper = self._elastic
+        local, size = helper.current_local_bsz, len(self._tokens) - 1
+        rows = size // (local * helper.replicas)
+        if rows:
+            with helper.dry_batch():
+                yield self._block(Remaining([(0, size)]), local, 0, min(rows, self._bptt_len))
 
     def _pass(self) -> Iterator[Batch]:
         """Once through the tokens."""
@@ -127,18 +142,19 @@ class AdaptiveBPTTIterator(AdaptiveDataLoaderMixin):
             if not rows:
                 return
             history.append([streams, 0])
-            first = current_session().rank * local
             for row in range(0, rows, self._bptt_len):
                 length = min(self._bptt_len, rows - row)
-                positions = torch.from_numpy(left.block(streams, first, local, row, length))
-                with helper.profile(commit=length == self._bptt_len):
-                    yield self._batch(positions)
+                final = row + length == rows
+                with helper.profile(commit=length == self._bptt_len, boundary=not final):
+                    yield self._block(left, local, row, length)
                     helper.current_index += streams
                     history[-1][1] += 1
                 if helper.settled != settled:
                     break
 
-    def _batch(self, positions: torch.Tensor) -> Batch:
+    def _block(self, left: Remaining, local: int, row: int, length: int) -> Batch:
+        streams, first = local * self._elastic.replicas, current_session().rank * local
+        positions = torch.from_numpy(left.block(streams, first, local, row, length))
         text, target = self._tokens[positions], self._tokens[positions + 1]
         return Batch(text.to(self._device), target.to(self._device))
 

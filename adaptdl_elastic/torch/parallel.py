@@ -310,6 +310,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         """Return the module's output; gradients are synchronised on a window's last micro-batch only."""
         if torch.compiler.is_compiling():
             return _compiled_forward(self, inputs, kwargs)
+        if current_session().dry:
+            return self._dry_forward(inputs, kwargs)
         begun = self._forward_begins()
         if self.training and self._hook.world_size > 1 and torch.is_grad_enabled():
             self._compare_inputs((inputs, kwargs))
@@ -317,6 +319,16 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if self._buffers_wait:  # DDP believes now that they are even
             self._buffers_wait, self.require_forward_param_sync = False, True
         return output if begun is None else self._watch(output, *begun)
+
+    def _dry_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the module's output in a batch that does not count: no other replica takes part."""
+        with torch.no_grad():  # so it does no more than to move inputs to the device
+            inputs, kwargs = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if not self.static_graph:
+            return self.module(*inputs, **kwargs)
+        # DDP counts the gradients of each parameter, also where it does not synchronise them.
+        apart = {name: param.detach().requires_grad_() for name, param in self.module.named_parameters()}
+        return torch.func.functional_call(self.module, apart, inputs, kwargs)
 
     def _compare_inputs(self, inputs: Any) -> None:
         """Tell rank 0 what the first passes are about: the replicas' are to differ."""
@@ -353,6 +365,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
         """DDP's: whether to broadcast buffers now. Not in evaluation, where a replica may have no batch."""
+        if current_session().dry:
+            return False
         broadcast = bool(super()._check_sync_bufs_pre_fwd())  # type: ignore[no-untyped-call]
         self._buffers_wait = broadcast and _evaluating()
         return broadcast and not self._buffers_wait
@@ -507,7 +521,9 @@ class AdaptiveDataParallel(DistributedDataParallel):
 
     @property
     def stepping(self) -> bool:
-        """Whether `optimizer.step()` now steps: not in the middle of an accumulation window."""
+        """Whether `optimizer.step()` now steps: not in mid-window, nor in a batch that does not count."""
+        if current_session().dry:
+            return False
         loader = current_dataloader()
         return loader is None or not loader.training or bool(loader.is_optim_step())
 
@@ -629,6 +645,8 @@ def _uncompiled_watch(adp: AdaptiveDataParallel, output: Any, batch: Batch, spli
 
 @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
 def _compiled_forward(adp: AdaptiveDataParallel, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if current_session().dry:
+        return adp._dry_forward(inputs, kwargs)
     begun = _uncompiled_begin(adp)
     output = DistributedDataParallel.forward(adp, *inputs, **kwargs)  # type: ignore[no-untyped-call]
     if adp._buffers_wait:

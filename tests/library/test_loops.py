@@ -72,9 +72,72 @@ def test_the_number_of_epochs_may_be_numpys() -> None:
     assert list(adl.remaining_epochs_until(count)) == [0, 1]
 
 
-def test_a_data_loop_belongs_into_an_epoch_loop() -> None:
-    with pytest.raises(RuntimeError, match="inside `for epoch in"):
-        next(iter(adl.AdaptiveDataLoader(numbers())))
+def test_data_loops_outside_of_epochs_are_run_whenever_they_are_come_to(script: Script) -> None:
+    """Before the first epoch and behind the last, also after a restart, which goes on in mid-epoch."""
+
+    def run(stop: bool) -> list[list[int]]:
+        loader = adl.AdaptiveDataLoader(numbers(6), batch_size=2)
+        seen = [[int(batch[0]) for (batch,) in loader]]
+        for _ in adl.remaining_epochs_until(2):
+            seen.append([])
+            for (batch,) in loader:
+                if stop and adl.current_epoch() == 1 and int(batch[0]) == 2:
+                    checkpoint.save_all_states()
+                    return seen
+                seen[-1].append(int(batch[0]))
+        for (batch,) in loader:
+            seen.append([int(batch[0])])
+            break
+        return [*seen, [int(batch[0]) for (batch,) in loader]]
+
+    assert run(stop=True) == [[0, 2, 4], [0, 2, 4], [0]]
+    script.restart()
+    assert run(stop=False) == [[0, 2, 4], [2, 4], [0], [0, 2, 4]]
+    script.restart()
+    assert run(stop=False) == [[0, 2, 4], [0], [0, 2, 4]]
+
+
+def test_a_checkpoint_that_is_saved_in_a_loop_outside_of_epochs_is_of_the_epoch_before(
+    script: Script,
+) -> None:
+    def run(stop: bool) -> list[int]:
+        loader = adl.AdaptiveDataLoader(numbers(6), batch_size=2)
+        seen = []
+        for _ in adl.remaining_epochs_until(1):
+            for (batch,) in loader:
+                seen.append(int(batch[0]))
+                if stop and len(seen) == 2:
+                    break
+            if stop:
+                break
+        for _ in loader:
+            if stop:
+                checkpoint.save_all_states()
+        return seen
+
+    assert run(stop=True) == [0, 2]
+    script.restart()
+    assert run(stop=False) == [2, 4]  # the step of that batch had not ended
+
+
+def test_training_outside_of_epochs_stops_when_asked_to(script: Script) -> None:
+    """As in AdaptDL's tutorial, before it comes to `remaining_epochs_until`."""
+    loader, seen = adl.AdaptiveDataLoader(numbers(6), batch_size=2), list[int]()
+
+    def train() -> None:
+        for _ in range(3):
+            for (batch,) in loader:
+                seen.append(int(batch[0]))
+                control = _session.current().consensus
+                if len(seen) == 5:
+                    control.request({"kind": "stop", "reason": "test"})
+                    while not control.round_open:
+                        time.sleep(0.001)
+
+    with pytest.raises(SystemExit) as stopped:
+        train()
+    assert stopped.value.code == 143
+    assert seen == [0, 2, 4, 0, 2]
 
 
 def test_one_data_loop_at_a_time() -> None:
@@ -259,7 +322,8 @@ def failing(seen: list[tuple[int, list[int]]], at: int | None) -> None:
     for epoch in adl.remaining_epochs_until(2):
         for loader in (first, second):
             for (batch,) in loader:
-                seen.append((epoch, batch.tolist()))
+                if adl.batch_counts():
+                    seen.append((epoch, batch.tolist()))
                 if len(seen) == at:
                     raise ValueError("out of memory")
 
@@ -321,7 +385,8 @@ def test_a_data_loop_that_was_left_is_over_once_the_next_is_come_to(script: Scri
         seen = []
         for _ in adl.remaining_epochs_until(1):
             for (batch,) in first:
-                seen.append(int(batch[0]))
+                if adl.batch_counts():
+                    seen.append(int(batch[0]))
                 break
             for (batch,) in second:
                 seen.append(10 + int(batch[0]))
@@ -335,12 +400,12 @@ def test_a_data_loop_that_was_left_is_over_once_the_next_is_come_to(script: Scri
     assert run(stop=False) == [10, 12]
 
 
-def test_finished_data_loops_of_an_epoch_are_skipped_after_a_restart(script: Script) -> None:
+def test_a_data_loop_that_was_over_before_a_restart_has_one_batch_without_effect(script: Script) -> None:
     def run(stop: bool) -> list[str]:
         seen: list[str] = []
         first, second = (adl.AdaptiveDataLoader(numbers(4), batch_size=2) for _ in range(2))
         for _ in adl.remaining_epochs_until(1):
-            seen += ["first" for _ in first]
+            seen += ["first" if adl.batch_counts() else "first, without effect" for _ in first]
             for _ in second:
                 seen.append("second")
                 if stop:
@@ -350,7 +415,7 @@ def test_finished_data_loops_of_an_epoch_are_skipped_after_a_restart(script: Scr
 
     assert run(stop=True) == ["first", "first", "second"]
     script.restart()
-    assert run(stop=False) == ["second", "second"]  # that batch's step had not ended
+    assert run(stop=False) == ["first, without effect", "second", "second"]  # that batch's step had not ended
 
 
 def test_shuffling_depends_on_the_users_seed_or_generator_only(script: Script) -> None:

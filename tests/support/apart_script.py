@@ -30,6 +30,8 @@ def loader(shuffle=False):
 
 
 def record(**fields):
+    if not adl.batch_counts():
+        return
     with (OUT / f"record-{os.getpid()}").open("a") as file:
         file.write(json.dumps(fields) + "\n")
 

@@ -39,6 +39,8 @@ def main():
     adl.init_process_group("gloo")
     if habit == "broadcast":
         dist.broadcast(torch.ones(1), 0)
+    elif habit == "barrier":
+        dist.barrier()
     elif habit == "objects":
         dist.broadcast_object_list([None], 0)
     elif habit == "new group":

@@ -33,8 +33,6 @@ def calls():
         "isend": lambda: dist.isend(one, 0),
         "irecv": lambda: dist.irecv(one, 0),
         "batch_isend_irecv": lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, one, 0)]),
-        "barrier": lambda: dist.barrier(),
-        "monitored_barrier": lambda: dist.monitored_barrier(),
         "broadcast_object_list": lambda: dist.broadcast_object_list([1], 0),
         "all_gather_object": lambda: dist.all_gather_object([None] * SIZE, 1),
         "gather_object": lambda: dist.gather_object(1, None, 0),
@@ -52,6 +50,9 @@ def main():
     warnings.simplefilter("ignore")
     placeholder.enter("gloo", 2, SIZE)
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (2, SIZE, "gloo")
+    dist.barrier()  # moves no data
+    dist.barrier(async_op=True).wait()
+    dist.monitored_barrier()
     for name, call in calls().items():
         code = None
         print(f"{name}:", file=sys.stderr, end=" ", flush=True)

@@ -211,7 +211,8 @@ def iterate_stream(
             counts,
         )
         items = iter(make_iterator())
-        while window := _next_window(items, helper, stream.drop_last):
+        window = _next_window(items, helper, stream.drop_last)
+        while window:
             if window[0].digest:
                 where = f"{state.finished} {state.entered} {state.index}"
                 registry().comparison.same(f"stream of loader {helper.key}", where, window[0].digest)
@@ -225,7 +226,11 @@ def iterate_stream(
                 turn = (item.part + 1) % stream.parts
                 if item is window[-1]:
                     state.note_stream(helper.current_index, turn, counts)
-                helper.end_batch(even=item.size == local * session.replicas)
+                helper.end_batch(even=item.size == local * session.replicas, boundary=False)
+            if helper.settled != settled:
+                break
+            window = _next_window(items, helper, stream.drop_last)
+            helper.pass_boundary(last=not window)
             if helper.settled != settled:
                 break
         else:

@@ -30,6 +30,7 @@ import torch
 from adaptdl_elastic import _session, checkpoint, collective, env
 from adaptdl_elastic._checks import flag, integer, whole
 from adaptdl_elastic._interfaces import Command, ElasticLoader
+from adaptdl_elastic.reducer import PeerLostError
 from adaptdl_elastic.torch._data.checks import check_bounds, check_writer
 from adaptdl_elastic.torch._data.partition import Window, share
 from adaptdl_elastic.torch._data.registry import registry
@@ -74,6 +75,8 @@ class AdaptiveDataLoaderHelper:
         self._window: Window | None = None  # None: a loader of one's own, whose windows are not planned
         self._chunk = 0
         self._window_start = (0, 0)  # index and attempted steps when it began
+        self._trained = False  # with this loader, in this process
+        self._handed_out = False  # a batch, to this process in the loop under way
         self._left: int | None = None  # batches that were left then to a loader of one's own; None: not known
 
     def repeats(self) -> None:
@@ -90,7 +93,8 @@ class AdaptiveDataLoaderHelper:
     @property
     def current_index(self) -> int:
         """Samples that this loop has handed out so far, on all replicas together, over all passes."""
-        return self._running().index
+        running = self._running()
+        return 0 if _session.current().dry else running.index
 
     @current_index.setter
     def current_index(self, index: int) -> None:
@@ -173,7 +177,9 @@ class AdaptiveDataLoaderHelper:
 
     @property
     def local_samples(self) -> int:
-        """Samples of the batch just handed out that count: 0 where it only fills a gap."""
+        """Samples of the batch just handed out that count: 0 where it only fills a gap, or does not count."""
+        if _session.current().dry:
+            return 0
         if self._window is None:
             return self._atomic
         return share(self._window[self._chunk], self.replicas, _session.current().rank)
@@ -221,6 +227,7 @@ class AdaptiveDataLoaderHelper:
                 "a second loader would be used for training: autoscale_batch_size was called on another one"
             )
         self._registry.training = self
+        self._trained = True  # where several loaders train in turn, this one will be the one again
         script_position().trainer = self.key
         self._announce_limits()
 
@@ -347,8 +354,10 @@ class AdaptiveDataLoaderHelper:
         once the next data loop is come to, or the epoch ends. Until then an epoch loop that begins anew, in
         this process or after a restart, goes on behind the last optimizer step.
 
+        Outside of an epoch loop it is run from its start whenever the script comes to it.
+
         Raises:
-            RuntimeError: outside of an epoch loop, or inside another data loop.
+            RuntimeError: inside another data loop.
         """
         session = _session.current()
         session.start()
@@ -361,12 +370,13 @@ class AdaptiveDataLoaderHelper:
             if self.replicas > 1:
                 for model in session.models:
                     model.refuse_thawed("replicas would train them apart, as under DistributedDataParallel")
-            session.recovery.arm()
+            if session.epoch is not None:
+                session.recovery.arm()
             self._skipped = not state.enter(self.key)
             known = self._registry.training
             if state.trainer == self.key and (known is None or self._replaces(known)):
                 self.train()  # as is known from the epoch before, or to the replicas that were there
-            self._loops, self._chunk, self._window = state, 0, None
+            self._loops, self._chunk, self._window, self._handed_out = state, 0, None, False
             self._window_start, self._left = (state.index, self._attempts()), None
             if not (self._skipped or self.training) and state.index == 0:
                 # Further on, who has come in the meantime would do it alone, and has rank 0's buffers.
@@ -428,16 +438,39 @@ class AdaptiveDataLoaderHelper:
             raise RuntimeError("skipdone() belongs inside of context()")
         return self._skipped
 
+    @property
+    def handed_out(self) -> bool:
+        """Whether this process has got a batch of the loop under way."""
+        return self._handed_out
+
     @contextmanager
-    def profile(self, commit: bool = True) -> Iterator[None]:
+    def dry_batch(self) -> Iterator[None]:
+        """Around the fetching and the `yield` of a batch that does not count.
+
+        For a loop of which this process has got no batch, though there are some: the names that the loop's
+        body sets exist then behind the loop. See `adaptdl_elastic.torch._elastic.dry_batch`.
+        """
+        window, self._window = self._window, (self.replicas * self._atomic,)
+        self._handed_out = True
+        try:
+            with _session.current().recovery.dry_batch():
+                yield
+        finally:
+            self._window = window
+
+    @contextmanager
+    def profile(self, commit: bool = True, boundary: bool = True) -> Iterator[None]:
         """Around the `yield` of one batch: measures it, and at its end does what all replicas agreed on.
 
-        The body must have moved `current_index` on when it ends. With `commit` False the time is not
-        recorded (the first batch after an iterator has started).
+        The body must have moved `current_index` on when it ends.
+
+        Args:
+            commit: Whether to record the time (not of the first batch after an iterator has started).
+            boundary: False: the caller calls `pass_boundary` itself.
         """
         self.begin_batch()
         yield
-        self.end_batch(commit)
+        self.end_batch(commit, boundary=boundary)
 
     def begin_window(self, window: Window) -> None:
         """Begin `window`, of which no batch has been fetched."""
@@ -450,6 +483,7 @@ class AdaptiveDataLoaderHelper:
 
     def begin_batch(self) -> None:
         """A batch is about to be handed out."""
+        self._handed_out = True
         if self._chunk == 0:
             index = self._running().index
             self._window_start = index, self._attempts()
@@ -458,13 +492,20 @@ class AdaptiveDataLoaderHelper:
             if self._window is None and self.end_index:
                 full = self.replicas * self._atomic
                 self._left = -(-(self.end_index - index % self.end_index) // full)
-            if self.training or self.training_loader_undecided:
+            trains = self.training or self.training_loader_undecided or self._trained
+            if trains and not self._running().outside:
                 _session.current().recovery.begin_window(index)
         if self.training:
             _session.current().metrics.profile_step_start(self._atomic)
 
-    def end_batch(self, commit: bool = True, even: bool = True) -> None:
-        """The loop's body has done with the batch, and `current_index` is behind it."""
+    def end_batch(self, commit: bool = True, even: bool = True, boundary: bool = True) -> None:
+        """The loop's body has done with the batch, and `current_index` is behind it.
+
+        Args:
+            commit: Whether to record the time.
+            even: Whether all replicas had a full batch.
+            boundary: False: the caller calls `pass_boundary` itself when a window has ended.
+        """
         session, state, training = _session.current(), self._running(), self.training
         accumulating, safe = self.is_accum_step(), session.recovery
         if training:
@@ -484,12 +525,24 @@ class AdaptiveDataLoaderHelper:
             session.last_step_time = time.time()
             if training:
                 self._report_position(session, state)
-        if safe.broken:
+        if safe.broken and not state.outside:
             safe.recover("a replica is gone", self)
             return
+        if safe.failed:
+            raise PeerLostError("a replica is gone, in a training loop outside of remaining_epochs_until")
         session.consensus.report_step()
+        if boundary:
+            self.pass_boundary()
+
+    def pass_boundary(self, last: bool = False) -> None:
+        """Between two steps: do what all replicas have agreed on.
+
+        Args:
+            last: Whether nothing of the data loop is left.
+        """
+        session, state = _session.current(), self._running()
         if not any(model.accumulates_by_hand for model in session.models):  # others could not go on from here
-            safe.retry_on_peer_loss(state.boundary, self)
+            session.recovery.retry_on_peer_loss(lambda: state.boundary(last), self)
 
     def _report_position(self, session: _session.Session, state: ScriptPosition) -> None:
         now = (session.generation, state.finished)

@@ -190,6 +190,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self.local = 1
         self.accumulation = 0
         self.read_by_loader = False  # an iterator is being made by the loader that this was made for
+        self.first_only = False  # yield the first batch of the pass and no more, at least one sample
         self.fill = False  # give a replica that would have nothing a sample that does not count
 
     @property
@@ -224,6 +225,11 @@ class ElasticBatchSampler(Sampler[list[int]]):
         if not size:
             return
         order, position = sampler.order().numpy(), sampler.index % size  # slices faster than a tensor
+        if self.first_only:
+            given = sampler.batch_sizes()
+            first = order[: given[0] if given else replicas * self.local]
+            yield first[rank::replicas].tolist() or first[:1].tolist()
+            return
         for window in self.plan():
             for chunk in window:
                 mine = order[position : position + chunk][rank::replicas].tolist()

@@ -38,6 +38,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -57,6 +58,7 @@ from adaptdl_elastic.torch._data.accumulator_state import (
 )
 from adaptdl_elastic.torch._data.registry import current_dataloader, registry
 from adaptdl_elastic.torch._elastic import eligibility, regroup, state_transfer
+from adaptdl_elastic.torch._elastic.dry_batch import dry_batch
 from adaptdl_elastic.torch._elastic.step_snapshot import StepSnapshot
 from adaptdl_elastic.torch._elastic.user_state import tensors_of_script
 from adaptdl_elastic.torch._process_group import backends
@@ -163,6 +165,10 @@ class Recovery:
         if self._before is not None and self.armed and self._session.replicas > 1:
             self._before.before_step(left_out)
 
+    def dry_batch(self) -> AbstractContextManager[None]:
+        """Around a batch that does not count: the loop's body runs, and all that it changes is put back."""
+        return dry_batch(self._session)
+
     @property
     def failed(self) -> bool:
         """Whether the gradients of the window under way could not be synchronised."""
@@ -201,13 +207,13 @@ class Recovery:
         raise RetryDataLoop
 
     def _survive(self, error: PeerLostError, helper: ElasticLoader | None) -> None:
-        if not self.armed:
+        if not self.armed or script_position().outside:
             raise error
         self.recover(str(error), helper)
 
     def loop_ended(self, helper: ElasticLoader) -> bool:
         """All replicas have come to the end of this loop; False: a part of it has to be done again."""
-        if not self.armed or self._session.replicas == 1:
+        if not self.armed or self._session.replicas == 1 or script_position().outside:
             return True
         self._buffers_diverged = self._buffers_diverged or helper.training
         try:
@@ -223,7 +229,8 @@ class Recovery:
     def loop_left(self, helper: ElasticLoader) -> None:
         """Record that this replica has left a loop by `break`, so that no peer waits at the loop's end."""
         # after a step that failed the next boundary ends this replica: from a generator's end nobody can
-        if self.armed and self._session.replicas > 1 and not self.failed:
+        inside = not script_position().outside
+        if inside and self.armed and self._session.replicas > 1 and not self.failed:
             self._buffers_diverged = self._buffers_diverged or helper.training
             self._end(None)
 

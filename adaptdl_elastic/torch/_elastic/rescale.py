@@ -18,7 +18,8 @@ What is done, for generation g + 1 beside the running g:
    is one of the planned size, with nobody in it (`placeholder`). It runs until it comes to the data loop
    under way, says so in the store ("arrived"), and waits. Training goes on.
 3. When all have arrived, rank 0 has the change agreed on like any other (`consensus`). If the boundary is
-   in the data loop that the newcomers wait at, it is carried out; else rank 0 writes a new preview, and
+   in the data loop that the newcomers wait at, it is carried out (not behind the loop's last batch, where no
+   batch would be left for them); else rank 0 writes a new preview, and
    they go on to where the script is now. A newcomer that calls a collective on its way can not be
    answered and gives up, as do one that has come to a loop over another loader (its Python variables
    decided otherwise) and one that breaks for whatever reason: training goes on in g.
@@ -150,6 +151,7 @@ class Rescaler:
                 command: Command = {"generation": plan.generation, "attempt": plan.attempt}
                 if plan.newcomers:
                     self._session.consensus.request({**command, "kind": "preview"})
+                    command["newcomers"] = True
                     command["loaders"] = plan.loaders(store, FOREVER)
                     if not self._wanted(plan):
                         return

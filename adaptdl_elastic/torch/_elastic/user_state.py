@@ -158,6 +158,11 @@ def tensors_of_script(session: Session) -> set[str]:
     }
 
 
+def copies_of_script(session: Session) -> dict[str, Any]:
+    """Snapshots of all the script's States, of any size, by their names."""
+    return checkpoint.snapshot_states(name for name, state in session.states.items() if _of_script(state))
+
+
 def _of_script(state: SavedState) -> bool:
     return not type(state).__module__.startswith(_LIBRARY)
 

@@ -3,9 +3,10 @@
 It has the planned rank and size, so that a script finds what it asks for and models can be wrapped. No other
 process is connected. torch's `fake` backend would leave the tensors of a collective unchanged, or fill in
 this replica's own: a seed that rank 0 should broadcast would silently be 0 here and another value there. So a
-collective called by the script ends the newcomer, and training goes on without it. Collectives of
-AdaptiveDataParallel are answered as the `fake` backend does: their results are replaced by the others' state
-when the newcomer joins. The call stack tells the two apart.
+collective called by the script ends the newcomer, and training goes on without it. A barrier moves no data,
+and the others have passed it: it ends at once. So does every collective in a batch that does not count
+(`torch._elastic.dry_batch`). Collectives of AdaptiveDataParallel are answered as the `fake` backend does:
+their results are replaced by the others' state when the newcomer joins. The call stack tells the two apart.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from adaptdl_elastic import _frames, collective
+from adaptdl_elastic import _frames, _session, collective
 
 dist: Any = torch.distributed  # its stub does not export all of it
 
@@ -40,9 +41,9 @@ _COLLECTIVES = (  # with all names that they have had in torch since 2.6
     "allgather_coalesced", "allgather_into_tensor_coalesced", "all_gather_single",
     "all_gather_single_coalesced", "gather", "scatter", "reduce_scatter", "_reduce_scatter_base",
     "reduce_scatter_tensor_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced",
-    "alltoall", "alltoall_base", "all_to_all_single", "send", "recv", "recv_anysource", "barrier",
-    "monitored_barrier",
+    "alltoall", "alltoall_base", "all_to_all_single", "send", "recv", "recv_anysource",
 )  # fmt: skip
+_BARRIERS = ("barrier", "monitored_barrier")
 
 
 class _WaitingGroup(dist.ProcessGroup):  # type: ignore[misc]
@@ -69,6 +70,11 @@ class _WaitingGroup(dist.ProcessGroup):  # type: ignore[misc]
     group_name = property(getGroupName)
 
 
+def _barrier(self: _WaitingGroup, *args: Any, **kwargs: Any) -> Any:
+    """End at once: the others have passed it."""
+    return self._fake.barrier()
+
+
 def _guarded(name: str) -> Any:
     def call(self: _WaitingGroup, *args: Any, **kwargs: Any) -> Any:
         _only_for_us(name)
@@ -79,10 +85,14 @@ def _guarded(name: str) -> Any:
 
 for _name in _COLLECTIVES:
     setattr(_WaitingGroup, _name, _guarded(_name))
+for _name in _BARRIERS:
+    setattr(_WaitingGroup, _name, _barrier)
 
 
 def _only_for_us(method: str) -> None:
-    """End the newcomer, unless this library has called the present function of torch."""
+    """End the newcomer, unless this library calls torch, or a loop's body in a batch that does not count."""
+    if _session.current().dry:
+        return
     found: FrameType | None = None
     name = f"a collective ({method})"
     for frame in itertools.islice(_frames.callers(), 2, None):  # the first two callers are in this module

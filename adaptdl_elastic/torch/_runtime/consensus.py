@@ -332,8 +332,13 @@ class BoundaryConsensus:
 
     # -- the training thread -----------------------------------------------------------------------
 
-    def boundary(self, position: Position) -> None:
+    def boundary(self, position: Position, last: bool = False) -> None:
         """Pass a boundary, doing first what was agreed to be done there.
+
+        Args:
+            position: Of the boundary.
+            last: Whether nothing of the data loop is left. A replica that joined here would find no batch, so
+                what brings newcomers is done at the boundary after this one.
 
         Raises:
             SystemExit: with code 143, when it was agreed to stop.
@@ -349,7 +354,7 @@ class BoundaryConsensus:
                     raise PeerLostError(self.lost)
                 condition.wait()
             after, commands = self._decision
-            if position <= after:
+            if position <= after or (last and any(command.get("newcomers") for command in commands)):
                 self._position = position
                 return
         if not self._together(position):

@@ -2,7 +2,8 @@
 
 This is what lets a script be run again from its top after a restart: epochs that have ended are not
 offered again, data loops of the present epoch that have ended are skipped, and the loop that was under
-way goes on at the sample it had reached. A data loop is known by its number within its epoch.
+way goes on at the sample it had reached. A data loop is known by its number within its epoch. Data loops
+outside of epochs have no place in that: they run whenever the script comes to them, from their start.
 
 Every replica must come to the same data loops. Each tells the others which one it has come to, and over
 which loader; nobody waits for that, but where they differ all that follows is an error.
@@ -21,6 +22,7 @@ from adaptdl_elastic.reducer import LOOPS, PeerFinishedError, PeerLostError
 
 logger = logging.getLogger(__name__)
 
+_BEHIND_ALL = 10**6  # data loops: an epoch has fewer
 _STREAM_POSITIONS = 4  # windows of a stream that are remembered: a death may undo one or two
 
 
@@ -52,21 +54,32 @@ class ScriptPosition(checkpoint.TensorState):
         self.left: tuple[int, int] | None = None  # data loop that its body left, and where it would go on
         self.announced: tuple[int, int] = (0, 0)  # the last (epoch, data loop) that others were told of
         self.epoch_began = time.monotonic()
+        self._begun = -1  # the last epoch that was begun in this process
+        self._outside = 0  # data loops outside of epochs that this process has come to
+        self._kept: tuple[int, int, float] | None = (
+            None  # what such a loop does not change; None: there is none
+        )
+
+    @property
+    def outside(self) -> bool:
+        """Whether a data loop outside of epochs is under way."""
+        return self._kept is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that outlives a generation."""
         finished_loops, index = self._behind()
+        _, samples, start_progress = self._kept or (0, self.samples, self.start_progress)
         return {
             "finished": self.finished,
             "finished_loops": finished_loops,
             "index": index,
             "size": self.size,
             "shuffled": self.shuffled,
-            "start_progress": self.start_progress,
+            "start_progress": start_progress,
             "seeds": dict(self.seeds),
             "end_indices": dict(self.end_indices),
             "stream_positions": [[index, turn, *counts] for index, turn, counts in self.stream_positions],
-            "samples": self.samples,
+            "samples": samples,
             "step": self.step,
             "trainer": self.trainer,
             "announced": list(self.announced),
@@ -95,7 +108,7 @@ class ScriptPosition(checkpoint.TensorState):
     def _behind(self) -> tuple[int, int]:
         """Return the number of finished data loops of the epoch, and the index in the next one."""
         if self.left is None:
-            return self.finished_loops, self.index
+            return self.finished_loops, self.index if self._kept is None else self._kept[0]
         loop, index = self.left  # it is over once the script goes on behind it: an exception may have left it
         return loop - 1, index
 
@@ -130,7 +143,7 @@ class ScriptPosition(checkpoint.TensorState):
         self.finished_loops, self.index = self._behind()
         self.entered, self.left = 0, None
         self.epoch_began = time.monotonic()
-        session.epoch = self.finished
+        session.epoch = self._begun = self.finished
         self._pass()
         return self.finished
 
@@ -155,19 +168,19 @@ class ScriptPosition(checkpoint.TensorState):
 
         It has not if it had ended before a restart.
         """
-        if self._session.epoch is None:
-            raise RuntimeError(
-                "a data loop outside of an epoch loop: put it inside "
-                "`for epoch in adaptdl_elastic.torch.remaining_epochs_until(n)`, which is what lets it go "
-                "on where it was after a restart"
-            )
         if self.looping:
             raise RuntimeError(
                 "a data loop inside another one: only one can be under way at a time, because only one "
                 "position can be restored after a restart. Let the outer loop end first (to evaluate during "
                 "training, do it between epochs, or make the epochs shorter)"
             )
-        self.looping, self.left = True, None
+        self.looping = True
+        if self._session.epoch is None:
+            self._outside += 1
+            self._kept = self.index, self.samples, self.start_progress
+            self.index = 0
+            return True
+        self.left = None
         self.entered += 1
         if self._session.joining:
             newcomer = self._session.newcomer
@@ -221,14 +234,25 @@ class ScriptPosition(checkpoint.TensorState):
         left: where it would go on, if its body left it.
         """
         self.looping = False
-        if ended:
+        if self._kept is not None:
+            self.index, self.samples, self.start_progress = self._kept
+            self._kept = None
+        elif ended:
             self.left = None if left is None else (self.entered, left)
             self.finished_loops = self.entered
             self.index = 0
 
-    def boundary(self) -> None:
-        """Pass the present position: between steps or evaluated batches, data loops and epochs."""
-        self._session.consensus.boundary((self.finished, self.entered, self.index))
+    def boundary(self, last: bool = False) -> None:
+        """Pass the present position: between steps or evaluated batches, data loops and epochs.
+
+        Args:
+            last: Whether nothing of the data loop under way is left.
+        """
+        if self.outside:  # nobody can join in it
+            place, last = (self._begun, _BEHIND_ALL + self._outside), True
+        else:
+            place = (self.finished, self.entered)
+        self._session.consensus.boundary((*place, self.index), last)
 
 
 def _first(a: None, b: None) -> None:

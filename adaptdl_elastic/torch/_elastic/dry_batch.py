@@ -1,0 +1,87 @@
+"""A batch that does not count: the body of a data loop runs once, and nothing is left of it but its names.
+
+The problem. After `for batch in loader: loss = …` a script uses `loss`. There is no such name in a replica
+that skips this loop, because it was over before a restart or before the replica joined, nor in one that
+comes to it when all samples have been handed out.
+
+What is done. Such a replica gets the first batch of the loop. The models compute outputs and gradients as
+always, and nothing is synchronised. Optimizers do not step. When the body has ended, all that it has changed
+is put back: buffers, gradients, learning-rate schedulers, loss scales, sums of accumulators, random states
+and the script's own States. `adaptdl_elastic.torch.batch_counts()` is False meanwhile.
+
+Collectives in the body. Where replicas have restarted together, all of them have this batch and answer each
+other. A newcomer that has not joined the others has it alone: its collectives end at once (`placeholder`,
+`collective`). A newcomer that has joined has batches of its own, because none joins behind a loop's last
+batch (`BoundaryConsensus.boundary`).
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from adaptdl_elastic import checkpoint
+from adaptdl_elastic._session import Session
+from adaptdl_elastic.torch._elastic.step_snapshot import StepSnapshot
+from adaptdl_elastic.torch._elastic.user_state import copies_of_script
+from adaptdl_elastic.torch._runtime.heap import instances_of
+from adaptdl_elastic.torch._runtime.position import script_position
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def dry_batch(session: Session) -> Iterator[None]:
+    """Around the `yield` of a batch that does not count."""
+    position = script_position()
+    log.info(
+        "data loop %d of epoch %d has nothing left for this replica: its body runs once, without effect",
+        position.entered,
+        position.finished,
+    )
+    before = StepSnapshot(session, position.index, None)
+    states, numpys = copies_of_script(session), np.random.get_state()
+    optimizers = instances_of(torch.optim.Optimizer)
+    parameters = [param for model in session.models for param in model.module.parameters()]
+    parameters += [
+        param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
+    ]
+    gradients = [param.grad for param in parameters]
+    for param in parameters:
+        param.grad = None
+    steps = [vars(optimizer).get("step") for optimizer in optimizers]
+    for optimizer in optimizers:
+        optimizer.step = types.MethodType(_no_step, optimizer)
+    session.dry = True
+    try:
+        yield
+    finally:
+        session.dry = False
+        for optimizer, step in zip(optimizers, steps, strict=True):
+            if step is None:
+                del optimizer.step
+            else:
+                optimizer.step = step
+        for param, gradient in zip(parameters, gradients, strict=True):
+            param.grad = gradient
+        np.random.set_state(numpys)
+        before.put_back(session)
+        checkpoint.restore_states(states)
+
+
+def _no_step(optimizer: Any, closure: Any = None, *_: Any, **__: Any) -> Any:
+    """In place of an optimizer's `step`."""
+    optimizer._opt_called = True  # as torch's does: schedulers warn where it is missing
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+_no_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # and here
