@@ -221,6 +221,7 @@ def main():
         None if S["kind"] == "unknown scaler" else scaler,
         bucket_cap_mb=0.001,
     )
+    model.own_random_streams = False  # the script's own stream is what is to be put back
     other = None
     if S["kind"] == "two models":
         second = Net()
