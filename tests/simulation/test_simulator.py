@@ -21,6 +21,7 @@ from adaptdl_elastic.rendezvous.schema.records import JobSpec, JobState, Rescale
 
 HERE = Path(__file__).parent
 BUDGET_SECONDS = 30.0  # of CPU time, for each of the two first seeds
+MOST_SEEDS = 100  # a faster machine tries no others: a failure here is a change's, not the machine's
 
 
 @pytest.mark.processes
@@ -91,7 +92,7 @@ def test_an_event_log_names_a_replica_that_died_before_the_others_were_forked() 
 @pytest.mark.parametrize("first", [1, 1001])
 def test_no_defect_is_found_in_half_a_minute(first: int) -> None:
     began, seed = time.process_time(), first
-    while time.process_time() - began < BUDGET_SECONDS:
+    while time.process_time() - began < BUDGET_SECONDS and seed < first + MOST_SEEDS:
         found = run(seed)
         again = f"python -m faultsim --seed {seed} --runs 1 --trace"
         assert found.defects == [], "\n".join([*found.lines[-60:], *found.defects, again])
