@@ -14,7 +14,14 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from adaptdl_elastic._wire import HANDSHAKE_SECONDS, INTRODUCTION, REFUSAL, Answer, AuthenticationError
+from adaptdl_elastic._wire import (
+    HANDSHAKE_SECONDS,
+    INTRODUCTION,
+    REFUSAL,
+    Answer,
+    AuthenticationError,
+    FrameKeys,
+)
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +39,7 @@ class Guest:
         self._answer = Answer(secret)
         self._heard = bytearray()
         self._proof = b""
+        self.keys: FrameKeys | None = None  # of the frames to come; None: the handshake is under way
 
     def greet(self) -> None:
         """Send our nonce. It fits into the buffer of a new connection."""
@@ -47,7 +55,7 @@ class Guest:
         if len(self._heard) < INTRODUCTION:
             return None
         try:
-            rank, proof = self._answer.judge(bytes(self._heard))
+            rank, proof, self.keys = self._answer.judge(bytes(self._heard))
         except AuthenticationError:
             self.turn_away()
             raise
@@ -85,6 +93,8 @@ class Door:
         self._server, self._secret, self._clock = server, secret, clock
         self.missing = set(ranks)
         """Who has not come in yet."""
+        self.keys: dict[int, FrameKeys] = {}
+        """Of the frames of each rank that has come in."""
         self._most = len(self.missing) + STRANGERS
         self._guests: dict[socket.socket, Guest] = {}  # the oldest first
         self._refused = 0
@@ -138,6 +148,8 @@ class Door:
                 raise ConnectionError(f"a second rank {rank}, or one too many")
             guest.let_in()
             self._forget(guest)
+            assert guest.keys is not None
+            self.keys[rank] = guest.keys
             self.missing.remove(rank)
         except BlockingIOError:
             return None

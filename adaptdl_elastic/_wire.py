@@ -1,8 +1,10 @@
 """Frames between replicas, and what they hold.
 
-A frame is 8 bytes of length, one byte of kind, and the payload. Before the first frame both sides prove
+A frame is 8 bytes of length, a byte of kind, the payload, and a tag. Before the first frame both sides prove
 that they know the same key (HMAC-SHA256 over both sides' nonces, so that neither an eavesdropper's copy
-nor a reflection helps). Where no secret was given there is nothing to prove.
+nor a reflection helps). The tag of a frame is an HMAC by a key of this connection and direction, over the
+number of the frame and all of it: a stranger between the two can end the connection, and cannot put a frame
+into it, leave one out, or repeat one. Where no secret was given there is nothing to prove, and no tag.
 
 A value travels as plain data (`_codec`), whose decoding runs no code. Only *objects*, which are a user's,
 are pickled, and are marked so. They are unpickled where the receiver has asked for an object itself, and
@@ -23,9 +25,9 @@ from adaptdl_elastic import _codec
 
 _HEADER = struct.Struct("!QB")
 _HELLO = struct.Struct("!4sI16s")
-_MAGIC = b"ADL1"
+_MAGIC = b"ADL2"
 _MAX_FRAME = 1 << 34
-_NONCE, _PROOF = 16, 32  # bytes
+_NONCE, _PROOF, _TAG = 16, 32, 16  # bytes
 
 REFUSAL = bytes(_PROOF)
 """What the listening side sends instead of its proof to a peer that it refuses."""
@@ -88,22 +90,62 @@ def unpack(data: bytes | memoryview, objects: bool = False) -> Any:
     raise _codec.CodecError("an object where only plain data may come" if kind == _OBJECT else "garbage")
 
 
-def send_frame(sock: socket.socket, kind: int, payload: bytes) -> None:
-    """Send one frame, blocking."""
+class FrameKeys:
+    """Tags of the frames of one connection, in both directions.
+
+    Args:
+        secret: What both sides know; None: frames have no tags.
+        listening: The nonce of the listening side.
+        connecting: The nonce of the connecting side.
+        listens: Whether this is the listening side.
+    """
+
+    def __init__(self, secret: bytes | None, listening: bytes, connecting: bytes, listens: bool) -> None:
+        self._keys: dict[bool, bytes] | None = None
+        if secret is not None:
+            to_root, to_peer = (
+                hmac.digest(secret, b"frames " + name + listening + connecting, "sha256")
+                for name in (b"to root", b"to peer")
+            )
+            self._keys = {True: to_peer, False: to_root} if listens else {True: to_root, False: to_peer}
+        self._counts = {True: 0, False: 0}  # frames so far; True: those that this side sends
+
+    def tag(self, header: bytes, payload: bytes, sends: bool) -> bytes:
+        """Return the tag of the next frame of one direction."""
+        if self._keys is None:
+            return b""
+        self._counts[sends] += 1
+        message = b"".join((self._counts[sends].to_bytes(8, "big"), header, payload))
+        return hmac.digest(self._keys[sends], message, "sha256")[:_TAG]
+
+
+def send_frame(sock: socket.socket, keys: FrameKeys, kind: int, payload: bytes) -> None:
+    """Send one frame, blocking. Frames of a connection are sent one after the other."""
     header = _HEADER.pack(len(payload), kind)
+    tag = keys.tag(header, payload, sends=True)
     if len(payload) < 65536:
-        sock.sendall(header + payload)
+        sock.sendall(header + payload + tag)
     else:
         sock.sendall(header)
         sock.sendall(payload)
+        sock.sendall(tag)
 
 
-def receive_frame(sock: socket.socket) -> tuple[int, bytes]:
-    """Return the next frame; blocks, and raises ConnectionError if the peer has closed."""
-    length, kind = _HEADER.unpack(_receive(sock, _HEADER.size))
+def receive_frame(sock: socket.socket, keys: FrameKeys) -> tuple[int, bytes]:
+    """Return the next frame, blocking.
+
+    Raises:
+        ConnectionError: The peer has closed, or another one has sent this frame.
+    """
+    header = _receive(sock, _HEADER.size)
+    length, kind = _HEADER.unpack(header)
     if length > _MAX_FRAME:
         raise ConnectionError(f"a frame of {length} bytes: this is not one of our peers")
-    return kind, _receive(sock, length)
+    payload = _receive(sock, length)
+    wanted = keys.tag(header, payload, sends=False)
+    if not hmac.compare_digest(_receive(sock, len(wanted)), wanted):
+        raise ConnectionError("a frame that the peer has not sent: the connection was tampered with")
+    return kind, payload
 
 
 def _receive(sock: socket.socket, size: int) -> bytes:
@@ -130,8 +172,8 @@ class Answer:
         """What to send first."""
         self._secret = secret
 
-    def judge(self, introduction: bytes) -> tuple[int, bytes]:
-        """Return the rank of the connecting side, and what to send it as the last step.
+    def judge(self, introduction: bytes) -> tuple[int, bytes, FrameKeys]:
+        """Return the rank of the connecting side, what to send it as the last step, and the frames' keys.
 
         Raises:
             AuthenticationError: It does not know the secret. Then REFUSAL is what to send it.
@@ -142,13 +184,14 @@ class Answer:
             proof, _proof(self._secret, b"peer", self.nonce, theirs, rank)
         ):
             raise AuthenticationError("a stranger, or a replica with another ADAPTDL_SECRET")
-        return int(rank), _proof(self._secret, b"root", theirs, self.nonce, rank)
+        keys = FrameKeys(self._secret, self.nonce, theirs, listens=True)
+        return int(rank), _proof(self._secret, b"root", theirs, self.nonce, rank), keys
 
 
 def introduce(
     sock: socket.socket, secret: bytes | None, rank: int, timeout: float = HANDSHAKE_SECONDS
-) -> None:
-    """Do the connecting side of the handshake.
+) -> FrameKeys:
+    """Do the connecting side of the handshake, and return the keys of the frames.
 
     Raises:
         AuthenticationError: One side does not know the secret of the other one.
@@ -163,3 +206,4 @@ def introduce(
     if not hmac.compare_digest(proof, _proof(secret, b"root", nonce, theirs, rank)):
         raise AuthenticationError("rank 0 does not know ADAPTDL_SECRET")
     sock.settimeout(None)
+    return FrameKeys(secret, theirs, nonce, listens=False)

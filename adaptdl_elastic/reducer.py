@@ -157,6 +157,7 @@ class Reducer:
         self._closing = self._aborted = False
         self._send_locks: dict[int, threading.Lock] = {}
         self._peers: dict[int, socket.socket] = {}
+        self._keys: dict[int, _wire.FrameKeys] = {}  # of the frames of each
         if replicas == 1:
             return
         if rank == 0:
@@ -189,7 +190,7 @@ class Reducer:
                 while door.missing:
                     left = deadline - time.monotonic()
                     for rank, sock in door.wait(min(max(left, 0.001), _CANCEL_INTERVAL)):
-                        self._peers[rank] = _tuned(sock)
+                        self._peers[rank], self._keys[rank] = _tuned(sock), door.keys[rank]
                     self._check_cancelled()
                     if left > 0:
                         continue
@@ -212,7 +213,7 @@ class Reducer:
             try:
                 sock = socket.create_connection((host, port), timeout=min(timeout, 10.0))
                 try:
-                    _wire.introduce(sock, secret, self.rank, min(timeout, _wire.HANDSHAKE_SECONDS))
+                    keys = _wire.introduce(sock, secret, self.rank, min(timeout, _wire.HANDSHAKE_SECONDS))
                 except BaseException:
                     sock.close()
                     raise
@@ -227,7 +228,7 @@ class Reducer:
                 time.sleep(delay)
                 delay = min(delay * 1.5, 0.5)
             else:
-                self._peers[0] = _tuned(sock)
+                self._peers[0], self._keys[0] = _tuned(sock), keys
                 self.local_address = sock.getsockname()[0]
                 return
 
@@ -377,7 +378,7 @@ class Reducer:
     def _send(self, peer: int, kind: int, payload: bytes) -> None:
         try:
             with self._send_locks[peer]:
-                _wire.send_frame(self._peers[peer], kind, payload)
+                _wire.send_frame(self._peers[peer], self._keys[peer], kind, payload)
         except (OSError, KeyError):
             pass  # the reading side notices that the peer is gone, and says so
 
@@ -398,7 +399,7 @@ class Reducer:
     def _read(self, peer: int) -> bool:
         """Take one frame; whether there will be more."""
         try:
-            kind, payload = _wire.receive_frame(self._peers[peer])
+            kind, payload = _wire.receive_frame(self._peers[peer], self._keys[peer])
         except (OSError, ValueError) as error:
             self._on_lost(peer, str(error))
             return False

@@ -42,13 +42,19 @@ def launch(
 
 
 def said(done: subprocess.CompletedProcess[str], code: int = 0) -> str:
+    """Return what replicas wrote to stdout, without the rank before each line."""
     assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
+    return without_ranks(done.stdout)
+
+
+def without_ranks(text: str) -> str:
+    """Return output without the rank before each line."""
+    return re.sub(r"^\[rank\d+\]: ", "", text, flags=re.MULTILINE)
 
 
 def given(text: str) -> list[dict[str, str]]:
     """What each replica of each generation was given, as the script has printed it."""
-    return [json.loads(line) for line in text.splitlines() if line.startswith('{"RANK"')]
+    return [json.loads(line) for line in without_ranks(text).splitlines() if line.startswith('{"RANK"')]
 
 
 def ours(done: subprocess.CompletedProcess[str]) -> list[str]:

@@ -109,6 +109,9 @@ def test_all_that_the_body_changes_is_put_back(script: Script, tmp_path: Path) -
                     assert sums["seen"] > 0
                 adl.report(loss=loss.item())
                 random.random(), np.random.random()
+                with torch.no_grad():  # as clipping of weights does
+                    for param in [*net.parameters(), *plain.parameters()]:
+                        param.add_(1.0)
                 assert all(param.grad is not None for param in net.parameters())
                 effects += adl.batch_counts()
             if not stop:
@@ -136,6 +139,7 @@ class Stream(IterableDataset[int]):
         return iter(range(6))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["stream", "tokens", "workers", "drop_last"])
 def test_loaders_of_every_kind_have_such_a_batch(script: Script, kind: str) -> None:
     def run(stop: bool) -> list[tuple[bool, list[int]]]:

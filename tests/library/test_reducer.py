@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from adaptdl_elastic import _door, _wire
+from adaptdl_elastic import _codec, _door, _wire
 from adaptdl_elastic._codec import CodecError
 from adaptdl_elastic.reducer import (
     AGREEMENT,
@@ -436,3 +436,84 @@ def test_who_has_been_aborted_has_lost_the_others_whatever_it_calls_next() -> No
     with pytest.raises(PeerLostError):
         one.allreduce(2)
     world.reducers[0].close()
+
+
+class Relay:
+    """Stands between one replica and rank 0, lets the handshake pass, and then does what a test says."""
+
+    def __init__(self, root: int, then: Callable[[socket.socket, socket.socket], None]) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        self._root, self._then = root, then
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        with (
+            self._server,
+            self._server.accept()[0] as peer,
+            socket.create_connection(("127.0.0.1", self._root)) as root,
+        ):
+            for source, target, size in (
+                (root, peer, 16),
+                (peer, root, _wire.INTRODUCTION),
+                (root, peer, 32),
+            ):
+                data = source.recv(size, socket.MSG_WAITALL)
+                target.sendall(data)
+            self._then(peer, root)
+
+
+def forged(path: Path) -> bytes:
+    """Return a contribution to the first call, as a stranger would write it."""
+    payload = (0).to_bytes(8, "big") + _codec.encode(("x", _wire.pack(Evil(path), objects=True)))
+    return len(payload).to_bytes(8, "big") + bytes([0]) + payload + bytes(16)
+
+
+def test_a_stranger_between_two_replicas_puts_no_frame_into_their_connection(tmp_path: Path) -> None:
+    owned = tmp_path / "owned"
+    results: list[Any] = []
+    thread, port = _listening(2, b"right", results)
+    ended = threading.Event()
+
+    def forge(peer: socket.socket, root: socket.socket) -> None:
+        root.sendall(forged(owned))
+        ended.wait(60)
+
+    relay = Relay(port, forge)
+    peer = Reducer(1, 2, "127.0.0.1", relay.port, secret=b"right")
+    thread.join(60)
+    with pytest.raises(PeerLostError, match="tampered with"):
+        results[0].allreduce(1, tag="x", objects=True)
+    assert not owned.exists()
+    ended.set()
+    relay.thread.join(60)
+    results[0].abort()
+    peer.abort()
+
+
+def test_a_frame_that_is_sent_twice_ends_the_connection() -> None:
+    results: list[Any] = []
+    got: list[Any] = []
+    thread, port = _listening(2, b"right", results)
+    ended = threading.Event()
+
+    def repeat(peer: socket.socket, root: socket.socket) -> None:
+        frame = peer.recv(65536)
+        root.sendall(frame + frame)
+        ended.wait(60)
+
+    relay = Relay(port, repeat)
+    peer = Reducer(1, 2, "127.0.0.1", relay.port, secret=b"right")
+    thread.join(60)
+    lost = threading.Event()
+    root = results[0]
+    root.on_control = lambda sender, message: got.append(message)
+    root.on_lost = lambda rank: lost.set()
+    peer.send_control(0, "only once")
+    assert lost.wait(60)
+    assert got == ["only once"]
+    ended.set()
+    relay.thread.join(60)
+    root.abort()
+    peer.abort()

@@ -34,6 +34,7 @@ def run(kind: str, replicas: int, folder: Path) -> tuple[list[dict[str, Any]], s
     return [event for event in events if event["event"].startswith("warning")], output
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "messages"),
     [
@@ -52,6 +53,7 @@ def test_wrong_data_are_said_once_with_a_remedy(kind: str, messages: list[str], 
         assert printed.count(found) == 1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("kind", "replicas"), [("sound", 3), ("stream", 2), ("own noise", 2), ("plain", 1)])
 def test_sound_data_are_not_spoken_of(kind: str, replicas: int, tmp_path: Path) -> None:
     events, printed = run(kind, replicas, tmp_path)
@@ -78,6 +80,27 @@ def test_status_says_that_all_replicas_train_on_the_same(tmp_path: Path) -> None
         else:
             raise AssertionError(f"status does not say it: {lines}")
         (tmp_path / "end").touch()
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning", "ignore:.*[Ss]parse.*:UserWarning")
+def test_a_tensor_that_cannot_be_compared_has_no_digest() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for odd in (
+        torch.eye(3).to_sparse(),
+        torch.eye(3).to_sparse_csr(),
+        nested,
+        torch.empty(3, device="meta"),
+    ):
+        assert digest((torch.ones(2), {"odd": odd})) is None
+
+
+def test_numbers_anywhere_in_a_batch_count() -> None:
+    images = torch.zeros(8, 3, 224, 224)
+    other = images.clone()
+    other[:, :, 80:140, 80:140] = 1.0
+    assert digest(images) != digest(other)
+    conjugate = torch.complex(torch.ones(3), torch.ones(3)).conj()
+    assert digest(conjugate) == digest(conjugate.resolve_conj())
 
 
 def test_a_digest_is_that_of_what_is_inside() -> None:

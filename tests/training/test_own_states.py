@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adaptdl_elastic import _session, checkpoint
-from adaptdl_elastic.torch._elastic import user_state
+from adaptdl_elastic.torch._elastic import state_transfer, user_state
 from adaptdl_elastic.torch._elastic.large_state import LargeState
 
 
@@ -157,3 +157,53 @@ def test_marks_take_tensors_of_every_layout(shape: str) -> None:
     large.begin_window()
     large.step_left_out()
     assert large.can_be_put_back()
+
+
+class Many(Kept):
+    """Four large tensors that never change, and others."""
+
+    def __init__(self) -> None:
+        super().__init__("many")
+        self.tensors = [torch.ones(9000) for _ in range(4)] + [torch.ones(100) for _ in range(20)]
+        self.seen = {1}
+
+    def state_dict(self) -> Any:
+        return {"tensors": self.tensors, "seen": self.seen}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.seen = set(state_dict["seen"])
+        for tensor, saved in zip(self.tensors, state_dict["tensors"], strict=True):
+            tensor.copy_(saved)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_change_through_data_of_all_but_the_largest_tensors_is_noticed() -> None:
+    many = Many()
+    large = LargeState(many)
+    large.begin_window()
+    for tensor in many.tensors[4:]:
+        tensor.data.add_(1.0)
+    large.step_left_out()
+    assert not large.can_be_put_back()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_set_beside_the_tensors_is_put_back() -> None:
+    many = Many()
+    large = LargeState(many)
+    large.begin_window()
+    large.step_left_out()
+    many.seen.add(2)
+    many.tensors[0].add_(1.0)
+    large.put_back()
+    assert many.seen == {1}
+    assert many.tensors[0].tolist() == [1.0] * 9000
+
+
+@pytest.mark.usefixtures("alone")
+def test_tensors_of_dicts_in_another_order_are_not_taken_for_each_other() -> None:
+    def skeleton(*names: str) -> Any:
+        return state_transfer.strip({name: torch.zeros(3) for name in names}, [])
+
+    assert state_transfer.same_skeleton(skeleton("a", "b"), skeleton("a", "b"))
+    assert not state_transfer.same_skeleton(skeleton("a", "b"), skeleton("b", "a"))

@@ -11,6 +11,7 @@ a stream, of which each replica takes its share, must be the same.
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import numpy as np
@@ -25,32 +26,49 @@ KIND = "digest"
 COMPARED_INPUTS = 3
 """Forward passes of a generation whose inputs are compared: all of them must be equal to be a problem."""
 
-_NUMBERS = 4096  # of each tensor that count
+_NUMBERS = 4096  # of each tensor that count, spread over it
 _PENDING = 64  # comparisons that are waited for at most
 
 Key = tuple[int, str, str]
 """Generation, what is compared, and which one of several."""
 
 
-def digest(value: Any) -> str:
-    """Return what differs where nested tensors, arrays, numbers and strings do.
+def digest(value: Any) -> str | None:
+    """Return a string that differs where nested tensors, arrays, numbers and strings do.
 
-    Tensors and arrays count with their first numbers only, and other objects with their types.
+    Some of the numbers of tensors and arrays count, and other objects with their types only. None if there is
+    a tensor that cannot be compared (sparse, nested, quantized, without data).
     """
     found = hashlib.blake2b(digest_size=16)
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
-            numbers = leaf.detach().reshape(-1)[:_NUMBERS].cpu()
+            if leaf.layout is not torch.strided or leaf.is_meta or leaf.is_nested or leaf.is_quantized:
+                return None
+            numbers = _spread(leaf.detach()).cpu().resolve_conj().resolve_neg()
             found.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
             found.update(numbers.contiguous().view(torch.uint8).numpy().tobytes())
         elif isinstance(leaf, np.ndarray):
             found.update(f"{leaf.shape}{leaf.dtype}".encode())
-            found.update(leaf.reshape(-1)[:_NUMBERS].tobytes() if leaf.dtype != object else b"")
+            found.update(_spread(leaf).tobytes() if leaf.dtype != object else b"")
         elif isinstance(leaf, bytes | str | int | float | complex | np.generic):
             found.update(repr(leaf).encode())
         else:
             found.update(type(leaf).__qualname__.encode())
     return found.hexdigest()
+
+
+def _spread(numbers: Any) -> Any:
+    """Return up to `_NUMBERS` numbers of a tensor or array, spread evenly over it; copies no others."""
+    if not numbers.ndim:
+        return numbers.reshape(1)
+    size = math.prod(numbers.shape)
+    step = -(-size // _NUMBERS) | 1  # odd, so that it does not meet one column of an image only
+    places = np.unravel_index(np.arange(0, size, step), numbers.shape) if size else None
+    if places is None:
+        return numbers.reshape(-1)
+    if isinstance(numbers, torch.Tensor):
+        return numbers[tuple(torch.from_numpy(place) for place in places)]
+    return numbers[places]
 
 
 class BatchComparison:
@@ -78,12 +96,14 @@ class BatchComparison:
         if count >= COMPARED_INPUTS:
             return
         self._passes[model] = (generation, count + 1)
-        mine = digest(inputs) if counts else f"none on rank {self._session.rank}"
+        found = digest(inputs) if counts else None
+        mine = f"none on rank {self._session.rank}" if found is None else found
         self._send(f"{'shared' if shared else 'own'} inputs of {model}", str(count), mine)
 
-    def same(self, what: str, place: str, found: str) -> None:
-        """Take the digest of `what` at `place`, which must be the same on all replicas."""
-        self._send(what, place, found)
+    def same(self, what: str, place: str, found: str | None) -> None:
+        """Take the digest of `what` at `place`, which must be equal on all replicas; None: there is none."""
+        if found is not None:
+            self._send(what, place, found)
 
     def _send(self, what: str, which: str, mine: str) -> None:
         session = self._session

@@ -161,7 +161,7 @@ class ShardedStream(IterableDataset[Item]):
     ) -> Iterator[Item]:
         compared = leads and settings.replicas > 1
         for chunk in _chunks(islice(samples, start, None), settings.replicas, settings.local, self.drop_last):
-            found = digest(chunk[0]) if compared else ""
+            found = (digest(chunk[0]) if compared else None) or ""
             compared = False
             mine = chunk[settings.rank :: settings.replicas] or (chunk[:1] if settings.fill else [])
             yield Item(len(chunk), mine, part, found)

@@ -6,8 +6,8 @@ comes to it when all samples have been handed out.
 
 What is done. Such a replica gets the first batch of the loop. The models compute outputs and gradients as
 always, and nothing is synchronised. Optimizers do not step. When the body has ended, all that it has changed
-is put back: buffers, gradients, learning-rate schedulers, loss scales, sums of accumulators, random states
-and the script's own States. `adaptdl_elastic.torch.batch_counts()` is False meanwhile.
+is put back: parameters, buffers, gradients, schedulers, loss scales, sums of accumulators, random
+states and the script's own States. `adaptdl_elastic.torch.batch_counts()` is False meanwhile.
 
 Collectives in the body. Where replicas have restarted together, all of them have this batch and answer each
 other. A newcomer that has not joined the others has it alone: its collectives end at once (`placeholder`,
@@ -52,6 +52,7 @@ def dry_batch(session: Session) -> Iterator[None]:
     parameters += [
         param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
     ]
+    values = [(param, param.detach().clone()) for param in dict.fromkeys(parameters)]
     gradients = [param.grad for param in parameters]
     for param in parameters:
         param.grad = None
@@ -70,6 +71,9 @@ def dry_batch(session: Session) -> Iterator[None]:
                 optimizer.step = step
         for param, gradient in zip(parameters, gradients, strict=True):
             param.grad = gradient
+        with torch.no_grad():
+            for param, value in values:  # a body may change them itself, as weight clipping does
+                param.copy_(value)
         np.random.set_state(numpys)
         before.put_back(session)
         checkpoint.restore_states(states)

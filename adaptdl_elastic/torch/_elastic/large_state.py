@@ -9,7 +9,8 @@ the next window on the State is copied when a window begins. If that first step 
 training restarts from the checkpoint.
 
 A change is recognised without reading the State: by the version counters that autograd keeps of tensors,
-and by a few elements, because a change through `tensor.data` does not count there.
+and, because a change through `tensor.data` does not count there, by elements of some of the tensors. A change
+through `tensor.data` that happens before `optimizer.step()` and spares all of those is not recognised.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import torch
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic.torch._elastic.state_transfer import fill, strip
 
-_SAMPLED_TENSORS = 4
-_SAMPLED_ELEMENTS = 16
+_LARGEST_TENSORS = 4  # whose elements are looked at
+_OTHER_TENSORS = 8
+_SAMPLED_ELEMENTS = 16  # of each, spread over it
 _CHECKED_WINDOWS = 3  # whose elements are compared at the step, too, which waits for a device
 
 
@@ -45,13 +47,15 @@ class StateMarks:
         self._elements = [elements.clone() for elements in self._sampled()]
 
     def _sampled(self) -> Iterator[torch.Tensor]:
-        """Yield a few elements of the largest tensors, as views."""
-        largest = sorted(self.tensors, key=torch.Tensor.numel)[-_SAMPLED_TENSORS:]
-        for tensor in largest:
+        """Yield a few elements of the largest tensors and of some others, as views."""
+        by_size = sorted(self.tensors, key=torch.Tensor.numel)
+        others, largest = by_size[:-_LARGEST_TENSORS], by_size[-_LARGEST_TENSORS:]
+        for tensor in [*largest, *others[:: len(others) // _OTHER_TENSORS + 1]]:
             offset = tensor.storage_offset()
             stored = tensor.untyped_storage().nbytes() // tensor.element_size() - offset
-            count = min(_SAMPLED_ELEMENTS, tensor.numel(), stored)
-            yield tensor.detach().as_strided((count,), (1,), offset)
+            reachable = min(tensor.numel(), stored)
+            count = min(_SAMPLED_ELEMENTS, reachable)
+            yield tensor.detach().as_strided((count,), (max(1, reachable // _SAMPLED_ELEMENTS),), offset)
 
     def written(self) -> bool:
         """Return whether autograd has counted a change of these tensors since. Takes microseconds."""

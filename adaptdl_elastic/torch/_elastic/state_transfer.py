@@ -132,7 +132,9 @@ def _targets(session: Session, described: dict[str, tuple[str, Any]]) -> list[to
         state, own = session.states.get(name), list[torch.Tensor]()
         if isinstance(state, checkpoint.TensorState):
             skeleton = strip(state.state_dict(), own)
-            if skeleton != body:  # as an optimizer's, which has no state before its first step
+            if not same_skeleton(
+                skeleton, body
+            ):  # as an optimizer's, which has no state before its first step
                 own = _matching(skeleton, own, body)
         targets += own or [slot.fresh() for slot in slots]
     return targets
@@ -151,7 +153,7 @@ def _matching(skeleton: Any, own: list[torch.Tensor], body: Any) -> list[torch.T
     for key, part in body.items():
         slots = []
         _find_slots(part, slots)
-        alike = key in skeleton and skeleton[key] == part
+        alike = key in skeleton and same_skeleton(skeleton[key], part)
         targets += mine[key] if alike else [slot.fresh() for slot in slots]
     return targets
 
@@ -207,7 +209,7 @@ def strip(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         items = [strip(item, tensors) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
-    return value
+    return type(value)(value) if isinstance(value, (set, bytearray)) else value
 
 
 def _find_slots(value: Any, slots: list[Slot]) -> None:
@@ -220,6 +222,15 @@ def _find_slots(value: Any, slots: list[Slot]) -> None:
     elif isinstance(value, (list, tuple)):
         for item in value:
             _find_slots(item, slots)
+
+
+def same_skeleton(one: Any, other: Any) -> bool:
+    """Return whether two results of `strip` are equal, the order of dicts included: tensors follow it."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return [*one] == [*other] and all(same_skeleton(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(same_skeleton, one, other))
+    return bool(one == other)
 
 
 def fill(value: Any, supply: Iterator[torch.Tensor]) -> Any:
