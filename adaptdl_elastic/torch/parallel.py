@@ -384,7 +384,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
             self.sync_buffers(timedelta(minutes=30))  # torch's own time limit for collectives
 
     def __getstate__(self) -> Any:
-        """Refuse to be copied or pickled: the hooks in the optimizer and the process group exist once."""
+        """Refuse to be copied or pickled: a copy would share the optimizer and the process group."""
         raise TypeError(
             "AdaptiveDataParallel cannot be copied or pickled: copy its module, as in "
             "copy.deepcopy(model.module) or AveragedModel(model.module)"
@@ -655,8 +655,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         return True
 
 
-# torch.compile(model): the code around the module is not compiled. It would be compiled again for every
-# number of a batch within its window.
+# For torch.compile(model): the code that runs before and after the module is not compiled. Otherwise torch
+# would compile it again for each batch of an accumulation window, because `micro_batch` differs.
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]

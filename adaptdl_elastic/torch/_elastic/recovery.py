@@ -504,7 +504,7 @@ class Recovery:
             mine.index, self._failed = script_position().index, False
 
     def _will_be_overwritten(self) -> None:
-        self._partially_restored = True  # until all has arrived
+        self._partially_restored = True  # the model is a mixture until the transfer is complete
 
     def _same_sums(self, everybody: list[SurvivorReport]) -> None:
         """Take the accumulator sums of replicas that have finished a sync which failed on this replica."""

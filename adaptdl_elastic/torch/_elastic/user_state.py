@@ -71,7 +71,7 @@ class UserStates:
                 continue
             try:
                 self._note(name, state, window_time)
-            except Exception as error:  # saving a checkpoint logs a warning for the same error
+            except Exception as error:  # from the script's `save` or `state_dict`
                 self._large.pop(name, None)
                 self._digests[name] = f"cannot be copied: {error!r}"
         self._windows += 1

@@ -523,7 +523,7 @@ class RoundCoordinator:
         return None if left == float("inf") else min(max(left, 0.0), 1.0)
 
     def on_event(self, kind: str, sender: int, body: Any) -> None:
-        """Handle one event of the control thread."""
+        """Handle a request, a replica's message about the open round, a new generation, or a clock tick."""
         if kind == "want":
             self._want(body)
         elif kind == "renew":
