@@ -656,7 +656,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
 
 
 # For torch.compile(model): the code that runs before and after the module is not compiled. Otherwise torch
-# would compile it again for each batch of an accumulation window, because `micro_batch` differs.
+# would compile it again for every batch of an accumulation window.
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
