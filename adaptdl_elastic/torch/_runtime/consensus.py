@@ -421,7 +421,7 @@ class BoundaryConsensus:
     def _execute(self, commands: list[Command]) -> None:
         """Carry out agreed commands; a checkpoint comes before a change of the number of replicas.
 
-        If a stop is among them, only its checkpoint is saved, and the other commands are dropped.
+        A stop saves one checkpoint, which also serves all requests for a checkpoint, and ends this process.
         """
         stop = [c for c in commands if c["kind"] == "stop"]
         saves = [c for c in commands if c["kind"] == "checkpoint"]
