@@ -1,12 +1,12 @@
-"""adaptdl-elastic: PyTorch training jobs that adapt while they run.
+"""Run PyTorch training jobs that adapt their number of replicas and batch size while they run.
 
-What a training script imports is `adaptdl_elastic.torch`, and for states of its own
-`adaptdl_elastic.checkpoint`. This package imports neither torch nor any of its own parts by itself:
-torch loads the entry point in `adaptdl_elastic.rendezvous` while it is still importing its own
-rendezvous package, so whatever that needs must not import torch in turn.
+A training script imports `adaptdl_elastic.torch` and, to save states of its own,
+`adaptdl_elastic.checkpoint`. This module imports neither torch nor any other module of the package. The
+reason: torch loads the entry point in `adaptdl_elastic.rendezvous` while it is importing its own rendezvous
+package, so this entry point must not import torch in turn.
 
-`adaptdl_elastic.checkpoint`, `env` and the other modules of a training script are imported when they are
-first used (PEP 562), so that `import adaptdl_elastic` is enough to name them.
+`adaptdl_elastic.checkpoint`, `env` and the other modules for scripts are imported at their first use
+(PEP 562). So `import adaptdl_elastic` is enough to use them.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Checks of the arguments of public calls: what was given, and what is allowed, in one line."""
+"""Check arguments of public calls; errors say in one line what was given and what is allowed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def integer(value: Any) -> int | None:
-    """`value` as Python's, if it is an integer (NumPy's are); None for anything else, True and False too."""
+    """Return `value` as a Python int if it is an integer, also NumPy's; None for others, also for bools."""
     if isinstance(value, bool):
         return None
     try:
@@ -27,10 +27,13 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
 
 
 def flag(name: str, value: Any) -> bool:
-    """`value` as Python's, if it is True or False (NumPy's are), 0 or 1, or None, which is False.
+    """Return `value` as a Python bool if it is a bool (also NumPy's), 0 or 1, or None, which means False.
 
-    TypeError for anything else, since "no" counts as true. None is what torch's own DataLoader has for
-    shuffle, and 0 and 1 are what a command line of integers gives.
+    None is the default of `shuffle` in torch's DataLoader. Scripts with integer command-line options give 0
+    and 1.
+
+    Raises:
+        TypeError: `value` is anything else, such as the string "no", which Python takes as true.
     """
     if value is None or isinstance(value, bool):
         return bool(value)
@@ -51,7 +54,7 @@ def positive(name: str, value: Any) -> float:
 
 
 def real(value: Any) -> float | None:
-    """`value` as Python's, if it is a number (NumPy's and tensors of one are); None for anything else."""
+    """Return `value` as a Python float if it is a number or a tensor with one element; None for others."""
     if isinstance(value, bool | str | bytes):
         return None
     try:

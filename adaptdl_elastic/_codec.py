@@ -1,11 +1,12 @@
-"""Plain data as bytes, and bytes as plain data: what the library's own messages travel in.
+"""Encode plain data to bytes and decode it, for the library's own messages.
 
-Numbers, text, bytes, and lists, tuples, dicts and sets of these; arrays and tensors of a closed list of
-types. To decode makes such values and nothing else, whatever the bytes are: no code of a sender runs.
-Values come back with the type that they had. A subclass of one of these types is no plain data.
+Plain data are numbers, text and bytes; lists, tuples, dicts and sets of plain data; and arrays and tensors of
+a fixed list of dtypes. Decoding creates only such values, whatever the bytes are, and runs no code of the
+sender. A decoded value has the same type as the original. Instances of subclasses of these types are not
+plain data.
 
-A value is one byte of type and what that type needs. Lengths are checked against what is left, so no
-bytes make the decoder reserve more than a small multiple of their own size.
+An encoded value is one byte for its type, followed by its content. Lengths are checked against the number of
+bytes left, so the decoder never allocates more than a small multiple of the size of its input.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 _INT, _FLOAT, _SIZE = struct.Struct("!q"), struct.Struct("!d"), struct.Struct("!Q")
-_DEPTH = 100  # levels of nesting
+_DEPTH = 100  # most levels of nesting
 _ARRAY = re.compile(r"[<>|=][biufcSUMm]\d+(\[\d*[a-zA-Z]+\])?")
 _FACTORIES: dict[str, Callable[[], Any]] = {
     kind.__name__: kind for kind in (int, float, str, bool, complex, list, dict, set, tuple, bytes)
@@ -33,18 +34,18 @@ _TENSORS = frozenset(
 
 
 class NotPlainError(TypeError):
-    """A value cannot be encoded: it is no plain data."""
+    """Raised if a value cannot be encoded, because it is not plain data."""
 
 
 class CodecError(ValueError):
-    """Bytes are not what `encode` makes."""
+    """Raised if bytes to decode were not made by `encode`."""
 
 
 def encode(value: Any) -> bytes:
     """Return `value` as bytes.
 
     Raises:
-        NotPlainError: A part of it is no plain data; the message names its type.
+        NotPlainError: a part of `value` is not plain data; the message names its type.
     """
     out = bytearray()
     _encode(value, out, 0)
@@ -52,7 +53,11 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """Return the value that `encode` made `data` of. CodecError when it did not."""
+    """Return the value that was encoded as `data`.
+
+    Raises:
+        CodecError: `data` was not made by `encode`.
+    """
     try:
         reader = _Reader(memoryview(data))
         value = reader.value(0)
@@ -205,14 +210,14 @@ _WRITERS: dict[type, Callable[[Any, bytearray, int], None]] = {
 
 
 class _Reader:
-    """Reads values from `data`, one after the other."""
+    """Read values from `data`, one after the other."""
 
     def __init__(self, data: memoryview) -> None:
         self._data, self._at = data, 0
 
     @property
     def left(self) -> int:
-        """How many bytes have not been read."""
+        """Number of bytes that have not been read."""
         return len(self._data) - self._at
 
     def take(self, size: int) -> memoryview:

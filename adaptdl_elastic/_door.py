@@ -1,8 +1,9 @@
-"""The door of a forming generation: handshakes of all who connect, side by side.
+"""Accept the connections of a forming generation: run the handshakes of all connections side by side.
 
-Whoever connects has `HANDSHAKE_SECONDS` for the handshake. At most `most` handshakes are under way. When
-there are more, the oldest is broken off: a replica takes milliseconds, and tries again, so a crowd of
-silent strangers delays nobody. One thread does it all, without blocking.
+Each connection has `HANDSHAKE_SECONDS` for its handshake. The number of handshakes at a time is limited. If
+there are more, the oldest one is aborted. A replica needs only milliseconds, and tries again if it is
+aborted, so many silent connections from elsewhere do not delay it. One thread runs all handshakes without
+blocking.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from adaptdl_elastic._wire import (
 log = logging.getLogger(__name__)
 
 STRANGERS = 64
-"""Handshakes that may be under way beyond those of the expected replicas."""
+"""Number of handshakes allowed at a time in addition to those of the expected replicas."""
 
-_TOLD = 3  # refusals of which a warning is logged
+_TOLD = 3  # number of refused connections that are logged
 
 
 class Guest:
-    """A connection whose handshake is under way."""
+    """Run the handshake of one connection."""
 
     def __init__(self, sock: socket.socket, address: str, secret: bytes | None, until: float) -> None:
         self.sock, self.address, self.until = sock, address, until
@@ -42,12 +43,19 @@ class Guest:
         self.keys: FrameKeys | None = None  # of the frames to come; None: the handshake is under way
 
     def greet(self) -> None:
-        """Send our nonce. It fits into the buffer of a new connection."""
+        """Send the nonce, which fits into the buffer of a new connection."""
         self.sock.setblocking(False)
         self.sock.send(self._answer.nonce)
 
     def hear(self) -> int | None:
-        """Take what has come; the rank once all has. OSError when the handshake has failed."""
+        """Receive the available bytes.
+
+        Returns:
+            The peer's rank if the handshake's message is complete, else None.
+
+        Raises:
+            OSError: the handshake has failed.
+        """
         data = self.sock.recv(INTRODUCTION - len(self._heard))
         if not data:
             raise ConnectionError("the connection was closed")
@@ -63,24 +71,24 @@ class Guest:
         return rank
 
     def turn_away(self) -> None:
-        """Say that we refuse it."""
+        """Tell the peer that its connection is refused."""
         with suppress(OSError):
             self.sock.send(REFUSAL)
 
     def let_in(self) -> None:
-        """Prove that we know the secret, too. From now on the connection is blocking."""
+        """Prove to the peer that this side knows the secret, and make the connection blocking."""
         self.sock.send(self._proof)
         self.sock.settimeout(None)
 
 
 class Door:
-    """Takes connections on `server` until `close`.
+    """Accept connections on `server` until `close`.
 
     Args:
         server: A listening socket; its owner closes it.
-        secret: What both sides must know; None: nothing.
-        ranks: Who are to come, each once.
-        clock: Monotonic seconds.
+        secret: Secret that both sides must know; None: no secret is needed.
+        ranks: Ranks that are expected to connect, each once.
+        clock: Function that returns monotonic seconds.
     """
 
     def __init__(
@@ -92,18 +100,18 @@ class Door:
     ) -> None:
         self._server, self._secret, self._clock = server, secret, clock
         self.missing = set(ranks)
-        """Who has not come in yet."""
+        """Ranks that have not connected yet."""
         self.keys: dict[int, FrameKeys] = {}
-        """Of the frames of each rank that has come in."""
+        """Keys of the frames of each rank that has connected."""
         self._most = len(self.missing) + STRANGERS
-        self._guests: dict[socket.socket, Guest] = {}  # the oldest first
+        self._guests: dict[socket.socket, Guest] = {}  # running handshakes, the oldest first
         self._refused = 0
         self._selector = selectors.DefaultSelector()
         server.setblocking(False)
         self._selector.register(server, selectors.EVENT_READ)
 
     def wait(self, seconds: float) -> list[tuple[int, socket.socket]]:
-        """Return who has come in, as (rank, connection), after at most `seconds`; maybe nobody."""
+        """Return newly accepted replicas as (rank, connection), after at most `seconds`; may be empty."""
         found = []
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._server:
@@ -116,7 +124,7 @@ class Door:
         return found
 
     def close(self) -> None:
-        """Break off all handshakes that are under way."""
+        """Abort all running handshakes."""
         for guest in list(self._guests.values()):
             self._forget(guest)
             guest.sock.close()
@@ -125,7 +133,7 @@ class Door:
     def _accept(self) -> None:
         try:
             sock, address = self._server.accept()
-        except OSError:  # it is gone already, or there is no descriptor left for it
+        except OSError:  # the peer has closed the connection, or the process has no free file descriptor
             return
         guest = Guest(sock, str(address[0]), self._secret, self._clock() + HANDSHAKE_SECONDS)
         try:

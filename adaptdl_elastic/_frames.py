@@ -1,7 +1,7 @@
-"""Where the script is that calls this library: the one module that reads the interpreter's stack.
+"""Find the script's frames on the interpreter's stack; only this module reads the stack.
 
-Frames of the library are left out. What is found is the same under a decorator, in a compiled model and in a
-debugger, as long as those call the library through frames of their own.
+Frames of the library are left out. The result is the same under a decorator, in a compiled model and in a
+debugger, as long as these call the library through frames of their own.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 PACKAGE = f"{Path(__file__).parent}{os.sep}"
-"""What the file names of the library's code begin with."""
+"""Prefix of the file names of the library's code."""
 
 
 def is_library(code: CodeType) -> bool:
-    """Return whether `code` is this library's."""
+    """Return whether `code` belongs to this library."""
     return code.co_filename.startswith(PACKAGE)
 
 
 def callers() -> Iterator[FrameType]:
-    """Yield the frame that asks, its caller, and so on outwards."""
+    """Yield the calling frame, its caller, and so on outwards."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -38,7 +38,7 @@ def script_frame() -> FrameType:
 
 
 def script_line() -> str:
-    """Return the line of the script that calls, as "train.py:12"."""
+    """Return the line of the script that calls the library, as "train.py:12"."""
     return _line(script_frame())
 
 
@@ -46,7 +46,7 @@ def script_lines(outermost: CodeType | None) -> str:
     """Return the lines of the calls that led here, innermost first: "model.py:3 of train.py:12".
 
     Args:
-        outermost: Code of the last frame that counts. The search ends at a module's code in any case.
+        outermost: Code of the outermost frame to include. The search ends at a module's code in any case.
     """
     lines = []
     for frame in up_to(outermost):
@@ -56,7 +56,7 @@ def script_lines(outermost: CodeType | None) -> str:
 
 
 def up_to(outermost: CodeType | None) -> Iterator[FrameType]:
-    """Yield the frames from here outwards, up to that of `outermost` or of a module."""
+    """Yield the frames from the caller outwards, up to the frame of `outermost` or of a module."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame

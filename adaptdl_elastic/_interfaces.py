@@ -1,21 +1,21 @@
-"""What the parts of the training library ask of each other, without knowing each other.
+"""Define the interfaces between the parts of the training library.
 
-`Session` holds one object of each kind. The modules that use it import these protocols; the classes that
-implement them are named by `adaptdl_elastic.torch._bootstrap` only.
+`Session` holds one object of each kind. Modules that use a part import its protocol from here. Only
+`adaptdl_elastic.torch._bootstrap` imports the classes that implement the protocols.
 
-| protocol | answers | implemented by |
+| protocol | purpose | implemented by |
 |---|---|---|
-| `SavedState` | what is saved and given to newcomers | `checkpoint.State` |
+| `SavedState` | a state that is saved and sent to newcomers | `checkpoint.State` |
 | `ElasticModel` | a model whose number of replicas changes | `torch.parallel.AdaptiveDataParallel` |
-| `ScaledModel` | what a scaling rule and a GradScaler need of it | the same |
-| `ElasticLoader` | the batch under way | `torch._data.loader` |
-| `Consensus` | acting at the same step on all replicas | `torch._runtime.consensus` |
+| `ScaledModel` | a model as scaling rules and GradScalers need it | the same |
+| `ElasticLoader` | a data loader and its current batch | `torch._data.loader` |
+| `Consensus` | act at the same step on all replicas | `torch._runtime.consensus` |
 | `Reporter` | step times, statistics, the best batch size | `torch._tuning.reporter` |
-| `Survivor` | going on after a death | `torch._elastic.recovery` |
-| `Rescaling` | changing the number of replicas in place | `torch._elastic.rescale` |
-| `Joining` | becoming one of the running replicas | `torch._elastic.join` |
+| `Survivor` | continue after the death of a replica | `torch._elastic.recovery` |
+| `Rescaling` | change the number of replicas in place | `torch._elastic.rescale` |
+| `Joining` | let a newcomer join the running replicas | `torch._elastic.join` |
 
-Nothing here imports torch at run time.
+This module does not import torch at run time.
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ Place = tuple[int, int]
 """(epoch, number of the data loop within it)."""
 
 Command = dict[str, Any]
-"""What to do at a boundary: `kind` and what that kind needs. Plain data: it travels between replicas."""
+"""An action at a boundary: the key `kind`, and arguments of that kind. Plain data, sent between replicas."""
 
 
 class RetryDataLoop(Exception):
-    """A death was survived: the data loop goes on where it looks for what to do next."""
+    """Raised after a recovery from a death: the data loop must be continued from its new position."""
 
 
 class SavedState(Protocol):
-    """A state that is saved in every checkpoint, see `adaptdl_elastic.checkpoint.State`."""
+    """Define a state that is saved in every checkpoint, see `adaptdl_elastic.checkpoint.State`."""
 
     required: bool
     expires: int | None
 
     @property
     def name(self) -> str:
-        """Its name, unique in the script."""
+        """Name of the state, unique in the script."""
 
     def save(self, fileobj: BinaryIO) -> None:
-        """Write it to a file."""
+        """Write the state to a file."""
 
     def load(self, fileobj: BinaryIO) -> None:
         """Read what `save` wrote."""
 
     def sync(self) -> None:
-        """Bring what the replicas hold into agreement."""
+        """Synchronise the state between the replicas. A collective."""
 
     def snapshot(self) -> Any:
-        """Return a copy that later changes do not reach."""
+        """Return a copy that later changes of the state do not change."""
 
     def restore(self, snapshot: Any) -> None:
         """Go back to a snapshot."""
@@ -80,27 +80,27 @@ class SavedState(Protocol):
 
 
 class ModelSnapshot(Protocol):
-    """What a step may change of one model besides its parameters, as it was when the step began."""
+    """Hold a copy, from the start of a step, of what the step may change besides the parameters."""
 
     def why_irreparable(self) -> str | None:
-        """Return why the step cannot be put back; None if it can."""
+        """Return why the step cannot be undone; None if it can."""
 
     def put_back(self) -> None:
-        """Let everything be as it was. May be done again."""
+        """Restore the state at the start of the step. May be called more than once."""
 
 
 class ElasticModel(Protocol):
-    """A model whose replicas come and go within the process.
+    """Define a model that supports changes of the number of replicas within the process.
 
-    A sharded model or another framework's model takes part in changes of the number of replicas by
-    implementing this and appending itself to `Session.models`.
+    A sharded model or a model of another framework takes part in such changes by implementing this protocol
+    and appending itself to `Session.models`.
     """
 
     name: str
-    """Also the name of the `checkpoint.State` that holds its parameters and all that belongs to them."""
+    """Name of the model, and of the `checkpoint.State` that holds its parameters and related state."""
 
     own_random_streams: bool
-    """Whether replicas that train it draw random numbers of their own in data loops."""
+    """Whether each replica draws its own random numbers in data loops that train the model."""
 
     @property
     def module(self) -> torch.nn.Module:
@@ -112,13 +112,13 @@ class ElasticModel(Protocol):
 
     @property
     def lr_scheduler(self) -> Any:
-        """The learning-rate scheduler that it was given; None: it was given none."""
+        """The learning-rate scheduler given with the model, or None."""
 
-    # Whether it can take part.
+    # Support for changes and recoveries.
 
     @property
     def has_own_process_group(self) -> bool:
-        """Whether the script gave it a process group other than the default one."""
+        """Whether the script gave the model another process group than torch's default one."""
 
     @property
     def thawed(self) -> bool:
@@ -128,47 +128,47 @@ class ElasticModel(Protocol):
         """Raise RuntimeError if `thawed`."""
 
     def why_not_resilient(self) -> str | None:
-        """Return why the death of a peer cannot be survived with this model; None if it can."""
+        """Return why this model does not allow to survive the death of a peer; None if it does."""
 
     # A step whose gradients could not be synchronised.
 
     def absorb_failures(self) -> None:
-        """From now on, keep the failure of a collective in `failure` instead of raising it."""
+        """Store the failure of a collective in `failure` from now on, instead of raising it."""
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the gradients of the step under way could not be synchronised; None: nothing is wrong."""
+        """Why the gradients of the current step could not be synchronised; None if they could."""
 
     def clear_failure(self) -> None:
-        """Forget the failure and the gradients of the step that it spoiled."""
+        """Forget the failure, and drop the gradients of the step that failed."""
 
     def give_up(self, reason: str) -> None:
-        """Let a backward pass that waits for a lost peer go on. From any thread."""
+        """Let a backward pass that waits for a lost peer continue. Callable in any thread."""
 
     @property
     def stuck(self) -> bool:
-        """Whether the process group has an operation under way that may never end."""
+        """Whether the process group runs an operation that may never end."""
 
     def snapshot_step(self, last: ModelSnapshot | None) -> ModelSnapshot:
-        """Copy what a step may change; the memory of `last` may be used again."""
+        """Copy what a step may change besides parameters; the memory of `last` may be used again."""
 
     # Accumulation windows.
 
     @property
     def attempted_steps(self) -> int:
-        """Optimizer steps that were taken, or left out because gradients were not finite."""
+        """Optimizer steps that were taken, or skipped because gradients were not finite."""
 
     @property
     def accumulates_by_hand(self) -> bool:
         """Whether the script accumulates over several windows in `no_sync`."""
 
     def drop_window(self) -> None:
-        """Drop what has been accumulated of a window that will not be stepped."""
+        """Drop the gradients of an accumulation window that will not be stepped."""
 
-    # Another generation.
+    # A new generation.
 
     def reinit_process_group(self) -> None:
-        """Use the present default process group from now on, on the same parameters."""
+        """Use torch's current default process group from now on, with the same parameters."""
 
     def sync_buffers(self, limit: timedelta = ...) -> None:
         """Give every replica rank 0's buffers. A collective."""
@@ -183,14 +183,14 @@ class ElasticModel(Protocol):
         """Progress so far, in steps at the initial batch size."""
 
     def statistics(self) -> dict[str, Any]:
-        """Return the gradient statistics, for other replicas."""
+        """Return the gradient statistics, to be sent to other replicas."""
 
     def load_statistics(self, statistics: dict[str, Any]) -> None:
-        """Take another replica's `statistics`."""
+        """Replace the gradient statistics by another replica's `statistics`."""
 
 
 class GradientStatistics(Protocol):
-    """What scaling rules and GradScalers read of a model's gradient statistics."""
+    """Define the gradient statistics of a model that scaling rules and GradScalers read."""
 
     steps: int
     skipped: int
@@ -199,26 +199,26 @@ class GradientStatistics(Protocol):
         """Return how many steps of the initial batch size a step at `scale` is worth."""
 
     def lr_gain(self, scale: float) -> Any:
-        """Return the same by parameter group."""
+        """Return the factor of the learning rate at `scale`, by parameter group."""
 
     def get_progress(self) -> float:
         """Return the progress so far, in steps at the initial batch size."""
 
 
 class ScaledModel(Protocol):
-    """What a scaling rule, and a GradScaler, need of the model that they serve."""
+    """Define what scaling rules and GradScalers need of their model."""
 
     @property
     def gns(self) -> Any:
-        """Its `GradientStatistics`."""
+        """The model's `GradientStatistics`."""
 
     @property
     def scale(self) -> float:
-        """Batch size of the present step over the initial batch size."""
+        """Batch size of the current step / initial batch size."""
 
     @property
     def initial_batch_size(self) -> int | None:
-        """Global batch size that the data loader was made with; None before its first batch."""
+        """Batch size over all replicas that the data loader was made with; None before its first batch."""
 
     @property
     def stepping(self) -> bool:
@@ -226,7 +226,7 @@ class ScaledModel(Protocol):
 
     @property
     def window_under_way(self) -> bool:
-        """Whether something has been accumulated that is not stepped yet."""
+        """Whether gradients have been accumulated since the last step."""
 
     def begin_step(self, closure: bool = False) -> bool:
         """Return whether the optimizer is to step now."""
@@ -235,17 +235,17 @@ class ScaledModel(Protocol):
         """Record that the optimizer has stepped at learning rates multiplied by `factor`."""
 
     def skipped_step(self) -> None:
-        """Gradients were inf or nan, and the optimizer did not step."""
+        """Record that the optimizer did not step, because gradients were inf or nan."""
 
     def step_left_out(self) -> None:
-        """`optimizer.step()` has come in the middle of a window."""
+        """Record a call of `optimizer.step()` in the middle of a window, which does not step."""
 
     def begin_zero_grad(self) -> bool:
-        """Return whether all gradients are to be dropped now."""
+        """Return whether `zero_grad` is to drop all gradients now."""
 
 
 class ElasticLoader(Protocol):
-    """The data loader whose loop is under way, as models and the recovery see it."""
+    """Define a data loader as models and the recovery use it."""
 
     key: str
     batch_size: int
@@ -261,7 +261,7 @@ class ElasticLoader(Protocol):
 
     @property
     def adaptive(self) -> bool:
-        """Whether the batch size is chosen while training."""
+        """Whether the batch size is chosen during training."""
 
     @property
     def may_accumulate(self) -> bool:
@@ -273,113 +273,118 @@ class ElasticLoader(Protocol):
 
     @property
     def accumulation_steps(self) -> int:
-        """Batches without an optimizer step in the window under way."""
+        """Batches without an optimizer step in the current window."""
 
     @property
     def micro_batch(self) -> int:
-        """Place of the batch just handed out among those of its optimizer step."""
+        """Number of the current batch within its window, counted from 0."""
 
     @property
     def window_samples(self) -> int:
-        """Samples of the present optimizer step: all replicas, all its batches."""
+        """Samples of the current optimizer step, over all replicas and all batches of its window."""
 
     @property
     def local_samples(self) -> int:
-        """Samples of the batch just handed out that count."""
+        """Samples of the current batch that count for training."""
 
     @property
     def gradient_weight(self) -> float:
-        """What this batch's mean gradient has to be multiplied by."""
+        """Factor by which to multiply the mean gradient of the current batch."""
 
     def is_accum_step(self) -> bool:
-        """Return whether other batches follow the one at hand before the optimizer steps."""
+        """Return whether more batches follow the current one before the optimizer steps."""
 
     def is_optim_step(self) -> bool:
-        """Return whether the optimizer steps after the batch at hand."""
+        """Return whether the optimizer steps after the current batch."""
 
     def train(self) -> None:
         """Make this the loader that models are trained with."""
 
 
 class Loaders(Protocol):
-    """The data loaders of a session."""
+    """Define the register of a session's data loaders."""
 
     current: Any
-    """The `ElasticLoader` whose loop is under way; None outside of data loops."""
+    """The `ElasticLoader` whose data loop is running; None outside of data loops."""
 
     training: Any
     """The `ElasticLoader` that models are trained with; None while that is not known."""
 
     unrepeatable: int
-    """How many loaders cannot hand out the samples of a step again."""
+    """Number of loaders that cannot hand out the samples of a step again."""
 
 
 class StepCounter(Protocol):
-    """Where the script is; see `adaptdl_elastic.torch._runtime.position`."""
+    """Define the position of the script; see `adaptdl_elastic.torch._runtime.position`."""
 
     step: int
     """Optimizer steps finished since the job began."""
 
 
 class Closable(Protocol):
-    """A part of a session that has to be closed with it."""
+    """Define a part of a session that must be closed with the session."""
 
     def close(self) -> None:
-        """End its threads."""
+        """End the threads of the part."""
 
 
 class Consensus(Protocol):
-    """Doing something on every replica at the same step."""
+    """Carry out commands on every replica at the same step."""
 
     started: bool
     loops_over: bool
     lost: str | None
-    """Why nothing can be agreed with this generation any more; None while all are there."""
+    """Why this generation can agree on nothing any more; None while no replica is lost."""
     handlers: dict[str, Callable[[Command], None]]
     polls: list[Callable[[], Command | None]]
 
     def start(self) -> None:
-        """Take orders from the agent and the terminal. Again does nothing."""
+        """Start to take orders from the agent and the terminal. Further calls do nothing."""
 
     def close(self) -> None:
-        """End the threads and give the signals back."""
+        """End the threads, and restore the previous signal handlers."""
 
     def request(self, command: Command) -> None:
-        """Have `command` done on every replica at the next common boundary. From any thread."""
+        """Request that every replica carries out `command` at the same boundary. Callable in any thread."""
 
     def boundary(self, position: Position, last: bool = False) -> None:
-        """Pass a boundary, doing first what was agreed to be done there; nobody joins at a loop's `last`."""
+        """Pass a boundary, after carrying out the commands that were agreed on for it.
+
+        Args:
+            position: Position of the boundary.
+            last: Whether the data loop has no batch left; no replica joins at such a boundary.
+        """
 
     def on_message(self, sender: int, message: Any) -> None:
         """Take a control message of another replica."""
 
     def listen(self, kind: str, listener: Callable[[int, int, Any], None]) -> None:
-        """Have `listener(sender, number, body)` called for control messages of a kind."""
+        """Call `listener(sender, number, body)` for all control messages of `kind`."""
 
     def on_lost(self, rank: int) -> None:
-        """Record that a replica is gone without a goodbye."""
+        """Record that the connection to a replica was lost without a regular end."""
 
     def lose(self, reason: str) -> None:
-        """Nothing can be agreed with this generation any more. From any thread."""
+        """Record that this generation can agree on nothing any more. Callable in any thread."""
 
     def abandon(self) -> None:
-        """Drop what was to be agreed with a generation whose connections are closed."""
+        """Drop the open round of a generation whose connections are closed."""
 
     def renew(self, position: Position, recovered: bool = False) -> None:
-        """Begin a new generation at `position`; `recovered`: the old one broke off."""
+        """Begin a new generation at `position`; `recovered` if the old one ended with a peer's death."""
 
     def save(self, kind: str, requests: Sequence[Command] = ()) -> None:
-        """Save a checkpoint, on every replica between the same steps, and tell the agent."""
+        """Save a checkpoint and tell the agent. All replicas call this between the same two steps."""
 
     def report_step(self, force: bool = False) -> None:
-        """Tell the agent of the last finished step."""
+        """Report the last finished step to the agent."""
 
     def poll_soon(self) -> None:
-        """Have the `polls` asked, which have just become more."""
+        """Wake the control thread after a poll was added."""
 
 
 class ChosenBatchSize(Protocol):
-    """A batch size per replica, and how many batches are accumulated before the one that steps."""
+    """Define a batch size: the batch of one replica and the accumulation steps."""
 
     @property
     def atomic_bsz(self) -> int:
@@ -387,29 +392,29 @@ class ChosenBatchSize(Protocol):
 
     @property
     def accumulation_steps(self) -> int:
-        """Batches without an optimizer step before each one with it."""
+        """Batches without an optimizer step before each batch with one."""
 
 
 class Reporter(Protocol):
-    """What a job learns about itself while it trains, and the batch size that follows from it."""
+    """Measure step times and gradient statistics, and choose the batch size by them."""
 
     def profile_step_start(self, atomic_bsz: int) -> None:
         """Begin a forward pass with `atomic_bsz` samples on this replica."""
 
     def profile_step_commit(self, accumulation_step: bool = False) -> None:
-        """End the pass."""
+        """End a forward and backward pass, and record its time."""
 
     def pause(self) -> None:
-        """Leave the time from here to the next pass out of the step times."""
+        """Exclude the time until the next pass from the measured step times."""
 
     def update_grad_params(self, key: str, sqr: float, var: float) -> None:
         """Take the gradient statistics of one model."""
 
     def update_gain(self, key: str, gain: float, lr_factor: float) -> None:
-        """Take the gain of one model, and what its learning rate is multiplied by."""
+        """Take the gain and the learning-rate factor of one model."""
 
     def update_progress(self, progress: float) -> None:
-        """Take the progress so far."""
+        """Take the progress so far, in steps at the initial batch size."""
 
     def get_progress(self) -> float:
         """Return the progress so far, in steps at the initial batch size."""
@@ -421,7 +426,7 @@ class Reporter(Protocol):
         local_bsz_bounds: tuple[int, int] | None = None,
         gradient_accumulation: bool = False,
     ) -> None:
-        """Take what the training loader was given."""
+        """Take the batch size and the limits that the script gave to the training loader."""
 
     def set_current_batch_size(self, atomic_bsz: int, accumulation_steps: int) -> None:
         """Take the batch size that is in use from now on."""
@@ -436,96 +441,96 @@ class Reporter(Protocol):
         samples_total: float | None = None,
         data_size: int = 0,
     ) -> None:
-        """Take where the job is."""
+        """Take the position of the job, in steps, epochs and samples."""
 
     def report_problem(self, about: str, problem: str | None) -> None:
-        """Take what is wrong with a part of the training and what to do, or None: nothing is any more."""
+        """Take a description of a problem with a part of the training; None if the problem is solved."""
 
     def set_inplace(self, possible: bool, reason: str = "") -> None:
-        """Take whether this script can be rescaled without a restart, and why not."""
+        """Take whether the number of replicas can change without a restart, and if not, the reason."""
 
     def best_batch_size(self) -> ChosenBatchSize | None:
-        """Return the best batch size on the replicas of this generation; None without a model."""
+        """Return the best batch size on the replicas of this generation; None without a goodput model."""
 
     def suggestion(self) -> ChosenBatchSize | None:
-        """Return a batch size that is worth changing to; None: there is none."""
+        """Return a batch size that is worth a change; None if there is none."""
 
     def hints(self) -> Any:
-        """Return the `sched_hints.JobHints` of now."""
+        """Return the current `sched_hints.JobHints`."""
 
     def close(self) -> None:
         """End the thread."""
 
 
 class Survivor(Protocol):
-    """Going on without a replica that has died."""
+    """Continue without a replica that has died."""
 
     waiting: bool
-    """Whether it waits for a plan without the dead."""
+    """Whether this replica waits for a plan without the dead replica."""
 
     @property
     def armed(self) -> bool:
-        """Whether a death in the present generation would be survived."""
+        """Whether this replica would survive the death of a peer in the current generation."""
 
     @property
     def failed(self) -> bool:
-        """Whether the gradients of the window under way could not be synchronised."""
+        """Whether the gradients of the current window could not be synchronised."""
 
     @property
     def broken(self) -> bool:
-        """Whether a peer is known to be gone."""
+        """Whether a peer is known to be lost, and this replica can survive that."""
 
     def arm(self) -> None:
-        """From now on the death of a peer does not end this replica, if that is possible at all."""
+        """Survive the death of peers from now on, if possible."""
 
     def begin_window(self, index: int) -> None:
-        """Prepare for the first batch of a training window, which is handed out next."""
+        """Take a snapshot before the first batch of a training window, at sample `index`."""
 
     def before_step(self, left_out: bool) -> None:
-        """Prepare for an `optimizer.step()` of this window; `left_out`: the call will do nothing."""
+        """Prepare for a call of `optimizer.step()`; `left_out` if the call will not step."""
 
     def dry_batch(self) -> AbstractContextManager[None]:
-        """Around a batch that does not count: the loop's body runs, and all that it changes is put back."""
+        """Enclose a batch that does not count, and undo what the loop's body changes."""
 
     def mark(self) -> None:
-        """All replicas have just synchronised their accumulators, or stand at the beginning of a loop."""
+        """Record this position and the sums of the accumulators as the point to return to."""
 
     def retry_on_peer_loss(self, call: Callable[[], T], loader: ElasticLoader | None = None) -> T:
-        """Return `call()`, called again after each death that it meets with."""
+        """Return `call()`; after a peer's death, recover and call it again."""
 
     def restart_loop_on_peer_loss(self, call: Callable[[], T], loader: ElasticLoader) -> T:
-        """Return `call()`; RetryDataLoop if a death was survived instead."""
+        """Return `call()`; after a peer's death, recover and raise RetryDataLoop."""
 
     def loop_ended(self, loader: ElasticLoader) -> bool:
-        """Return whether all replicas have come to the end of this loop with nothing to do again."""
+        """Return whether this loop is over on all replicas; False if a part of it must be repeated."""
 
     def loop_left(self, loader: ElasticLoader) -> None:
         """Record that this replica has left a loop by `break`."""
 
     def between_loops(self) -> None:
-        """All replicas are about to enter a data loop or an epoch."""
+        """Prepare to enter a data loop or an epoch: recover from a death, and make all buffers equal."""
 
     def recover_if_peer_lost(self) -> None:
-        """Between data loops: go on without those who are gone."""
+        """Recover if a peer is known to be lost. For use between data loops."""
 
     def recover(self, reason: str, loader: ElasticLoader | None = None, at_end: bool = False) -> None:
-        """Become a generation without the dead, and stand where training goes on."""
+        """Form a generation without the dead replica, and go to the position at which training continues."""
 
     def newer(self) -> bool:
-        """Return whether there is a plan of a later generation, without a peer that has died."""
+        """Return whether there is a recovery plan of a generation after the current one."""
 
     def on_lost(self) -> None:
-        """Record that a peer is gone. May be called from any thread."""
+        """Interrupt torch's collectives after the loss of a peer. Callable in any thread."""
 
     def on_plan(self, message: RecoveryPlan) -> None:
         """Take the agent's plan of a generation without dead replicas. Runs in the channel's thread."""
 
 
 class Rescaling(Protocol):
-    """Changing the number of replicas without restarting those that stay."""
+    """Change the number of replicas without restarting the replicas that stay."""
 
     def handlers(self) -> dict[str, Callable[[Command], None]]:
-        """Return what is done at agreed boundaries, by the kind of the command."""
+        """Return the functions that carry out agreed commands, by the kind of the command."""
 
     def on_plan(self, message: ChangePlan) -> None:
         """Take the agent's plan of a change in place. Runs in the channel's thread."""
@@ -534,18 +539,18 @@ class Rescaling(Protocol):
         """Withdraw the plan of that generation, as the agent orders. Runs in the channel's thread."""
 
     def epoch_ends(self, epoch: int) -> None:
-        """States of `epoch` are about to be dropped."""
+        """Keep the states of `epoch`, which are about to be dropped, if newcomers may need them."""
 
 
 class Joining(Protocol):
-    """A newcomer's side of a change in place."""
+    """Let a newcomer join the running replicas."""
 
     def arrive(self, place: Place, loader: str) -> bool:
-        """Come to a data loop: join the others in it, or pass it by because they have (False)."""
+        """Reach a data loop. Return True after joining the others in it, False if it must be skipped."""
 
 
 class Capability(Protocol):
-    """Whether groups can be made again in this process, where that has to be tried out first."""
+    """Define the result of the self-test whether process groups can be made again in this process."""
 
     why: str
     agreed: bool
@@ -556,7 +561,7 @@ class Capability(Protocol):
 
 
 class Summed(Protocol):
-    """The state of an Accumulator."""
+    """Define the state of an Accumulator, as the session uses it."""
 
     name: str
     syncs: int
@@ -564,10 +569,10 @@ class Summed(Protocol):
 
 
 class TorchGroup(Protocol):
-    """Torch's default group of one generation; see `adaptdl_elastic.torch._process_group.backends.Group`."""
+    """Define torch's default process group; see `adaptdl_elastic.torch._process_group.backends.Group`."""
 
     completion_is_unreliable: bool
 
     @property
     def is_aborted(self) -> bool:
-        """Whether it has been aborted."""
+        """Whether the process group has been aborted."""

@@ -1,4 +1,4 @@
-"""A directory of this machine that only this user can enter, `${XDG_RUNTIME_DIR:-/tmp}/adaptdl-<uid>`."""
+"""Provide a directory that only this user can enter: `${XDG_RUNTIME_DIR:-/tmp}/adaptdl-<uid>`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from pathlib import Path
 
 
 class RuntimeFileError(RuntimeError):
-    """The runtime directory cannot be trusted or used."""
+    """Raised if the runtime directory cannot be used, or another user could write into it."""
 
 
 def runtime_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return `${XDG_RUNTIME_DIR:-/tmp}/adaptdl-<uid>`; nothing is created."""
+    """Return the path `${XDG_RUNTIME_DIR:-/tmp}/adaptdl-<uid>` without creating the directory."""
     return Path(environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"adaptdl-{os.getuid()}"
 
 
 def private_directory(directory: Path | None = None) -> Path:
-    """Return the runtime directory, and make it if need be.
+    """Return a private directory, and make it if it does not exist.
+
+    Args:
+        directory: The directory; None: the runtime directory.
 
     Raises:
-        RuntimeFileError: It cannot be made, or another user could write into it.
+        RuntimeFileError: the directory cannot be made, or another user could write into it.
     """
     directory = directory or runtime_directory()
     try:
@@ -36,7 +39,7 @@ def private_directory(directory: Path | None = None) -> Path:
 
 def check_private(directory: Path) -> None:
     """Raise RuntimeFileError unless `directory` is this user's and no other user can enter it."""
-    # /tmp is everybody's: another user may have made a directory of that name there first
+    # Every user can write to /tmp: another user may have made a directory of this name first.
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise RuntimeFileError(

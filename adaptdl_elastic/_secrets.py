@@ -1,14 +1,14 @@
-"""The secret of a run, and the keys that are derived from it.
+"""Derive the secret of a run, and keys from it.
 
-A run has one secret. Its agents and its replicas know it, and nobody else does. Agents derive it from a
-secret that they have in common:
+A run has one secret, which only its agents and replicas know. The agents derive it from a secret that they
+share:
 
 1. `ADAPTDL_SECRET` of their environment;
 2. else the one in etcd, where etcd is reached with TLS and a password;
-3. else the one in a file of this user's on this machine (`machine_secret`), for nodes of one machine.
+3. else the one in a file of this user on this machine (`machine_secret`), if all nodes are on one machine.
 
-A replica inherits the secret of its run as `ADAPTDL_SECRET`. Every key is an HMAC of it over what the key
-is for (`derive`). Neither a secret nor a key is ever written to a place that other users can read.
+A replica inherits the secret of its run as `ADAPTDL_SECRET`. Every key is an HMAC, made with the secret, over
+the key's purpose (`derive`). No secret and no key is written to a place that other users can read.
 """
 
 from __future__ import annotations
@@ -26,41 +26,48 @@ FILE = "secret"
 """Name of the file in the private directory that holds this machine's secret."""
 
 REDUCER, MEETING, TORCH = "reducer", "meeting", "torch"
-"""What a replica's keys are for: the handshake of collectives, values in a store, the keys of torch."""
+"""Purposes of a replica's keys: the handshake of collectives, values in a store, the store keys of torch."""
 
-_MARK_BYTES = 8
+_MARK_BYTES = 8  # length of a mark before hex encoding
 
 
 def derive(secret: bytes, *words: str | int) -> bytes:
-    """Return the key of 32 bytes that `secret` has for `words`. Different words give unrelated keys."""
+    """Return a key of 32 bytes, derived from `secret` for `words`. Different words give unrelated keys."""
     parts = [str(word).encode() for word in words]
     message = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
     return hmac.new(secret, message, hashlib.sha256).digest()
 
 
 def run_secret(common: bytes, cluster: str, job: str, run: str) -> str:
-    """Return what the replicas of one run inherit as `ADAPTDL_SECRET`."""
+    """Return the secret of one run, which its replicas inherit as `ADAPTDL_SECRET`.
+
+    Args:
+        common: Secret that the agents share.
+        cluster: Name of the cluster.
+        job: Name of the job.
+        run: Identifier of the run.
+    """
     return derive(common, "run", cluster, job, run).hex()
 
 
 def mark(secret: str) -> str:
-    """Return a text by which agents see that they have the same secret. It tells nothing of the secret."""
+    """Return a text by which agents compare their secrets without revealing them."""
     return derive(secret.encode(), "mark")[:_MARK_BYTES].hex()
 
 
 def generation_key(secret: bytes | None, purpose: str, job: str, generation: int) -> bytes | None:
-    """Return a replica's key for `purpose` in one generation; None where there is no secret."""
+    """Return a replica's key for `purpose` in one generation; None if there is no secret."""
     return None if secret is None else derive(secret, purpose, job, generation)
 
 
 def machine_secret(directory: Path | None = None) -> bytes:
-    """Return the secret of this user on this machine, and make it if there is none.
+    """Return the secret of this user on this machine, and make one if there is none.
 
     Args:
-        directory: Where its file is; None: the runtime directory.
+        directory: Directory of the secret's file; None: the runtime directory.
 
     Raises:
-        RuntimeFileError: The directory or the file cannot be used, or another user could have written it.
+        RuntimeFileError: the directory or the file cannot be used, or another user could have written it.
     """
     path = private_directory(directory) / FILE
     try:
@@ -74,7 +81,7 @@ def machine_secret(directory: Path | None = None) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Write a new secret, unless another process has been faster."""
+    """Write a new secret to `path`, unless another process writes one first."""
     number, name = tempfile.mkstemp(dir=path.parent, prefix=".")  # mode 0600
     try:
         with os.fdopen(number, "w") as file:

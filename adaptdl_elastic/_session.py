@@ -1,12 +1,12 @@
-"""The one object that owns what a replica knows about itself.
+"""Hold the state of one replica in one object, the session.
 
-Module-level functions everywhere in this library are a thin facade over the `Session` that `current()`
-returns. It is made by the first call that needs it and starts (says hello, installs signal handlers)
-when `adaptdl_elastic.torch.init_process_group` is called, or a loop begins; importing does neither.
+The module-level functions of this library use the `Session` that `current()` returns. The session is made by
+the first call that needs it. It starts (sends a hello to the agent, installs signal handlers) when
+`adaptdl_elastic.torch.init_process_group` is called or a loop begins. Importing the library does neither.
 
-Its parts are typed fields. Each is made when it is first asked for, by the `Parts` that
-`adaptdl_elastic.torch._bootstrap` installs; here they are known by the protocols of `_interfaces` only.
-Nothing here imports torch.
+The parts of a session are typed fields. Each part is made at its first use, by the `Parts` that
+`adaptdl_elastic.torch._bootstrap` installs. This module knows the parts only by the protocols in
+`_interfaces`, and does not import torch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a replica is in one generation."""
+    """Identify a replica in one generation."""
 
     rank: int = 0
     replicas: int = 1
@@ -60,7 +60,7 @@ class Identity:
 
     @classmethod
     def from_environment(cls) -> Identity:
-        """As the environment says now; ValueError where it contradicts itself."""
+        """Return the identity in the environment variables; ValueError if they contradict each other."""
         return cls(
             rank=env.replica_rank(),
             replicas=env.num_replicas(),
@@ -72,7 +72,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Parts:
-    """How a session makes its parts, each when it is first asked for."""
+    """Hold the functions that make a session's parts, each called at the part's first use."""
 
     consensus: Callable[[Session], Consensus]
     reporter: Callable[[Session], Reporter]
@@ -83,7 +83,7 @@ class Parts:
 
 
 class Session:
-    """What one replica knows about itself, its agent, and what belongs into a checkpoint."""
+    """Hold the state of one replica: its identity, its agent's channel, its states and models."""
 
     def __init__(self, identity: Identity, channel: Channel | None) -> None:
         self.identity = identity
@@ -91,25 +91,25 @@ class Session:
         self.states: dict[str, SavedState] = {}  # in the order of registration
         self.models: list[ElasticModel] = []  # in the order of their construction
         self.reducer: Reducer | None = None  # the library's collectives, once connected
-        self.epoch: int | None = None  # of the epoch loop that runs
+        self.epoch: int | None = None  # current epoch; None outside of epoch loops
         self.last_step_time: float | None = None  # wall clock, end of the last finished optimizer step
         self.pid = os.getpid()
-        self.lock = threading.RLock()  # for making what there is to be one of
-        # what modules below the bootstrap make when it is first asked for
+        self.lock = threading.RLock()  # held while a part is made, so that each is made once
+        # parts that other modules make at their first use
         self.position: StepCounter | None = None
         self.loaders: Loaders | None = None
         self.checkpoints: Closable | None = None
-        self.accumulators: Counter[int | None] = Counter()  # made so far, by epoch
+        self.accumulators: Counter[int | None] = Counter()  # epoch → accumulators made so far
         self.last_summed: Summed | None = None  # the accumulator that was synchronised last
-        self.user_objects: list[weakref.ref[Any]] | None = None  # found in the heap; None: not looked for yet
+        self.user_objects: list[weakref.ref[Any]] | None = None  # see eligibility; None: no search so far
         # torch's process group
-        self.backend: str | None = None  # as init_process_group was given it
+        self.backend: str | None = None  # argument of init_process_group
         self.group: TorchGroup | None = None
         self.group_store: Any = None  # kept alive for torch, which calls it from C++
-        self.dry = False  # the batch under way does not count, see `torch._elastic.dry_batch`
-        self.transfer_stuck = False  # a transfer is under way that may never end
+        self.dry = False  # the current batch does not count, see `torch._elastic.dry_batch`
+        self.transfer_stuck = False  # a transfer between replicas is running that may never end
         self.capability: Capability | None = None
-        # a newcomer that has not yet come to where the others are
+        # a newcomer that has not joined the others yet
         self.joining = False
         self.newcomer: Joining | None = None
         # made by the installed parts
@@ -117,7 +117,7 @@ class Session:
         self._reporter: Reporter | None = None
         self._recovery: Survivor | None = None
         self._rescaling: Rescaling | None = None
-        self._lost: int | None = None  # rank of a peer that was lost before there was a consensus
+        self._lost: int | None = None  # rank of a peer that was lost before `consensus` was made
 
     @property
     def step(self) -> int:
@@ -126,27 +126,27 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """This replica's rank in the present generation."""
+        """Rank of this replica in the current generation."""
         return self.identity.rank
 
     @property
     def replicas(self) -> int:
-        """How many replicas the present generation has."""
+        """Number of replicas in the current generation."""
         return self.identity.replicas
 
     @property
     def nodes(self) -> int:
-        """How many nodes the present generation has."""
+        """Number of nodes in the current generation."""
         return self.identity.nodes
 
     @property
     def generation(self) -> int:
-        """The present generation, counted from 0."""
+        """Number of the current generation, counted from 0."""
         return self.identity.generation
 
     @property
     def job(self) -> str:
-        """The job's name; empty for a script that is alone."""
+        """Name of the job; empty for a script without a job."""
         return self.identity.job
 
     @property
@@ -160,7 +160,7 @@ class Session:
 
     @property
     def consensus(self) -> Consensus:
-        """Stops, checkpoints and changes, agreed among all replicas."""
+        """The part by which all replicas stop, save checkpoints and change at the same step."""
         if self._consensus is None:
             with self.lock:
                 if self._consensus is None:
@@ -171,7 +171,7 @@ class Session:
 
     @property
     def recovery(self) -> Survivor:
-        """What lets this replica survive the death of another one."""
+        """The part by which this replica survives the death of another replica."""
         if self._recovery is None:
             with self.lock:
                 if self._recovery is None:
@@ -180,7 +180,7 @@ class Session:
 
     @property
     def rescaling(self) -> Rescaling:
-        """What changes the number of replicas in place."""
+        """The part that changes the number of replicas in place."""
         if self._rescaling is None:
             with self.lock:
                 if self._rescaling is None:
@@ -188,7 +188,7 @@ class Session:
         return self._rescaling
 
     def report_eligibility(self) -> None:
-        """Report whether the number of replicas can change in place, as it is now."""
+        """Report to the scheduler whether the number of replicas can currently change in place."""
         self.metrics.set_inplace(*_installed().may_change(self))
 
     @property
@@ -197,33 +197,36 @@ class Session:
         return self._consensus is not None and self._consensus.started
 
     def start(self) -> None:
-        """Say hello to the agent and take its orders, and the terminal's. Again does nothing."""
+        """Send a hello to the agent, and take orders from the agent and the terminal.
+
+        Further calls do nothing.
+        """
         self.consensus.start()
 
     def on_control(self, sender: int, message: Any) -> None:
-        """Take another replica's control message (in the reducer's thread)."""
+        """Take another replica's control message. Runs in the reducer's thread."""
         if self._consensus is not None or _parts is not None:
             self.consensus.on_message(sender, message)
 
     def on_lost(self, rank: int) -> None:
-        """Another replica is gone (in the reducer's thread)."""
+        """Record the loss of another replica. Runs in the reducer's thread."""
         if self._consensus is not None or _parts is not None:
             self.consensus.on_lost(rank)
-        else:  # a script of collectives only, so far
+        else:  # the script has used only collectives so far
             self._lost = rank
 
     def hello(self) -> Hello:
-        """Return what an agent is told first."""
+        """Return the first message to the agent."""
         return Hello(adaptdl_elastic.__version__, self.pid)
 
     def send(self, message: ReplicaMessage) -> bool:
-        """Send a message to the agent; False where none listens."""
+        """Send a message to the agent, and return whether it was sent; False without an agent."""
         return self.channel is not None and self.channel.send(message)
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Put an event into the job's log: through the agent, else into `ADAPTDL_EVENT_LOG`, else nowhere.
+        """Write an event to the job's log: through the agent, else to the file `ADAPTDL_EVENT_LOG`, if set.
 
-        Rank 0 speaks for all replicas; only a `failure` is told by whom it befell.
+        Only rank 0 writes events, except for `failure`, which the replica that failed writes.
         """
         if self.rank != 0 and event != "failure":
             return
@@ -242,7 +245,7 @@ class Session:
             log.warning("event log %s: %s", path, error.strerror)
 
     def close(self) -> None:
-        """Hang up on everybody. For tests, and for the end of a process."""
+        """Close all connections and end all threads. For tests, and for the end of a process."""
         for part in (self._consensus, self._reporter, self.checkpoints):
             if part is not None:
                 part.close()
@@ -259,7 +262,7 @@ _lock = threading.Lock()
 
 
 def install(parts: Parts) -> None:
-    """Let sessions make their parts as `parts` says."""
+    """Let sessions make their parts by the functions in `parts`."""
     global _parts
     _parts = parts
 
@@ -273,7 +276,7 @@ def _installed() -> Parts:
 def current() -> Session:
     """Return this process's session; the first call makes it from the environment."""
     global _current
-    if _current is not None:  # the lock is for making it; every step of training comes here several times
+    if _current is not None:  # without the lock, because every training step calls this several times
         return _current
     with _lock:
         if _current is None:

@@ -1,14 +1,14 @@
-"""Frames between replicas, and what they hold.
+"""Send and receive frames between replicas, after a handshake.
 
-A frame is 8 bytes of length, a byte of kind, the payload, and a tag. Before the first frame both sides prove
-that they know the same key (HMAC-SHA256 over both sides' nonces, so that neither an eavesdropper's copy
-nor a reflection helps). The tag of a frame is an HMAC by a key of this connection and direction, over the
-number of the frame and all of it: a stranger between the two can end the connection, and cannot put a frame
-into it, leave one out, or repeat one. Where no secret was given there is nothing to prove, and no tag.
+A frame is 8 bytes of length, one byte of kind, the payload, and a tag. Before the first frame, both sides prove
+that they know the same key: each sends an HMAC-SHA256 over the nonces of both sides. Neither replaying nor
+reflecting an earlier message passes this check. The tag of a frame is an HMAC by a key of this connection and
+direction, over the frame's number and content: a stranger between the two sides can end the connection, but
+cannot add, repeat or leave out a frame. Without a secret nothing is proved, and frames have no tag.
 
-A value travels as plain data (`_codec`), whose decoding runs no code. Only *objects*, which are a user's,
-are pickled, and are marked so. They are unpickled where the receiver has asked for an object itself, and
-its peer has proved to know the key.
+A value is encoded as plain data (`_codec`), whose decoding runs no code. Only *objects*, values of any type
+from the script, are pickled, and they are marked as such. A receiver unpickles a value only if it expects an
+object and its peer has proved that it knows the key.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from adaptdl_elastic import _codec
 _HEADER = struct.Struct("!QB")
 _HELLO = struct.Struct("!4sI16s")
 _MAGIC = b"ADL2"
-_MAX_FRAME = 1 << 34
+_MAX_FRAME = 1 << 34  # bytes
 _NONCE, _PROOF, _TAG = 16, 32, 16  # bytes
 
 REFUSAL = bytes(_PROOF)
-"""What the listening side sends instead of its proof to a peer that it refuses."""
+"""Bytes that the listening side sends, instead of its proof, to a peer that it refuses."""
 
 HANDSHAKE_SECONDS = 10.0
-"""How long one handshake may take."""
+"""Largest duration of a handshake, in seconds."""
 
 INTRODUCTION = _HELLO.size + _PROOF
-"""Bytes that the connecting side sends in a handshake."""
+"""Number of bytes that the connecting side sends in a handshake."""
 
 _PLAIN, _OBJECT = b"p", b"o"
 _NO_SECRET = (
@@ -46,18 +46,18 @@ _NO_SECRET = (
 
 
 class AuthenticationError(ConnectionError):
-    """The other side does not know the secret."""
+    """Raised if the other side does not know the secret."""
 
 
 def pack(value: object, objects: bool = False) -> bytes:
     """Return `value` as bytes.
 
     Args:
-        value: Plain data; any object that can be pickled, if `objects`.
-        objects: It is a user's, and the receiver may run code of it.
+        value: Plain data; if `objects`, any object that can be pickled.
+        objects: Whether to pickle the value. Unpickling it runs code in the receiver.
 
     Raises:
-        NotPlainError: It is no plain data.
+        NotPlainError: `value` is not plain data, and `objects` is False.
     """
     if objects:
         return _OBJECT + pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
@@ -65,7 +65,11 @@ def pack(value: object, objects: bool = False) -> bytes:
 
 
 def pack_for_strangers(value: object) -> bytes:
-    """Return a user's `value` as bytes where replicas share no secret: plain data only."""
+    """Return a value of the script as bytes for replicas that share no secret: plain data only.
+
+    Raises:
+        NotPlainError: `value` is not plain data.
+    """
     try:
         return pack(value)
     except _codec.NotPlainError as error:
@@ -165,18 +169,18 @@ def _proof(secret: bytes | None, role: bytes, ours: bytes, theirs: bytes, rank: 
 
 
 class Answer:
-    """The listening side of one handshake; whoever has the connection sends and receives."""
+    """Compute the listening side's messages of one handshake; the caller sends and receives them."""
 
     def __init__(self, secret: bytes | None) -> None:
         self.nonce = os.urandom(_NONCE)
-        """What to send first."""
+        """The first message to send."""
         self._secret = secret
 
     def judge(self, introduction: bytes) -> tuple[int, bytes, FrameKeys]:
-        """Return the rank of the connecting side, what to send it as the last step, and the frames' keys.
+        """Check the connecting side's message; return its rank, the message to send last, and the frames' keys.
 
         Raises:
-            AuthenticationError: It does not know the secret. Then REFUSAL is what to send it.
+            AuthenticationError: the connecting side does not know the secret. The caller sends REFUSAL.
         """
         magic, rank, theirs = _HELLO.unpack_from(introduction)
         proof = introduction[_HELLO.size :]
@@ -193,9 +197,15 @@ def introduce(
 ) -> FrameKeys:
     """Do the connecting side of the handshake, and return the keys of the frames.
 
+    Args:
+        sock: A connection to the listening side.
+        secret: Secret that both sides must know; None: no secret.
+        rank: Rank of this replica.
+        timeout: Time limit of each operation on the connection, in seconds.
+
     Raises:
-        AuthenticationError: One side does not know the secret of the other one.
-        OSError: The listening side did not answer, or had too many to answer: to try again may help.
+        AuthenticationError: the two sides do not have the same secret.
+        OSError: the listening side did not answer, or has too many connections. Trying again may help.
     """
     sock.settimeout(timeout)
     theirs, nonce = _receive(sock, _NONCE), os.urandom(_NONCE)

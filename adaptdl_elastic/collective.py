@@ -1,9 +1,8 @@
-"""Collectives on small Python objects, for a script's own counters and decisions.
+"""Run collectives on small Python objects, for a script's own counters and decisions.
 
-Not for tensors on their way through the network at every step: that is what torch.distributed is for.
-Every replica must call the same functions in the same order; each call carries the place in the script
-that made it, and replicas that have come apart get an error instead of a wrong result. A script that is
-alone needs no `initialize`.
+For tensors at every step, use torch.distributed instead. Every replica must call the same functions in the
+same order. Each call carries the script line that made it; if the lines differ between replicas, all get an
+error instead of a wrong result. A script with one replica need not call `initialize`.
 """
 
 from __future__ import annotations
@@ -31,9 +30,16 @@ def initialize(
     `adaptdl_elastic.torch.init_process_group` does this. Arguments that are None are read from the
     environment (see `adaptdl_elastic.env`).
 
+    Args:
+        master_addr: Host on which rank 0 listens.
+        master_port: Port on which rank 0 listens.
+        replica_rank: Rank of this replica.
+        num_replicas: Number of replicas.
+
     Raises:
-        RuntimeError: when it has been called already, or the others cannot be reached.
-        ValueError, TypeError: when a rank, a number of replicas, a port or a host cannot be one.
+        RuntimeError: the replicas are connected already, or the others cannot be reached.
+        ValueError: a rank, a number of replicas or a port is out of range.
+        TypeError: an argument has the wrong type.
     """
     session = _session.current()
     if session.reducer is not None:
@@ -54,7 +60,7 @@ def teardown() -> None:
     """Disconnect from the other replicas.
 
     Raises:
-        RuntimeError: when there is nothing to tear down.
+        RuntimeError: the replicas are not connected.
     """
     session = _session.current()
     if session.reducer is None:
@@ -64,34 +70,34 @@ def teardown() -> None:
 
 
 def allreduce(value: Any, reduce_fn: ReduceFn = default_reduce_fn, *, tag: str | None = None) -> Any:
-    """Every replica's `value` combined in the order of the ranks; the same result on every replica.
+    """Return the values of all replicas combined in the order of ranks; the same result on every replica.
 
     Args:
         value: Any object that can be pickled.
-        reduce_fn: Combines two values into one; runs on rank 0, on values that it may change.
-        tag: What this call is, compared between replicas. None: the line of the script that calls.
+        reduce_fn: Function that combines two values into one. It runs on rank 0 and may change its arguments.
+        tag: Name of this call, which must be the same on all replicas; None: the calling line of the script.
 
     Raises:
-        RuntimeError: when a replica is gone (`reducer.PeerLostError`), or stands elsewhere in the script
-            (`reducer.CollectiveMismatchError`), or the collectives are not initialized.
+        RuntimeError: a replica is gone (`reducer.PeerLostError`), a replica has called another collective
+            (`reducer.CollectiveMismatchError`), or the replicas are not connected.
     """
     return _reducer().allreduce(value, reduce_fn, _tag("allreduce", tag), objects=True)
 
 
 def allreduce_async(value: Any, reduce_fn: ReduceFn = default_reduce_fn, *, tag: str | None = None) -> Future:
-    """As `allreduce`, returning a `reducer.Future` whose `result()` waits."""
+    """Start an `allreduce`, and return a `reducer.Future` whose `result()` waits for it."""
     return _reducer().allreduce_async(value, reduce_fn, _tag("allreduce", tag), objects=True)
 
 
 def broadcast(value: Any, *, tag: str | None = None) -> Any:
-    """Rank 0's `value`, on every replica. What the others pass is ignored. Errors as `allreduce`."""
+    """Return rank 0's `value` on every replica; the others' values are ignored. Errors as `allreduce`."""
     return _reducer().broadcast(value, _tag("broadcast", tag), objects=True)
 
 
 def share(value: Any, tag: str) -> Any:
-    """Return rank 0's `value`, on every replica: plain data of the library's own. Errors as `allreduce`.
+    """Return rank 0's `value` on every replica; for plain data of the library. Errors as `allreduce`.
 
-    A newcomer in a data loop before its first epoch has nobody to ask, and gets its own.
+    A newcomer that has not joined the others gets its own `value`.
     """
     if _session.current().joining:
         return value
@@ -102,7 +108,7 @@ def _reducer() -> Reducer:
     session = _session.current()
     if session.reducer is None:
         if session.joining and session.dry:
-            return Reducer(0, 1)  # nobody answers, and the result does not count
+            return Reducer(0, 1)  # no peer takes part, and the batch does not count
         if session.joining:
             give_up(
                 "it calls a collective before its data loop, to which the running replicas cannot answer "
@@ -118,7 +124,7 @@ def _reducer() -> Reducer:
 
 
 class CanNotJoin(SystemExit):
-    """Ends a newcomer with the exit code CAN_NOT_JOIN, and tells its agent why."""
+    """End a newcomer with the exit code CAN_NOT_JOIN."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -126,9 +132,9 @@ class CanNotJoin(SystemExit):
 
 
 def give_up(why: str) -> NoReturn:
-    """End a newcomer that cannot be brought to where the others are. Their training goes on without it."""
+    """Print why this newcomer cannot join, and end it. The others continue without it."""
     print(f"this script cannot be rescaled in place: {why}", file=sys.stderr, flush=True)
-    if threading.current_thread() is not threading.main_thread():  # of which SystemExit ends nothing else
+    if threading.current_thread() is not threading.main_thread():  # SystemExit would end only this thread
         os._exit(CAN_NOT_JOIN)
     raise CanNotJoin(why)
 

@@ -1,8 +1,8 @@
-"""What a replica's surroundings say about it: AdaptDL's functions, read from the environment.
+"""Read a replica's settings from the environment, by AdaptDL's functions.
 
-Every function reads the `ADAPTDL_*` variable first, then the one that `torchrun` sets. Where neither is
-set a script is alone: one replica of rank 0 on one node, of generation 0. The environment is rewritten
-when a generation changes within the process, so the answers stay right; keep none of them.
+Every function reads the `ADAPTDL_*` variable first, then the variable that `torchrun` sets. If neither is
+set, the script is a single replica: rank 0 on one node, generation 0. The environment changes when the
+generation changes within the process. So call these functions again instead of keeping their results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class EnvironmentVariableError(ValueError):
-    """A variable is set to what cannot be meant."""
+    """Raised if an environment variable has an invalid value."""
 
 
 def _read(parse: Callable[[str], T], *names: str) -> T | None:
@@ -46,27 +46,27 @@ def _count(minimum: int) -> Callable[[str], int]:
 
 
 def checkpoint_path() -> str | None:
-    """Directory, or `s3://bucket/prefix`, of this job's checkpoints; None: nothing is saved."""
+    """Return the directory, or `s3://bucket/prefix`, of this job's checkpoints; None: nothing is saved."""
     return _read(str, environment.CHECKPOINT_PATH)
 
 
 def share_path() -> str | None:
-    """Directory that the replicas of a node share, e.g. for data sets; None where nobody set one."""
+    """Return a directory that the replicas of a node share, e.g. for data sets; None if not set."""
     return _read(str, environment.SHARE_PATH)
 
 
 def job_id() -> str | None:
-    """Return the job's name; None for a script without a job."""
+    """Return the name of the job; None for a script without a job."""
     return _read(str, environment.JOB_ID, environment.RUN_ID)
 
 
 def master_addr() -> str:
-    """Host that rank 0 listens on; loopback for a script that is alone."""
+    """Return the host on which rank 0 listens; 127.0.0.1 if not set."""
     return _read(str, environment.ADAPTDL_MASTER_ADDR, environment.MASTER_ADDR) or "127.0.0.1"
 
 
 def master_port() -> int:
-    """Port that rank 0 listens on; 0 (any free one) where none is set."""
+    """Return the port on which rank 0 listens; 0 (any free port) if not set."""
     return _read(_port, environment.ADAPTDL_MASTER_PORT, environment.MASTER_PORT) or 0
 
 
@@ -89,50 +89,50 @@ def replica_rank() -> int:
 
 
 def num_replicas() -> int:
-    """How many replicas train together in this generation."""
+    """Return the number of replicas in this generation."""
     return _read(_count(1), environment.NUM_REPLICAS, environment.WORLD_SIZE) or 1
 
 
 def num_nodes() -> int:
-    """How many nodes these replicas are spread over."""
+    """Return the number of nodes on which the replicas of this generation run."""
     return _read(_count(1), environment.NUM_NODES, environment.GROUP_WORLD_SIZE) or 1
 
 
 def local_rank() -> int:
-    """Return the slot of this replica on its node, e.g. the number of its GPU."""
+    """Return the number of this replica on its node, counted from 0, e.g. the number of its GPU."""
     return _read(_count(0), environment.ADAPTDL_LOCAL_RANK, environment.LOCAL_RANK) or 0
 
 
 def num_restarts() -> int:
-    """Return how often the membership has changed in this run of the job."""
+    """Return how many times the set of replicas has changed in this run of the job."""
     return _read(_count(0), environment.NUM_RESTARTS, environment.RESTART_COUNT) or 0
 
 
 def generation() -> int:
     """Return the number of this generation, counted over all runs of the job.
 
-    Agents and replicas name a generation by it. Without an agent it is `num_restarts`.
+    Agents and replicas identify a generation by this number. Without an agent it is `num_restarts()`.
     """
     return _read(_count(0), environment.GENERATION, environment.NUM_RESTARTS, environment.RESTART_COUNT) or 0
 
 
 def adaptdl_sched_version() -> str | None:
-    """Version of the scheduler that started this job; None where none did."""
+    """Return the version of the scheduler that started this job; None if not set."""
     return _read(str, environment.SCHED_VERSION)
 
 
 def supervisor_url() -> str | None:
-    """AdaptDL's supervisor. There is none here: replicas learn of each other from their agents."""
+    """Return the URL of AdaptDL's supervisor; None if not set. This library does not use a supervisor."""
     return _read(str, environment.SUPERVISOR_URL)
 
 
 def from_ray() -> bool:
-    """Whether the script runs inside of Ray Tune, as AdaptDL can be. Never: there is no such link here."""
+    """Return whether the script runs inside of Ray Tune. Always False: this library does not support it."""
     return False
 
 
 def rescale() -> str:
-    """How the number of replicas may change, from `ADAPTDL_RESCALE`: "auto", "inplace" or "restart"."""
+    """Return how the number of replicas may change (`ADAPTDL_RESCALE`): "auto", "inplace" or "restart"."""
     return _read(_way, environment.RESCALE) or "auto"
 
 
@@ -143,15 +143,15 @@ def _way(text: str) -> str:
 
 
 def secret() -> bytes | None:
-    """Key that the library's collectives authenticate with; None where none was given."""
+    """Return the run's secret (`ADAPTDL_SECRET`), from which keys are derived; None if not set."""
     text = _read(str, environment.SECRET)
     return text.encode() if text else None
 
 
 def checkpoint_interval() -> float:
-    """Seconds between periodic checkpoints (30 unless `ADAPTDL_CHECKPOINT_INTERVAL` says otherwise).
+    """Return the seconds between periodic checkpoints; 0: no periodic checkpoints.
 
-    0 turns them off.
+    The value is that of `ADAPTDL_CHECKPOINT_INTERVAL`, 30 if not set.
     """
     value = _read(_seconds, environment.CHECKPOINT_INTERVAL)
     return 30.0 if value is None else value

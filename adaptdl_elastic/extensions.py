@@ -1,8 +1,8 @@
-"""Extension points: names for which another package can bring an implementation.
+"""Let other packages provide implementations by name, at extension points.
 
-An extension point is a group of entry points (Python packaging, `importlib.metadata`). The package's own
-implementations are listed in the code; those of other installed distributions are found by their entry
-points, without an import until one is used. CONTRIBUTING.md has a paragraph "To add one" per point.
+An extension point is a group of entry points (Python packaging, `importlib.metadata`). This package's own
+implementations are listed in the code. Those of other installed distributions are found by their entry points
+and imported at their first use. CONTRIBUTING.md has a paragraph "To add one" for each extension point.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 
 
 class ExtensionError(Exception):
-    """An extension does not exist, or cannot be used; the message says what to do."""
+    """Raised if an extension does not exist or cannot be used; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class ExtensionPoint:
-    """One kind of part that other packages can add.
+    """Find the implementations of one extension point.
 
     Attributes:
-        kind: What one of them is called in messages, e.g. "provider".
-        group: The entry points' group, e.g. "adaptdl_elastic.providers".
-        builtin: The package's own: name to "module:attribute".
+        kind: Name of the kind of extension in messages, e.g. "provider".
+        group: Group of the entry points, e.g. "adaptdl_elastic.providers".
+        builtin: This package's own implementations: name → "module:attribute".
     """
 
     kind: str
@@ -33,24 +33,24 @@ class ExtensionPoint:
     builtin: Mapping[str, str] = field(default_factory=dict)
 
     def names(self) -> list[str]:
-        """Return all names: the package's own in their order, then those of other distributions."""
+        """Return all names: this package's own in the given order, then those of other distributions."""
         return [*self.builtin, *(name for name in sorted(self._entries()) if name not in self.builtin)]
 
     def __contains__(self, name: str) -> bool:
         return name in self.builtin or name in self._entries()
 
     def origin(self, name: str) -> str:
-        """Return the distribution that brings `name`; empty for the package's own."""
+        """Return the distribution that provides `name`; empty for this package's own implementations."""
         entry = None if name in self.builtin else self._entries().get(name)
         return entry.dist.name if entry is not None and entry.dist is not None else ""
 
     def load(self, name: str) -> Any:
         """Import and return the implementation called `name`.
 
-        The package's own implementations cannot be replaced: their names come first.
+        This package's own implementations cannot be replaced: their names are looked up first.
 
         Raises:
-            ExtensionError: There is none of that name, or its import fails.
+            ExtensionError: there is no implementation of that name, or its import fails.
         """
         target = self.builtin.get(name)
         if target is not None:
@@ -65,7 +65,7 @@ class ExtensionPoint:
             )
         try:
             return entry.load()
-        except Exception as error:  # whatever a foreign module raises while it is imported
+        except Exception as error:  # the import of another distribution may raise anything
             where = self.origin(name) or entry.value
             raise ExtensionError(
                 f"the {self.kind} {name!r} of {where} cannot be imported: {error!r}"

@@ -1,4 +1,4 @@
-"""Goodput: how many useful samples per second a job makes of an allocation and a batch size.
+"""Predict the goodput of a job, its useful samples per second, for an allocation and a batch size.
 
 Goodput is throughput × statistical efficiency (Qiao et al., *Pollux: Co-adaptive Cluster Scheduling
 for Goodput-Optimized Deep Learning*, OSDI 2021, section 3; its symbols are used here).
@@ -18,8 +18,8 @@ size M and an initial one M0, with |G|² = `sqr` and tr Σ = `var` both measured
 
     scale = M / M0        gain = (var + sqr) / (var/scale + sqr)        efficiency = gain / scale
 
-so a sample at batch size M is worth `efficiency` samples at M0, and goodput is counted in samples at
-M0 per second. Pure functions of numbers; nothing here reads a clock or a file.
+So a sample at batch size M is worth `efficiency` samples at M0, and goodput is counted in samples at M0 per
+second. All functions here are pure: they read neither a clock nor a file.
 """
 
 from __future__ import annotations
@@ -37,40 +37,41 @@ Array = NDArray[np.float64]
 CANDIDATES = 50
 """Total batch sizes tried by `GoodputFunction.optimize`, spaced geometrically."""
 
-_EPS = 1e-8  # 64/4/4 must not round up to 5 because a logarithm was inexact
-_TINY = 1e-8  # stands for "costs nothing" in a fit: logarithms need more than zero
+_EPS = 1e-8  # tolerance before rounding up, so that an inexact logarithm does not raise 64/4/4 to 5
+_TINY = 1e-8  # value of a term that costs nothing in a fit, because logarithms need more than zero
 _MAX_GAMMA = 10.0  # Pollux, section 4.1: γ in [1, 10]
 _OUTLIER = 0.1  # log error beyond which a measurement pulls linearly instead of quadratically
-_PRIOR_GAMMA = 0.01  # γ = 2 weighs as much as one measurement that is 1 % off
-_PRIOR_BETA = 0.1  # β = α as much as one that is 10 % off: rings barely slow down with their length
+_PRIOR_GAMMA = 0.01  # γ = 2 weighs as much as one measurement with an error of 1 %
+_PRIOR_BETA = 0.1  # β = α weighs as much as one with an error of 10 %: a longer ring is hardly slower
 
 
 class PerfParams(NamedTuple):
-    """θ of the throughput model. Seconds (α), seconds per sample (β_c), seconds per replica (β_n, β_r)."""
+    """Hold the parameters θ of the throughput model."""
 
-    alpha_c: float  # a forward and backward pass: constant part
-    beta_c: float  # and per sample of the atomic batch
-    alpha_n: float  # synchronising two replicas on different nodes
-    beta_n: float  # and per replica beyond two
-    alpha_r: float  # synchronising two replicas on one node
-    beta_r: float  # and per replica beyond two
-    gamma: float  # overlap of the two, 1 (none) to 10
+    alpha_c: float  # forward and backward pass: constant part, in seconds
+    beta_c: float  # forward and backward pass: seconds per sample of the atomic batch
+    alpha_n: float  # synchronising two replicas on different nodes, in seconds
+    beta_n: float  # seconds per further replica, on several nodes
+    alpha_r: float  # synchronising two replicas on one node, in seconds
+    beta_r: float  # seconds per further replica, on one node
+    gamma: float  # overlap of computation and synchronisation, from 1 (none) to 10
 
 
 class GradParams(NamedTuple):
-    """Gradient statistics at the initial batch size."""
+    """Hold gradient statistics at the initial batch size."""
 
     sqr: float  # |G|²: squared norm of the true gradient
     var: float  # tr Σ: variance of the gradient estimate
 
 
 class GoodputFunction:
-    """Predicts throughput, efficiency and goodput of one job.
+    """Predict throughput, efficiency and goodput of one job.
 
-    `perf_params` may be None where only `efficiency` is asked for. Fields of `perf_params` and
-    `grad_params` may be arrays that broadcast against the arguments: one call then answers for many jobs.
+    `perf_params` may be None if only `efficiency` is called. Fields of `perf_params` and `grad_params` may be
+    arrays that broadcast against the arguments of the methods, so that one call predicts for many jobs.
 
-    Every method takes scalars or arrays that broadcast against each other and answers in kind.
+    Every method takes scalars or arrays that broadcast against each other. It returns Python numbers for
+    scalars, else arrays.
     """
 
     def __init__(
@@ -99,10 +100,16 @@ class GoodputFunction:
     def evaluate(
         self, num_nodes: ArrayLike, num_replicas: ArrayLike, atomic_bsz: ArrayLike, accum_steps: ArrayLike
     ) -> Any:
-        """Goodput in samples (at the initial batch size) per second.
+        """Return the goodput in samples (at the initial batch size) per second.
+
+        Args:
+            num_nodes: Number of nodes.
+            num_replicas: Number of replicas.
+            atomic_bsz: Samples of one replica in one forward and backward pass.
+            accum_steps: Passes without an optimizer step before each pass with one.
 
         Raises:
-            ValueError: for what is not a number, or below 1 (accumulation steps: below 0).
+            ValueError: an argument is not a number or out of range.
         """
         for name, given in (("num_nodes", num_nodes), ("num_replicas", num_replicas)):
             _check(name, given, "at least 1", lambda x: x >= 1)
@@ -131,16 +138,16 @@ class GoodputFunction:
         return _in_kind(replicas * atomic * (accum + 1) / (accum * t_grad + t_opt))
 
     def efficiency(self, batch_size: ArrayLike) -> Any:
-        """Statistical efficiency relative to the initial batch size, 1 there, less above it.
+        """Return the statistical efficiency: 1 at the initial batch size, less above it.
 
         Raises:
-            ValueError: for a batch size that is not positive.
+            ValueError: a batch size is not positive.
         """
         _check("batch_size", batch_size, "positive", lambda x: x > 0)
         scale = np.asarray(batch_size, dtype=float) / self._init_batch_size
         sqr, var = (np.maximum(np.asarray(x, dtype=float), 0.0) for x in self._grad_params)
-        # gain/scale = (var + sqr) / (var + scale·sqr); without any statistics a sample is a sample only
-        # at the initial size, which is what sqr = 1, var = 0 says
+        # gain/scale = (var + sqr) / (var + scale·sqr). Without statistics assume sqr = 1, var = 0: no gain
+        # from a larger batch.
         sqr = np.where(sqr + var > 0, sqr, 1.0)
         return _in_kind((var + sqr) / (var + scale * sqr))
 
@@ -154,22 +161,29 @@ class GoodputFunction:
     ) -> tuple[Any, Any, Any]:
         """Return the batch size with the best goodput for each (num_nodes, num_replicas).
 
-        Tries `CANDIDATES` total batch sizes, spaced geometrically from max(initial batch size,
-        smallest atomic batch × replicas) to `max_batch_size` (the initial one when None). A total is
-        divided equally and rounded up. With `accumulation`, what exceeds the largest atomic batch is
-        accumulated, and a single replica that goes above the initial batch size accumulates at least
-        once, because two gradients are needed to estimate their variance. No total is above
-        `max_batch_size` but for that rounding.
+        Tries `CANDIDATES` total batch sizes, spaced geometrically from max(initial batch size, smallest
+        atomic batch × replicas) to `max_batch_size`. A total is divided equally among the replicas and
+        rounded up. Apart from this rounding, no total is above `max_batch_size`.
+
+        With `accumulation`, a share above the largest atomic batch is accumulated over several passes. A
+        single replica above the initial batch size accumulates at least once, because two gradients are
+        needed to estimate their variance.
+
+        Args:
+            num_nodes: Number of nodes.
+            num_replicas: Number of replicas.
+            max_batch_size: Largest total batch size; None: the initial batch size.
+            atomic_bsz_range: Smallest and largest atomic batch size; None: no bounds.
+            accumulation: Whether gradients may be accumulated.
 
         Returns:
-            (goodput, atomic batch size, accumulation steps). Goodput is 0 where no batch size
-                fits the bounds (the smallest atomic batch on every replica exceeds the maximum, or the
-                largest one is too small to reach the initial batch size without accumulation);
-                accumulation steps are 0 there, too.
+            (goodput, atomic batch size, accumulation steps). Goodput and accumulation steps are 0 if no batch
+            size fits the bounds: the smallest atomic batch on every replica exceeds `max_batch_size`, or the
+            largest atomic batch is too small to reach the initial batch size without accumulation.
 
         Raises:
-            ValueError: for num_nodes < 1, fewer replicas than nodes, parts of a replica, or bounds below 1,
-                without end, or in the wrong order.
+            ValueError: num_nodes < 1, fewer replicas than nodes, a fraction of a replica, or bounds that are
+                below 1, infinite, or in the wrong order.
         """
         for name, given in (("num_nodes", num_nodes), ("num_replicas", num_replicas)):
             _check(name, given, "a whole number of at least 1", lambda x: (x >= 1) & (x == np.floor(x)))
@@ -210,7 +224,17 @@ class GoodputFunction:
 
 
 def _check(name: str, given: Any, allowed: str, holds: Callable[[Array], Any]) -> None:
-    """ValueError unless `given` is numbers, all of which are as allowed; NaN never is."""
+    """Check that all numbers in `given` are allowed. NaN is never allowed.
+
+    Args:
+        name: Name of the argument, for the error.
+        given: A number or an array.
+        allowed: Description of the allowed numbers, for the error.
+        holds: Function that returns for each number whether it is allowed.
+
+    Raises:
+        ValueError: `given` holds something else than allowed numbers.
+    """
     try:
         fine = bool(np.all(holds(np.asarray(given, dtype=float))))
     except (TypeError, ValueError):
@@ -223,14 +247,14 @@ def _check(name: str, given: Any, allowed: str, holds: Callable[[Array], Any]) -
 def _candidates_of_one(
     replicas: int, init: int, max_bsz: int, low: int, high: int, accumulation: bool
 ) -> tuple[Array, Array, NDArray[np.bool_]]:
-    """Return the candidates for one job and size; cached, since a job asks every few seconds."""
+    """Return `_candidates` for one job and number of replicas; cached, as a job asks every few seconds."""
     return _candidates(np.asarray(replicas), init, max_bsz, low, high, accumulation)
 
 
 def _candidates(
     replicas: NDArray[Any], init: Any, max_bsz: Any, low: Any, high: Any, accumulation: bool
 ) -> tuple[Array, Array, NDArray[np.bool_]]:
-    """(atomic batch size, accumulation steps, whether allowed), each of shape (CANDIDATES, ...)."""
+    """Return (atomic batch size, accumulation steps, whether allowed), each of shape (CANDIDATES, ...)."""
     smallest = np.maximum(init, np.multiply(low, replicas)).astype(float)
     feasible = smallest <= max_bsz
     largest = np.maximum(max_bsz, smallest)
@@ -244,7 +268,7 @@ def _candidates(
     else:
         accum = np.zeros_like(local)
         atomic = np.maximum(np.ceil(local - _EPS), low)
-    share = np.ceil(np.divide(largest, replicas * (accum + 1)) - _EPS)  # the smallest may not fit passes
+    share = np.ceil(np.divide(largest, replicas * (accum + 1)) - _EPS)  # largest atomic batch by the total
     return atomic, accum, np.broadcast_to(feasible, local.shape) & (atomic <= np.minimum(high, share))
 
 
@@ -259,7 +283,7 @@ def _net_time(params: PerfParams, nodes: Array, replicas: Array) -> Array:
 
 
 def _optim_time(params: PerfParams, t_grad: Array, t_net: Array) -> Array:
-    """(T_grad^γ + T_net^γ)^(1/γ), with the larger one factored out so that no power underflows."""
+    """Return (T_grad^γ + T_net^γ)^(1/γ); the larger term is factored out so that no power underflows."""
     larger, smaller = np.maximum(t_grad, t_net), np.minimum(t_grad, t_net)
     ratio = smaller / np.where(larger > 0, larger, 1.0)
     return np.asarray(larger * (1.0 + ratio**params.gamma) ** (1.0 / np.asarray(params.gamma)))
@@ -274,15 +298,15 @@ def _in_kind(x: Any) -> Any:
 
 
 class _Data(NamedTuple):
-    """Valid measurements in units of one typical step, atomic batches in units of a typical batch."""
+    """Hold valid measurements: times relative to a typical step, atomic batches to a typical batch."""
 
     atomic: Array
     beyond_two: Array  # max(R − 2, 0)
-    single: NDArray[np.bool_]  # one replica: no network
-    there: NDArray[np.bool_]  # several nodes
-    here: NDArray[np.bool_]  # several replicas of one node
-    log_accum: Array  # NaN: not measured
-    log_optim: Array
+    single: NDArray[np.bool_]  # measured with one replica: no synchronisation
+    there: NDArray[np.bool_]  # measured on several nodes
+    here: NDArray[np.bool_]  # measured with several replicas on one node
+    log_accum: Array  # log time of a pass without synchronisation; NaN: not measured
+    log_optim: Array  # log time of a pass with synchronisation and optimizer step
 
 
 def fit_perf_params(
@@ -294,27 +318,28 @@ def fit_perf_params(
     *,
     guess: PerfParams | None = None,
 ) -> PerfParams:
-    """Fit θ to measured step times, all arguments of shape (P,), times in seconds.
+    """Fit θ to measured step times. All arrays have shape (P,), for P measurements.
 
-    As in Pollux (section 4.1) the squared logarithmic
-    error of both is minimised with two weak priors (γ near 1, β small against α), and a term that no
-    measurement speaks for is assumed to cost nothing, so that a job is tried on more replicas: α_r
-    until it ran on two replicas of one node, α_n until it ran on two nodes, β until it ran on more than
-    two. Several nodes are never predicted to be cheaper than one. With one atomic batch size only, half
-    of the time is attributed to α_c. Unlike there, errors beyond about 10 % pull linearly
-    (pseudo-Huber loss), so a noisy neighbour or a slow first step does not bend the fit, and the solver
-    is Levenberg-Marquardt in log θ with the analytic Jacobian: 1-5 ms for 50 points.
+    As in Pollux (section 4.1), the squared logarithmic error of both times is minimised, with two weak priors
+    (γ near 1, β small against α). A term without measurements is assumed to cost nothing, so that a job is
+    tried on more replicas: α_r until the job ran on two replicas of one node, α_n until it ran on two nodes,
+    β until it ran on more than two replicas. Several nodes are never predicted to be cheaper than one. If
+    only one atomic batch size was measured, half of the time is attributed to α_c.
+
+    Two things differ from Pollux. Errors above about 10 % count linearly (pseudo-Huber loss), so that a few
+    slow steps do not distort the fit. The solver is Levenberg-Marquardt in log θ with the analytic Jacobian:
+    1-5 ms for 50 measurements.
 
     Args:
         num_nodes: Nodes of each measurement.
-        num_replicas: Replicas of each.
+        num_replicas: Replicas of each measurement.
         atomic_bsz: Samples per replica and pass.
-        accum_step_time: Of a pass without synchronisation; zero or NaN: not measured.
-        optim_step_time: Of a pass with synchronisation and optimizer step; zero or NaN: not measured.
-        guess: The θ of a fit to earlier measurements, which makes it quicker still.
+        accum_step_time: Seconds of a pass without synchronisation; zero or NaN: not measured.
+        optim_step_time: Seconds of a pass with synchronisation and optimizer step; zero or NaN: not measured.
+        guess: Result of a fit to earlier measurements, which makes this fit faster; None: no guess.
 
     Raises:
-        ValueError: when lengths differ or nothing valid was measured.
+        ValueError: the lengths of the arguments differ, or no measurement is valid.
     """
     for name, given in (("num_nodes", num_nodes), ("num_replicas", num_replicas), ("atomic_bsz", atomic_bsz)):
         _check(name, given, "numbers", np.isreal)
@@ -356,7 +381,7 @@ def _fit(
     starts = [_start(data, gamma) for gamma in (1.3, 4.0)]
     if guess is not None:
         units = np.array([unit_time, unit_time / unit_bsz, *[unit_time] * 4, 1.0])
-        # a term that was held at nothing begins afresh
+        # a term that was fixed at zero cost starts from its default value
         known = np.array(guess) > 10 * _TINY * units
         (theta, free), _ = starts
         starts = [(np.where(known & free, np.log(np.maximum(guess, 1e-30) / units), theta), free)]
@@ -370,7 +395,7 @@ def _fit(
 
 
 def _start(data: _Data, gamma: float) -> tuple[Array, NDArray[np.bool_]]:
-    """Return the initial log θ, and which parameters the measurements determine; the rest is held."""
+    """Return the initial log θ, and which parameters the measurements determine; the others stay fixed."""
     theta = np.array([0.5, 0.5, 0.2, 0.02, 0.1, 0.01, gamma])
     free = np.ones(7, dtype=bool)
     if np.ptp(data.atomic) < 1e-9:
@@ -381,7 +406,7 @@ def _start(data: _Data, gamma: float) -> tuple[Array, NDArray[np.bool_]]:
         free[first] = group.any()
         free[first + 1] = group.any() and np.ptp(data.beyond_two[group]) > 0
     theta[~free & (np.arange(7) >= 2)] = _TINY
-    if data.single.all():  # no overlap to speak of
+    if data.single.all():  # without synchronisation there is no overlap
         theta[6], free[6] = 1.0, False
     return np.log(theta), free
 
@@ -389,7 +414,7 @@ def _start(data: _Data, gamma: float) -> tuple[Array, NDArray[np.bool_]]:
 def _levenberg_marquardt(
     theta: Array, free: NDArray[np.bool_], data: _Data, iterations: int = 60
 ) -> tuple[float, Array]:
-    """(loss, log θ) at a minimum of the pseudo-Huber loss, by iteratively reweighted damped steps."""
+    """Return (loss, log θ) at a minimum of the pseudo-Huber loss, by iteratively reweighted damped steps."""
     low, high = np.full(7, math.log(_TINY)), np.full(7, math.log(1e6))
     low[6], high[6] = 0.0, math.log(_MAX_GAMMA)
     damping = 1e-2
@@ -425,14 +450,14 @@ def _loss(error: Array) -> float:
 
 
 def _residuals(theta: Array, data: _Data) -> tuple[Array, Array]:
-    """Log errors and priors, shape (2P + 3,), and their Jacobian by log θ, shape (2P + 3, 7)."""
+    """Return log errors and priors, shape (2P + 3,), and their Jacobian by log θ, shape (2P + 3, 7)."""
     a_c, b_c, a_n, b_n, a_r, b_r, gamma = np.exp(theta)
     size = data.atomic.size
     t_grad = a_c + b_c * data.atomic
     log_grad = np.log(t_grad)
     t_net = np.where(data.there, a_n + b_n * data.beyond_two, a_r + b_r * data.beyond_two)
     log_net = np.log(t_net)
-    share = 1 / (1 + np.exp(np.clip(gamma * (log_grad - log_net), -700, 700)))  # of the network in T_opt^γ
+    share = 1 / (1 + np.exp(np.clip(gamma * (log_grad - log_net), -700, 700)))  # part of T_net in T_opt^γ
     share = np.where(data.single, 0.0, share)
     log_opt = np.where(data.single, log_grad, np.logaddexp(gamma * log_grad, gamma * log_net) / gamma)
     measured = ~np.isnan(data.log_accum)

@@ -1,16 +1,16 @@
-"""Collectives on small Python objects between replicas, apart from torch's.
+"""Run collectives on small Python objects between replicas, independently of torch's.
 
-A star: rank 0 listens, the others connect. Every call has a sequence number and a tag (where in the
-script it stands); rank 0 combines the contributions of one number in the order of the ranks and sends
-the result to everybody. Different tags under one number mean that the replicas' control flow has come
-apart: that and all that follows is an error on every replica instead of a wrong sum, or of waiting for
-ever. A replica that is gone fails every collective that needs it, at once; nothing waits for it.
+The connections form a star: rank 0 listens, the others connect. Every call has a sequence number and a tag
+(its place in the script). Rank 0 combines the contributions with the same number in the order of ranks, and
+sends the result to all. Different tags with the same number mean that the replicas run different code. This
+collective and all later ones then raise an error on every replica, instead of giving wrong results or
+waiting forever. If a replica is lost, every collective that needs it fails at once.
 
-Numbers are counted apart for each *stream*. What replicas come to in an order of their own among other
-collectives has a stream of its own.
+Each *stream* has its own sequence numbers. Collectives whose order relative to other collectives may differ
+between replicas use a stream of their own.
 
-The same connections carry the library's control messages (`send_control`), which any thread may send at
-any time. With one replica there are no sockets and no threads.
+The same connections carry the library's control messages (`send_control`), which any thread may send at any
+time. A single replica uses no sockets and no threads.
 """
 
 from __future__ import annotations
@@ -37,50 +37,55 @@ ReduceFn = Callable[[Any, Any], Any]
 ControlHandler = Callable[[int, Any], None]
 
 MAIN, LOOPS, AGREEMENT = range(3)
-"""Streams: of most collectives; of beginnings and ends of data loops; of agreements on what to do where."""
+"""Streams: most collectives; beginnings and ends of data loops; positions compared by `consensus`."""
 
 _CONTRIBUTION, _RESULT, _FAILURE, _CONTROL, _GOODBYE = range(5)
 _TORN_DOWN = "the collectives have been torn down"
-CONNECT_TIMEOUT = 120.0
-_CANCEL_INTERVAL = 0.1  # seconds
+CONNECT_TIMEOUT = 120.0  # seconds until all replicas must be connected
+_CANCEL_INTERVAL = 0.1  # seconds between two calls of `cancelled`
 
 
 class CollectiveError(RuntimeError):
-    """A collective could not be carried out."""
+    """Raised if a collective has failed."""
 
 
 class PeerLostError(CollectiveError):
-    """A replica that the collective needs is gone."""
+    """Raised if the connection to a replica that the collective needs is lost."""
 
 
 class PeerFinishedError(PeerLostError):
-    """A replica that the collective needs has come to its end, and others have not."""
+    """Raised if a replica that the collective needs has ended regularly."""
 
 
 class CollectiveMismatchError(CollectiveError):
-    """The replicas called different collectives."""
+    """Raised if the replicas called different collectives."""
 
 
 def default_reduce_fn(a: Any, b: Any) -> Any:
-    """Return the sum."""
+    """Return `a + b`."""
     return a + b
 
 
 class Future:
-    """The result of a collective that may not have finished yet."""
+    """Hold the result of a collective that may not have finished yet."""
 
     def __init__(self, objects: bool = False) -> None:
-        self.objects = objects  # the result may be an object of the user's
+        self.objects = objects  # the result may be an object of the script, of any type
         self._done = threading.Event()
         self._value: Any = None
         self._error: Exception | None = None
 
     def done(self) -> bool:
-        """Whether `result` would return at once."""
+        """Return whether the collective has finished, so that `result` returns at once."""
         return self._done.is_set()
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the result. TimeoutError after `timeout` seconds; CollectiveError when it failed."""
+        """Wait for the result, and return it.
+
+        Raises:
+            TimeoutError: the collective has not finished within `timeout` seconds.
+            CollectiveError: the collective has failed.
+        """
         if not self._done.wait(timeout):
             raise TimeoutError(f"the other replicas did not answer within {timeout} s")
         if self._error is not None:
@@ -94,31 +99,35 @@ class Future:
 
 
 class _Call:
-    """One collective on rank 0, while contributions come in."""
+    """Hold one collective on rank 0 until all contributions have arrived."""
 
     def __init__(self) -> None:
         self.contributions: dict[int, bytes] = {}
         self.reduce_fn: ReduceFn | None = None
         self.own: Any = None
-        self.objects = False  # its values may be objects of the user's
+        self.objects = False  # its values may be objects of the script, of any type
         self.tag: str | None = None  # None: rank 0 itself has not called yet
         self.future = Future()
 
 
 class Reducer:
-    """One replica's connections to the others.
+    """Connect one replica with the others, and run collectives.
 
     Args:
-        rank: This replica's.
-        replicas: How many there are.
-        root_host: Host that rank 0 listens on, and the others connect to.
-        root_port: Its port; 0 on rank 0 takes a free one (see `port`).
-        secret: Key that both sides must know. None: only plain data are exchanged.
+        rank: Rank of this replica.
+        replicas: Number of replicas.
+        root_host: Host on which rank 0 listens.
+        root_port: Port on which rank 0 listens; 0 on rank 0: a free port (see `port`).
+        secret: Key that both sides must know; None: only plain data can be exchanged.
         timeout: Seconds until all replicas must be connected.
-        on_control: Called with (sender's rank, message) for every control message, in a thread of ours.
-        on_lost: Called with the rank of a replica that went without a goodbye, in a thread of ours.
-        publish: Called on rank 0 with the port, before it waits for the others.
-        cancelled: Asked every moment while connecting; once it says True that ends in a CollectiveError.
+        on_control: Called with (sender's rank, message) for every control message, in the reader thread.
+        on_lost: Called with the rank of a replica whose connection was lost, in the reader thread.
+        publish: Called with the port on rank 0, before it waits for the others.
+        cancelled: Called repeatedly while connecting; if it returns True, connecting fails.
+
+    Raises:
+        CollectiveError: the replicas did not connect within `timeout`, or `cancelled` returned True.
+        AuthenticationError: this replica and rank 0 do not have the same secret.
     """
 
     def __init__(
@@ -144,15 +153,15 @@ class Reducer:
         self.rank, self.replicas, self.port = rank, replicas, root_port
         self.on_control, self.on_lost = on_control, on_lost
         self.local_address = root_host
-        """This machine's address on the way to the others."""
+        """Address of this machine on its connections to the other replicas."""
         self._trusted = secret is not None
         self._cancelled = cancelled
         self._reader: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._sequences = [stream << 56 for stream in (MAIN, LOOPS, AGREEMENT)]  # the next call's
-        self._apart: CollectiveMismatchError | None = None  # the replicas have come apart
-        self._calls: dict[int, _Call] = {}  # rank 0
-        self._futures: dict[int, Future] = {}  # the others
+        self._sequences = [stream << 56 for stream in (MAIN, LOOPS, AGREEMENT)]  # number of the next call
+        self._apart: CollectiveMismatchError | None = None  # set once the replicas have run different code
+        self._calls: dict[int, _Call] = {}  # on rank 0: unfinished calls by their numbers
+        self._futures: dict[int, Future] = {}  # on other ranks: unfinished calls by their numbers
         self._lost: dict[int, PeerLostError] = {}
         self._closing = self._aborted = False
         self._send_locks: dict[int, threading.Lock] = {}
@@ -242,7 +251,7 @@ class Reducer:
         stream: int = MAIN,
         objects: bool = False,
     ) -> Any:
-        """`obj` of every replica combined by `reduce_fn`, in the order of the ranks, on every replica."""
+        """Return the `obj` of all replicas combined in the order of ranks. See `allreduce_async`."""
         return self.allreduce_async(obj, reduce_fn, tag, stream, objects).result()
 
     def allreduce_async(
@@ -253,19 +262,19 @@ class Reducer:
         stream: int = MAIN,
         objects: bool = False,
     ) -> Future:
-        """As `allreduce`, without waiting. `reduce_fn` runs on rank 0.
+        """Start to combine the `obj` of all replicas, and return a Future of the result.
 
         Args:
             obj: Plain data (see `_codec`), unless `objects`.
-            reduce_fn: Combines two values into one.
-            tag: Where in the script this is; compared between replicas.
-            stream: In which order of calls this one stands.
-            objects: `obj` and the result are objects of the user's, of any type that can be pickled.
+            reduce_fn: Function that combines two values into one; runs on rank 0.
+            tag: Place of the call in the script, which must be the same on all replicas.
+            stream: Stream of the call.
+            objects: Whether `obj` and the result may be objects of any type that can be pickled.
         """
         return self._start(obj, reduce_fn, tag, stream, objects)
 
     def broadcast(self, obj: Any, tag: str = "", objects: bool = False) -> Any:
-        """Rank 0's `obj`, on every replica. `objects`: as for `allreduce_async`."""
+        """Return rank 0's `obj` on every replica. `tag` and `objects` as for `allreduce_async`."""
         return self._start(obj if self.rank == 0 else None, _first, tag, objects=objects).result()
 
     def barrier(self, tag: str = "") -> None:
@@ -283,7 +292,7 @@ class Reducer:
             return future
         payload = b"" if self.rank == 0 else _codec.encode((tag, self._pack(value, objects)))
         with self._lock:
-            if self._closing:  # after `abort` for the same reason as what it has ended
+            if self._closing:  # after `abort`, the same error as for the collectives that it ended
                 raise (PeerLostError if self._aborted else CollectiveError)(_TORN_DOWN)
             if self._apart is not None:
                 future = Future()
@@ -310,7 +319,7 @@ class Reducer:
         return _wire.pack(value, objects) if self._trusted or not objects else _wire.pack_for_strangers(value)
 
     def _advance(self, sequence: int) -> None:
-        """Rank 0: finish the call if nothing is missing any more, or can come."""
+        """Finish a call on rank 0 if all contributions have arrived, or a missing one cannot arrive."""
         with self._lock:
             call = self._calls.get(sequence)
             if call is None or call.tag is None:
@@ -325,7 +334,7 @@ class Reducer:
                 raise self._lost[lost[0]]
             value = self._combine(call)
             payload = self._pack(value, call.objects)
-        except Exception as error:  # the user's reduce_fn included: everybody must hear of it
+        except Exception as error:  # also from the script's reduce_fn: all replicas must get the error
             failure = error if isinstance(error, CollectiveError) else CollectiveError(f"{error!r}")
             failure.__cause__ = None if failure is error else error
             self._spread(_FAILURE, sequence, _wire.pack((type(failure).__name__, str(failure))))
@@ -350,7 +359,7 @@ class Reducer:
         return value
 
     def _come_apart(self, failure: CollectiveError) -> None:
-        """After a mismatch nothing that has been or will be called can be answered any more."""
+        """Let all unfinished and later collectives fail if `failure` is a mismatch."""
         if not isinstance(failure, CollectiveMismatchError):
             return
         with self._lock:
@@ -368,7 +377,7 @@ class Reducer:
     # -- control messages --------------------------------------------------------------------------
 
     def send_control(self, rank: int, message: Any) -> None:
-        """Send `message` to rank 0, or from rank 0 to `rank`; to oneself it is delivered at once."""
+        """Send `message` to rank 0, or from rank 0 to `rank`. A message to itself is delivered at once."""
         if rank == self.rank:
             if self.on_control is not None:
                 self.on_control(self.rank, message)
@@ -380,12 +389,12 @@ class Reducer:
             with self._send_locks[peer]:
                 _wire.send_frame(self._peers[peer], self._keys[peer], kind, payload)
         except (OSError, KeyError):
-            pass  # the reading side notices that the peer is gone, and says so
+            pass  # the reader thread detects the lost peer and reports it
 
     # -- receiving ---------------------------------------------------------------------------------
 
     def _read_loop(self) -> None:
-        """Read from every connection, and close them in the end; no other thread does."""
+        """Read from all connections, and close them at the end. Only this thread does so."""
         with selectors.DefaultSelector() as selector:
             for peer, sock in self._peers.items():
                 selector.register(sock, selectors.EVENT_READ, peer)
@@ -397,7 +406,7 @@ class Reducer:
             sock.close()
 
     def _read(self, peer: int) -> bool:
-        """Take one frame; whether there will be more."""
+        """Read one frame from a peer, and return whether more may follow."""
         try:
             kind, payload = _wire.receive_frame(self._peers[peer], self._keys[peer])
         except (OSError, ValueError) as error:
@@ -405,7 +414,7 @@ class Reducer:
             return False
         try:
             return self._on_frame(peer, kind, payload)
-        except Exception:  # a control handler's mistake must not end the reading
+        except Exception:  # an error in a control handler must not end the reader thread
             log.exception("control message from rank %d", peer)
             return True
 
@@ -469,13 +478,16 @@ class Reducer:
 
     @property
     def finished(self) -> PeerFinishedError | None:
-        """Who has said goodbye, while this replica has not."""
+        """Error of a replica that has ended regularly while this replica has not; None if there is none."""
         with self._lock:
             ended = [error for error in self._lost.values() if isinstance(error, PeerFinishedError)]
             return ended[0] if ended and not self._closing else None
 
     def close(self) -> None:
-        """Say goodbye and disconnect. Whoever still waits for a result gets a CollectiveError."""
+        """Tell the others that this replica ends regularly, and disconnect.
+
+        Unfinished collectives of this replica fail with a CollectiveError.
+        """
         with self._lock:
             if self._closing:
                 return
@@ -486,9 +498,9 @@ class Reducer:
         self._fail_waiting(CollectiveError)
 
     def abort(self) -> None:
-        """Disconnect without a goodbye, so that the others take this replica for lost and wait for nothing.
+        """Disconnect at once, so that the others treat this replica as lost and do not wait for it.
 
-        When it returns no message of theirs will be handed to anybody any more.
+        After the return, no message of the others is delivered any more.
         """
         with self._lock:
             self._closing = self._aborted = True
@@ -519,7 +531,7 @@ _open: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 def _forget_in_children(reducer: Reducer) -> None:
-    """Close our connections in forked children, so that a loader's worker does not keep them open."""
+    """Close the connections in forked children, so that a loader's worker does not keep them open."""
     _register()
     _open.add(reducer)
 
@@ -532,7 +544,7 @@ def _register() -> None:
 def _close_copies() -> None:
     for reducer in list(_open):
         for sock in reducer._peers.values():
-            sock.close()  # of the copy; the parent's connection stays
+            sock.close()  # closes the child's copy; the parent's connection stays open
         reducer._peers = {}
 
 

@@ -1,7 +1,7 @@
-"""What a job reports about itself, so that others can decide its size.
+"""Report a job's scheduling hints, by which the coordinator decides its number of replicas.
 
-`JobHints` is the versioned schema that the coordinator reads; `SCHED_HINTS` and `PERF_PARAMS` are
-AdaptDL's names for the parts of it that AdaptDL had, kept for scripts that call `post_sched_hints`.
+`JobHints` is the versioned schema that the coordinator reads. `SCHED_HINTS` and `PERF_PARAMS` list AdaptDL's
+names for parts of it, for scripts that call `post_sched_hints`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's numbers as Python's."""
+    """Convert a NumPy number to a Python number."""
     number = integer(value)
     if number is None and hasattr(value, "item"):
         return value.item()
@@ -53,14 +53,19 @@ def _plain(value: Any) -> Any:
 
 
 def post_sched_hints(sched_hints: Mapping[str, Any], job_key: str | None = None) -> bool:
-    """Report hints of one's own, with AdaptDL's names, in place of the library's; whether an agent listens.
+    """Report hints of the script in place of those that the library has measured. Rank 0's are taken.
 
-    What is not given stays what the library has measured. `job_key` is accepted for AdaptDL's sake: a
-    job can report for itself only.
+    Args:
+        sched_hints: Hints by AdaptDL's names. Hints that are not given keep the library's values.
+        job_key: Ignored; AdaptDL's function has this argument. A job can report only for itself.
+
+    Returns:
+        Whether the hints were sent to an agent.
 
     Raises:
-        ValueError: for an unknown name.
-        MalformedHintsError, TypeError: for a value that does not fit.
+        ValueError: a name is unknown.
+        MalformedHintsError: a value is not valid.
+        TypeError: a value has the wrong type.
     """
     session = _session.current()
     hints = asdict(session.metrics.hints()) | from_adaptdl(sched_hints)

@@ -1,4 +1,4 @@
-"""Small things that AdaptDL's scripts import."""
+"""Provide small helpers that scripts written for AdaptDL import."""
 
 from __future__ import annotations
 

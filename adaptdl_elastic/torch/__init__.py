@@ -1,4 +1,4 @@
-"""What a training script imports: AdaptDL's names, on `torch.distributed`.
+"""Provide what a training script imports: AdaptDL's names, on top of `torch.distributed`.
 
     import adaptdl_elastic.torch as adl
 
@@ -10,8 +10,8 @@
         for inputs, targets in loader:
             ...
 
-Names are imported when they are used (PEP 562): a script that needs only the loaders does not wait for
-the rest.
+Each name is imported at its first use (PEP 562), so that a script that needs only the loaders does not wait
+for the import of the other modules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The one module that knows all parts of the training library, and puts them together.
+"""Connect the parts of the training library with the session; only this module imports all of them.
 
-Every public module takes its session from here, so that the parts are known before one of them is needed.
+Every public module gets its session from here, so that the parts are installed before they are needed.
 """
 
 from __future__ import annotations
@@ -30,5 +30,5 @@ _session.install(
 
 
 def current_session() -> Session:
-    """Return this process's session, all of whose parts can be made."""
+    """Return this process's session, with all parts of the library installed."""
     return _session.current()

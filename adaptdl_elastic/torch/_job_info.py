@@ -1,4 +1,4 @@
-"""What a script may ask and tell at any time."""
+"""Tell a script its rank and the number of replicas, and record its metrics. Callable at any time."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ _TAKEN = ("event", "time", "type")
 
 
 def world_size() -> int:
-    """How many replicas train together now. Ask again instead of keeping the answer: it changes."""
+    """Return the current number of replicas. Do not keep it: it changes."""
     return _session.current().replicas
 
 
 def rank() -> int:
-    """Return this replica's present rank, from 0 to `world_size() - 1`. Do not keep it: it changes."""
+    """Return this replica's current rank, from 0 to `world_size() - 1`. Do not keep it: it changes."""
     return _session.current().rank
 
 
 def report(**metrics: Any) -> None:
-    """Put numbers of the script's own into the job's event log, as one event `metrics`.
+    """Write values of the script to the job's event log, as one event `metrics`.
 
-    Call it on every replica or on rank 0, whose values are taken: `report(accuracy=0.97, loss=0.1)`.
-    Without an event log nothing happens.
+    Call it on every replica or only on rank 0; rank 0's values are written. An example:
+    `report(accuracy=0.97, loss=0.1)`. Without an event log the call does nothing.
 
     Raises:
         TypeError: a value is neither a number nor a string.
-        ValueError: a name that is one of an event's own: event, time, type.
+        ValueError: a name is that of a field of every event: event, time, type.
     """
     session = _session.current()
     fields: dict[str, Any] = {}

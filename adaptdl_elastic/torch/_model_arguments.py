@@ -1,4 +1,4 @@
-"""What AdaptiveDataParallel is made of, looked at before anything is changed."""
+"""Check the arguments of AdaptiveDataParallel before anything is changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from adaptdl_elastic.torch._gradient import grad_scaler
 from adaptdl_elastic.torch.scaling_rules import ScalingRuleBase
 
-OWNER = "_adaptdl_elastic"  # attribute of an optimizer: whose it is
+OWNER = "_adaptdl_elastic"  # attribute of an optimizer that holds the name of its AdaptiveDataParallel
 
 _DDP_KEYWORDS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
 
@@ -25,7 +25,13 @@ def check_arguments(
     scaling_rule: Any,
     ddp_kwargs: dict[str, Any],
 ) -> None:
-    """TypeError, ValueError or RuntimeError for what AdaptiveDataParallel cannot be made of."""
+    """Check the arguments of AdaptiveDataParallel, which describes them.
+
+    Raises:
+        TypeError: an argument has the wrong type, or `ddp_kwargs` holds an unknown name.
+        ValueError: the arguments do not belong together, or the optimizer is in use already.
+        RuntimeError: there is no process group.
+    """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, DistributedDataParallel):

@@ -1,4 +1,4 @@
-"""Connecting this replica to the others when its script begins, whoever has started them."""
+"""Connect this replica to the others when its script begins, however the replicas were started."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ def init_process_group(
     world_size: int | None = None,
     rank: int | None = None,
 ) -> None:
-    """Connect this replica to the others, whoever has started them.
+    """Connect this replica to the others, however the replicas were started.
 
-    Alone (a plain `python script.py`) the world is this one process, and nothing listens. Under
-    `adaptdl-run` and `torchrun` everything comes from them. By hand each replica is given
-    `ADAPTDL_NUM_REPLICAS`, `ADAPTDL_REPLICA_RANK`, and where rank 0 listens: `ADAPTDL_MASTER_ADDR` and
-    `ADAPTDL_MASTER_PORT`; with the same `ADAPTDL_SECRET` for all of them they may exchange objects of
-    any type.
+    - A script started by itself (`python script.py`) is a single replica and opens no port.
+    - `adaptdl-run` and `torchrun` set all that is needed in the environment.
+    - To start replicas by hand, set `ADAPTDL_NUM_REPLICAS` and `ADAPTDL_REPLICA_RANK` for each, and rank 0's
+      address in `ADAPTDL_MASTER_ADDR` and `ADAPTDL_MASTER_PORT`. If all have the same `ADAPTDL_SECRET`, they
+      may exchange objects of any type.
 
     Args:
-        backend: Of `torch.distributed`: "gloo", "nccl", "cpu:gloo,cuda:nccl", …
-        init_method: Where torch's own replicas meet; None: as the environment says.
-        world_size: Number of replicas; None: as the environment says.
-        rank: This replica's; None: as the environment says.
+        backend: Backend of `torch.distributed`: "gloo", "nccl", "cpu:gloo,cuda:nccl", …
+        init_method: URL at which torch's process group meets; None: from the environment.
+        world_size: Number of replicas; None: from the environment.
+        rank: Rank of this replica; None: from the environment.
 
     Raises:
-        RuntimeError: it was called before, or the others cannot be reached.
-        ValueError, TypeError: an argument, or what the environment says, cannot be. Nothing is changed
-            then.
+        RuntimeError: the process group exists already, or the others cannot be reached.
+        ValueError: an argument or an environment variable has a wrong value. Nothing is changed then.
+        TypeError: an argument has a wrong type. Nothing is changed then.
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -84,7 +84,11 @@ def init_process_group(
 
 
 def _checked_backend(backend: Any) -> str:
-    """In torch's spelling; ValueError for what it does not have."""
+    """Return `backend` in torch's spelling.
+
+    Raises:
+        ValueError: torch has no such backend.
+    """
     known = [name for name in dist.Backend.backend_list if name != "undefined"]
     names = str(backend).lower().split(",")
     several = len(names) > 1 or ":" in names[0]
@@ -101,7 +105,11 @@ def _checked_backend(backend: Any) -> str:
 
 
 def _checked_identity(known: Identity, world_size: Any, rank: Any) -> Identity:
-    """Who this replica is, with what was given in place of what is known."""
+    """Return this replica's identity: `known`, with the given number of replicas and rank.
+
+    Raises:
+        ValueError: the rank or the number of replicas is not possible.
+    """
     replicas = known.replicas if world_size is None else whole("world_size", world_size, 1)
     if rank is None and known.rank >= replicas:
         raise ValueError(
@@ -138,7 +146,7 @@ def _alone(session: Session, backend: str, init_method: str | None) -> None:
 
 
 def _launched(session: Session, backend: str, init_method: str | None) -> None:
-    """By an agent, ours or torchrun's, which keeps a store at MASTER_ADDR:MASTER_PORT."""
+    """Connect replicas of this project's agent or torchrun's, by its store at MASTER_ADDR:MASTER_PORT."""
     store, _, _ = next(dist.rendezvous(init_method or "env://", session.rank, session.replicas))
     store = dist.PrefixStore(f"adaptdl/{session.generation}", store)
     if os.environ.get(environment.ADAPTDL_MASTER_PORT):
@@ -151,15 +159,19 @@ def _launched(session: Session, backend: str, init_method: str | None) -> None:
 
 @cache
 def _keep_groups_in_children() -> None:
-    """Keep forked children (a loader's workers) from freeing our groups, whose threads they lack.
+    """Keep forked children (a loader's workers) from freeing the parent's process groups.
 
-    The child's garbage collection would wait for these threads for ever, or crash.
+    The child does not have the threads of these groups. Its garbage collection would wait for them forever,
+    or crash.
     """
     os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _by_hand(session: Session, backend: str, init_method: str | None) -> None:
-    """No launcher: rank 0's port is the library's, and what torch needs goes through it."""
+    """Connect replicas that were started without a launcher.
+
+    The library's collectives use rank 0's given port. The port of torch's store is shared through them.
+    """
     host, port = env.master_addr(), env.master_port()
     if not port:
         raise ValueError(
@@ -179,13 +191,13 @@ def _by_hand(session: Session, backend: str, init_method: str | None) -> None:
 
 
 def _find_secret(session: Session) -> None:
-    """Give replicas of torchrun's agents a common secret where `ADAPTDL_SECRET` is not set.
+    """Set `ADAPTDL_SECRET` for replicas of torchrun's agents, if it is not set.
 
-    It is derived from this user's on this machine. Replicas of another machine have another one, and their
-    signatures are refused.
+    The secret is derived from this user's secret on this machine. A replica on another machine derives
+    another secret, and its signatures are refused.
 
     Raises:
-        RuntimeError: There is none, and the replicas are on several machines.
+        RuntimeError: this machine's secret cannot be used, and the replicas are on several machines.
     """
     if env.secret() is not None:
         return
@@ -211,7 +223,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _connect_through(session: Session, store: Any) -> None:
-    """Rank 0 takes a free port and tells the others through torch's store."""
+    """Connect the library's collectives on a free port of rank 0, which torch's store tells the others."""
     key = _secrets.generation_key(env.secret(), _secrets.MEETING, session.job, session.generation)
     store = signed(store, key)
     if session.rank == 0:

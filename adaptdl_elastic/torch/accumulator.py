@@ -1,4 +1,4 @@
-"""Totals over all samples of a loop, whatever replicas they were seen on and however often the job moved.
+"""Sum values over all samples of a loop, on any number of replicas and across restarts.
 
 ::
 
@@ -10,16 +10,16 @@
     with stats.synchronized():
         print(stats["loss"] / stats["total"])
 
-An `Accumulator` is in one of two modes. In *accumulation mode* every replica adds to sums of its own
-and cannot read them: `+=` and `-=` on a key or on the whole, `update`, `subtract`. Inside `with
-synchronized()` it is an ordinary dict of the sums over all replicas, the same on each; what is changed
-there must be changed in the same way on every replica, and stays changed.
+An `Accumulator` is in one of two modes. In *accumulation mode* every replica adds to its own sums, which it
+cannot read: `+=` and `-=` on a key or on the whole accumulator, `update`, `subtract`. Inside `with
+synchronized()` the accumulator is an ordinary dict of the sums over all replicas, the same on each. A change
+made there must be the same on every replica, and remains after the block.
 
-The sums are part of every checkpoint. Code outside of data loops may run again after a restart: a
-`synchronized()` block that was passed before then shows what it showed before, and additions that were
-made before are not made twice. An addition is recognised by the statements of the script that lead to it,
+The sums are part of every checkpoint. Code outside of data loops may run again after a restart. A
+`synchronized()` block that was passed before the restart then shows the same sums as before, and an addition
+that was made before is not made twice. An addition is recognised by the script's statements that lead to it,
 its key, and the number of such additions so far. So an addition that the script makes only after a restart
-counts, and one that it made only before the restart stays.
+is made, and one that it made only before the restart remains.
 """
 
 from __future__ import annotations
@@ -45,14 +45,18 @@ __all__ = ["Accumulator"]
 _ALLOWED = "a number, a tensor, a numpy array of numbers, or a list, tuple or string that grows"
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 LINGER = 2
-"""Epochs for which blocks are remembered after their own: a replica that joins may be that far behind."""
+"""Number of past epochs whose synchronized() blocks are kept: a newcomer may be that many epochs behind."""
 
 
 class Accumulator(MutableMapping[Any, Any]):
-    """See the module's docstring. The arguments are those of `dict`: initial sums, counted once.
+    """Sum values over all samples and replicas; see the module's docstring.
 
-    Construct it outside of data loops, in the same order on every replica (its state in the checkpoint
-    goes by epoch and order): RuntimeError inside one.
+    The arguments are those of `dict`: initial sums over all replicas. Accumulators must be created outside of
+    data loops and in the same order on every replica, because a checkpoint identifies them by epoch and
+    order.
+
+    Raises:
+        RuntimeError: the accumulator is created inside a data loop.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -63,15 +67,16 @@ class Accumulator(MutableMapping[Any, Any]):
             )
         initial = dict(*args, **kwargs)
         self._state = AccumulatorState({key: _value(value, key) for key, value in initial.items()})
-        self._view: Totals | None = None  # in synchronized mode: what is read and changed
-        self._blocks: Counter[int | None] = Counter()  # synchronized() entered so far, by epoch
-        self._additions: Counter[tuple[int | None, str]] = Counter()  # outside of data loops, of this process
+        self._view: Totals | None = None  # in synchronized mode: the sums over all replicas
+        self._blocks: Counter[int | None] = Counter()  # epoch → synchronized() blocks entered so far
+        # (epoch, name) → additions that this process has made outside of data loops
+        self._additions: Counter[tuple[int | None, str]] = Counter()
         checkpoint.load_state(self._state)
 
     # ------------------------------------------------------------------------------ accumulation mode
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Add to several sums at once. The arguments are those of `dict.update`, which overwrites."""
+        """Add to several sums at once. The arguments are those of `dict.update`."""
         self._add(_items(args, kwargs), 1)
 
     def subtract(self, *args: Any, **kwargs: Any) -> None:
@@ -112,9 +117,10 @@ class Accumulator(MutableMapping[Any, Any]):
 
     @contextmanager
     def synchronized(self) -> Iterator[Accumulator]:
-        """Sum over all replicas; inside the block the sums can be read and changed like a dict's.
+        """Sum over all replicas, and let the block read and change the sums like a dict.
 
-        Every replica must enter it at the same place. A block inside a block changes nothing.
+        Every replica must enter the block at the same place of the script. A block inside a block has no
+        effect.
         """
         if self._view is not None:
             yield self
@@ -182,11 +188,11 @@ class Accumulator(MutableMapping[Any, Any]):
         return f"Accumulator({'not synchronized' if self._view is None else self._view})"
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return the sum, or `default`. Only inside synchronized()."""
+        """Return the sum under `key`, or `default` if there is none. Only inside synchronized()."""
         return self._readable("read a sum").get(key, default)
 
     def clear(self) -> None:
-        """Start all sums anew. Only inside synchronized(), and on every replica."""
+        """Remove all sums. Only inside synchronized(), and on every replica."""
         self._readable("clear an Accumulator").clear()
 
     def _readable(self, what: str) -> Totals:
@@ -199,7 +205,7 @@ class Accumulator(MutableMapping[Any, Any]):
 
 
 class _Sum:
-    """What `accumulator[key]` is in accumulation mode: something to add to and not to read."""
+    """Collect the additions of `accumulator[key] += x` in accumulation mode; cannot be read."""
 
     def __init__(
         self, accumulator: Accumulator, key: Hashable, changes: tuple[tuple[int, Any], ...] = ()
@@ -227,9 +233,10 @@ def _items(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Totals:
 
 
 def _value(value: Any, key: Any) -> Any:
-    """Return a copy that holds on to no graph, no GPU and no caller's buffer.
+    """Return a copy of `value` without autograd graph, in main memory, that shares no buffer with the caller.
 
-    TypeError for what cannot add up, and for what a checkpoint cannot hold, be it deep in a list or a key.
+    Raises:
+        TypeError: `value` cannot be summed, or a checkpoint cannot hold it, a part of it, or its key.
     """
     _check_key(key, key)
     summable = isinstance(value, (torch.Tensor, np.generic, np.ndarray, list, tuple, *_PLAIN))
@@ -241,7 +248,7 @@ def _value(value: Any, key: Any) -> Any:
 def _copied(value: Any, key: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
-    if isinstance(value, str):  # numpy's, too; and str() of an enum's member is its name
+    if isinstance(value, str):  # also NumPy's and enum members; str() of a member would be its name
         return str.__str__(value)
     if isinstance(value, np.bytes_):
         return bytes(value)

@@ -1,4 +1,4 @@
-"""Data loaders whose batch size and position survive any change of the number of replicas.
+"""Load data with a batch size and a position that survive any change of the number of replicas.
 
     loader = AdaptiveDataLoader(dataset, batch_size=64, shuffle=True, drop_last=True)
     loader.autoscale_batch_size(1024, local_bsz_bounds=(16, 128), gradient_accumulation=True)
@@ -6,13 +6,18 @@
         for inputs, targets in loader:
             ...
 
-Rules, all of them held by errors: one data loop at a time. A data loop outside of epochs runs from its start
-whenever the script comes to it. `batch_size` is the total over all replicas. Without autoscaling every sample
-of the data set is handed out exactly once per epoch, whatever happens to the number of replicas meanwhile
-(with `drop_last`, the rest that does not fill a batch is not). With autoscaling an epoch is over when as much
-statistical progress has been made as one pass at the initial batch size makes; a sample does not come twice
-before all others have come, and a further pass has another order. A stream is read once in an epoch. The
-order depends on the user's seed (`torch.manual_seed`, or the `generator`'s) and the epoch only.
+Rules:
+
+- Only one data loop can run at a time; a second one raises an error.
+- A data loop outside of epochs runs from its start each time the script reaches it.
+- `batch_size` is the total over all replicas.
+- Without autoscaling, every sample of the data set is handed out exactly once per epoch, also if the number
+  of replicas changes meanwhile. With `drop_last`, a rest that does not fill a batch is left out.
+- With autoscaling, an epoch ends when training has made the statistical progress of one pass at the initial
+  batch size. No sample is repeated before all others have been handed out, and a further pass has another
+  order. A stream is read once per epoch.
+- The order depends only on the script's seed (`torch.manual_seed`, or that of `generator`), the epoch and the
+  number of the pass.
 """
 
 from __future__ import annotations
@@ -58,44 +63,46 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 def batch_counts() -> bool:
-    """Whether the batch under way counts.
+    """Return whether the current batch counts for training.
 
-    It does not where a process gets no batch of a loop: because the loop was over before a restart or
-    before the process joined, or because there are fewer samples than replicas. The loop's body then runs
-    once with the loop's first batch, so that the names that it sets exist behind the loop. Optimizers,
-    accumulators and `report` do nothing then, and what else the library knows of is put back. Ask this
-    function before the body does anything else that must not be done twice, as writing to a file.
+    A process may get no batch of a loop: the loop finished before a restart or before the process joined, or
+    there are fewer samples than replicas. The loop's body then runs once with the loop's first batch, so that
+    variables which it assigns exist after the loop. This batch does not count: optimizers, accumulators and
+    `report` do nothing, and all other state that the library knows is restored. Check this function before
+    the body does something else that must not be done twice, such as writing to a file.
     """
     return not current_session().dry
 
 
 def is_optim_step() -> bool:
-    """Whether `optimizer.step()` steps after the batch under way, or does nothing yet, to accumulate more.
+    """Return whether `optimizer.step()` steps after the current batch.
 
-    True outside of data loops.
+    False in the middle of an accumulation window. True outside of data loops.
     """
     loader = current_dataloader()
     return loader is None or loader.is_optim_step()
 
 
 class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
-    """A `torch.utils.data.DataLoader` that is elastic.
+    """Share a data set among the replicas like a `torch.utils.data.DataLoader` that is elastic.
 
     Args:
-        dataset: A map-style data set, or an `IterableDataset` that yields the same stream on every
-            replica, of which each takes its share (it is read by all of them, each with all its workers).
-        batch_size: Samples per optimizer step over all replicas, at first. Each replica gets an equal
-            share, rounded up.
-        shuffle: Whether to go through the data set in a random order.
-        **kwargs: As DataLoader's. A `sampler` or `batch_sampler` must give the same on every replica, which
-            each take their share of it: of the batches of a `batch_sampler`, each one an optimizer step.
+        dataset: A map-style data set, or an `IterableDataset` that yields the same stream on every replica.
+            Every replica reads the whole stream, with all its workers, and keeps its share.
+        batch_size: Initial number of samples per optimizer step, over all replicas. Each replica gets an
+            equal share, rounded up.
+        shuffle: Whether to use a random order.
+        **kwargs: Arguments of DataLoader. A `sampler` or `batch_sampler` must give the same order on every
+            replica; each replica takes its share. A batch of a `batch_sampler` is one optimizer step, shared
+            by all replicas.
 
     Raises:
-        ValueError, TypeError: an argument that an elastic loader cannot honour, or that cannot be meant.
+        ValueError: an argument is not supported by an elastic loader, or arguments contradict each other.
+        TypeError: an argument has the wrong type.
     """
 
     _is_accelerate_prepared = True
-    """Accelerate leaves a loader that has this alone, instead of sharing its samples a second time."""
+    """Mark for the package Accelerate: it does not share the samples of such a loader a second time."""
 
     def __init__(
         self, dataset: Dataset[T_co], batch_size: int = 1, shuffle: bool | None = False, **kwargs: Any
@@ -147,20 +154,22 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         super().__init__(
             dataset, batch_sampler=self._elastic_batches, generator=self._workers_generator, **kwargs
         )
-        # What a script reads; DataLoader lets nobody set them, and has other values for a batch_sampler.
+        # Attributes that a script may read. DataLoader forbids setting them and, with a batch_sampler, gives
+        # them other values.
         self.__dict__.update(batch_size=self._elastic.batch_size, drop_last=drop_last, sampler=sampler)
 
     @classmethod
     def from_loader(cls, loader: DataLoader[T_co], batch_size: int | None = None) -> AdaptiveDataLoader[T_co]:
-        """Make an elastic loader of a `DataLoader`, also of torchdata's StatefulDataLoader.
+        """Make an elastic loader from a `DataLoader`, or from torchdata's StatefulDataLoader.
 
         Args:
-            loader: Its data set, order, workers and collate_fn are taken over. It is not read.
-            batch_size: Samples per optimizer step over all replicas, at first; None: those of the loader's
-                batch.
+            loader: Loader whose data set, order, workers and collate_fn are taken over. It is not iterated.
+            batch_size: Initial number of samples per optimizer step, over all replicas; None: the batch size
+                of `loader`.
 
         Raises:
-            ValueError: for what an elastic loader cannot do.
+            ValueError: an elastic loader does not support a setting of `loader`.
+            TypeError: `loader` is not a DataLoader.
         """
         if isinstance(loader, cls):
             return loader
@@ -172,7 +181,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         local_bsz_bounds: tuple[int | None, int | None] | None = None,
         gradient_accumulation: bool = False,
     ) -> None:
-        """See `AdaptiveDataLoaderHelper.autoscale_batch_size`. Not for streams."""
+        """See `AdaptiveDataLoaderHelper.autoscale_batch_size`. Not for a loader with a `batch_sampler`."""
         if not self._stream and self._elastic_batches.given:
             raise ValueError(
                 "autoscale_batch_size with a batch_sampler, whose batches are what they are: give a sampler, "
@@ -181,7 +190,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         super().autoscale_batch_size(max_batch_size, local_bsz_bounds, gradient_accumulation)
 
     def __len__(self) -> int:
-        """Batches that each replica gets in one pass at the present batch size."""
+        """Return the number of batches that each replica gets in one pass at the current batch size."""
         if self._stream:
             raise TypeError("a loader of an IterableDataset has no length")
         self._elastic_batches.local = self._elastic.current_local_bsz
@@ -204,7 +213,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                     return
 
     def _dry_batch(self) -> Iterator[Any]:
-        """Hand out the loop's first batch to a process that gets no other one of it; it does not count."""
+        """Yield the loop's first batch, which does not count, to a process that gets no other batch."""
         helper, session, state = self._elastic, current_session(), script_position()
         local = helper.current_local_bsz
         if self._stream:
@@ -234,7 +243,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
             yield batch
 
     def _check_drop_last(self, samples: int) -> None:
-        """Warn where drop_last leaves out all there is."""
+        """Report a problem if drop_last leaves out all samples."""
         helper, problem = self._elastic, None
         if self.drop_last and samples < helper.batch_size:
             problem = (
@@ -245,7 +254,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         current_session().metrics.report_problem(f"the samples of loader {helper.key}", problem)
 
     def _pass(self) -> Iterator[Any]:
-        """Hand out all that is left."""
+        """Yield all batches that are left of the data loop."""
         seed = initial_seed(self._elastic, self._seed_generator)
         if self._stream:
             stream: Any = self.dataset
@@ -324,7 +333,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         return None
 
     def _fills(self) -> bool:
-        """Whether every replica must get a batch each time, because the backward pass needs all of them."""
+        """Return whether every replica must get a batch each time, as a backward pass needs all replicas."""
         helper = self._elastic
         if helper.training:
             return True
@@ -335,7 +344,7 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         )
 
     def _seed_workers(self) -> None:
-        """Random augmentation in workers: another seed for every replica, epoch and position."""
+        """Seed the workers' random numbers, differently for every replica, epoch and position."""
         session, state = current_session(), script_position()
         seed = initial_seed(self._elastic, self._seed_generator)
         self._workers_generator.manual_seed(

@@ -1,4 +1,4 @@
-"""Epoch loops that go on where they were.
+"""Run epoch loops that continue at their position after a restart.
 
     for epoch in remaining_epochs_until(30):
         for inputs, targets in training_loader:
@@ -7,18 +7,20 @@
             ...
         lr_scheduler.step()
 
-After a restart the script runs again from its top; the loop then begins with the epoch that was under
-way, and the data loop that was under way goes on at its sample. Of data loops that had ended the body runs
-once, without effect (`adaptdl_elastic.torch.batch_counts`), so that names it sets exist behind them.
-So code *before* an epoch loop, and code of the epoch *before* the data loop that was under way, may run
-again. What must happen once per epoch, as `lr_scheduler.step()`, belongs at the end of the body, after
-its last data loop: it has then either not run yet, or the epoch is over and is not offered again. An
-epoch is over when its body has ended (by `continue`, too). `break` leaves the epoch unfinished.
+After a restart the script runs again from its first line. The epoch loop then begins with the epoch that was
+running, and the data loop that was running continues at its sample. The body of a data loop that had finished
+runs once, without effect (`adaptdl_elastic.torch.batch_counts`), so that variables which it assigns exist
+after the loop.
 
-A data loop that was left by `break` is over as soon as the script comes to the next one, or to the end of
-the epoch. An exception that leaves both loops ends neither: the next epoch loop, in this process or after a
-checkpoint was saved and the script started again, goes on with the batch that it was raised in. What is left
-in the middle of an accumulation window is dropped from the gradients.
+So two parts of a script may run again: code *before* an epoch loop, and code of the epoch *before* the data
+loop that was running. Code that must run once per epoch, such as `lr_scheduler.step()`, belongs at the end of
+the epoch's body, after its last data loop. An epoch is finished when its body has ended, also by `continue`.
+`break` leaves the epoch unfinished.
+
+A data loop that was left by `break` is finished as soon as the script reaches the next data loop or the end
+of the epoch. An exception that leaves both loops finishes neither. The next epoch loop, in this process or
+after a restart from a later checkpoint, continues with the batch in which the exception was raised. Gradients
+of an accumulation window that was left in the middle are dropped.
 """
 
 from __future__ import annotations
@@ -36,17 +38,17 @@ __all__ = ["current_epoch", "finished_epochs", "remaining_epochs_until"]
 
 
 def remaining_epochs_until(epoch: int) -> Iterator[int]:
-    """Iterate over the epochs that are left of `epoch`, counted from 0, after any number of restarts.
+    """Iterate over the numbers of the unfinished epochs below `epoch`, also after restarts.
 
-    A second loop goes on counting: `remaining_epochs_until(10)` followed by
+    A second loop continues the count: `remaining_epochs_until(10)` followed by
     `remaining_epochs_until(15)` runs epochs 0 to 9, then 10 to 14.
 
     Args:
-        epoch: How many epochs shall have been run when the loop ends, 0 or more.
+        epoch: Number of epochs that are finished when the loop ends, 0 or more.
 
     Raises:
         ValueError: `epoch` is negative or not an integer.
-        RuntimeError: another epoch loop is still under way.
+        RuntimeError: another epoch loop is still running.
     """
     until = integer(epoch)
     if until is None or until < 0:
@@ -75,7 +77,7 @@ def _run(until: int) -> Iterator[int]:
         if ran:
             safe = session.recovery
             safe.recover_if_peer_lost()
-            # Waiting, because nobody's end may come before another one's last loop or epoch.
+            # Wait: no replica may end while another one is still in its last data loop or epoch.
             state.announce((state.finished, 0), "the end of the epochs", wait=True)
             safe.retry_on_peer_loss(lambda: session.consensus.save("exit"))
         elif until and session.channel is None and session.rank == 0 and checkpoint.loaded_id():
@@ -96,5 +98,5 @@ def current_epoch() -> int | None:
 
 
 def finished_epochs() -> int:
-    """How many epochs have been finished, in this generation and before."""
+    """Return the number of finished epochs, including those before a restart."""
     return script_position().finished

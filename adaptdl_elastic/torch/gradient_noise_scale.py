@@ -1,7 +1,7 @@
-"""Gradient noise scale of a model while it trains: |G|² and tr Σ, smoothed, by parameter group.
+"""Estimate the gradient noise scale of a model during training: |G|² and tr Σ, smoothed, by parameter group.
 
-`adaptdl_elastic.torch.AdaptiveDataParallel` makes one (`model.gns`) and feeds it; a script only reads
-it. Where the numbers come from is written in `adaptdl_elastic.torch._gradient.estimator`.
+`adaptdl_elastic.torch.AdaptiveDataParallel` creates the estimate (`model.gns`) and updates it; a script only
+reads it. `adaptdl_elastic.torch._gradient.estimator` describes how the numbers are computed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Truncated back-propagation through time over one long sequence of tokens.
+"""Iterate over one long sequence of tokens for truncated back-propagation through time.
 
-The sequence is cut into `batch_size` parallel streams, which are read side by side, `bptt_len` tokens at
-a time, so that the hidden state at the end of one batch is the one that the next batch begins with::
+The sequence is cut into `batch_size` parallel streams. A batch holds the next `bptt_len` tokens of each
+stream. So the hidden state at the end of one batch is the initial hidden state of the next batch::
 
     for epoch in remaining_epochs_until(5):
         hidden = None
@@ -10,9 +10,9 @@ a time, so that the hidden state at the end of one batch is the one that the nex
                 hidden = None  # the number of streams has changed
             ...
 
-When the number of replicas or the batch size changes in mid-epoch, what is left of every stream is cut
-anew: each token is still read once (but for fewer than `batch_size` at the end, which fill no row), and
-streams begin at other places, so a hidden state is worth no more than a fresh one.
+If the number of replicas or the batch size changes during an epoch, the unread tokens are cut into streams
+again. Each token is still read once, except for fewer than `batch_size` tokens at the end. The new streams
+begin at other places of the sequence, so the old hidden states do not fit them.
 """
 
 from __future__ import annotations
@@ -36,25 +36,26 @@ Range = tuple[int, int]
 
 
 class Batch(NamedTuple):
-    """Tokens and, for each, the one that follows it; both of shape (sequence, streams of this replica)."""
+    """Hold tokens and, for each, the next token; both of shape (sequence, streams of this replica)."""
 
     text: torch.Tensor
     target: torch.Tensor
 
 
 class AdaptiveBPTTIterator(AdaptiveDataLoaderMixin):
-    """Iterates over a sequence of tokens in batches of parallel streams.
+    """Iterate over a sequence of tokens in batches of parallel streams.
 
     Args:
-        dataset: Tokens as a one-dimensional tensor of integers, or a sequence of them.
-        batch_size: Streams over all replicas, at first. Each replica gets an equal share, rounded up.
+        dataset: Tokens as a one-dimensional tensor of integers, or a sequence of integers.
+        batch_size: Initial number of streams over all replicas. Each replica gets an equal share, rounded up.
         bptt_len: Tokens of each stream in a batch; the last batch of an epoch may have fewer.
-        **kwargs: `max_batch_size`, and with it `local_bsz_bounds`, as for `autoscale_batch_size`;
-            `device`, where batches are put.
+        **kwargs: `max_batch_size` and `local_bsz_bounds`, as for `autoscale_batch_size`; `device`, to which
+            batches are moved.
 
     Raises:
-        ValueError, TypeError: when the tokens are not one sequence of at least two, or fewer than streams, or
+        ValueError: the tokens are not one sequence of at least two, there are fewer tokens than streams, or
             `bptt_len` < 1.
+        TypeError: an argument is unknown.
     """
 
     def __init__(
@@ -91,13 +92,13 @@ class AdaptiveBPTTIterator(AdaptiveDataLoaderMixin):
         local_bsz_bounds: tuple[int | None, int | None] | None = None,
         gradient_accumulation: bool = False,
     ) -> None:
-        """See `AdaptiveDataLoaderHelper.autoscale_batch_size`. There is no accumulation here."""
+        """See `AdaptiveDataLoaderHelper.autoscale_batch_size`. Gradient accumulation is not supported."""
         if gradient_accumulation:
             raise ValueError("gradient_accumulation with an AdaptiveBPTTIterator: not supported")
         super().autoscale_batch_size(max_batch_size, local_bsz_bounds)
 
     def __len__(self) -> int:
-        """Batches that each replica gets in one pass at the present batch size."""
+        """Return the number of batches that each replica gets in one pass at the current batch size."""
         return -(-((len(self._tokens) - 1) // self._elastic.current_batch_size) // self._bptt_len)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -106,7 +107,7 @@ class AdaptiveBPTTIterator(AdaptiveDataLoaderMixin):
             if helper.skipdone():
                 yield from self._dry_batch()
                 return
-            # in units of one stream's share of a batch, so that a pass has end_index / batch_size steps
+            # counted in sequences of bptt_len tokens, so that a pass has end_index / batch_size steps
             helper.end_index = -(-(len(self._tokens) - 1) // self._bptt_len)
             if helper.current_index == 0:
                 self._state.history = []
@@ -123,7 +124,7 @@ class AdaptiveBPTTIterator(AdaptiveDataLoaderMixin):
                 yield from self._dry_batch()
 
     def _dry_batch(self) -> Iterator[Batch]:
-        """Hand out the first batch to a process that gets no other one of the loop; it does not count."""
+        """Yield the first batch, which does not count, to a process that gets no other batch of the loop."""
         helper = self._elastic
         local, size = helper.current_local_bsz, len(self._tokens) - 1
         rows = size // (local * helper.replicas)
@@ -132,7 +133,7 @@ class AdaptiveBPTTIterator(AdaptiveDataLoaderMixin):
                 yield self._block(Remaining([(0, size)]), local, 0, min(rows, self._bptt_len))
 
     def _pass(self) -> Iterator[Batch]:
-        """Once through the tokens."""
+        """Yield the batches of one pass over the tokens."""
         helper, history = self._elastic, self._state.history
         while True:
             local, settled = helper.sync_local_bsz(), helper.settled
@@ -175,13 +176,13 @@ def _tokens(dataset: Any) -> torch.Tensor:
 
 
 class _Layouts(checkpoint.TensorState):
-    """How many streams this pass was cut into, and how many batches were read of them, one after another."""
+    """Keep the layouts of this pass in order: numbers of streams, and batches read in each layout."""
 
     required = False
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.expires = current_session().epoch  # an iterator that is made in every epoch
+        self.expires = current_session().epoch  # a script may make an iterator in every epoch
         self.history: list[list[int]] = []
 
     def state_dict(self) -> Any:
@@ -192,7 +193,7 @@ class _Layouts(checkpoint.TensorState):
 
 
 class Remaining:
-    """The positions that are still to be read, in order."""
+    """Hold the positions of a sequence that have not been read, in order."""
 
     def __init__(self, ranges: Sequence[Range]) -> None:
         self.ranges = [r for r in ranges if r[0] < r[1]]
@@ -203,7 +204,13 @@ class Remaining:
 
     @classmethod
     def after(cls, size: int, history: Sequence[Sequence[int]], bptt_len: int) -> Remaining:
-        """Return the rest of `size` positions after `history`: (streams, batches read) of every layout."""
+        """Return the unread positions of a sequence.
+
+        Args:
+            size: Number of positions.
+            history: (streams, batches read) of every layout so far.
+            bptt_len: Tokens of each stream in a batch.
+        """
         left = cls([(0, size)])
         for streams, batches in history:
             left = left._without(streams, batches * bptt_len)
@@ -216,7 +223,7 @@ class Remaining:
         return Remaining([*ranges, *self._slice(streams * rows, self.size)])
 
     def _slice(self, start: int, stop: int) -> list[Range]:
-        """Return the ranges of the `start`-th to `stop`-th of these positions."""
+        """Return the ranges of the unread positions from number `start` to `stop`, exclusive."""
         found, offset = [], 0
         for first, last in self.ranges:
             low, high = max(start - offset, 0), min(stop - offset, last - first)
@@ -226,7 +233,18 @@ class Remaining:
         return found
 
     def block(self, streams: int, first: int, count: int, row: int, length: int) -> NDArray[np.int64]:
-        """Positions of `length` rows from `row` on, of `count` streams from `first` on: (length, count)."""
+        """Return the positions of one block of tokens.
+
+        Args:
+            streams: Streams into which the unread positions are cut.
+            first: First stream of the block.
+            count: Number of streams in the block.
+            row: First row (position within each stream) of the block.
+            length: Number of rows in the block.
+
+        Returns:
+            Positions in the sequence, shape (length, count).
+        """
         rows = self.size // streams
         index = np.arange(first, first + count) * rows + np.arange(row, row + length)[:, None]
         which = np.searchsorted(self._offsets, index, side="right") - 1

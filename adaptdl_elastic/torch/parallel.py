@@ -1,4 +1,4 @@
-"""AdaptiveDataParallel: DistributedDataParallel whose batch size may change while it trains."""
+"""Provide AdaptiveDataParallel, a DistributedDataParallel whose batch size may change during training."""
 
 from __future__ import annotations
 
@@ -32,36 +32,37 @@ logger = logging.getLogger(__name__)
 
 
 class AdaptiveDataParallel(DistributedDataParallel):
-    """DistributedDataParallel that measures gradient noise and scales the learning rate.
+    """Train a model like DistributedDataParallel, measure gradient noise, and scale the learning rate.
 
-    Use it as `DistributedDataParallel`, on one replica too, after
-    `adaptdl_elastic.torch.init_process_group`. `optimizer.step()` and `optimizer.zero_grad()` are
-    replaced by the scaling rule's, which do nothing in the middle of an accumulation window: write the
-    loop as if every batch ended in a step. Model, optimizer, scheduler, scaler and statistics are part
-    of every checkpoint, and are loaded here when the job goes on from one.
+    Use it like `DistributedDataParallel`, also on one replica, after
+    `adaptdl_elastic.torch.init_process_group`. `optimizer.step()` and `optimizer.zero_grad()` are replaced by
+    those of the scaling rule, which do nothing in the middle of an accumulation window. So write the loop as
+    if every batch ended with a step. Model, optimizer, scheduler, scaler and statistics are part of every
+    checkpoint. If the job continues from a checkpoint, they are loaded here.
 
     Losses must be means over the samples of the local batch, as torch's are by default.
 
     Args:
-        model: Trained by `optimizer`; moved to its device before.
+        model: Model that `optimizer` trains, on its device already.
         optimizer: Any torch.optim.Optimizer, one per AdaptiveDataParallel.
-        lr_scheduler: Saved and restored; stepping it is the script's.
-        mp_scaler: The torch.amp.GradScaler in use, if any; its step, unscale_ and update respect
+        lr_scheduler: Scheduler to save and restore; the script steps it.
+        mp_scaler: The torch.amp.GradScaler in use, if any. Its step, unscale_ and update respect
             accumulation.
-        scaling_rule: How the learning rate follows the batch size, by default `AdamScale` for Adam and
-            AdamW, else `AdaScale`.
-        name: Of its state in checkpoints; give each model of a script its own.
-        **ddp_kwargs: As DistributedDataParallel's.
+        scaling_rule: Rule by which the learning rate follows the batch size; by default `AdamScale` for Adam
+            and AdamW, else `AdaScale`.
+        name: Name of the state in checkpoints, different for each model of a script.
+        **ddp_kwargs: Arguments of DistributedDataParallel.
 
     Raises:
-        TypeError, ValueError: for arguments that are not that.
-        RuntimeError: without a process group.
-        CheckpointError: when the saved state does not fit.
+        TypeError: an argument has the wrong type.
+        ValueError: the arguments do not belong together, or the optimizer is in use already.
+        RuntimeError: there is no process group.
+        CheckpointError: the saved state does not fit.
     """
 
     own_random_streams: bool = True
-    """Whether replicas draw random numbers of their own in data loops (dropout, noise), though all begin from
-    the script's seed. Set it to False to have all replicas draw the same."""
+    """Whether each replica draws its own random numbers in data loops (dropout, noise). If False, all
+    replicas draw the same numbers from the script's seed."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._ddp_kwargs = ddp_kwargs
         self._trained = frozenset(id(param) for param in model.parameters() if param.requires_grad)
         self._user_no_sync = False
-        self.irreparable: str | None = None  # why a step that failed cannot be put back
+        self.irreparable: str | None = None  # why a failed step cannot be undone
         self._optimizer = optimizer
         self._lr_scheduler = lr_scheduler
         self._mp_scaler = mp_scaler
@@ -88,11 +89,11 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self.gns: GradientNoiseScale = kind(self, optimizer, mp_scaler)
         self._window = Window(model.parameters())
         self._looked_for_scalers = self._looked_for_scheduler = False
-        self._task = -1  # of the autograd engine: the last backward pass
+        self._task = -1  # autograd's id of the last backward pass
         self._batch = Batch()
         self._batch_sizes = BatchSizes()
         self._attach_hook()
-        self._state = self._saved_state()  # refuses a second one of a name, before anything is patched
+        self._state = self._saved_state()  # refuses a name in use, before anything is patched
         self.scaling_rule.initialize(self, optimizer, patch_optimizer=True)
         setattr(optimizer, OWNER, name)
         if mp_scaler is not None:
@@ -109,14 +110,14 @@ class AdaptiveDataParallel(DistributedDataParallel):
             "mp_scaler": self._mp_scaler,
             "statistics": self.gns,
         }
-        collect = lambda: self._sampler.collect()  # noqa: E731  (there is another one in each generation)
+        collect = lambda: self._sampler.collect()  # noqa: E731  (each generation has another sampler)
         return ModelState(self.name, parts, self._batch_sizes, collect, self._window.reset)
 
     def _attach_hook(self) -> None:
         """Register the communication hook with the reducer that DDP's constructor has just made."""
-        self._buffers_wait = False  # a broadcast of them was left out in the forward pass under way
-        self._buffers_are_shared = bool(self.broadcast_buffers)  # as torch understood its arguments
-        optimizer = self._optimizer  # not self: the reducer keeps the hook, and would keep us, for ever
+        self._buffers_wait = False  # the broadcast of buffers was skipped in the current forward pass
+        self._buffers_are_shared = bool(self.broadcast_buffers)  # as DDP's constructor set it
+        optimizer = self._optimizer  # not self: DDP's reducer keeps the hook, and so would keep self, forever
         norms = comm_hook.Norms(lambda: optimizer.param_groups, self.gns.preconditioner)
         self._hook = comm_hook.HookState(norms, self.process_group, self.process_group.size())
         if self.process_group is dist.group.WORLD:
@@ -125,17 +126,17 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self.register_comm_hook(self._hook, comm_hook.reduce_bucket)
 
     def reinit_process_group(self) -> None:
-        """Make buckets and hook anew for the present default process group, on the same parameters.
+        """Make DDP's buckets and hook again, for the current default process group and the same parameters.
 
-        For a change of the number of replicas within the process; parameters and statistics must be
-        equal on all replicas, and no window under way. Runs no collectives that move parameters.
+        Used after a change of the number of replicas in place. Parameters and statistics must be equal on all
+        replicas, and no accumulation window may be open. Parameters are not broadcast.
         """
         absorbing = self._hook.absorb
         hooks = [name for name in vars(torch.nn.Module()) if name.endswith("_hooks")]  # not DDP's own
         kept = {name: vars(self)[name] for name in hooks if name in vars(self)}
         training = self.training
         super().__init__(self.module, **{**self._ddp_kwargs, "init_sync": False})
-        vars(self).update(kept)  # Module's constructor has dropped what a script registered on us
+        vars(self).update(kept)  # hooks of the script, which Module's constructor has dropped
         self.training = training
         self._window.reset()
         self.irreparable = None
@@ -145,59 +146,59 @@ class AdaptiveDataParallel(DistributedDataParallel):
             self.absorb_failures()
 
     def absorb_failures(self) -> None:
-        """From now on a lost replica does not make the backward pass raise.
+        """Let the backward pass end without an exception from now on if a replica is lost.
 
-        Its all-reduce leaves zeros, `failure` says what happened, and `optimizer.step()` does nothing
-        until `clear_failure` or `reinit_process_group`. Buffers are no longer broadcast in every forward
-        pass, which would raise as well: `sync_buffers` does it where the caller wants it.
+        A failed all-reduce then gives zeros, `failure` holds the reason, and `optimizer.step()` does nothing
+        until `clear_failure` or `reinit_process_group` is called. Buffers are no longer broadcast in every
+        forward pass, because that would raise too; call `sync_buffers` instead.
         """
         self._hook.absorb = True
         self.broadcast_buffers = False
 
     def give_up(self, reason: str) -> None:
-        """Let a backward pass that waits for a lost replica go on with zeros. From any thread."""
+        """Let a backward pass that waits for a lost replica continue with zeros. Callable in any thread."""
         self._hook.give_up(RuntimeError(reason))
 
     @property
     def stuck(self) -> bool:
-        """Whether the process group has an operation under way that may never end."""
+        """Whether the process group runs an operation that may never end."""
         return self._hook.stuck
 
-    # What the rest of the library asks: see `_interfaces.ElasticModel`.
+    # The interface to the rest of the library: see `_interfaces.ElasticModel`.
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that trains it."""
+        """Optimizer of the model's parameters."""
         return self._optimizer
 
     @property
     def lr_scheduler(self) -> Any:
-        """The scheduler that it was given; None: it was given none."""
+        """Scheduler given to the constructor, or None."""
         return self._lr_scheduler
 
     @property
     def mp_scaler(self) -> Any:
-        """The GradScaler that it was given; None: it was given none."""
+        """GradScaler given to the constructor, or None."""
         return self._mp_scaler
 
     @property
     def has_own_process_group(self) -> bool:
-        """Whether it was given another process group than torch's default one."""
+        """Whether the script gave the model another process group than torch's default one."""
         return self._ddp_kwargs.get("process_group") is not None
 
     @property
     def accumulates_by_hand(self) -> bool:
-        """Whether the script accumulates in `no_sync()`, over several windows."""
+        """Whether the script is accumulating gradients over several windows in `no_sync()`."""
         return self._window.by_hand
 
     @property
     def window_under_way(self) -> bool:
-        """Whether something has been accumulated that is not stepped yet."""
+        """Whether gradients have been accumulated since the last step."""
         return self._window.under_way
 
     @property
     def attempted_steps(self) -> int:
-        """Steps that were taken, or left out for gradients that are not finite."""
+        """Steps that were taken, or skipped because gradients were not finite."""
         return self.gns.steps + self.gns.skipped
 
     @property
@@ -206,11 +207,11 @@ class AdaptiveDataParallel(DistributedDataParallel):
         return self.gns.get_progress()
 
     def statistics(self) -> dict[str, Any]:
-        """Return the gradient statistics, for other replicas."""
+        """Return the gradient statistics, to be sent to other replicas."""
         return self.gns.state_dict()
 
     def load_statistics(self, statistics: dict[str, Any]) -> None:
-        """Take another replica's `statistics`."""
+        """Replace the gradient statistics by another replica's `statistics`."""
         self.gns.load_state_dict(statistics)
 
     def why_not_resilient(self) -> str | None:
@@ -222,16 +223,16 @@ class AdaptiveDataParallel(DistributedDataParallel):
         return None
 
     def snapshot_step(self, last: ModelSnapshot | None) -> ModelSnapshot:
-        """Copy what a step may change besides parameters, into the memory of `last` where that fits."""
+        """Copy what a step may change besides parameters; use the memory of `last` again if it fits."""
         return DataParallelSnapshot(self, last)
 
     @property
     def failure(self) -> BaseException | None:
-        """Why gradients could not be synchronised; None while nothing is wrong."""
+        """Why the gradients of the current step could not be synchronised; None if they could."""
         return self._hook.failure
 
     def clear_failure(self) -> None:
-        """Forget a failure, and what was accumulated of the step that it spoiled."""
+        """Forget a failure, and drop the gradients of the step that failed."""
         self._hook.failure = self.irreparable = None
         self._hook.recording = None
         self._sampler.drop()
@@ -240,52 +241,51 @@ class AdaptiveDataParallel(DistributedDataParallel):
         super().zero_grad(set_to_none=True)
 
     def sync_buffers(self, limit: timedelta = timedelta(seconds=60)) -> None:
-        """Give every replica rank 0's buffers (running means). A collective: call it on all of them.
+        """Give every replica rank 0's buffers (e.g. running means). A collective: call it on all replicas.
 
-        Rank 0 is that of the process group, which may be one of the script's own.
-
-        Does nothing where the script said `broadcast_buffers=False`, or torch's newer
-        `forward_sync_buffers=False`.
+        Rank 0 is that of the model's process group. Does nothing if the script gave `broadcast_buffers=False`
+        or torch's newer `forward_sync_buffers=False`.
 
         Args:
-            limit: How long to wait for the others.
+            limit: How long to wait for the other replicas.
         """
         if not self._buffers_are_shared:
             return
         buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
         backends.broadcast(buffers, self.process_group, self._hook.link, limit)
 
-    # What a script reads.
+    # Attributes for scripts.
 
     @property
     def gain(self) -> float:
-        """How many steps of the initial batch size a step at the present one is worth, in [1, scale]."""
+        """Steps at the initial batch size that a step at the current one is worth, from 1 to `scale`."""
         return self.gns.gain(self.scale)
 
     @property
     def scale(self) -> float:
-        """Batch size of the present step over the initial batch size; 1 without an AdaptiveDataLoader."""
+        """Batch size of the current step / initial batch size; 1 without an AdaptiveDataLoader."""
         return self._batch.scale
 
     @property
     def initial_batch_size(self) -> int | None:
-        """Global batch size that the data loader was made with; None before its first batch."""
+        """Batch size over all replicas that the data loader was made with; None before its first batch."""
         return self._batch_sizes.last
 
     @property
     def lr_factor(self) -> float | Array:
-        """What the scaling rule multiplies learning rates with now: a number, or one per group."""
+        """Current factor of the learning rate by the scaling rule: a number, or one per parameter group."""
         return self.scaling_rule.scale_lr(self.scale)
 
     def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:
-        """Write gradient statistics, gain, progress and learning-rate factors. On rank 0 only.
+        """Write gradient statistics, gain, progress and learning-rate factors to TensorBoard.
 
-        `Learning_Rate_Factor` is the mean over parameter groups, `Learning_Rate_Factor/0` the first one's.
+        Does nothing on ranks other than 0. `Learning_Rate_Factor` is the mean over parameter groups,
+        `Learning_Rate_Factor/0` is the factor of the first group.
 
         Args:
             writer: A torch.utils.tensorboard.SummaryWriter.
-            global_step: As the writer's.
-            tag_prefix: Put before the tags, with a slash.
+            global_step: Step under which the values are written.
+            tag_prefix: Prefix of the tags; a `/` is appended if it lacks one.
         """
         if current_session().rank != 0:
             return
@@ -304,10 +304,10 @@ class AdaptiveDataParallel(DistributedDataParallel):
         for tag, scalar in scalars.items():
             writer.add_scalar(prefix + tag, scalar, global_step)
 
-    # The step.
+    # Forward and backward pass, and step.
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Return the module's output; gradients are synchronised on a window's last micro-batch only."""
+        """Return the module's output. Gradients are synchronised only on the last batch of a window."""
         if torch.compiler.is_compiling():
             return _compiled_forward(self, inputs, kwargs)
         if current_session().dry:
@@ -316,22 +316,23 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if self.training and self._hook.world_size > 1 and torch.is_grad_enabled():
             self._compare_inputs((inputs, kwargs))
         output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        if self._buffers_wait:  # DDP believes now that they are even
+        if self._buffers_wait:  # the broadcast was skipped: let DDP do it in the next forward pass
             self._buffers_wait, self.require_forward_param_sync = False, True
         return output if begun is None else self._watch(output, *begun)
 
     def _dry_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the module's output in a batch that does not count: no other replica takes part."""
-        with torch.no_grad():  # so it does no more than to move inputs to the device
+        """Return the module's output for a batch that does not count, without any communication."""
+        with torch.no_grad():  # in this mode DDP's _pre_forward only moves the inputs to the device
             inputs, kwargs = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if not self.static_graph:
             return self.module(*inputs, **kwargs)
-        # DDP counts the gradients of each parameter, also where it does not synchronise them.
+        # With a static graph DDP counts the gradients of each parameter, even without synchronisation. So
+        # the module runs on detached parameters.
         apart = {name: param.detach().requires_grad_() for name, param in self.module.named_parameters()}
         return torch.func.functional_call(self.module, apart, inputs, kwargs)
 
     def _compare_inputs(self, inputs: Any) -> None:
-        """Tell rank 0 what the first passes are about: the replicas' are to differ."""
+        """Send a digest of the inputs to rank 0, which reports a problem if all replicas have the same."""
         if self.process_group is dist.group.WORLD:
             loader = current_dataloader()
             counts = loader is None or loader.local_samples > 0
@@ -350,7 +351,10 @@ class AdaptiveDataParallel(DistributedDataParallel):
         return (batch, split) if split or batch.micro_batches > 1 or batch.weight != 1.0 else None
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """DDP's: in the second step of a generation it agrees on the order of buckets, by a collective."""
+        """Override DDP's method, and handle its failure.
+
+        In the second step of a generation DDP's method runs a collective, to agree on the order of buckets.
+        """
         if not torch.is_grad_enabled() or (self._hook.failure is None and self._hook.lost is None):
             try:
                 return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
@@ -360,11 +364,14 @@ class AdaptiveDataParallel(DistributedDataParallel):
                 self._hook.fail(error)
         if self._hook.lost is not None:
             self._hook.fail(self._hook.lost)
-        self.require_backward_grad_sync = False  # nothing of this step will be used
+        self.require_backward_grad_sync = False  # the gradients of this step will not be used
         return inputs, kwargs
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
-        """DDP's: whether to broadcast buffers now. Not in evaluation, where a replica may have no batch."""
+        """Return whether DDP should broadcast buffers now; overrides DDP's method.
+
+        Buffers are not broadcast in evaluation, in which a replica may have no batch.
+        """
         if current_session().dry:
             return False
         broadcast = bool(super()._check_sync_bufs_pre_fwd())  # type: ignore[no-untyped-call]
@@ -372,23 +379,23 @@ class AdaptiveDataParallel(DistributedDataParallel):
         return broadcast and not self._buffers_wait
 
     def data_loop_begins(self) -> None:
-        """Rank 0's buffers for all, where a loop is not known to train. A collective."""
+        """Give every replica rank 0's buffers before a loop that is not known to train. A collective."""
         if self.broadcast_buffers and self._hook.world_size > 1:
-            self.sync_buffers(timedelta(minutes=30))  # as long as torch itself waits for the others
+            self.sync_buffers(timedelta(minutes=30))  # torch's own time limit for collectives
 
     def __getstate__(self) -> Any:
-        """Refuse to be copied: what it has of the optimizer and the process group exists once."""
+        """Refuse to be copied or pickled: a copy would share the optimizer and the process group."""
         raise TypeError(
             "AdaptiveDataParallel cannot be copied or pickled: copy its module, as in "
             "copy.deepcopy(model.module) or AveragedModel(model.module)"
         )
 
     def no_sync(self) -> Any:
-        """As DistributedDataParallel's, for accumulation by hand; AdaptiveDataLoader's needs none."""
+        """Return DDP's context for accumulation by hand; accumulation by AdaptiveDataLoader needs none."""
         return _NoSync(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients; nothing in the middle of an accumulation window."""
+        """Drop the gradients; do nothing in the middle of an accumulation window."""
         if self.begin_zero_grad():
             super().zero_grad(set_to_none=set_to_none)
 
@@ -398,7 +405,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if loader is not None and self.training:
             loader.train()
         if loader is None or not (loader.training or loader.training_loader_undecided):
-            # A validation loop that did not turn gradients off.
+            # A validation loop in which gradients are not turned off.
             scale = self.gns.accum_scale
             batch = Batch(replicas=replicas, size=scale, scale=scale)
         else:
@@ -421,12 +428,13 @@ class AdaptiveDataParallel(DistributedDataParallel):
                 accumulating=loader.is_accum_step(),
                 by_hand=self._user_no_sync and not loader.is_accum_step(),
                 weight=loader.gradient_weight,
-                # Half of a batch still tells something; the last one of an epoch may be a single sample.
+                # Gradients of at least half a batch enter the statistics. An epoch's last batch may be a
+                # single sample, which is too few.
                 even=window == full or (micro_batches == 1 and window % parts == 0 and 2 * window >= full),
                 local=loader.local_samples,
                 dimension=loader.sample_dimension,
                 size=window / initial,
-                # The short end of an epoch keeps the learning rate that it would have without us.
+                # A short last batch of an epoch keeps the learning rate of the initial batch size.
                 scale=max(window / initial, 1.0),
             )
             self.gns.set_accum_scale(batch.size / micro_batches)
@@ -437,7 +445,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         return batch
 
     def _change_units(self, saved: int, initial: int) -> None:
-        """Convert the statistics of a checkpoint to the units of another initial batch size."""
+        """Convert the statistics of a checkpoint from initial batch size `saved` to `initial`."""
         logger.warning(
             "the checkpoint is of batch_size=%d, and it is %d now: gradient statistics begin anew, and "
             "progress is counted in steps of the new size",
@@ -452,7 +460,13 @@ class AdaptiveDataParallel(DistributedDataParallel):
             session.metrics.update_progress(self.gns.get_progress())
 
     def _watch(self, output: Any, batch: Batch, split: bool) -> Any:
-        """`output`, so that we know of backward passes through it."""
+        """Return `output`, extended by hooks that run in backward passes through it.
+
+        Args:
+            output: Output of the module.
+            batch: The current batch.
+            split: Whether gradient noise is measured from parts of the batch (one replica, no accumulation).
+        """
         if split:  # one replica, no accumulation
             so_far: list[torch.Tensor | None] = []
             key = object()
@@ -462,7 +476,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
 
             def arrived(edges: list[Any], gradients: tuple[torch.Tensor | None, ...]) -> None:
                 if accumulates(self.module.parameters()):
-                    if so_far:  # DDP calls its hook in the first pass through a forward pass only
+                    if so_far:  # a further backward pass through this output: DDP does not call its hook
                         torch.autograd.Variable._execution_engine.queue_callback(whole)
                     so_far[:] = _added(so_far, gradients)
                     self._sampler.split(key, edges, so_far, batch.local)
@@ -482,7 +496,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         return watched
 
     def _backward_begins(self, batch: Batch) -> None:
-        """Prepare for a backward pass into the module, of a window of several or an uneven one."""
+        """Prepare for a backward pass in a window of several batches, or of batches of different sizes."""
         task = torch._C._current_graph_task_id()
         if task == self._task or not accumulates(self.module.parameters()):
             return
@@ -507,11 +521,11 @@ class AdaptiveDataParallel(DistributedDataParallel):
 
     @property
     def thawed(self) -> bool:
-        """Whether there are parameters that require gradients only since this was made: DDP knows none."""
+        """Whether a parameter requires gradients only since after construction; DDP does not know it."""
         return any(param.requires_grad and id(param) not in self._trained for param in self.parameters())
 
     def refuse_thawed(self, why: str) -> None:
-        """RuntimeError if there are any."""
+        """Raise RuntimeError, with the reason `why`, if the model is `thawed`."""
         if self.thawed:
             raise RuntimeError(
                 f"parameters require gradients that did not when AdaptiveDataParallel was made: {why}. Let "
@@ -521,14 +535,22 @@ class AdaptiveDataParallel(DistributedDataParallel):
 
     @property
     def stepping(self) -> bool:
-        """Whether `optimizer.step()` now steps: not in mid-window, nor in a batch that does not count."""
+        """Whether `optimizer.step()` steps now: not in the middle of a window or in a dry batch."""
         if current_session().dry:
             return False
         loader = current_dataloader()
         return loader is None or not loader.training or bool(loader.is_optim_step())
 
     def begin_step(self, closure: bool = False) -> bool:
-        """For scaling rules: whether the optimizer is to step now."""
+        """Return whether the optimizer is to step now. Called by scaling rules.
+
+        Args:
+            closure: Whether the script gave a closure to `optimizer.step`.
+
+        Raises:
+            RuntimeError: parameter groups were added, a closure is used with gradient accumulation, or
+                `zero_grad` was called in some batches of the window only.
+        """
         if len(self._optimizer.param_groups) != self.gns.groups:
             raise RuntimeError(
                 f"the optimizer has {len(self._optimizer.param_groups)} parameter groups now, and had "
@@ -553,14 +575,14 @@ class AdaptiveDataParallel(DistributedDataParallel):
             current_session().recovery.before_step(left_out=True)
             return False
         loader = current_dataloader()
-        if loader is not None and not loader.training:  # of a model in eval(), to freeze its BatchNorm
+        if loader is not None and not loader.training:  # the model is in eval(), e.g. to freeze BatchNorm
             loader.train()
         self._sampler.collect()
         current_session().recovery.before_step(left_out=False)
         return True
 
     def end_step(self, factor: float | Array) -> None:
-        """For scaling rules: the optimizer has stepped at learning rates times `factor`."""
+        """Record that the optimizer has stepped at learning rates times `factor`. Called by scaling rules."""
         if grad_scaler.skipped(self._optimizer):
             self.skipped_step()
             return
@@ -571,7 +593,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self.gns.advance(self.scale, self._batch.size)
         session, progress = current_session(), self.gns.get_progress()
         metrics, models = session.metrics, session.models
-        if len(models) > 1:  # a discriminator may step more often: the job is as far as the one that has most
+        if len(models) > 1:  # models may step at different rates, as in a GAN: take the largest progress
             progress = max(model.progress for model in models)
         metrics.update_progress(progress)
         self.gns.health.stepped()
@@ -583,7 +605,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         metrics.update_gain(self.name, self.gain, _mean(factor))
 
     def _look_for_scheduler(self) -> None:
-        """In the first step: say that a scheduler that we were not given is forgotten by a restart."""
+        """Warn, at the first step, of a scheduler that is in no checkpoint as the model was not given it."""
         self._looked_for_scheduler = True
         if self._lr_scheduler is None and hasattr(self._optimizer.step, "_wrapped_by_lr_sched"):
             logger.warning(
@@ -594,7 +616,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
             )
 
     def skipped_step(self) -> None:
-        """For GradScaler: gradients were inf or nan, and the optimizer did not step."""
+        """Record that the optimizer did not step as gradients were inf or nan. Called by GradScaler hooks."""
         if self.failure is not None:
             current_session().recovery.before_step(left_out=True)
             return
@@ -607,11 +629,11 @@ class AdaptiveDataParallel(DistributedDataParallel):
         logger.info("step %d skipped: its gradients are inf or nan", self.gns.steps)
 
     def step_left_out(self) -> None:
-        """For scaling rules and GradScaler: `optimizer.step()` has come in the middle of a window."""
+        """Record a call of `optimizer.step()` in the middle of a window, which does not step."""
         self._window.step_left_out()
 
     def drop_window(self) -> None:
-        """Drop what has been accumulated of a window that will not be stepped."""
+        """Drop the gradients of an accumulation window that will not be stepped."""
         if self._window.under_way:
             self._sampler.drop()
             self._window.reset()
@@ -619,7 +641,11 @@ class AdaptiveDataParallel(DistributedDataParallel):
             super().zero_grad(set_to_none=True)
 
     def begin_zero_grad(self) -> bool:
-        """For scaling rules: whether all gradients are to be dropped now, not those since `step` only."""
+        """Return whether `zero_grad` is to drop all gradients now. Called by scaling rules.
+
+        In the middle of a window, only the gradients since the last `optimizer.step()` call are dropped, and
+        the result is False.
+        """
         if self._window.under_way:
             if self._window.drop_since_step(self._batch.place):
                 self._sampler.drop_passes()
@@ -629,8 +655,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         return True
 
 
-# torch.compile(model): what we do around the module stays as it is. Compiled, it would be once more for
-# every micro-batch.
+# For torch.compile(model): the code that runs before and after the module is not compiled. Otherwise torch
+# would compile it again for every batch of an accumulation window.
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -655,7 +681,7 @@ def _compiled_forward(adp: AdaptiveDataParallel, inputs: tuple[Any, ...], kwargs
 
 
 class _NoSync:
-    """`with model.no_sync():`."""
+    """Implement `with model.no_sync():`."""
 
     def __init__(self, adp: AdaptiveDataParallel) -> None:
         self._adp = adp
@@ -669,7 +695,7 @@ class _NoSync:
 
 
 def _evaluating() -> bool:
-    """Whether a data loop is under way that no model is trained in."""
+    """Return whether a data loop is running in which no model is trained."""
     loader = current_dataloader()
     if loader is None or loader.training:
         return False
@@ -683,7 +709,7 @@ def _mean(factor: float | Array) -> float:
 def _added(
     one: list[torch.Tensor | None], other: tuple[torch.Tensor | None, ...]
 ) -> list[torch.Tensor | None]:
-    """Add two values, where None counts as zero."""
+    """Add the gradients `one` and `other` element by element; None counts as zero."""
     return [
         b if a is None else a if b is None else a + b
         for a, b in zip(one or [None] * len(other), other, strict=True)

@@ -1,11 +1,11 @@
-"""A map-style dataset of the objects under an S3 prefix.
+"""Read the objects under an S3 prefix as a map-style data set.
 
-One object is one sample. The list of keys is taken once, sorted, so that every replica has the same
-indices; what was read is kept in a directory that all replicas of a node may share; objects larger than
-a part come in ranges, several at a time; what fails is tried again by boto3 and, where the connection
-broke in the middle of a body, by us.
+One object is one sample. The keys are listed once, sorted, so that every replica has the same indices.
+Objects can be cached in a directory that all replicas of a node share. Large objects are read in ranges,
+several at a time. boto3 repeats failed requests; this module repeats requests whose connection broke in the
+middle of a body.
 
-A dataset is picklable and safe to fork: each process, and each thread pool in it, makes its own client.
+A data set is picklable and safe to fork: each process makes its own client.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_ATTEMPTS = 5
-_RETRY_SECONDS = 0.2  # before the second attempt; doubles
+_ATTEMPTS = 5  # to read a range
+_RETRY_SECONDS = 0.2  # wait before the second attempt; doubles with each attempt
 
 
 class S3DatasetError(Exception):
-    """A prefix or an object cannot be read; the text says which, and what to do."""
+    """Raised if a prefix or an object cannot be read; the message says which one and what to do."""
 
 
 @dataclass(frozen=True)
 class S3Object:
-    """One object as it was listed."""
+    """Describe one object as it was listed."""
 
     key: str
     size: int
@@ -50,22 +50,22 @@ def _bytes(data: bytes, key: str) -> Any:
 
 
 class S3Dataset(Dataset[T], Generic[T]):
-    """`len` and indexing over the objects under `url`.
+    """Read the objects under `url` by index, one sample per object.
 
     Args:
         url: `s3://bucket/prefix`.
-        decode: makes a sample of an object's bytes and key; the bytes themselves by default. With
-            worker processes it has to be picklable, or the start method `fork`.
-        cache: a directory to keep objects in, made when missing; None: nothing is kept. It is the
-            owner's to clear: nothing is ever removed.
-        suffix: only keys that end so, e.g. ".jpg".
-        part_bytes: larger objects are read in ranges of this size, `parallel` at a time.
-        parallel: ranges under way at once.
-        client: a function that makes an S3 client, for endpoints and credentials of one's own;
-            `boto3.client("s3")` with adaptive retries by default.
+        decode: Function that makes a sample from an object's bytes and key; by default the sample is the
+            bytes. With worker processes it must be picklable, unless their start method is `fork`.
+        cache: Directory in which objects are kept, made if missing; None: no cache. Nothing is ever removed
+            from it.
+        suffix: Suffix of the keys to include, e.g. ".jpg".
+        part_bytes: Size of the ranges in which larger objects are read, in bytes.
+        parallel: Number of ranges of one object that are read at the same time.
+        client: Function that makes an S3 client, e.g. for another endpoint or other credentials; by default
+            `boto3.client("s3")` with adaptive retries.
 
     Raises:
-        S3DatasetError: when the prefix cannot be listed or holds no object.
+        S3DatasetError: the prefix cannot be listed or holds no object.
     """
 
     def __init__(
@@ -107,12 +107,16 @@ class S3Dataset(Dataset[T], Generic[T]):
         return {**self.__dict__, "_clients": {}}
 
     def read(self, found: S3Object) -> bytes:
-        """Return the object's bytes, from the cache if it has them."""
+        """Return the bytes of an object, from the cache if they are there.
+
+        Raises:
+            S3DatasetError: the object cannot be read, or has changed since it was listed.
+        """
         path = self._path(found)
         if path is not None:
             try:
                 data = path.read_bytes()
-            except OSError:  # not there, or nothing that can be read
+            except OSError:  # missing or not readable
                 pass
             else:
                 if len(data) == found.size:
@@ -127,14 +131,14 @@ class S3Dataset(Dataset[T], Generic[T]):
 
     @property
     def _client(self) -> Any:
-        """This process's client: connections do not survive a fork."""
+        """S3 client of this process; each process has its own, as connections do not survive a fork."""
         pid = os.getpid()
         if pid not in self._clients:
             self._clients = {pid: self._make_client()}
         return self._clients[pid]
 
     def _list(self, prefix: str, suffix: str) -> Iterator[S3Object]:
-        """Every object, in the order of keys (as S3 lists them); those that stand for folders left out."""
+        """Yield every object in the order of keys, without the objects that stand for folders."""
         from botocore.exceptions import BotoCoreError, ClientError
 
         try:
@@ -157,7 +161,7 @@ class S3Dataset(Dataset[T], Generic[T]):
             return b"".join(pool.map(lambda part: self._range(found, *part), parts))
 
     def _range(self, found: S3Object, start: int, end: int) -> bytes:
-        """Bytes [start, end) of the version that was listed; broken bodies are read again."""
+        """Return bytes [start, end) of the listed version of an object; repeat the request if it fails."""
         from botocore.exceptions import BotoCoreError, ClientError
 
         where = f"s3://{self._bucket}/{found.key}"
@@ -189,7 +193,7 @@ class S3Dataset(Dataset[T], Generic[T]):
     # -- the cache
 
     def _path(self, found: S3Object) -> Path | None:
-        """Where an object is kept: by its key and version, so that a changed object is another file."""
+        """Return the object's file in the cache, named by key and version; None without a cache."""
         if self._cache is None:
             return None
         name = hashlib.sha256(f"{self._bucket}\0{found.key}\0{found.etag}".encode()).hexdigest()
@@ -206,7 +210,7 @@ def _default_client() -> Any:
 
 
 def _keep(path: Path, data: bytes) -> None:
-    """Write whole or not at all; another process may be doing the same. A full disk is no error."""
+    """Write `data` to `path` atomically, as other processes may write it too; log errors only."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

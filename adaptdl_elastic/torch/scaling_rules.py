@@ -1,8 +1,8 @@
-"""How the learning rate follows the batch size.
+"""Scale the learning rate with the batch size.
 
-A rule multiplies each parameter group's learning rate for the time of `optimizer.step()` and puts it
-back afterwards, so that schedulers, checkpoints and the user's own code see the learning rate of the
-initial batch size. S below is the *scale*: batch size over initial batch size.
+A rule multiplies each parameter group's learning rate by a factor during `optimizer.step()` and restores it
+afterwards. So schedulers, checkpoints and the script see the learning rate for the initial batch size. S
+below is the *scale*: batch size / initial batch size.
 
 ======================  =====================================  ==========================================
 rule                    factor                                 source
@@ -15,7 +15,7 @@ rule                    factor                                 source
 `LEGWScale`             √S, warmed up over S times the epochs  You et al., SC 2019
 ======================  =====================================  ==========================================
 
-A rule of one's own overrides `ScalingRuleBase.scale_lr`.
+To define another rule, override `ScalingRuleBase.scale_lr`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ logger = logging.getLogger(__name__)
 
 
 class ScalingRuleBase:
-    """What every rule does around `optimizer.step()` and `optimizer.zero_grad()`.
+    """Wrap `optimizer.step()` and `optimizer.zero_grad()` with a scaling rule.
 
-    Subclasses override `scale_lr`. One object serves one AdaptiveDataParallel.
+    Subclasses override `scale_lr`. Each AdaptiveDataParallel needs its own object.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class ScalingRuleBase:
 
     @property
     def adp(self) -> ScaledModel:
-        """The model that the rule serves. RuntimeError before `initialize`."""
+        """Model that uses the rule; RuntimeError before `initialize`."""
         if self._adp is None:
             raise RuntimeError(
                 f"{type(self).__name__} is not in use yet: give it to AdaptiveDataParallel as scaling_rule"
@@ -72,20 +72,29 @@ class ScalingRuleBase:
     def initialize(
         self, adp: ScaledModel, optimizer: torch.optim.Optimizer, patch_optimizer: bool = False
     ) -> None:
-        """Serve `adp`. With `patch_optimizer`, optimizer.step and optimizer.zero_grad become the rule's."""
+        """Use the rule for a model.
+
+        Args:
+            adp: The model.
+            optimizer: Optimizer of the model.
+            patch_optimizer: Whether to replace `optimizer.step` and `optimizer.zero_grad` by the rule's.
+
+        Raises:
+            RuntimeError: the rule is in use for another model.
+        """
         if self._adp is not None and self._adp is not adp:
             raise RuntimeError(f"one {type(self).__name__} serves one model: make another for this one")
         self._adp, self._optimizer = adp, optimizer
         self._step, self._zero_grad = optimizer.step, optimizer.zero_grad
         if patch_optimizer:
-            # Bound methods, because torch's schedulers unbind and wrap whatever `step` is.
+            # Bound methods: torch's schedulers unbind `step` and wrap the function.
             def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
                 return self.step(*args, **kwargs)
 
             def zero_grad(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
                 self.zero_grad(*args, **kwargs)
 
-            # Marks of schedulers that have wrapped it before: they complain where theirs is missing.
+            # Keep the marks of schedulers that have wrapped `step` before: they warn if a mark is missing.
             functools.update_wrapper(step, getattr(self._step, "__func__", self._step))
             optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
             optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
@@ -107,14 +116,14 @@ class ScalingRuleBase:
         return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Drop gradients; nothing in the middle of an accumulation window."""
+        """Drop the gradients; do nothing in the middle of an accumulation window."""
         if self.adp.begin_zero_grad():
             self._zero_grad(*args, **kwargs)
 
 
 @contextmanager
 def _scaled(optimizer: torch.optim.Optimizer, factor: float | Array) -> Iterator[None]:
-    """Learning rates times `factor`, for as long as the context lasts. A factor of 1 touches nothing."""
+    """Multiply the learning rates by `factor` inside the context. A factor of 1 changes nothing."""
     groups = optimizer.param_groups
     factors = _by_group(factor, len(groups))
     if not all(math.isfinite(f) and f >= 0.0 for f in factors):
@@ -123,7 +132,7 @@ def _scaled(optimizer: torch.optim.Optimizer, factor: float | Array) -> Iterator
     try:
         for group, f in zip(groups, factors, strict=True):
             if f != 1.0:
-                group["lr"] = group["lr"] * f  # a tensor stays one: a new one, so that the old is as it was
+                group["lr"] = group["lr"] * f  # for a tensor a new tensor: the old one stays unchanged
         yield
     finally:
         for group, lr in changed:
@@ -131,7 +140,7 @@ def _scaled(optimizer: torch.optim.Optimizer, factor: float | Array) -> Iterator
 
 
 def _by_group(factor: float | Array, groups: int) -> list[float]:
-    if isinstance(factor, float):  # the usual case, in every step: numpy is slow on single numbers
+    if isinstance(factor, float):  # the usual case, handled apart: NumPy is slow for single numbers
         return [factor] * groups
     if np.ndim(factor) and np.shape(factor) != (groups,):
         raise ValueError(
@@ -143,11 +152,11 @@ def _by_group(factor: float | Array, groups: int) -> list[float]:
 
 
 class AdaScale(ScalingRuleBase):
-    """AdaScale (Johnson, Agrawal, Gu, Guestrin, *AdaScale SGD*, ICML 2020), for SGD. The default.
+    """Scale by AdaScale (Johnson, Agrawal, Gu, Guestrin, *AdaScale SGD*, ICML 2020), for SGD. The default.
 
-    The factor of each parameter group is its gain r = (var + sqr)/(var/S + sqr): between 1, where a
-    larger batch tells nothing new, and S, where gradients are all noise. Derived for SGD (momentum
-    included, section 4 there).
+    The factor of each parameter group is its gain r = (var + sqr)/(var/S + sqr). It is 1 if gradients have no
+    noise, so that a larger batch has no benefit, and S if gradients are all noise. AdaScale is derived for
+    SGD, also with momentum (section 4 of the paper).
     """
 
     def scale_lr(self, scale: float) -> float | Array:
@@ -159,15 +168,16 @@ class AdaScale(ScalingRuleBase):
 
 
 class AdamScale(AdaScale):
-    """AdaScale's gain in Adam's own metric, to the power `power` (½).
+    """Scale by AdaScale's gain of preconditioned gradients, to the power `power` (½). For Adam and AdamW.
 
-    The noise scale is that of g/P, P being Adam's denominator (see AdamGradientNoiseScale). Where
-    gradients are all noise the factor is √S, the square-root rule for adaptive methods (Malladi, Lyu,
-    Panigrahi, Arora, *On the SDEs and Scaling Rules for Adaptive Gradient Algorithms*, NeurIPS 2022);
-    where there is none it is 1. The default for Adam and AdamW, good for others with their second moment.
+    The noise scale is that of g/P, where P is Adam's denominator (see AdamGradientNoiseScale). If gradients
+    are all noise, the factor is √S, the square-root rule for adaptive methods (Malladi, Lyu, Panigrahi,
+    Arora, *On the SDEs and Scaling Rules for Adaptive Gradient Algorithms*, NeurIPS 2022). If gradients have
+    no noise, the factor is 1. This rule is the default for Adam and AdamW. It also suits other optimizers
+    that divide by a second moment.
 
     Args:
-        power: > 0 and ≤ 1.
+        power: Exponent of the gain, > 0 and ≤ 1.
     """
 
     def __init__(self, power: float = 0.5) -> None:
@@ -182,29 +192,30 @@ class AdamScale(AdaScale):
 
 
 class LinearScale(ScalingRuleBase):
-    """S (Goyal et al., *Accurate, Large Minibatch SGD*, 2017)."""
+    """Scale by S (Goyal et al., *Accurate, Large Minibatch SGD*, 2017)."""
 
     def scale_lr(self, scale: float) -> float | Array:
-        """S."""
+        """Return S."""
         return scale
 
 
 class SqrtScale(ScalingRuleBase):
-    """√S (Krizhevsky, *One Weird Trick for Parallelizing Convolutional Neural Networks*, 2014)."""
+    """Scale by √S (Krizhevsky, *One Weird Trick for Parallelizing Convolutional Neural Networks*, 2014)."""
 
     def scale_lr(self, scale: float) -> float | Array:
-        """√S."""
+        """Return √S."""
         return math.sqrt(scale)
 
 
 class LEGWScale(ScalingRuleBase):
-    """Linear-epoch gradual warm-up (You et al., *Large-Batch Training for LSTM and Beyond*, SC 2019).
+    """Scale by √S with a warm-up (You et al., *Large-Batch Training for LSTM and Beyond*, SC 2019).
 
-    √S, reached linearly over S · base_warmup_epochs epochs. With a batch size that changes on the way,
-    epochs are counted in samples seen. Needs an AdaptiveDataLoader, which knows the initial batch size.
+    In this linear-epoch gradual warm-up (LEGW), the factor grows linearly to √S over S · base_warmup_epochs
+    epochs. Epochs are counted in samples seen, so that the batch size may change meanwhile. The rule needs an
+    AdaptiveDataLoader, which knows the initial batch size.
 
     Args:
-        base_warmup_epochs: Of the initial batch size, ≥ 0.
+        base_warmup_epochs: Warm-up epochs at the initial batch size, ≥ 0.
         data_size: Samples in an epoch, > 0.
     """
 
@@ -218,7 +229,11 @@ class LEGWScale(ScalingRuleBase):
         self._data_size = data_size
 
     def scale_lr(self, scale: float) -> float | Array:
-        """√S · min(1, epochs seen, this step's samples included, / (S · base_warmup_epochs))."""
+        """Return √S · min(1, epochs / (S · base_warmup_epochs)); epochs include this step's samples.
+
+        Raises:
+            RuntimeError: there is no AdaptiveDataLoader.
+        """
         initial = self.adp.initial_batch_size
         if initial is None:
             raise RuntimeError("LEGWScale counts epochs: train from an AdaptiveDataLoader")
@@ -236,7 +251,7 @@ _DERIVED_FOR_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def default_rule(optimizer: torch.optim.Optimizer) -> ScalingRuleBase:
-    """AdamScale for Adam and AdamW, AdaScale for SGD, and for others with a warning that says so."""
+    """Return AdamScale for Adam and AdamW, AdaScale for SGD; AdaScale with a warning for other optimizers."""
     if isinstance(optimizer, _DERIVED_FOR_ADAM):
         return AdamScale()
     if not isinstance(optimizer, _DERIVED_FOR_SGD):

@@ -21,10 +21,12 @@ def collect(view: View, job: JobView, condition: Condition, keys: Keys) -> list[
     """
     if job.plan is None:
         return []
-    needed = {leaver.generation for leaver in (*job.plan.record.leaving, *holding(view, job))}
+    needed = {leaver.generation for leaver in holding(view, job)}
     oldest = job.plan.record.generation - 2
     if condition.phase is Phase.OVER and not view.agents(job.job):
         oldest = job.plan.record.generation + 1
+    else:
+        needed |= {leaver.generation for leaver in job.plan.record.leaving}
     return [
         DeletePrefix(key)
         for generation in sorted(job.generations)

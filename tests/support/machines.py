@@ -46,8 +46,7 @@ for path in "$@"; do  # what is needed and lies in another file system, or where
     mkdir -p ".$path"
     mount --rbind "$path" ".$path"
 done
-echo ready
-exec chroot . sleep infinity
+exec chroot . sh -c "echo ready; exec sleep infinity"  # ready means: this process's root is the room's
 """
 
 

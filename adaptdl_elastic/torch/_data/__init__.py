@@ -2,15 +2,15 @@
 
 | module | question that it answers |
 |---|---|
-| `loader` | What have all elastic loaders in common: position, batch size, the pace of a loop? |
-| `loader_mixin` | What do users of a loader read and call? |
+| `loader` | What do all elastic loaders share: position, batch size, the steps of a data loop? |
+| `loader_mixin` | Which attributes and methods of a loader are public? |
 | `partition` | Which samples go to which replica? (pure) |
-| `sampler` | How does a pass begin anywhere, on any number of replicas? |
-| `iterable` | What is promised of a stream? |
-| `loaders_of_others` | What is taken over from other loaders and samplers, and what is refused? |
-| `registry` | Which loaders are there, by what name, and which one is at work? |
-| `random_streams` | What does each replica draw random numbers from? |
-| `batch_comparison` | Do the replicas read what they should: different batches, one stream? |
-| `accumulator_state` | What is kept of an Accumulator? |
-| `checks` | What can be given to data and epoch loops? |
+| `sampler` | How does a pass start at any sample, on any number of replicas? |
+| `iterable` | How is an `IterableDataset` (a stream) shared among the replicas? |
+| `loaders_of_others` | Which loaders and samplers of other libraries are accepted, which are refused? |
+| `registry` | Which loaders exist, under which keys, and whose data loop is running? |
+| `random_streams` | From which random streams does each replica draw? |
+| `batch_comparison` | Do the replicas train on different batches and read the same stream? |
+| `accumulator_state` | Which sums of an Accumulator are kept in checkpoints? |
+| `checks` | Which arguments may a script pass to data and epoch loops? |
 """

@@ -1,4 +1,4 @@
-"""The sums of accumulators: their state in checkpoints, and what a recovery does with them."""
+"""Keep the sums of accumulators in checkpoints, and restore them in a recovery."""
 
 from __future__ import annotations
 
@@ -15,36 +15,37 @@ from adaptdl_elastic._session import Session
 from adaptdl_elastic.torch._runtime.position import script_position
 
 Totals = dict[Any, Any]
-"""The sums of one accumulator by their keys."""
+"""Sums of one accumulator, by their keys."""
 Additions = dict[int | None, dict[str, int]]
+"""Epoch (None: outside of epochs) → name of an addition → how many times it was made."""
 Reached = tuple[int, int | None, int]
-"""Epoch loops of the script, the epoch, and data loops of the epoch that a run has begun."""
+"""How far a run came: epoch loops begun, current epoch, data loops begun in that epoch."""
 Sums = dict[str, tuple[dict[Any, Any], dict[Any, Any], int]]
-"""Accumulator's name → (sums over all replicas, this replica's since then, how often synchronised)."""
+"""Accumulator's name → (sums over all replicas, this replica's sums since then, number of syncs)."""
 OwnSums = dict[str, dict[Any, Any]]
-"""Accumulator's name → this replica's sums since it was last synchronised; then those of several."""
+"""Accumulator's name → sums since the last sync, of one replica or merged from several replicas."""
 
-_NDARRAY = "__ndarray__"  # marks a numpy array in a file that may hold tensors only
+_NDARRAY = "__ndarray__"  # dict key that marks a numpy array stored as a tensor: files hold tensors only
 
 
 class Addition(NamedTuple):
-    """An addition outside of data loops."""
+    """Identify an addition to an accumulator that was made outside of data loops."""
 
     epoch: int | None
     loop: int
-    """Data loops of the epoch that were begun before it; outside of epochs, epoch loops of the script."""
+    """Data loops of the epoch begun before this addition; outside of epochs, epoch loops begun before it."""
     block: int
-    """synchronized() blocks of the epoch that were entered before it."""
+    """synchronized() blocks of the epoch entered before this addition."""
     name: str
-    """What a later run of the script calls it, too."""
+    """Name of the addition, the same in every run of the script."""
     number: int
-    """Additions of that name that this process has come to, this one included."""
+    """Number of additions of this name that this process has made, including this one."""
 
 
 class AccumulatorState(checkpoint.TensorState):
-    """The sums in the checkpoint, for as long as their epoch lasts."""
+    """Hold the sums of one accumulator in checkpoints until its epoch ends."""
 
-    required = False  # one that was not reached before the checkpoint is not in it
+    required = False  # a checkpoint lacks accumulators that the script had not created before it was saved
 
     def __init__(self, initial: Totals) -> None:
         session = _session.current()
@@ -52,18 +53,18 @@ class AccumulatorState(checkpoint.TensorState):
         counts = session.accumulators
         super().__init__(f"adaptdl-accumulator-epoch{epoch}-{counts[epoch]}")
         counts[epoch] += 1
-        self.results: Totals = initial  # over all replicas, up to the last sync
-        self.summed: Totals = {}  # what that sync gave, whatever a synchronized() block has made of it since
-        self.updates: Totals = {}  # of this replica, since then
-        self.history: dict[int | None, list[Totals]] = {}  # what each synchronized() block showed, by epoch
-        self.syncs = 0  # how often the sums of all replicas were added up
-        self.additions: Additions = {}  # how often each was made outside of data loops, by epoch
-        self._loaded: Additions = {}  # what that was in the run that goes on here
-        self._reached: Reached = (0, None, 0)  # where that run was
-        self._own: list[tuple[Addition, Totals]] = []  # which a newcomer has made and that run has not
+        self.results: Totals = initial  # sums over all replicas, up to the last sync
+        self.summed: Totals = {}  # result of the last sync, without later changes by a synchronized() block
+        self.updates: Totals = {}  # this replica's sums since the last sync
+        self.history: dict[int | None, list[Totals]] = {}  # by epoch: the sums shown by each synchronized()
+        self.syncs = 0  # number of syncs so far
+        self.additions: Additions = {}  # additions made outside of data loops
+        self._loaded: Additions = {}  # `additions` of the run that is being continued, as loaded
+        self._reached: Reached = (0, None, 0)  # how far the run that is being continued had come
+        self._own: list[tuple[Addition, Totals]] = []  # additions of a newcomer that the others did not make
 
     def add_outside(self, addition: Addition, change: Totals) -> None:
-        """Take an addition outside of data loops, unless it was made before."""
+        """Add `change` outside of data loops, unless the continued run has made this addition already."""
         if self._was_made(addition):
             return
         made = self.additions.setdefault(addition.epoch, {})
@@ -73,10 +74,11 @@ class AccumulatorState(checkpoint.TensorState):
             self._own.append((addition, change))
 
     def _was_made(self, addition: Addition) -> bool:
-        """Return whether the run that goes on here has made this addition.
+        """Return whether the run that is being continued has made this addition.
 
-        Where that run had gone on to a later loop or block it has made all additions of a name. How many
-        those are differs where another number of replicas shares the samples of a loop of the script's own.
+        A run that had reached a later loop or block has made all additions of a name before it. Their
+        number is not compared: it may depend on the number of replicas, for example if the script divides
+        samples among the replicas by itself.
         """
         epoch, loop, block, name, number = addition
         times = self._loaded.get(epoch, {}).get(name, 0)
@@ -90,19 +92,22 @@ class AccumulatorState(checkpoint.TensorState):
         return times > 0 and (past or block < len(self.history.get(epoch, ())))
 
     def forget_epochs_before(self, epoch: int) -> None:
-        """Drop what is remembered of code that does not run again."""
+        """Drop the history and the additions of epochs before `epoch`, whose code does not run again."""
         for kept in (self.history, self.additions):
             for over in [e for e in kept if e is not None and e < epoch]:
                 del kept[over]
 
     def sync(self) -> None:
-        """Sum over the replicas."""
+        """Add up the sums of all replicas. A collective."""
         mine = self.updates, self.additions
         total, self.additions = collective.allreduce(mine, _merge_with_additions, tag=self.name)
         self.add_total(total)
 
     def syncing(self) -> Callable[[], None]:
-        """Return a `sync` that can be called again after a death; sums that have come are not added twice."""
+        """Return a `sync` that can be called again after a peer's death.
+
+        The returned function does nothing once the sums of all replicas have been added.
+        """
         before = self.syncs
 
         def sync() -> None:
@@ -112,18 +117,18 @@ class AccumulatorState(checkpoint.TensorState):
         return sync
 
     def add_total(self, total: Totals) -> None:
-        """All replicas' updates, this one's included, have been added up to `total`."""
+        """Add `total`, the updates of all replicas including this one, to the results."""
         self.take_total(merge(self.results, total), self.syncs + 1)
 
     def take_total(self, results: Totals, syncs: int) -> None:
-        """Take `results`, those of the `syncs`-th synchronisation."""
+        """Replace the results by `results`, the outcome of sync number `syncs`."""
         self.updates, self.syncs = {}, syncs
         self.show(results)
         self.summed = copy.deepcopy(self.results)
         _session.current().last_summed = self
 
     def show(self, results: Totals) -> None:
-        """Have these sums over all replicas, in a synchronized() block that is under way, too."""
+        """Replace the contents of `self.results`; a running synchronized() block sees the new sums."""
         results = dict(results)
         self.results.clear()
         self.results.update(results)
@@ -164,7 +169,7 @@ def add_to(sums: Totals, key: Any, value: Any) -> None:
 def _merge_with_additions(
     a: tuple[Totals, Additions], b: tuple[Totals, Additions]
 ) -> tuple[Totals, Additions]:
-    """Return the sums of both, and each addition as often as the replica made it that made it most often."""
+    """Return the sums of both replicas, and for each addition the larger of the two counts."""
     additions = {epoch: dict(made) for epoch, made in a[1].items()}
     for epoch, made in b[1].items():
         known = additions.setdefault(epoch, {})
@@ -174,7 +179,7 @@ def _merge_with_additions(
 
 
 def merge(a: Totals, b: Totals) -> Totals:
-    """Return the sums of both, key by key, in the order in which the keys were first seen."""
+    """Return the key-wise sums of `a` and `b`, with the keys in the order of their first occurrence."""
     merged = dict(a)
     for key, value in b.items():
         add_to(merged, key, value)
@@ -182,7 +187,7 @@ def merge(a: Totals, b: Totals) -> Totals:
 
 
 def _encode(value: Any) -> Any:
-    """`value` with a marked tensor in place of every numpy array, at any depth."""
+    """Return `value` with every numpy array, at any depth, replaced by a marked tensor."""
     if isinstance(value, np.ndarray):
         return {_NDARRAY: torch.from_numpy(value)}
     if isinstance(value, dict):
@@ -206,7 +211,7 @@ def _decode(value: Any) -> Any:
 
 
 def sums_of(session: Session) -> Sums:
-    """Return the sums of every Accumulator; shallow copies, since sums are replaced, never changed."""
+    """Return the sums of every Accumulator as shallow copies: sums are replaced, never changed in place."""
     return {
         name: (dict(state.results), dict(state.updates), state.syncs)
         for name, state in session.states.items()
@@ -215,9 +220,9 @@ def sums_of(session: Session) -> Sums:
 
 
 def known_sums(session: Session) -> Sums:
-    """Return the results of every Accumulator's last synchronisation, even if its epoch is over.
+    """Return the results of every Accumulator's last sync, also of the last one whose epoch is over.
 
-    Another replica may still need them if the leader dies while it distributes them.
+    Another replica may still need them if the leader of a collective died while it distributed them.
     """
     latest: Any = session.last_summed
     states = [latest] if latest is not None else []
@@ -226,7 +231,7 @@ def known_sums(session: Session) -> Sums:
 
 
 def put_sums(session: Session, sums: Sums) -> None:
-    """Let accumulators hold these sums."""
+    """Replace the sums of the accumulators by `sums`."""
     for name, (results, updates, syncs) in sums.items():
         state: Any = session.states.get(name)
         if state is not None:
@@ -235,15 +240,15 @@ def put_sums(session: Session, sums: Sums) -> None:
 
 
 def both_sums(a: OwnSums | None, b: OwnSums | None) -> OwnSums | None:
-    """Of two replicas together; None: one of them keeps its own to itself."""
+    """Return the merged sums of two replicas; None if one of them takes no part (None)."""
     if a is None or b is None:
         return None
     return {name: merge(a.get(name, {}), b.get(name, {})) for name in (*a, *(n for n in b if n not in a))}
 
 
 def add_sums(session: Session, sums: OwnSums) -> None:
-    """Add what all replicas had of their own: the accumulators are synchronised."""
+    """Add `sums`, merged from all replicas, to the accumulators, which are then synchronised."""
     for name, total in sums.items():
         state: Any = session.states.get(name)
-        if state is not None:  # a script may have one on some replicas only, and never read it
+        if state is not None:  # a script may create an accumulator on some replicas only, and never read it
             state.add_total(total)

@@ -1,11 +1,12 @@
-"""Compare what the replicas read, to say so where it cannot be meant.
+"""Compare the data that the replicas read, and report a data pipeline that is set up wrongly.
 
-The problem. Data that every replica reads whole, or that are divided among the replicas twice, train a model
-without any error: it is only that every gradient is the same everywhere, or that most samples are never seen.
+The problem. If every replica reads the whole data set, or if the data are divided among the replicas twice,
+training raises no error. But all replicas compute the same gradient, or most samples are never read.
 
-What is done. Each replica makes a digest of the first of what it reads in a generation and sends it to rank 0
-as a control message. Nobody waits for it. Rank 0 compares: the inputs of a model that is trained must differ,
-a stream, of which each replica takes its share, must be the same.
+What is done. Each replica computes a digest of the first data that it reads in a generation and sends the
+digest to rank 0 as a control message. No replica waits for it. Rank 0 compares the digests: the inputs of a
+model in training must differ between replicas; a stream, of which each replica takes its share, must be the
+same on all of them.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from torch.utils import _pytree as pytree
 from adaptdl_elastic._session import Session
 
 KIND = "digest"
-"""Of the control messages."""
+"""Kind of the control messages that carry digests."""
 
 COMPARED_INPUTS = 3
-"""Forward passes of a generation whose inputs are compared: all of them must be equal to be a problem."""
+"""Forward passes compared per generation; a problem is reported if the inputs of all of them are equal."""
 
 _NUMBERS = 4096  # of each tensor that count, spread over it
-_PENDING = 64  # comparisons that are waited for at most
+_PENDING = 64  # most comparisons that may wait for further digests; the oldest is dropped
 
 Key = tuple[int, str, str]
-"""Generation, what is compared, and which one of several."""
+"""Key of a comparison: the generation, the subject (e.g. a model's inputs), and the place or pass."""
 
 
 def digest(value: Any) -> str | None:
@@ -72,23 +73,26 @@ def _spread(numbers: Any) -> Any:
 
 
 class BatchComparison:
-    """Digests of all replicas; one a session."""
+    """Send this replica's digests to rank 0; on rank 0, compare the digests of all replicas.
+
+    There is one object per session.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._passes: dict[str, tuple[int, int]] = {}  # of each model: generation, passes compared in it
-        self._waiting: dict[Key, dict[int, str]] = {}  # on rank 0: the digests that have come
-        self._equal: dict[tuple[int, str], int] = {}  # on rank 0: passes of a model with equal inputs
+        self._passes: dict[str, tuple[int, int]] = {}  # model → (generation, passes compared in it)
+        self._waiting: dict[Key, dict[int, str]] = {}  # on rank 0: digests received so far, by rank
+        self._equal: dict[tuple[int, str], int] = {}  # on rank 0: number of passes with equal inputs
         session.consensus.listen(KIND, self._take)
 
     def inputs(self, model: str, inputs: Any, shared: bool, counts: bool) -> None:
         """Compare the inputs of a forward pass of a model in training.
 
         Args:
-            model: Its name.
-            inputs: What it is given.
+            model: Name of the model.
+            inputs: Inputs of the forward pass.
             shared: Whether an elastic loader hands out the samples.
-            counts: Whether there are samples in it, and not what fills a gap.
+            counts: Whether the batch holds samples of this replica, rather than one that only fills a gap.
         """
         generation = self._session.generation
         known, count = self._passes.get(model, (generation, 0))
@@ -101,7 +105,7 @@ class BatchComparison:
         self._send(f"{'shared' if shared else 'own'} inputs of {model}", str(count), mine)
 
     def same(self, what: str, place: str, found: str | None) -> None:
-        """Take the digest of `what` at `place`, which must be equal on all replicas; None: there is none."""
+        """Send the digest of `what` at `place`, which must be equal on all replicas, if there is one."""
         if found is not None:
             self._send(what, place, found)
 
@@ -111,7 +115,7 @@ class BatchComparison:
             session.reducer.send_control(0, (KIND, session.generation, [what, which, mine]))
 
     def _take(self, sender: int, generation: int, body: Any) -> None:
-        """On rank 0, in the thread that hears of it."""
+        """Take a replica's digest. Runs on rank 0, in the thread that receives control messages."""
         what, which, found = body
         session, key = self._session, (generation, what, which)
         if generation != session.generation:
@@ -139,7 +143,7 @@ class BatchComparison:
 
 
 def equal_inputs(what: str) -> str:
-    """Return what to say where all replicas train on the same."""
+    """Return the message for the case that all replicas train on the same inputs."""
     kind, _, model = what.partition(" inputs of ")
     if kind == "own":
         return (

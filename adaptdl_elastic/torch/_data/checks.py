@@ -1,4 +1,4 @@
-"""Checks of what a script gives to data and epoch loops."""
+"""Check the arguments that a script passes to data and epoch loops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["check_bounds", "check_writer", "integer"]
 
 
 def check_writer(writer: Any) -> None:
-    """TypeError for what numbers cannot be written to."""
+    """Raise TypeError if `writer` has no method `add_scalar`."""
     if not callable(getattr(writer, "add_scalar", None)):
         raise TypeError(f"writer={writer!r}: give a torch.utils.tensorboard.SummaryWriter")
 
@@ -21,7 +21,20 @@ def check_bounds(
     largest: int | None,
     given: tuple[int | None, int | None] | None,
 ) -> tuple[int, int] | None:
-    """Fill in the defaults of the bounds; ValueError if the bounds contradict each other."""
+    """Check the bounds of a batch size, and fill in their defaults.
+
+    Args:
+        batch_size: Initial batch size, over all replicas.
+        max_batch_size: Largest batch size as the script gave it, for error messages.
+        largest: `max_batch_size` as an integer; None if it is none.
+        given: Smallest and largest batch of one replica, each or both None for no bound.
+
+    Returns:
+        Smallest and largest batch of one replica; None if `given` is None.
+
+    Raises:
+        ValueError: the bounds contradict each other.
+    """
     if largest is None or largest < batch_size:
         raise ValueError(
             f"max_batch_size={max_batch_size!r}: give an integer of at least the batch size, {batch_size}"

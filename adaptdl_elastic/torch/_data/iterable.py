@@ -1,20 +1,21 @@
-"""Streams: `IterableDataset`s in an elastic loader.
+"""Share streams (`IterableDataset`s) among the replicas in an elastic loader.
 
-The problem. The samples of a stream have no numbers by which the replicas could share them, and nobody
-knows how many there are. With several workers each of them reads the stream by itself.
+The problem. The samples of a stream have no indices by which the replicas could share them, and their number
+is unknown. With several worker processes each worker reads the stream by itself.
 
-What is done. Every replica reads the whole stream and keeps its share, so the stream must be the same on
-every replica and in every generation: a function of the epoch. `set_epoch(epoch)` is called if there is
-one, and what the stream draws from torch, NumPy or Python follows from the script's seed and the epoch.
-After a change what has been handed out is read again and skipped, so that every sample is handed out
-exactly once per epoch.
+What is done. Every replica reads the whole stream and keeps its share. So the stream must be the same on
+every replica and in every generation: a function of the epoch. The data set's `set_epoch(epoch)` is called if
+it has one. Random numbers that the stream draws from torch, NumPy or Python are seeded from the script's seed
+and the epoch. After a change of the number of replicas the stream is read again from its start, and the
+samples that were handed out before are skipped. So every sample is handed out exactly once per epoch.
 
-With W workers the stream has W *parts*. A data set that asks torch's `get_worker_info` for its id or the
-number of workers divides the samples among the workers itself; of any other one, part w is every W-th
-sample from the w-th on. A chunk is of one part, the parts take turns, and the position is how many
-samples of each part have been handed out. So the number of workers must stay the same during an epoch.
+With W workers the stream has W *parts*. A data set that reads the worker id or the number of workers from
+torch's `get_worker_info` divides the samples among the workers itself. Of any other data set, part w is every
+W-th sample, beginning with sample w. Each chunk comes from one part, and the parts take turns. The position
+is the number of samples of each part that have been handed out. So the number of workers must stay the same
+during an epoch.
 
-An epoch is one pass, also with autoscaling. Refused: shuffling (shuffle in the stream).
+An epoch is one pass, also with autoscaling. `shuffle=True` is refused: the stream itself must shuffle.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ _END: Any = object()
 
 
 class Item(NamedTuple):
-    """This replica's share of a chunk."""
+    """Hold this replica's share of a chunk."""
 
     size: int
-    """Of the chunk, over all replicas."""
+    """Samples of the chunk, over all replicas."""
 
     samples: Any
-    """A list of this replica's samples; collated, a batch, or None where there are none."""
+    """List of this replica's samples; after `collate`, a batch, or None if this replica has no sample."""
 
     part: int
 
     digest: str
-    """Of the first sample that was read; empty in all but the first chunk."""
+    """Digest of the first sample that was read; empty in all but the first chunk."""
 
 
 class Settings(NamedTuple):
-    """Where an iteration begins, and whose share it is."""
+    """Describe where an iteration begins and which replica's share it yields."""
 
     seed: int
     epoch: int
@@ -65,19 +66,19 @@ class Settings(NamedTuple):
     rank: int
     local: int
     fill: int
-    """Whether a replica without samples of a chunk gets one that does not count."""
+    """1 if a replica without samples of a chunk gets a sample that does not count, else 0."""
 
     turn: int
-    """The part of the first chunk."""
+    """Part from which the first chunk comes."""
 
 
 class _WorkerOfPart:
-    """Stands for torch's WorkerInfo in a worker that reads another part than its id says."""
+    """Replace torch's WorkerInfo in a worker whose part differs from its worker id."""
 
     def __init__(self, info: Any, part: int) -> None:
         self._info, self._part = info, part
         self.asked = False
-        """Whether the data set has asked which part it is to read."""
+        """Whether the data set has read the worker id or the number of workers."""
 
     @property
     def id(self) -> int:
@@ -94,16 +95,16 @@ class _WorkerOfPart:
 
 
 class ShardedStream(IterableDataset[Item]):
-    """This replica's share of every chunk of a stream.
+    """Yield this replica's share of every chunk of a stream.
 
-    What changes between iterations is in shared memory, because a persistent worker has its own copy of
-    everything else.
+    The settings of an iteration are in shared memory: a persistent worker has its own copy of every other
+    attribute.
 
     Args:
         dataset: The stream.
         drop_last: Whether to leave out chunks that are not full, at the end of each part.
-        collate: Makes a batch of samples.
-        workers: Processes that read it, 0 for none.
+        collate: Function that makes a batch of a list of samples.
+        workers: Number of worker processes that read the stream; 0 for none.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class ShardedStream(IterableDataset[Item]):
         self._shared.share_memory_()  # type: ignore[no-untyped-call]
 
     def configure(self, settings: Settings, counts: list[int]) -> None:
-        """Have the next iteration begin behind so many samples of each part."""
+        """Let the next iteration begin after the first `counts[w]` samples of each part w."""
         self._shared.copy_(torch.tensor([*settings, *counts]))
 
     def __iter__(self) -> Iterator[Item]:
@@ -144,15 +145,15 @@ class ShardedStream(IterableDataset[Item]):
         yield from self.dataset
 
     def _part(self, info: Any, part: int, epoch: int, seed: int) -> Iterator[Any]:
-        """Yield the samples of one part, in a worker that is one of several."""
+        """Yield the samples of one part. Runs in a worker if there are several."""
         worker: Any = _utils.worker
         worker._worker_info = known = _WorkerOfPart(info, part)
         samples = self._whole(epoch)
-        first = next(samples, _END)  # a generator asks only when it is asked itself
+        first = next(samples, _END)  # a generator's body, which may call get_worker_info, runs from here on
         if first is _END:
             return
         if known.asked:
-            seed_all(derive_seed(seed, part))  # further draws need not be the workers' common ones
+            seed_all(derive_seed(seed, part))  # the workers read different samples: each may draw its own
         every = chain([first], samples)
         yield from every if known.asked else islice(every, part, None, self.parts)
 
@@ -167,12 +168,15 @@ class ShardedStream(IterableDataset[Item]):
             yield Item(len(chunk), mine, part, found)
 
     def collate(self, item: Item) -> Item:
-        """In a worker, where there is one: the samples as a batch, None where there are none."""
+        """Return `item` with its samples as a batch, or None if it has none. Runs in the worker, if any."""
         return item._replace(samples=self._collate(item.samples) if item.samples else None)
 
 
 def _chunks(stream: Iterator[Any], replicas: int, local: int, drop_last: bool) -> Iterator[list[Any]]:
-    """Yield the stream in chunks; reads ahead to make the last ones as `partition` wants them."""
+    """Yield the stream in chunks.
+
+    Reads `replicas` samples ahead of each chunk, so that `partition.windows` can size the last chunks.
+    """
     full, buffer = replicas * local, deque[Any]()
     for sample in stream:
         buffer.append(sample)
@@ -187,7 +191,7 @@ def wrap_stream(dataset: Any, shuffle: bool, drop_last: bool, kwargs: dict[str, 
     """Wrap the stream for its loader, and take `collate_fn` out of the loader's arguments.
 
     Raises:
-        ValueError: for what cannot be done with a stream.
+        ValueError: `shuffle` is true.
     """
     if shuffle:
         raise ValueError("shuffle=True with an IterableDataset: shuffle inside the stream, by its set_epoch")
@@ -201,7 +205,14 @@ def iterate_stream(
     seed: int,
     make_iterator: Callable[[], Iterator[Item]],
 ) -> Iterator[Any]:
-    """Run the data loop over a stream."""
+    """Yield the batches of a data loop over a stream.
+
+    Args:
+        stream: The stream.
+        helper: Position and batch size of the loader.
+        seed: Seed of the loader.
+        make_iterator: Function that makes an iterator over `stream` with its present settings.
+    """
     while True:
         session, state = _session.current(), script_position()
         local, settled = helper.resolve_batch_size(), helper.settled
@@ -245,7 +256,13 @@ def _next_window(items: Iterator[Item], helper: AdaptiveDataLoaderHelper, drop_l
 
 
 def _position(parts: int, index: int, known: list[tuple[int, int, list[int]]]) -> tuple[int, list[int]]:
-    """Return the next part, and the number of samples of each part among the first `index`."""
+    """Return the part of the next chunk, and how many of the first `index` samples each part gave.
+
+    Args:
+        parts: Number of parts.
+        index: Samples handed out so far, over all replicas.
+        known: Remembered positions: (index, next part, samples of each part).
+    """
     if parts == 1 or not index:
         return 0, [index] * parts
     for at, turn, counts in reversed(known):

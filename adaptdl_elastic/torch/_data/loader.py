@@ -1,6 +1,6 @@
-"""What every elastic data loader has in common: position, batch size, and the pace of its loop.
+"""Keep the position and the batch size of an elastic data loader, and run the steps of its data loop.
 
-`AdaptiveDataLoaderHelper` is for loaders of one's own, used as AdaptDL's::
+A script that defines a loader of its own uses `AdaptiveDataLoaderHelper` as in AdaptDL::
 
     class MyLoader(AdaptiveDataLoaderMixin):
         def __iter__(self):
@@ -13,7 +13,8 @@
                         yield batch
                         self._elastic.current_index += ...  # samples of all replicas
 
-Where gradients accumulate, a window is shorter where fewer full batches are left up to `end_index`.
+A *window* is the batches of one optimizer step. If gradients are accumulated and fewer full batches than a
+window needs are left before `end_index`, the window is shorter.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from adaptdl_elastic.torch._tuning.batch_size import Limits, initial, local_batc
 
 logger = logging.getLogger(__name__)
 
-_IDLE_PASSES = 10  # without progress, all steps left out, that end an epoch with autoscaling
+_IDLE_PASSES = 10  # passes without progress, every step skipped (inf, nan), that end an autoscaled epoch
 
 
 class AdaptiveDataLoaderHelper:
-    """Position, batch size and pace of one loader.
+    """Keep the position and the batch size of one loader, and run the steps of its data loop.
 
     Args:
-        batch_size: Samples per optimizer step over all replicas, at first.
+        batch_size: Initial number of samples per optimizer step, over all replicas.
     """
 
     def __init__(self, batch_size: int = 1) -> None:
@@ -56,7 +57,7 @@ class AdaptiveDataLoaderHelper:
                 f"batch_size={batch_size!r}: give the number of samples per step over all replicas, 1 or more"
             )
         self.batch_size = batch_size = size
-        self.sample_dimension: int | None = None  # of the batches, along which samples lie; None: not known
+        self.sample_dimension: int | None = None  # dimension of batch tensors that counts samples, if known
         self._registry = registry()
         self.key = self._registry.key()
         self._registry.unrepeatable += 1
@@ -65,34 +66,34 @@ class AdaptiveDataLoaderHelper:
         self._accumulation = False
         self._atomic = local_batch(batch_size, self.replicas)
         self._accum = 0
-        self._generation: int | None = None  # whose best batch size was asked for
-        self._reported_for: tuple[int, int] | None = None  # when the agent was told what can be done in place
+        self._generation: int | None = None  # generation whose batch size has been settled
+        self._reported_for: tuple[int, int] | None = None  # (generation, epoch) of the eligibility report
         self._loops: ScriptPosition | None = None
         self._skipped = False
-        self._mark = (0.0, 0, 0)  # progress, attempted steps, index: when a pass was last found to be made
-        self._entered: tuple[int, list[int]] = (0, [])  # windows, each model's attempted steps: at the start
-        # the window under way
-        self._window: Window | None = None  # None: a loader of one's own, whose windows are not planned
-        self._chunk = 0
-        self._window_start = (0, 0)  # index and attempted steps when it began
-        self._trained = False  # with this loader, in this process
-        self._handed_out = False  # a batch, to this process in the loop under way
-        self._left: int | None = None  # batches that were left then to a loader of one's own; None: not known
+        self._mark = (0.0, 0, 0)  # progress, attempted steps and index when progress was last made
+        self._entered: tuple[int, list[int]] = (0, [])  # at loop start: session step, attempts of each model
+        # the current window
+        self._window: Window | None = None  # None: a script-defined loader, whose windows are not planned
+        self._chunk = 0  # number of the current batch within the window
+        self._window_start = (0, 0)  # index and attempted steps when the window began
+        self._trained = False  # a model has been trained with this loader in this process
+        self._handed_out = False  # this process has got a batch of the running data loop
+        self._left: int | None = None  # script-defined loader: batches left when the window began, if known
 
     def repeats(self) -> None:
         """Record that this loader hands out the same samples again when its index is put back."""
         self._registry.unrepeatable -= 1
 
-    # -- where it is -------------------------------------------------------------------------------
+    # -- position ----------------------------------------------------------------------------------
 
     @property
     def replicas(self) -> int:
-        """How many replicas share the data."""
+        """Number of replicas that share the data."""
         return _session.current().replicas
 
     @property
     def current_index(self) -> int:
-        """Samples that this loop has handed out so far, on all replicas together, over all passes."""
+        """Samples that all replicas together have taken in the running data loop, over all its passes."""
         running = self._running()
         return 0 if _session.current().dry else running.index
 
@@ -102,7 +103,7 @@ class AdaptiveDataLoaderHelper:
 
     @property
     def end_index(self) -> int:
-        """Samples of one pass, over all replicas: what was set last, also before a restart. 0: not known."""
+        """Samples of one pass, over all replicas; 0 if not known. The value is kept in checkpoints."""
         return script_position().end_indices.get(self.key, 0)
 
     @end_index.setter
@@ -118,12 +119,12 @@ class AdaptiveDataLoaderHelper:
 
     @property
     def max_batch_size(self) -> int | None:
-        """Largest batch size that may be chosen; None: it stays as it was given."""
+        """Largest batch size that autoscaling may choose; None without autoscaling."""
         return self._max_batch_size
 
     @property
     def local_bsz_bounds(self) -> tuple[int, int] | None:
-        """Smallest and largest atomic batch size, None where any will do."""
+        """Smallest and largest batch of one replica; None if there are no bounds."""
         return self._local_bounds
 
     @property
@@ -133,7 +134,7 @@ class AdaptiveDataLoaderHelper:
 
     @property
     def accumulation_steps(self) -> int:
-        """Batches without an optimizer step in the window under way; the last of an epoch may have fewer."""
+        """Batches without an optimizer step in the current window; an epoch's last window may have fewer."""
         if self._window is not None:
             return len(self._window) - 1
         if not self.training:
@@ -147,7 +148,7 @@ class AdaptiveDataLoaderHelper:
 
     @property
     def may_accumulate(self) -> bool:
-        """Whether several batches may be accumulated to one step."""
+        """Whether autoscaling may accumulate the gradients of several batches before a step."""
         return self._accumulation
 
     @property
@@ -157,27 +158,27 @@ class AdaptiveDataLoaderHelper:
 
     @property
     def micro_batch(self) -> int:
-        """Place of the batch just handed out among those of its optimizer step."""
+        """Number of the current batch within its window, counted from 0."""
         return self._chunk
 
     def is_accum_step(self) -> bool:
-        """Whether the batch just handed out is followed by others before the optimizer steps."""
+        """Return whether more batches follow the current one before the optimizer steps."""
         return self._chunk < self.accumulation_steps
 
     def is_optim_step(self) -> bool:
-        """Whether the optimizer steps after the batch just handed out."""
+        """Return whether the optimizer steps after the current batch."""
         return not self.is_accum_step()
 
     @property
     def window_samples(self) -> int:
-        """Samples of the present optimizer step: all replicas, all its batches."""
+        """Samples of the current optimizer step, over all replicas and all batches of its window."""
         if self._window is None:
             return self.replicas * self._atomic * (self.accumulation_steps + 1)
         return sum(self._window)
 
     @property
     def local_samples(self) -> int:
-        """Samples of the batch just handed out that count: 0 where it only fills a gap, or does not count."""
+        """Samples of the current batch that count for training; 0 for a padding batch or a dry batch."""
         if _session.current().dry:
             return 0
         if self._window is None:
@@ -186,9 +187,10 @@ class AdaptiveDataLoaderHelper:
 
     @property
     def gradient_weight(self) -> float:
-        """What this batch's mean gradient has to be multiplied by: 1 unless the window is uneven.
+        """Factor by which to multiply the mean gradient of the current batch.
 
-        Relative to the plain mean over replicas and over the window's batches.
+        With it, the plain mean over replicas and over the window's batches is the mean over samples. The
+        factor is 1 unless the batches of the window have different sizes.
         """
         if self._window is None:
             return 1.0
@@ -196,7 +198,7 @@ class AdaptiveDataLoaderHelper:
 
     @property
     def adaptive(self) -> bool:
-        """Whether the batch size is chosen while training."""
+        """Whether the batch size is chosen during training (`autoscale_batch_size` was called)."""
         return self._max_batch_size is not None
 
     @property
@@ -211,13 +213,19 @@ class AdaptiveDataLoaderHelper:
 
     @property
     def settled(self) -> tuple[int, int, int]:
-        """Changes whenever the shares of the replicas do: the iterator has to begin anew."""
+        """Generation, batch of one replica and accumulation steps.
+
+        If this value changes, the replicas' shares have changed, and the iterator must be made again.
+        """
         return _session.current().generation, self._atomic, self._accum
 
     def train(self) -> None:
-        """Make this the loader that models are trained with. There can be one only.
+        """Make this the loader that models are trained with.
 
-        AdaptiveDataParallel calls it when a module in training mode is fed from this loader.
+        AdaptiveDataParallel calls this when a module in training mode gets a batch of this loader.
+
+        Raises:
+            RuntimeError: another loader, with autoscaling, is the training loader already.
         """
         known = self._registry.training
         if known is self:
@@ -227,7 +235,7 @@ class AdaptiveDataLoaderHelper:
                 "a second loader would be used for training: autoscale_batch_size was called on another one"
             )
         self._registry.training = self
-        self._trained = True  # where several loaders train in turn, this one will be the one again
+        self._trained = True  # if several loaders train in turn, this one will train again
         script_position().trainer = self.key
         self._announce_limits()
 
@@ -242,21 +250,25 @@ class AdaptiveDataLoaderHelper:
         local_bsz_bounds: tuple[int | None, int | None] | None = None,
         gradient_accumulation: bool = False,
     ) -> None:
-        """Have the batch size chosen while training, and make this the loader to train with.
+        """Let the batch size be chosen during training, and make this the training loader.
 
-        A job is not given numbers of replicas that do not fit these limits once its goodput is known. Where
-        it has such a number all the same, e.g. after the loss of a node, in place or restarted, it says so
-        and goes on: no batch of a replica is above the largest, nothing is accumulated where that is not
-        allowed (so that the total may be below `batch_size`), and the smallest gives way to the maximum.
+        Once the job's goodput is known, the scheduler assigns no number of replicas that does not fit these
+        limits. The job can still have such a number, for example after the loss of a node. It then logs a
+        warning and continues:
+
+        - No batch of a replica is above the upper bound.
+        - Nothing is accumulated unless allowed, so the batch size may be below `batch_size`.
+        - If the lower bound and `max_batch_size` contradict each other, `max_batch_size` holds.
 
         Args:
-            max_batch_size: Largest batch size, over all replicas (its equal shares are rounded up).
-            local_bsz_bounds: Smallest and largest batch of one replica, as memory allows; None: no bound.
-            gradient_accumulation: Whether several batches may be accumulated to one step.
+            max_batch_size: Largest batch size over all replicas (the equal shares of it are rounded up).
+            local_bsz_bounds: Smallest and largest batch of one replica, as its memory allows; None: no bound.
+            gradient_accumulation: Whether gradients of several batches may be accumulated before a step.
 
         Raises:
-            ValueError: when the initial batch size does not fit these limits, on the replicas that a job
-                begins with.
+            ValueError: the arguments contradict each other, or the initial batch size does not fit them on
+                the number of replicas with which the job begins.
+            RuntimeError: this method was called on another loader already.
         """
         largest = integer(max_batch_size)
         bounds = check_bounds(self.batch_size, max_batch_size, largest, local_bsz_bounds)
@@ -283,19 +295,23 @@ class AdaptiveDataLoaderHelper:
         self._announce_limits()
 
     def _replaces(self, known: ElasticLoader) -> bool:
-        """Whether this is the loader that a script makes anew in every epoch, `known` being the last one."""
+        """Return whether the script has made this loader to replace `known`, e.g. one loader per epoch."""
         return known.key == self.key and self._registry.current is not known
 
     def resolve_batch_size(self) -> int:
-        """Settle the batch size of this generation; the atomic batch size.
+        """Call `sync_local_bsz`, and recover if a peer dies meanwhile.
+
+        Returns:
+            The batch of one replica.
 
         Raises:
-            RetryDataLoop: a death was survived instead.
+            RetryDataLoop: a peer died and the job has recovered; the data loop must be continued from its
+                new position.
         """
         return _session.current().recovery.restart_loop_on_peer_loss(self.sync_local_bsz, self)
 
     def sync_local_bsz(self) -> int:
-        """Settle the batch size of this generation, the same on every replica; the atomic batch size."""
+        """Settle the batch size of this generation on all replicas, and return the batch of one replica."""
         session = _session.current()
         if self._generation != session.generation:
             self._generation = session.generation
@@ -320,7 +336,7 @@ class AdaptiveDataLoaderHelper:
         return self._atomic
 
     def _initial(self) -> tuple[int, int]:
-        """Return the initial batch size, divided among the present replicas."""
+        """Return the batch of one replica and the accumulation steps that make up the initial batch size."""
         given = initial(self._limits, self.replicas)
         return given.atomic_bsz, given.accumulation_steps
 
@@ -329,7 +345,7 @@ class AdaptiveDataLoaderHelper:
         return Limits(self.batch_size, self._max_batch_size, self._local_bounds, self._accumulation)
 
     def _poll(self) -> Command | None:
-        """In rank 0's control thread: a better batch size, if one was found."""
+        """Return a command to change to a better batch size, if there is one. Runs in the control thread."""
         better = _session.current().metrics.suggestion()
         if better is None or (better.atomic_bsz, better.accumulation_steps) == (self._atomic, self._accum):
             return None
@@ -340,24 +356,25 @@ class AdaptiveDataLoaderHelper:
         }
 
     def _change(self, command: Command) -> None:
-        """At an agreed boundary, on every replica."""
+        """Change the batch size, as `command` says. Runs on every replica at the same boundary."""
         self._atomic, self._accum = command["atomic"], command["accumulation"]
         _session.current().metrics.set_current_batch_size(self._atomic, self._accum)
 
-    # -- the loop ----------------------------------------------------------------------------------
+    # -- the data loop -----------------------------------------------------------------------------
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """All of a data loop happens inside of this.
+        """Enclose a whole data loop.
 
-        A loop that its body leaves, by `break` or by an exception (which look the same from here), is over
-        once the next data loop is come to, or the epoch ends. Until then an epoch loop that begins anew, in
-        this process or after a restart, goes on behind the last optimizer step.
+        The body of the loop may leave it by `break` or by an exception; this method cannot tell them apart.
+        Such a loop counts as finished when the script reaches the next data loop or the end of the epoch. If
+        the epoch is run again before that, in this process or after a restart, the data loop continues after
+        its last optimizer step.
 
-        Outside of an epoch loop it is run from its start whenever the script comes to it.
+        Outside of an epoch loop, a data loop runs from its start each time the script reaches it.
 
         Raises:
-            RuntimeError: inside another data loop.
+            RuntimeError: the script is inside another data loop.
         """
         session = _session.current()
         session.start()
@@ -375,11 +392,12 @@ class AdaptiveDataLoaderHelper:
             self._skipped = not state.enter(self.key)
             known = self._registry.training
             if state.trainer == self.key and (known is None or self._replaces(known)):
-                self.train()  # as is known from the epoch before, or to the replicas that were there
+                self.train()  # known from the epoch before, or to a newcomer from the other replicas
             self._loops, self._chunk, self._window, self._handed_out = state, 0, None, False
             self._window_start, self._left = (state.index, self._attempts()), None
             if not (self._skipped or self.training) and state.index == 0:
-                # Further on, who has come in the meantime would do it alone, and has rank 0's buffers.
+                # Only at the start of the loop. A newcomer that joins later has got rank 0's buffers, and no
+                # other replica would take part in this collective.
                 for model in session.models:
                     model.data_loop_begins()
             if state.index == 0 and not self._skipped:
@@ -398,7 +416,7 @@ class AdaptiveDataLoaderHelper:
                         "last %d batches are dropped; let its last batch end at end_index",
                         self._chunk,
                     )
-            except GeneratorExit:  # the loop's body said `break`, or raised an exception
+            except GeneratorExit:  # the loop's body was left by `break` or by an exception
                 ended = True
                 if not self._skipped:
                     left = self._goes_on_at()
@@ -417,38 +435,46 @@ class AdaptiveDataLoaderHelper:
             self.pause()
 
     def _goes_on_at(self) -> int:
-        """In the loop's body: the index behind the last optimizer step."""
+        """Return the index after the last optimizer step. For use in the loop's body."""
         index, attempts = self._window_start
         if self._window is not None and self._attempts() > attempts:
             return index + sum(self._window)
         return index
 
     def ended(self) -> bool:
-        """All batches have been handed out; False: some have to be once more, because a replica died."""
+        """Return whether this data loop is over; False if a death made it necessary to repeat batches.
+
+        Waits for the other replicas if a death can be survived.
+        """
         return _session.current().recovery.loop_ended(self)
 
     def pause(self) -> None:
-        """Leave the time until the next batch out of the step times."""
+        """Exclude the time until the next batch from the measured step times."""
         if self.training:
             _session.current().metrics.pause()
 
     def skipdone(self) -> bool:
-        """Whether this loop had ended already before a restart, and must hand out nothing now."""
+        """Return whether this data loop finished before a restart, so that it must hand out no batch now.
+
+        Raises:
+            RuntimeError: the call is not inside of `context()`.
+        """
         if self._loops is None:
             raise RuntimeError("skipdone() belongs inside of context()")
         return self._skipped
 
     @property
     def handed_out(self) -> bool:
-        """Whether this process has got a batch of the loop under way."""
+        """Whether this process has got a batch of the running data loop."""
         return self._handed_out
 
     @contextmanager
     def dry_batch(self) -> Iterator[None]:
-        """Around the fetching and the `yield` of a batch that does not count.
+        """Enclose the fetching and the `yield` of a batch that does not count for training.
 
-        For a loop of which this process has got no batch, though there are some: the names that the loop's
-        body sets exist then behind the loop. See `adaptdl_elastic.torch._elastic.dry_batch`.
+        Used for a loop whose batches have all gone to other replicas or earlier processes. The loop's body
+        runs once, so that variables which it assigns exist after the loop. See
+        `adaptdl_elastic.torch._elastic.dry_batch`.
         """
         window, self._window = self._window, (self.replicas * self._atomic,)
         self._handed_out = True
@@ -460,20 +486,23 @@ class AdaptiveDataLoaderHelper:
 
     @contextmanager
     def profile(self, commit: bool = True, boundary: bool = True) -> Iterator[None]:
-        """Around the `yield` of one batch: measures it, and at its end does what all replicas agreed on.
+        """Enclose the `yield` of one batch.
 
-        The body must have moved `current_index` on when it ends.
+        Measures the time of the batch. At its end, saves a checkpoint, stops, or changes the batch size or
+        the number of replicas if all replicas have agreed to. The enclosed code must advance
+        `current_index` before it ends.
 
         Args:
-            commit: Whether to record the time (not of the first batch after an iterator has started).
-            boundary: False: the caller calls `pass_boundary` itself.
+            commit: Whether to record the time; give False for the first batch of an iterator, which includes
+                the start of the iterator.
+            boundary: Whether to call `pass_boundary` at the end; if False, the caller calls it.
         """
         self.begin_batch()
         yield
         self.end_batch(commit, boundary=boundary)
 
     def begin_window(self, window: Window) -> None:
-        """Begin `window`, of which no batch has been fetched."""
+        """Begin `window` before its first batch is fetched."""
         self._window, self._chunk = window, 0
         self._seed_window()
 
@@ -482,7 +511,7 @@ class AdaptiveDataLoaderHelper:
         self._registry.streams.begin_window(state.finished, state.entered, state.index)
 
     def begin_batch(self) -> None:
-        """A batch is about to be handed out."""
+        """Prepare to hand out a batch."""
         self._handed_out = True
         if self._chunk == 0:
             index = self._running().index
@@ -499,12 +528,12 @@ class AdaptiveDataLoaderHelper:
             _session.current().metrics.profile_step_start(self._atomic)
 
     def end_batch(self, commit: bool = True, even: bool = True, boundary: bool = True) -> None:
-        """The loop's body has done with the batch, and `current_index` is behind it.
+        """Finish a batch, after the loop's body has run and `current_index` has been advanced.
 
         Args:
             commit: Whether to record the time.
-            even: Whether all replicas had a full batch.
-            boundary: False: the caller calls `pass_boundary` itself when a window has ended.
+            even: Whether all replicas had a full batch; the time is recorded only if so.
+            boundary: Whether to call `pass_boundary` at the end of a window; if False, the caller calls it.
         """
         session, state, training = _session.current(), self._running(), self.training
         accumulating, safe = self.is_accum_step(), session.recovery
@@ -535,13 +564,14 @@ class AdaptiveDataLoaderHelper:
             self.pass_boundary()
 
     def pass_boundary(self, last: bool = False) -> None:
-        """Between two steps: do what all replicas have agreed on.
+        """Pass the boundary between two steps, and carry out there what all replicas have agreed on.
 
         Args:
-            last: Whether nothing of the data loop is left.
+            last: Whether the data loop has no batch left.
         """
         session, state = _session.current(), self._running()
-        if not any(model.accumulates_by_hand for model in session.models):  # others could not go on from here
+        # Not while the script accumulates in no_sync: its local gradients are in no checkpoint.
+        if not any(model.accumulates_by_hand for model in session.models):
             session.recovery.retry_on_peer_loss(lambda: state.boundary(last), self)
 
     def _report_position(self, session: _session.Session, state: ScriptPosition) -> None:
@@ -563,7 +593,7 @@ class AdaptiveDataLoaderHelper:
         )
 
     def _samples_of_pass(self) -> float:
-        """Return how far this pass is, in samples; with autoscaling in samples at the initial batch size."""
+        """Return the samples of this pass so far; with autoscaling, progress × initial batch size."""
         state = self._running()
         if not self.adaptive:
             return float(min(state.index, self.end_index))
@@ -571,21 +601,24 @@ class AdaptiveDataLoaderHelper:
         return min(max(progress, 0.0), float(self.end_index))
 
     def _windows_per_step(self) -> int:
-        """Return in how many windows the script takes one step: more than 1 where it accumulates by hand."""
+        """Return the number of windows per optimizer step: more than 1 if the script accumulates by hand."""
         windows, before_each = _session.current().step - self._entered[0], self._entered[1]
         counts = zip_longest(self._each_attempts(), before_each, fillvalue=0)
         own = max((now - then for now, then in counts), default=0)
         return max(1, round(windows / own)) if own else 1
 
     def epoch_done(self) -> bool:
-        """With autoscaling: whether this loop has made the progress of one pass at the initial batch size.
+        """Return whether this loop has made the progress of one pass at the initial batch size.
 
-        Rank 0's view, on every replica. Progress is counted in steps of the initial batch size; a pass
-        of n samples is n / batch_size of them, and the last one is rounded. A script that accumulates by
-        hand, and steps once in k windows, makes a k-th of that in a pass.
+        For loaders with autoscaling. Rank 0 decides for all replicas. Progress is counted in steps of the
+        initial batch size: a pass of n samples is n / batch_size steps, rounded to whole steps. A script that
+        accumulates by hand and steps once in k windows makes 1/k of that progress in a pass.
+
+        The loop ends also if a pass took no optimizer step, or if `_IDLE_PASSES` passes made no progress.
 
         Raises:
-            RetryDataLoop: a death was survived instead.
+            RetryDataLoop: a peer died and the job has recovered; the data loop must be continued from its
+                new position.
         """
         session, state = _session.current(), self._running()
         progress, attempts = self._effort()
@@ -605,7 +638,7 @@ class AdaptiveDataLoaderHelper:
         return safe.restart_loop_on_peer_loss(lambda: bool(collective.share(done, "end of epoch")), self)
 
     def _effort(self) -> tuple[float, int]:
-        """Progress of the models, and how often they were to be stepped."""
+        """Return the progress of the models (0 without autoscaling) and their number of attempted steps."""
         return _session.current().metrics.get_progress() if self.adaptive else 0.0, self._attempts()
 
     def _attempts(self) -> int:
@@ -614,10 +647,16 @@ class AdaptiveDataLoaderHelper:
     def _each_attempts(self) -> list[int]:
         return [model.attempted_steps for model in _session.current().models]
 
-    # -- telling -----------------------------------------------------------------------------------
+    # -- reporting ---------------------------------------------------------------------------------
 
     def to_tensorboard(self, writer: Any, global_step: int, tag_prefix: str = "") -> None:
-        """Write batch sizes to a `torch.utils.tensorboard.SummaryWriter`. On rank 0 only."""
+        """Write the batch sizes to TensorBoard. Does nothing on ranks other than 0.
+
+        Args:
+            writer: A `torch.utils.tensorboard.SummaryWriter`.
+            global_step: Step under which the values are written.
+            tag_prefix: Prefix of the tags; a `/` is appended if it lacks one.
+        """
         check_writer(writer)
         if _session.current().rank != 0:
             return
@@ -633,18 +672,20 @@ class AdaptiveDataLoaderHelper:
 
 
 def _begins() -> bool:
-    """Return whether this is the first generation of a run, and nothing has been trained yet."""
+    """Return whether the run has just begun: no restart, no join and no checkpoint came before."""
     fresh = env.num_restarts() == 0 and not _session.current().joining
     return fresh and checkpoint.loaded_id() is None
 
 
 def initial_seed(loader: AdaptiveDataLoaderHelper, generator: torch.Generator | None) -> int:
-    """Return the seed of a loader's order: rank 0's generator's or `torch.manual_seed`, for all replicas.
+    """Return the seed of a loader's sample order, the same on all replicas.
 
-    Once settled it is kept in checkpoints: a script that does not seed goes on in the order it began in.
+    The seed is that of rank 0's `generator`, or of `torch.manual_seed` if `generator` is None. It is kept in
+    checkpoints, so that a script that sets no seed continues in the same order after a restart.
 
     Raises:
-        RetryDataLoop: a death was survived instead.
+        RetryDataLoop: a peer died and the job has recovered; the data loop must be continued from its new
+            position.
     """
     state = script_position()
     known = state.seeds.get(loader.key)

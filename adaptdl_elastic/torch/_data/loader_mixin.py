@@ -1,4 +1,4 @@
-"""The public side of an elastic loader: what its users read and call."""
+"""Define the public attributes and methods of elastic loaders."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from adaptdl_elastic.torch._data.loader import AdaptiveDataLoaderHelper
 
 
 class AdaptiveDataLoaderMixin:
-    """The public side of `AdaptiveDataLoaderHelper`, for loaders of one's own.
+    """Give a loader that a script defines the public attributes of `AdaptiveDataLoaderHelper`.
 
     Args:
-        batch_size: Samples per optimizer step over all replicas, at first.
+        batch_size: Initial number of samples per optimizer step, over all replicas.
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -38,7 +38,7 @@ class AdaptiveDataLoaderMixin:
 
     @property
     def accumulation_steps(self) -> int:
-        """Batches without an optimizer step before each one with it."""
+        """Batches without an optimizer step before each batch with one."""
         return self._elastic.accumulation_steps
 
     @property

@@ -1,4 +1,4 @@
-"""What an elastic loader takes over from other loaders and samplers, and what it refuses."""
+"""Check data sets, samplers and loaders of other libraries, and take over the settings of a DataLoader."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FOREIGN = {
     "streaming": f"Mosaic streaming divides samples among ranks and keeps their position itself: {_INSTEAD}",
     "webdataset": f"webdataset divides its shards among nodes and workers by itself: {_INSTEAD}",
 }
-"""Packages whose data sets are refused, and why."""
+"""Package → reason why its data sets are refused."""
 
 _TAKEN_OVER = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
@@ -25,15 +25,19 @@ _TAKEN_OVER = (
 
 @dataclass(frozen=True)
 class Given:
-    """A sampler of the script's own."""
+    """Hold a sampler that the script passed to an elastic loader."""
 
     sampler: Any
     batches: bool
-    """Whether it yields lists of indices."""
+    """Whether the sampler yields lists of indices (a batch sampler)."""
 
 
 def refuse_foreign(dataset: Any) -> None:
-    """ValueError for a data set that divides its samples among ranks itself and cannot begin at a sample."""
+    """Refuse data sets that divide their samples among ranks and cannot start at a given sample.
+
+    Raises:
+        ValueError: `dataset` is of a package in `_FOREIGN`.
+    """
     for kind in type(dataset).__mro__:
         why = _FOREIGN.get(kind.__module__.partition(".")[0])
         if why is not None:
@@ -41,10 +45,19 @@ def refuse_foreign(dataset: Any) -> None:
 
 
 def check_samplers(dataset: Any, sampler: Any, batch_sampler: Any) -> Given | None:
-    """Check the samplers of the script; None if it has given none.
+    """Check the samplers that the script passed to an elastic loader.
+
+    Args:
+        dataset: Data set of the loader.
+        sampler: Sampler of single indices, or None.
+        batch_sampler: Sampler of lists of indices, or None.
+
+    Returns:
+        The sampler; None if the script passed none.
 
     Raises:
-        TypeError, ValueError: it is no sampler, or none for an elastic loader.
+        TypeError: the object is not a sampler.
+        ValueError: both samplers are given, the data set is a stream, or the sampler is a DistributedSampler.
     """
     if sampler is None and batch_sampler is None:
         return None
@@ -65,7 +78,17 @@ def check_samplers(dataset: Any, sampler: Any, batch_sampler: Any) -> Given | No
 
 
 def check_order(given: Given | None, batch_size: Any, shuffle: bool, drop_last: bool) -> None:
-    """ValueError for arguments that a sampler of the script's own decides about."""
+    """Check that no argument contradicts the script's own sampler.
+
+    Args:
+        given: The script's sampler; None if there is none.
+        batch_size: Batch size that the script passed.
+        shuffle: Whether the script asked for a random order.
+        drop_last: Whether the script asked to leave out a last batch that is not full.
+
+    Raises:
+        ValueError: `shuffle` with a sampler; `batch_size` or `drop_last` with a batch sampler.
+    """
     if given is None:
         return
     if shuffle:
@@ -79,10 +102,12 @@ def check_order(given: Given | None, batch_size: Any, shuffle: bool, drop_last: 
 
 
 def loader_arguments(loader: Any, batch_size: int | None) -> dict[str, Any]:
-    """Return the arguments for an AdaptiveDataLoader that reads what `loader` reads.
+    """Return the arguments for an AdaptiveDataLoader that replaces `loader`.
 
     Raises:
-        TypeError, ValueError: `loader` is no DataLoader, or makes no batches.
+        TypeError: `loader` is not a DataLoader.
+        ValueError: `loader` makes no batches and `batch_size` is None, or both a batch sampler and
+            `batch_size` are given.
     """
     if not isinstance(loader, DataLoader):
         raise TypeError(f"from_loader({loader!r}): give a torch.utils.data.DataLoader")
@@ -112,5 +137,5 @@ def loader_arguments(loader: Any, batch_size: int | None) -> dict[str, Any]:
 
 
 def _draws_each_once(sampler: Any, dataset: Any) -> bool:
-    """Whether a RandomSampler, torch's or torchdata's, is what shuffle=True makes."""
+    """Return whether a RandomSampler of torch or torchdata does the same as shuffle=True."""
     return not sampler.replacement and sampler.num_samples == len(dataset)

@@ -1,16 +1,17 @@
-"""Which samples go to which replica: pure functions.
+"""Divide samples among replicas. Pure functions.
 
-A pass over a data set is a permutation of it that depends on the seed, the epoch and the number of the
-pass alone. It is consumed from its front by *chunks*, what all replicas together take in one forward and
-backward pass. Within a chunk replica r of R takes every R-th sample, beginning with the r-th. One or more
-chunks are a *window*: what goes into one optimizer step. A position in the pass is therefore one number,
-meaningful for any number of replicas, and a change of size between two windows loses and repeats nothing.
+A pass over a data set is a permutation of it. The permutation depends only on the seed, the epoch and the
+number of the pass. The pass is consumed from its front in *chunks*: a chunk is the samples that all replicas
+together take in one forward and backward pass. Within a chunk, replica r of R takes every R-th sample,
+beginning with sample r. A *window* is the one or more chunks of one optimizer step. So the position in a pass
+is a single number that is valid for any number of replicas. A change of the number of replicas between two
+windows neither loses nor repeats a sample.
 
-The end of a pass. What is left need not fill a window. Its chunks are then made smaller, as equal as can
-be; and if what would be left after the next window is less than one sample per replica, the two windows
-are made of equal size instead. So every replica has at least one sample in every chunk unless the whole
-rest is smaller than R, which happens only to data sets smaller than R, or when the number of replicas
-has just grown at the very end of a pass.
+At the end of a pass, the samples left may not fill a window. The chunks of the last window are then made
+smaller, as equal as possible. If fewer than R samples would be left after the next window, the samples left
+are divided into two windows of equal size instead. So every replica has at least one sample in every chunk,
+unless fewer than R samples are left. That happens only if the data set is smaller than R, or if the number of
+replicas has grown at the very end of a pass.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ def plan_window(left: int, replicas: int, local: int, accumulation: int = 0) -> 
     """Return the chunks of the next optimizer step when `left` samples of the pass are left.
 
     Args:
-        left: Samples of the pass that nobody has had, at least 1.
+        left: Samples of the pass that no replica has taken yet, at least 1.
         replicas: Number of replicas R.
-        local: Local batch b of a full chunk, at least 1.
-        accumulation: Accumulation steps A: a full window has A + 1 chunks.
+        local: Samples of one replica in a full chunk, at least 1.
+        accumulation: Accumulation steps A; a full window has A + 1 chunks.
 
     Returns:
         Chunk sizes, which sum up to at most `left`.
@@ -46,7 +47,7 @@ def plan_window(left: int, replicas: int, local: int, accumulation: int = 0) -> 
 
 
 def _split(samples: int, replicas: int, local: int) -> Window:
-    """Split `samples` into the fewest chunks, as equal as possible, and of at least R if possible."""
+    """Split `samples` into the fewest chunks, as equal as possible, of at least R samples if possible."""
     count = min(-(-samples // (replicas * local)), max(1, samples // replicas))
     each, more = divmod(samples, count)
     return (each + 1,) * more + (each,) * (count - more)
@@ -55,9 +56,15 @@ def _split(samples: int, replicas: int, local: int) -> Window:
 def windows(
     start: int, total: int, replicas: int, local: int, accumulation: int = 0, drop_last: bool = False
 ) -> Iterator[Window]:
-    """Yield the windows that take a pass of `total` samples from `start` to its end.
+    """Yield the windows of the rest of a pass.
 
-    With `drop_last` windows that would not be full are left out.
+    Args:
+        start: Position at which the first window begins.
+        total: Samples of the whole pass.
+        replicas: Number of replicas.
+        local: Samples of one replica in a full chunk.
+        accumulation: Accumulation steps A; a full window has A + 1 chunks.
+        drop_last: Whether to leave out a last window that would not be full.
     """
     full = replicas * local * (accumulation + 1)
     while start < total:
@@ -72,14 +79,14 @@ def windows(
 
 
 def share(chunk: int, replicas: int, rank: int) -> int:
-    """How many samples of a chunk are `rank`'s."""
+    """Return how many samples of a chunk of `chunk` samples belong to replica `rank`."""
     return max(0, -(-(chunk - rank) // replicas))
 
 
 def count_chunks(
     start: int, total: int, replicas: int, local: int, accumulation: int = 0, drop_last: bool = False
 ) -> int:
-    """How many chunks there are from `start` to the end of a pass."""
+    """Return the number of chunks from `start` to the end of a pass; arguments as for `windows`."""
     each = accumulation + 1
     full = replicas * local * each
     if drop_last:
@@ -89,18 +96,29 @@ def count_chunks(
 
 
 def _skip(start: int, total: int, full: int) -> int:
-    """Return the start of the last few windows, reached from `start` by full ones."""
+    """Return the position after all full windows from `start` on, except the last three."""
     return start + max((total - start) // full - 3, 0) * full
 
 
 def derive_seed(*parts: int) -> int:
-    """Derive a well mixed 63-bit seed from `parts` (numpy's SeedSequence)."""
+    """Derive a well-mixed 63-bit seed from `parts` by NumPy's SeedSequence."""
     sequence = np.random.SeedSequence([part & 0xFFFFFFFFFFFFFFFF for part in parts])
     return int(sequence.generate_state(1, np.uint64)[0] >> 1)
 
 
 def order(size: int, shuffle: bool, seed: int, epoch: int, number: int = 0) -> torch.Tensor:
-    """Return the order of pass `number` of an epoch: int64 indices, shape (size,)."""
+    """Return the sample order of one pass.
+
+    Args:
+        size: Number of samples.
+        shuffle: Whether the order is random; otherwise it is 0, 1, 2, …
+        seed: Seed of the random order.
+        epoch: Epoch of the pass.
+        number: Number of the pass within the epoch.
+
+    Returns:
+        int64 indices, shape (size,).
+    """
     if not shuffle:
         return torch.arange(size)
     generator = torch.Generator()

@@ -1,19 +1,19 @@
-"""Random numbers of each replica: those that a script draws from torch, CUDA, NumPy and Python.
+"""Give each replica its own random numbers from torch, CUDA, NumPy and Python in data loops.
 
-The problem. Replicas begin from one seed, so that they build the same model and split the data alike.
-Drawing from the same streams while they train, they would draw equal dropout masks and equal noise for
-different samples: the noise of a step would be one replica's and not that of all of them.
+The problem. All replicas start from one seed, so that they build the same model and split the data in the
+same way. If they also drew from equal streams during training, they would draw equal dropout masks and equal
+noise for different samples.
 
-What does not do. Another seed for each replica from the start: the models and the data splits would
-differ. Another seed once the model is built: a split of the data that is drawn later, in the epoch loop,
-would differ.
+Two simple ways are wrong. With a different seed per replica from the start, the models and the data splits
+would differ. With a different seed once the model is built, a data split that is drawn later, in the epoch
+loop, would differ.
 
-What is done. Outside of data loops every replica draws from the script's own streams. In a data loop of
-several replicas each window of samples begins by seeding the streams with a function of the script's
-seed, the position (epoch, data loop, sample index) and the rank. So a step that is done again, after a
-death or from a checkpoint, draws what it drew before, and no two steps or replicas draw the same. On one
-replica the streams are left alone: it draws what plain torch would draw. The script's own streams are
-part of checkpoints and given to newcomers.
+What is done. Outside of data loops every replica draws from the script's streams. In a data loop of several
+replicas, the streams are seeded at the start of each window with a function of the script's seed, the
+position (epoch, data loop, sample index) and the rank. So a step that is repeated, after a death or from a
+checkpoint, draws the same numbers again, and no two steps or replicas draw the same numbers. On a single
+replica the streams are left alone, and it draws the same numbers as under plain torch. The script's streams
+are saved in checkpoints and sent to newcomers.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from adaptdl_elastic.torch._data.partition import derive_seed
 
 T = TypeVar("T")
 
-_np: Any = np.random  # its stub does not export the functions that put another generator in place
+_np: Any = np.random  # typed as Any: NumPy's stubs lack get_bit_generator and set_bit_generator
 _GOLDEN, _WORD = 0x9E3779B97F4A7C15, 2**64
 
 
 @dataclass
 class Streams:
-    """The states of all streams at one moment."""
+    """Hold the states of all random streams at one moment."""
 
     cpu: torch.Tensor
     cuda: torch.Tensor | None
     python: Any
     numpy: Any
-    """The generator itself, which nothing else draws from meanwhile."""
+    """NumPy's bit generator itself, not a copy; nothing else draws from it while it is kept here."""
 
     @classmethod
     def present(cls) -> Streams:
-        """Return what is drawn from now; NumPy's goes on being drawn from."""
+        """Return the present streams. NumPy continues to draw from the returned generator."""
         return cls(torch.get_rng_state(), _cuda_state(), random.getstate(), _np.get_bit_generator())
 
     @classmethod
     def taken(cls, replacement: Any) -> Streams:
-        """Take the present streams aside. NumPy draws from `replacement` from now on."""
+        """Return the present streams, and let NumPy draw from `replacement` from now on."""
         found = cls.present()
         _np.set_bit_generator(replacement)
         return found
@@ -70,13 +70,13 @@ class Streams:
 
     @property
     def seed(self) -> int:
-        """The seed that torch's stream began from."""
+        """Seed with which torch's CPU stream began."""
         generator = torch.Generator()
         generator.set_state(self.cpu)
         return generator.initial_seed()
 
     def encode(self) -> bytes:
-        """Return it as JSON."""
+        """Return the states as JSON."""
         version, words, gauss = self.python
         mt = self.numpy.state
         return json.dumps(
@@ -90,7 +90,7 @@ class Streams:
 
     @classmethod
     def decode(cls, saved: Any) -> Streams:
-        """Invert `encode`, from the parsed JSON."""
+        """Return the streams of which `saved` is the parsed JSON that `encode` made."""
         version, words, gauss = saved["python"]
         numpy: Any = np.random.MT19937()
         if saved["numpy"] is None:
@@ -109,7 +109,7 @@ class Streams:
 
 
 class RandomStreams(checkpoint.State):
-    """Which streams a replica draws from. One a session."""
+    """Switch a replica between the script's random streams and its own. There is one object per session."""
 
     required = False
 
@@ -117,26 +117,26 @@ class RandomStreams(checkpoint.State):
         super().__init__("adaptdl-random-streams")
         self._session = session
         self._own = np.random.MT19937(0)  # this replica's NumPy stream
-        self._scripts: Streams | None = None  # the script's, while this replica draws from streams of its own
-        self._restored: Streams | None = None  # where the script's go on, once a data loop begins
-        self._loops = 0  # data loops under way, one inside another
-        self._place: tuple[int, ...] = ()
-        self._base = 0  # of this replica's seeds in the data loop under way
+        self._scripts: Streams | None = None  # the script's streams while this replica draws from its own
+        self._restored: Streams | None = None  # script's streams of a checkpoint, for the next data loop
+        self._loops = 0  # nesting depth of data loops
+        self._place: tuple[int, ...] = ()  # (epoch, data loop, rank) to which `_base` belongs
+        self._base = 0  # seed from which the seeds of the windows of `_place` are derived
 
     def save(self, fileobj: BinaryIO) -> None:
-        """Write the script's own streams."""
+        """Write the states of the script's streams."""
         now = self._scripts or self._restored
         if now is None:
             now = Streams.present()
         fileobj.write(now.encode())
 
     def load(self, fileobj: BinaryIO) -> None:
-        """Keep what is to be put back when a data loop begins."""
+        """Read the states of the script's streams; they take effect when the next data loop begins."""
         self._restored = Streams.decode(json.load(fileobj))
 
     @property
     def seed(self) -> int:
-        """The script's seed, the same inside and outside of data loops."""
+        """Seed of the script's streams, the same inside and outside of data loops."""
         return torch.initial_seed() if self._scripts is None else self._scripts.seed
 
     def enter_loop(self) -> None:
@@ -148,18 +148,27 @@ class RandomStreams(checkpoint.State):
             restored.put_back()
 
     def leave_loop(self) -> None:
-        """End the data loop, whether it is over or was left."""
+        """End a data loop, and return to the script's streams."""
         self._loops -= 1
         if not self._loops:
             self._return_to_scripts()
 
     def begin_window(self, epoch: int, loop: int, index: int) -> None:
-        """Seed this replica's streams for the samples from `index` on, which are fetched next."""
+        """Seed this replica's streams for the window that begins at sample `index`.
+
+        With one replica, or with a model whose `own_random_streams` is False, the script's streams are used
+        instead.
+
+        Args:
+            epoch: Number of the epoch.
+            loop: Number of the data loop within the epoch.
+            index: Samples that the loop has handed out before the window.
+        """
         session = self._session
         if session.replicas == 1 or not all(model.own_random_streams for model in session.models):
             self._return_to_scripts()
             return
-        if not session.models:  # what is no training needs none
+        if not session.models:  # without a model nothing is trained, and no separate streams are needed
             return
         if self._scripts is None:
             seed = torch.initial_seed()
@@ -180,7 +189,7 @@ class RandomStreams(checkpoint.State):
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside of it everything is drawn from streams of that seed; outside nothing has been drawn."""
+    """Draw from streams seeded with `seed` inside the block; the streams outside stay unchanged."""
     before = Streams.taken(np.random.MT19937(0))
     seed_all(seed)
     try:
@@ -190,7 +199,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def drawn_from(seed: int, items: Iterator[T]) -> Iterator[T]:
-    """Iterate over `items`, which draw from streams of that seed; outside nothing has been drawn."""
+    """Yield `items`, computed with streams seeded with `seed`; the streams outside stay unchanged."""
     numpy, own = np.random.MT19937(0), None
     while True:
         before = Streams.taken(numpy)
@@ -209,7 +218,10 @@ def drawn_from(seed: int, items: Iterator[T]) -> Iterator[T]:
 
 
 def seed_all(seed: int) -> None:
-    """As torch.manual_seed and its like do it, without what they do for devices that are not in use."""
+    """Seed torch, CUDA (if in use), Python and NumPy with `seed`.
+
+    Unlike torch.manual_seed, this does no work for device types that are not in use.
+    """
     torch.default_generator.manual_seed(seed)
     if _cuda_in_use():
         torch.cuda.manual_seed(seed)
@@ -218,7 +230,7 @@ def seed_all(seed: int) -> None:
 
 
 def _mixed(base: int, index: int) -> int:
-    """Derive a well mixed 63-bit seed from both (SplitMix64, Steele et al. 2014)."""
+    """Derive a well-mixed 63-bit seed from `base` and `index` (SplitMix64, Steele et al. 2014)."""
     word = (base + (index + 1) * _GOLDEN) % _WORD
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % _WORD
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB % _WORD

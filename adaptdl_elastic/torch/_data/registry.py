@@ -1,4 +1,4 @@
-"""The data loaders of a session: which are known, by what name, and which one is at work."""
+"""Register the data loaders of a session: their keys, the training loader, and the running data loop."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from adaptdl_elastic.torch._runtime.position import script_position
 
 
 class LoaderRegistry:
-    """The loaders of a session."""
+    """Register the loaders of a session."""
 
     def __init__(self) -> None:
-        self._outside = 0  # made outside of epoch loops
-        self._inside: tuple[int | None, Counter[str]] = (None, Counter())  # epoch; made in it, by place
-        self.current: ElasticLoader | None = None  # whose loop is under way
-        self.training: ElasticLoader | None = None  # the one that models are trained with
-        self.unrepeatable = 0  # loaders that cannot hand out the samples of a step again
+        self._outside = 0  # loaders made outside of epoch loops
+        self._inside: tuple[int | None, Counter[str]] = (None, Counter())  # (epoch, loaders by script line)
+        self.current: ElasticLoader | None = None  # loader whose data loop is running
+        self.training: ElasticLoader | None = None  # loader that models are trained with
+        self.unrepeatable = 0  # number of loaders that cannot hand out the samples of a step again
         self._streams: RandomStreams | None = None
         self._comparison: BatchComparison | None = None
 
     @property
     def streams(self) -> RandomStreams:
-        """What this replica draws random numbers from, restored from the checkpoint by the first call."""
+        """Random streams of this replica; the first access restores them from the checkpoint."""
         if self._streams is None:
             self._streams = RandomStreams(_session.current())
             checkpoint.load_state(self._streams)
@@ -33,17 +33,18 @@ class LoaderRegistry:
 
     @property
     def comparison(self) -> BatchComparison:
-        """What compares the samples of all replicas."""
+        """Comparison of the data that the replicas read."""
         if self._comparison is None:
             self._comparison = BatchComparison(_session.current())
         return self._comparison
 
     def key(self) -> str:
-        """Of a new loader: what it is known by on other replicas, and when the script runs again.
+        """Return the key of a new loader, the same on all replicas and in every run of the script.
 
-        Outside of epoch loops they are counted. Inside, what counts is where in the script one is made: it
-        may be made in every epoch, or only in the first one of each process, which for a replica that joins
-        is not the first of the others. Only what is made in the same place in one epoch is counted there.
+        Outside of epoch loops the key is a running number. Inside an epoch loop it is the place in the script
+        that makes the loader: a script may make a loader in every epoch, or only in the first epoch of each
+        process, and the first epoch of a newcomer is a later one than that of the other replicas. Loaders
+        made at the same place within one epoch are numbered.
         """
         epoch = _session.current().epoch
         if epoch is None:

@@ -1,4 +1,4 @@
-"""Samplers that can begin anywhere in a pass, on any number of replicas."""
+"""Define samplers that can start at any position of a pass, on any number of replicas."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ FOREIGN_READER = (
 
 
 class ElasticSampler(Sampler[int]):
-    """This replica's indices of a pass over `dataset`, from any position on.
+    """Yield this replica's indices of a pass over `dataset`, from any position on.
 
-    The order is a function of the seed and the epoch alone. Replica r of R takes every R-th sample from
-    the position on, beginning with the r-th; nothing is padded, so that replicas may get numbers of
-    samples that differ by one.
+    The order depends only on the seed, the epoch and the number of the pass. Replica r of R takes every R-th
+    sample from the position on, beginning with sample r. Nothing is padded, so the replicas' numbers of
+    samples may differ by one.
 
     Args:
-        dataset: Anything with a length.
-        shuffle: Whether to go through it in a random order that differs between epochs.
-        seed: Of that order; None: rank 0's `torch.initial_seed()` must be the same everywhere.
+        dataset: Object with a length.
+        shuffle: Whether to use a random order, different in each epoch.
+        seed: Seed of the random order; None: `torch.initial_seed()`, which must be the same on all replicas.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int | None = None) -> None:
@@ -45,12 +45,12 @@ class ElasticSampler(Sampler[int]):
         self.seed = given
         self.epoch = 0
         self.index = 0
-        self._num_replicas: int | None = None  # as the script has set them; None: the job's
+        self._num_replicas: int | None = None  # set by the script; None: the job's. The same for _rank.
         self._rank: int | None = None
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas share the pass: the job's, unless the script has set another number."""
+        """Number of replicas that share the pass: the job's, unless the script has set another number."""
         return _session.current().replicas if self._num_replicas is None else self._num_replicas
 
     @num_replicas.setter
@@ -59,7 +59,7 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def rank(self) -> int:
-        """This replica's rank: the job's, unless the script has set another one."""
+        """Rank of this replica: its rank in the job, unless the script has set another one."""
         return _session.current().rank if self._rank is None else self._rank
 
     @rank.setter
@@ -67,9 +67,9 @@ class ElasticSampler(Sampler[int]):
         self._rank = whole("rank", rank, 0)
 
     def set_epoch(self, epoch: int, index: int = 0) -> None:
-        """Go to a position: `index` samples of `epoch` have been taken, on all replicas together.
+        """Go to the position after the first `index` samples of `epoch`, counted over all replicas.
 
-        An `index` beyond the length of the data set is in a further pass over it, in another order.
+        An `index` beyond the length of the data set lies in a further pass, which has another order.
         """
         whole_epoch, whole_index = integer(epoch), integer(index)
         if whole_epoch is None or whole_index is None or whole_epoch < 0 or whole_index < 0:
@@ -78,15 +78,15 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def size(self) -> int:
-        """Samples of the present pass, over all replicas."""
+        """Samples of the current pass, over all replicas."""
         return len(self.dataset)
 
     def batch_sizes(self) -> list[int] | None:
-        """Return the sizes of the batches that the pass is divided into; None: any sizes."""
+        """Return the sizes of the batches of the pass; None if the sampler does not fix them."""
         return None
 
     def order(self) -> torch.Tensor:
-        """Return the order of the present pass, for all replicas: int64 indices, shape (size,)."""
+        """Return the order of the current pass, for all replicas: int64 indices, shape (size,)."""
         size = self.size
         seed = torch.initial_seed() if self.seed is None else self.seed
         return partition.order(size, self.shuffle, seed, self.epoch, self.index // size if size else 0)
@@ -102,22 +102,23 @@ class ElasticSampler(Sampler[int]):
 
 
 class GivenSampler(ElasticSampler):
-    """As ElasticSampler, in the order of the script's own sampler, or in the batches of its batch sampler.
+    """Yield this replica's indices in the order of the script's own sampler or batch sampler.
 
-    What that draws at random is made a function of the seed, the epoch and the pass: its `set_epoch` is
-    called, its `generator` and the global streams are seeded. So it gives the same order on every replica
-    and after a restart.
+    The script's sampler must give the same order on every replica and after a restart. So before each pass
+    its `set_epoch` is called, and its `generator` and the global random streams are seeded from the seed,
+    the epoch and the number of the pass.
 
     Args:
-        dataset: What the indices are of.
-        sampler: Yields indices, or lists of them.
-        batches: Whether it yields lists.
+        dataset: Data set that the indices refer to.
+        sampler: Iterable of indices, or of lists of indices.
+        batches: Whether `sampler` yields lists.
     """
 
     def __init__(self, dataset: Sized, sampler: Iterable[Any], batches: bool) -> None:
         super().__init__(dataset, shuffle=False)
         self.sampler, self.batches = sampler, batches
-        self._size: int | None = None  # of every pass
+        self._size: int | None = None  # samples of a pass, the same for every pass
+        # the last drawn pass: ((seed, epoch, number of the pass), indices, sizes of the batches)
         self._drawn: tuple[tuple[int, int, int], torch.Tensor, list[int]] | None = None
 
     @property
@@ -129,19 +130,19 @@ class GivenSampler(ElasticSampler):
 
     @property
     def batch_size(self) -> int:
-        """Samples of a batch of the sampler: what it says, or the largest one of this pass."""
+        """Samples per batch: the sampler's `batch_size`, or the largest batch of this pass if it has none."""
         said = integer(getattr(self.sampler, "batch_size", None))
         return max([1, *self._pass()[1]]) if said is None else said
 
     def batch_sizes(self) -> list[int] | None:
-        """Return the sizes of the sampler's batches in the present pass; None: it yields single samples."""
+        """Return the sizes of the sampler's batches in the current pass; None if it yields single indices."""
         return self._pass()[1] if self.batches else None
 
     def order(self) -> torch.Tensor:
-        """Return the order of the present pass, for all replicas.
+        """Return the order of the current pass, for all replicas.
 
         Raises:
-            RuntimeError: it has another number of samples than the pass before.
+            RuntimeError: the pass does not have the same number of samples as the first one.
         """
         order = self._pass()[0]
         if len(order) != self.size:
@@ -152,7 +153,7 @@ class GivenSampler(ElasticSampler):
         return order
 
     def _pass(self) -> tuple[torch.Tensor, list[int]]:
-        """Return the indices of the present pass, and the sizes of its batches."""
+        """Return the indices of the current pass, and the sizes of its batches."""
         seed = torch.initial_seed() if self.seed is None else self.seed
         where = (seed, self.epoch, self.index // self._size if self._size else 0)
         if self._drawn is None or self._drawn[0] != where:
@@ -175,23 +176,24 @@ class GivenSampler(ElasticSampler):
 
 
 class ElasticBatchSampler(Sampler[list[int]]):
-    """This replica's batches from a position to the end of its pass.
+    """Yield this replica's batches, from the sampler's position to the end of the pass.
 
-    It is set before every iterator and then left alone, because a loader with workers runs ahead of what
-    has been handed out. `plan` yields what it is going to do.
+    The attributes are set before an iterator is made, and not changed while it runs, because a loader with
+    workers reads ahead of the batches that it hands out. `plan` yields the windows of the coming iterator.
 
     Args:
-        sampler: Knows the order and the position.
+        sampler: Sampler that holds the order and the position.
+        drop_last: Whether to leave out a last window that would not be full.
     """
 
     def __init__(self, sampler: ElasticSampler, drop_last: bool) -> None:
         self.sampler = sampler
         self.drop_last = drop_last
-        self.local = 1
-        self.accumulation = 0
-        self.read_by_loader = False  # an iterator is being made by the loader that this was made for
-        self.first_only = False  # yield the first batch of the pass and no more, at least one sample
-        self.fill = False  # give a replica that would have nothing a sample that does not count
+        self.local = 1  # samples of one replica in a full batch
+        self.accumulation = 0  # batches without an optimizer step in a full window
+        self.read_by_loader = False  # True while the AdaptiveDataLoader that owns this makes an iterator
+        self.first_only = False  # yield only the first batch of the pass, with at least one sample
+        self.fill = False  # give a replica without samples of a chunk one sample that does not count
 
     @property
     def given(self) -> bool:
@@ -224,7 +226,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         size, replicas, rank = sampler.size, sampler.num_replicas, sampler.rank
         if not size:
             return
-        order, position = sampler.order().numpy(), sampler.index % size  # slices faster than a tensor
+        order, position = sampler.order().numpy(), sampler.index % size  # NumPy slices faster than torch
         if self.first_only:
             given = sampler.batch_sizes()
             first = order[: given[0] if given else replicas * self.local]
@@ -240,7 +242,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
                 position += chunk
 
     def __len__(self) -> int:
-        """Batches of a whole pass at the present size."""
+        """Return the number of batches of a whole pass at the present batch size."""
         size, given = self.sampler.size, self.sampler.batch_sizes()
         if given is not None:
             return len(given)
@@ -249,7 +251,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
 
 def _given_windows(sizes: list[int], start: int) -> Iterator[Window]:
-    """Yield a window for each batch from the sample `start` on; the first may be the rest of a batch."""
+    """Yield one window per batch from sample `start` on; the first may be the rest of a batch."""
     end = 0
     for size in sizes:
         end += size

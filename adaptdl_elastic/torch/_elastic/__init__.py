@@ -1,14 +1,15 @@
-"""Another number of replicas within the process.
+"""Change the number of replicas without restarting the processes that stay.
 
 | module | question that it answers |
 |---|---|
-| `eligibility` | May this script change in place? Which objects of its own forbid it? |
-| `rescale` | How do those that stay change over? |
-| `join` | How does a newcomer get to where the others are? |
-| `recovery` | How do survivors go on after a death? |
-| `regroup` | What do a planned change and a recovery have in common? |
-| `state_transfer` | How do states get from one memory into another? |
+| `eligibility` | May this script's replicas change in place? Which of its objects forbid it? |
+| `rescale` | How do the replicas that stay carry out a planned change? |
+| `join` | How does a newcomer reach the position of the running replicas? |
+| `recovery` | How do the survivors continue after a replica has died? |
+| `regroup` | Which steps do a planned change and a recovery share? |
+| `state_transfer` | How are states sent from one replica's memory to another's? |
 | `dry_batch` | How does a loop's body run once without any effect? |
-| `step_snapshot` | What did a step that did not commit change, and how is it put back? |
-| `user_state` | What becomes of the script's own States in such a step? |
+| `step_snapshot` | How is everything restored that a failed step has changed? |
+| `user_state` | How are the script's own States restored after a failed step? |
+| `large_state` | How are States restored that are too large to be copied before every step? |
 """

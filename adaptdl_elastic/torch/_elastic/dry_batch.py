@@ -1,18 +1,18 @@
-"""A batch that does not count: the body of a data loop runs once, and nothing is left of it but its names.
+"""Run the body of a data loop once with a batch that does not count, and then undo the effects of the body.
 
-The problem. After `for batch in loader: loss = …` a script uses `loss`. There is no such name in a replica
-that skips this loop, because it was over before a restart or before the replica joined, nor in one that
-comes to it when all samples have been handed out.
+The problem. After `for batch in loader: loss = …` a script may use `loss`. The variable does not exist in a
+replica that skips this loop, because the loop finished before a restart or before the replica joined. Nor
+does it exist in a replica that reaches the loop when all samples have been handed out.
 
 What is done. Such a replica gets the first batch of the loop. The models compute outputs and gradients as
-always, and nothing is synchronised. Optimizers do not step. When the body has ended, all that it has changed
-is put back: parameters, buffers, gradients, schedulers, loss scales, sums of accumulators, random
-states and the script's own States. `adaptdl_elastic.torch.batch_counts()` is False meanwhile.
+usual, but nothing is synchronised, and optimizers do not step. After the body, everything is restored that it
+has changed: parameters, buffers, gradients, schedulers, loss scales, sums of accumulators, random states
+and the script's own States. During the batch `adaptdl_elastic.torch.batch_counts()` returns False.
 
-Collectives in the body. Where replicas have restarted together, all of them have this batch and answer each
-other. A newcomer that has not joined the others has it alone: its collectives end at once (`placeholder`,
-`collective`). A newcomer that has joined has batches of its own, because none joins behind a loop's last
-batch (`BoundaryConsensus.boundary`).
+Collectives in the body. If the replicas have restarted together, all of them run this batch, and their
+collectives match. A newcomer that has not joined yet runs it alone, and its collectives return at once
+(`placeholder`, `collective`). A newcomer that has joined a loop gets batches of the loop, because no newcomer
+joins after a loop's last batch (`BoundaryConsensus.boundary`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def dry_batch(session: Session) -> Iterator[None]:
-    """Around the `yield` of a batch that does not count."""
+    """Enclose the `yield` of a batch that does not count, and undo its effects afterwards."""
     position = script_position()
     log.info(
         "data loop %d of epoch %d has nothing left for this replica: its body runs once, without effect",
@@ -80,12 +80,12 @@ def dry_batch(session: Session) -> Iterator[None]:
 
 
 def _no_step(optimizer: Any, closure: Any = None, *_: Any, **__: Any) -> Any:
-    """In place of an optimizer's `step`."""
-    optimizer._opt_called = True  # as torch's does: schedulers warn where it is missing
+    """Replace an optimizer's `step`: call the closure, if any, and do not step."""
+    optimizer._opt_called = True  # set by torch's `step` too; a scheduler warns if it is missing
     if closure is None:
         return None
     with torch.enable_grad():
         return closure()
 
 
-_no_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # and here
+_no_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler warns if it is missing

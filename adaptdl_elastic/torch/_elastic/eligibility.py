@@ -1,8 +1,9 @@
-"""What a script has besides what this library was given, and a change of size in place cannot be right for.
+"""Find objects of the script that forbid a change of the number of replicas in place.
 
-Nobody tells of it: the objects of the process are looked through, which takes tenths of a second, where
-nobody waits for it: before the first data loop, and while newcomers start. What counts is use. A scheduler
-or a loss scale that has not moved is the same in a newcomer, which makes its own.
+Such objects are, for example, schedulers, GradScalers and DistributedDataParallel models that were not given
+to this library. They are found among all objects of the process. The search takes tenths of a second and runs
+when no replica waits for it: before the first data loop, and while newcomers start. Only objects in use
+matter: an unused scheduler or GradScaler has the same state in a newcomer, which creates its own.
 """
 
 from __future__ import annotations
@@ -25,38 +26,38 @@ GROUPS = "the script has process groups of its own"
 
 _c10d: Any = torch.distributed.distributed_c10d
 _KINDS = (LRScheduler, torch.amp.GradScaler, DistributedDataParallel)
-_DEPTH, _MOST = 6, 10_000  # levels of attributes and containers that a scheduler may keep other ones in
+_DEPTH, _MOST = 6, 10_000  # search inside a scheduler for other schedulers: levels, and objects per level
 
 
 def scan_user_objects(session: Session, again: bool = False) -> None:
-    """Look through the objects of this process, unless that has been done and it need not be done again."""
+    """Search the objects of this process for `_KINDS`; if `again` is False, only once per session."""
     if session.user_objects is not None and not again:
         return
     session.user_objects = [weakref.ref(one) for one in instances_of(*_KINDS)]
 
 
 def _found(session: Session, kind: type[Any]) -> list[Any]:
-    """Return the user's objects of a kind that still exist."""
+    """Return the script's existing objects of type `kind`."""
     if not capability.wanted(session):
-        return []  # nobody asks
+        return []  # changes in place are not wanted: skip the search
     scan_user_objects(session)
     alive = [reference() for reference in session.user_objects or ()]
     return [one for one in alive if isinstance(one, kind)]
 
 
 def own_groups() -> bool:
-    """Whether the script has made process groups, also those that this replica is not in.
+    """Return whether the script has made process groups, including groups without this replica.
 
-    All replicas have the same answer, as they must to be armed against deaths together: every group is
-    made by a call on all of them, and counted there.
+    All replicas get the same answer, because every group is made by a call on all of them. The same answer
+    is necessary: either all replicas can survive a death, or none.
     """
     return bool(_c10d._world.group_count > 1)
 
 
 def why_not_remade(session: Session) -> str | None:
-    """Return why the default group may not be replaced; None if no reason is known here.
+    """Return why the default process group may not be replaced; None if this replica knows no reason.
 
-    Other replicas may know other reasons.
+    Another replica may know a reason.
     """
     if own_groups() or len(_c10d._world.pg_map) > 1:
         return GROUPS
@@ -66,7 +67,7 @@ def why_not_remade(session: Session) -> str | None:
 
 
 def why_nobody_may_join(session: Session) -> str | None:
-    """Return the state in use that new replicas would not get from the others; None: there is none."""
+    """Return which state in use a newcomer would not get from the others; None if there is none."""
     for model in session.models:
         if model.thawed:
             return "parameters were thawed (requires_grad) after AdaptiveDataParallel was made"
@@ -82,7 +83,7 @@ def why_nobody_may_join(session: Session) -> str | None:
 
 
 def may_change(session: Session) -> tuple[bool, str]:
-    """Whether this script and backend can change their size in place, newcomers and all; and why not."""
+    """Return whether the number of replicas can change in place, newcomers included, and why not."""
     able, why = possible(session)
     if able:
         why = why_not_remade(session) or why_nobody_may_join(session) or ""
@@ -90,7 +91,10 @@ def may_change(session: Session) -> tuple[bool, str]:
 
 
 def possible(session: Session) -> tuple[bool, str]:
-    """Whether replicas of this script and backend can be of another generation; the same on all; why not."""
+    """Return whether the running replicas can form another generation in place, and why not.
+
+    The answer is the same on all replicas.
+    """
     why = capability.why_not(session)
     if why is not None:
         return False, why
@@ -106,12 +110,12 @@ def possible(session: Session) -> tuple[bool, str]:
 
 
 def _moved(scheduler: Any) -> bool:
-    """Whether a scheduler has been stepped since it was made, which itself counts as one step."""
+    """Return whether a scheduler has been stepped since its creation, which itself counts as one step."""
     return bool(getattr(scheduler, "_step_count", getattr(scheduler, "last_epoch", 0) + 1) > 1)
 
 
 def _inside(scheduler: Any) -> set[int]:
-    """Identities of a scheduler and of those it is made of, as SequentialLR is, and a script's own may be."""
+    """Return the ids of a scheduler and of all objects inside it, such as the schedulers of SequentialLR."""
     known, level = set[int](), [scheduler]
     for _ in range(_DEPTH):
         level = [one for one in level if id(one) not in known][:_MOST]

@@ -1,7 +1,8 @@
-"""A newcomer to a running generation, until it is one of the others.
+"""Let a new replica (a newcomer) join a running generation.
 
-Its side of the protocol that `rescale` describes: it goes on from a preview in a process group with
-nobody else in it, waits at the data loop under way, and gets every state from the memory of a survivor.
+This is the newcomer's side of the protocol that `rescale` describes. The newcomer runs the script from a
+preview of the others' states, in a placeholder process group without peers. It waits at the data loop that
+the others are running, and then receives every state from the memory of a running replica.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from adaptdl_elastic.torch._runtime.position import script_position
 
 
 class Newcomer:
-    """A newcomer's side, from its start until it is one of the others."""
+    """Bring a newcomer from its start to the position of the running replicas."""
 
     def __init__(self, session: Session, backend: str, store: Any) -> None:
         self.session, self.backend, self._store = session, backend, store
@@ -33,11 +34,15 @@ class Newcomer:
         self._at: tuple[int, int] = (0, 0)  # epoch and data loop where the others were last seen
 
     def preview(self, step: dict[str, Any] | None = None) -> None:
-        """Go on from where the others were when rank 0 looked last."""
+        """Load a preview: the position and the states of the running replicas when rank 0 wrote it.
+
+        Args:
+            step: Message with a new preview; None: wait for the first one.
+        """
         again = step is not None
         step = step or self._next()
         states = regroup.unpack_states(step["preview"])
-        if again:  # our own way there is to be gone, not jumped over
+        if again:  # keep the own position: the newcomer runs through the script up to the new place
             states.pop("adaptdl-loops", None)
         epoch, loop = step["at"]
         self._at = (epoch, max(loop, 1))
@@ -52,11 +57,19 @@ class Newcomer:
         return step
 
     def arrive(self, place: tuple[int, int], loader: str) -> bool:
-        """Come to a loop over `loader`: join the others in it, or pass it by because they have (False)."""
+        """Reach a data loop, and join the running replicas if they are in it.
+
+        Args:
+            place: Epoch and data loop.
+            loader: Key of the loop's loader.
+
+        Returns:
+            True after joining; False if the others have passed this loop, so that it must be skipped.
+        """
         session, known = self.session, capability.known_capability(self.session)
         if known is not None:
-            known.require_verified()  # before anybody counts on this replica
-        eligibility.scan_user_objects(session)  # now, while nobody waits for it
+            known.require_verified()  # before the other replicas rely on this one
+        eligibility.scan_user_objects(session)  # now, while no replica waits for it
         while place >= self._at:
             self._store.set(f"arrived/{self._attempt}/{session.rank}", loader)
             session.send(Ready(session.generation))
@@ -82,7 +95,7 @@ class Newcomer:
         session.joining = False
         known = capability.known_capability(session)
         if known is not None:
-            known.agree()  # as the others have, or they would not have changed in place
+            known.agree()  # the others have agreed already: otherwise they would not change in place
         os.environ.pop(environment.JOIN, None)
         state = script_position()
         regroup.finish(session, (state.finished, state.entered, state.index), began)
@@ -90,14 +103,18 @@ class Newcomer:
 
 
 def begin_joining(session: Session, backend: str) -> None:
-    """Replace `init_process_group` in a new replica: a group of the planned size, the others' states."""
+    """Do the work of `init_process_group` in a newcomer: load a preview, and enter a placeholder group.
+
+    The placeholder group has the planned number of replicas.
+    """
     host, port = os.environ[environment.MASTER_ADDR], int(os.environ[environment.MASTER_PORT])
     store = generation_store(host, port, session.generation)
     found = session.newcomer = Newcomer(session, backend, store)
     session.start()
     checkpoint.agree(lambda _: (None, None))  # nothing is loaded from disk
     session.joining = True
-    # a newcomer passes ends of epochs without the optimizer steps before them, and gets the result later
+    # A newcomer calls lr_scheduler.step() at ends of epochs without the optimizer steps before. That is no
+    # mistake: it receives the optimizer and the scheduler when it joins.
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
     found.preview()
     hook = sys.excepthook
@@ -107,6 +124,6 @@ def begin_joining(session: Session, backend: str) -> None:
 
 
 def _warm_up(device: torch.device) -> None:
-    """Do in advance the work of torch's first backward pass, for which the other replicas would wait."""
+    """Run a small backward pass now; otherwise the others would wait for the setup in torch's first one."""
     layer = torch.nn.Linear(64, 64, device=device)
     layer(torch.ones(64, 64, device=device)).sum().backward()

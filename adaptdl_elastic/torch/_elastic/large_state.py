@@ -1,16 +1,16 @@
-"""Put back a TensorState that is too large to be copied before every step (an average of all parameters).
+"""Restore a TensorState that is too large to be copied before every step, e.g. an average of all parameters.
 
-A loop's body changes such a State after `optimizer.step()`. In a step whose gradients did not arrive,
-`optimizer.step()` is called as well and does nothing. At that call the State is still as it was when the
-window began, so the copy is made there: a step that succeeds copies nothing.
+A loop's body usually changes such a State after `optimizer.step()`. If the gradients of a step did not
+arrive, `optimizer.step()` is called all the same but does nothing. At that call the State is still as it was
+when the window began, so it is copied there. A step that succeeds needs no copy.
 
-A script may instead change the State before `optimizer.step()`. The first step that does so shows it; from
-the next window on the State is copied when a window begins. If that first step is the one that fails,
-training restarts from the checkpoint.
+A script may instead change the State before `optimizer.step()`. This is detected at the first step that does
+so, and from the next window on the State is copied when a window begins. If that first step fails, training
+restarts from the checkpoint.
 
-A change is recognised without reading the State: by the version counters that autograd keeps of tensors,
-and, because a change through `tensor.data` does not count there, by elements of some of the tensors. A change
-through `tensor.data` that happens before `optimizer.step()` and spares all of those is not recognised.
+A change is detected without reading the whole State. Autograd keeps a version counter of each tensor. Some
+elements are compared as well, because a change through `tensor.data` does not raise the counter. A change
+through `tensor.data` that happens before `optimizer.step()` and spares all of these elements is not detected.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import torch
 from adaptdl_elastic import checkpoint
 from adaptdl_elastic.torch._elastic.state_transfer import fill, strip
 
-_LARGEST_TENSORS = 4  # whose elements are looked at
-_OTHER_TENSORS = 8
-_SAMPLED_ELEMENTS = 16  # of each, spread over it
-_CHECKED_WINDOWS = 3  # whose elements are compared at the step, too, which waits for a device
+_LARGEST_TENSORS = 4  # largest tensors of a State, of which elements are compared
+_OTHER_TENSORS = 8  # other tensors of which elements are compared
+_SAMPLED_ELEMENTS = 16  # compared elements of each of these tensors, spread over it
+_CHECKED_WINDOWS = 3  # first windows in which elements are compared at the step, which waits for the device
 
 
 class StateMarks:
-    """What a TensorState was like at one time: enough to tell later whether it has changed.
+    """Record marks of a TensorState by which a later change is detected.
 
     Args:
-        state: Its `state_dict` must return the tensors themselves.
+        state: The State; its `state_dict` must return the tensors themselves, not copies.
 
     Raises:
         RuntimeError: a tensor has no version counter (inference mode) or no plain storage (sparse).
@@ -58,13 +58,16 @@ class StateMarks:
             yield tensor.detach().as_strided((count,), (max(1, reachable // _SAMPLED_ELEMENTS),), offset)
 
     def written(self) -> bool:
-        """Return whether autograd has counted a change of these tensors since. Takes microseconds."""
+        """Return whether a version counter of these tensors has changed since. Takes microseconds."""
         return any(
             tensor._version != version for tensor, version in zip(self.tensors, self._versions, strict=True)
         )
 
     def same_as(self, later: StateMarks) -> bool:
-        """Return whether the State has not changed until `later`. Waits for the tensors' device."""
+        """Return whether the State has not changed between these marks and `later`.
+
+        Waits for the tensors' device.
+        """
         return (
             self._addresses == later._addresses
             and self._versions == later._versions
@@ -77,7 +80,7 @@ class StateMarks:
 
 
 class LargeState:
-    """One TensorState of the script, in one process.
+    """Restore one large TensorState of the script.
 
     Raises:
         RuntimeError: changes of this State cannot be recognised, see `StateMarks`.
@@ -89,13 +92,13 @@ class LargeState:
         self._began = StateMarks(state)
         if not self._began.same_as(StateMarks(state)):
             raise ValueError("its state_dict() returns other tensors at each call")
-        self._copy: list[torch.Tensor] | None = None
-        self._spare: list[torch.Tensor] | None = None  # memory of the copy before
+        self._copy: list[torch.Tensor] | None = None  # tensors as they were when the window began
+        self._spare: list[torch.Tensor] | None = None  # memory of the last copy, used again
         self._changed_before_step = False
         self._windows = 0
 
     def begin_window(self) -> None:
-        """Note what the State is like, and copy it if the script changes it before `optimizer.step()`."""
+        """Record marks of the State; copy it if the script is known to change it before the step."""
         self._began = StateMarks(self._state)
         self._copy = None
         self._windows += 1
@@ -103,7 +106,7 @@ class LargeState:
             self._make_copy(self._began)
 
     def before_step(self) -> None:
-        """Learn, at an `optimizer.step()` that is about to step, whether the script has changed the State."""
+        """Check whether the script has changed the State before `optimizer.step()`, which will step now."""
         if self._changed_before_step:
             return
         if self._windows <= _CHECKED_WINDOWS:
@@ -112,7 +115,7 @@ class LargeState:
             self._changed_before_step = self._began.written()
 
     def step_left_out(self) -> None:
-        """Copy the State at an `optimizer.step()` that does nothing, if it is still as the window began."""
+        """Copy the State at an `optimizer.step()` that does nothing, if it has not changed in this window."""
         if self._copy is None:
             now = StateMarks(self._state)
             if self._began.same_as(now):
@@ -128,11 +131,11 @@ class LargeState:
         self._copy = self._spare
 
     def can_be_put_back(self) -> bool:
-        """Return whether the State can be put back, or need not be."""
+        """Return whether the State has a copy, or has not changed."""
         return self._copy is not None or self._began.same_as(StateMarks(self._state))
 
     def put_back(self) -> None:
-        """Let the State be as it was when the window began. May be done again."""
+        """Restore the State to its value at the start of the window. May be called more than once."""
         if self._copy is not None:
             self._state.restore(fill(self._began.plain, iter(self._copy)))
 

@@ -1,35 +1,39 @@
-"""Going on without a replica that has died, from the memory of those that live.
+"""Continue training after a replica has died, from the memory of the survivors.
 
-The problem. A replica dies in the middle of a step. The others are stuck in its gradients, have done
-part of what comes after them, or all of it; none of them knows what the others have.
+The problem. A replica dies in the middle of a step. A survivor may be waiting for the gradients of this
+step, may have got some of them, or may have finished the step. No survivor knows how far the others are.
 
-What does not do. To load the last checkpoint: all since then is lost, and every process starts anew. To
-let each survivor finish its step: some have got the sum of the gradients, others never will.
+Two simple ways fail. Loading the last checkpoint loses all steps since then and restarts every process.
+Letting each survivor finish its step is impossible: some have the sum of the gradients, others will never
+get it.
 
 What is done:
 
-1. *The step does not commit* where its gradients did not arrive. The communication hook turns the failed
-   all-reduce into zeros (`comm_hook`), the optimizer does nothing, and the loop's body comes to its end as
-   always. The next `__next__` of the data loop finds the failure.
-2. *Everybody hears of it.* Whoever finds it hangs up on all others (the library's collectives and torch's
-   sockets alike), so that nobody goes on waiting for somebody who waits as well, tells its agent, and
-   waits for a plan without the dead one (`RecoveryPlan`).
-3. *Meet.* The survivors form the new generation. A death meanwhile leads to another plan: from 2 again.
-4. *Agree.* What counts is the highest step that any survivor has committed. It can be one more than that
-   of others: its last bucket arrived here and not there. Those others get model, optimizer and all that
-   belongs to it from one who has it. Everybody else puts back what its abandoned step has changed
-   (buffers, random states, learning-rate scheduler, loss scale, sums of accumulators) and hands the same
-   samples out again, divided among those who are left. An evaluation loop begins anew where the sums of
-   its accumulators were last added up over all replicas, because a part of them died.
+1. *The step does not commit* on a replica that did not get its gradients. The communication hook replaces the
+   result of the failed all-reduce by zeros (`comm_hook`), the optimizer does nothing, and the loop's body
+   runs to its end as usual. The next `__next__` of the data loop detects the failure.
+2. *Disconnect.* A replica that detects the failure closes its connections to all others (of the library's
+   collectives and of torch), so that no replica keeps waiting for another one. It tells its agent and waits
+   for a plan without the dead replica (`RecoveryPlan`).
+3. *Meet.* The survivors connect as a new generation. If another replica dies meanwhile, there is another
+   plan, and they begin again at 2.
+4. *Agree.* Training continues after the highest step that any survivor has committed. Others may be one step
+   behind: the last bucket of gradients arrived at some replicas only. Those behind get the model, the
+   optimizer and the related state from a survivor that has committed the step. If no survivor has committed
+   the failed step, all restore what it has changed (buffers, random states, learning-rate scheduler, loss
+   scale, sums of accumulators), and its samples are handed out again, divided among the survivors. An
+   evaluation loop is repeated from the point at which the sums of its accumulators were last synchronised,
+   because the dead replica's part of the sums is lost.
 
-The unit is the whole accumulation window. What an accumulator had not synchronised on the dead replica
-in a *training* loop is gone, and is said.
+A step here is a whole accumulation window. What the dead replica had added to an accumulator in a *training*
+loop since the last synchronisation is lost, and a warning says so.
 
-A data loop ends on all replicas together: nobody is in the code behind it while another one still has a
-step of it, or its part of an evaluation, to do again. There, too, the accumulators are added up, so that
-nothing of a finished loop dies with a replica.
+A data loop ends on all replicas together. So no replica runs the code after the loop while another one still
+has to repeat a step or a part of an evaluation. The accumulators are added up at that point, so that no sum
+of a finished loop is lost with a replica.
 
-What cannot be put back restarts from the checkpoint, by ending the process with an error that says so.
+If a state cannot be restored, the process ends with an error that says so, and training restarts from the
+last checkpoint.
 """
 
 from __future__ import annotations
@@ -69,65 +73,65 @@ from adaptdl_elastic.torch._runtime.position import script_position
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_STEP = 0.3  # seconds that a step may take to notice a death by itself
-_ATTEMPTS = 10  # more deaths than that, one during the recovery from another, are a defect
+_STEP = 0.3  # seconds for a running step to notice a death by itself, before it is interrupted
+_ATTEMPTS = 10  # recoveries tried in a row, each interrupted by another death, before giving up
 Where = tuple[int, int, bool]
-"""A place, and whether that loop is over. Orders replicas by how far they are in the script."""
+"""(epoch, data loop, whether that loop is over). Orders replicas by how far they are in the script."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Where all replicas last agreed on the accumulators' sums, in the data loop under way."""
+    """Record the position in a data loop at which all replicas last had the same accumulator sums."""
 
     place: Place
-    index: int  # samples handed out by then
+    index: int  # samples handed out before this position
     sums: Sums
 
 
 @dataclass
 class SurvivorReport:
-    """What one replica says about itself when the survivors meet."""
+    """Describe one replica to the other survivors."""
 
     rank: int
-    step: int  # committed
+    step: int  # last committed step
     position: Where
-    index: int  # samples of committed steps
-    training: bool
-    partially_restored: bool  # its model is half another one's: a donor died while it was given
-    buffers_diverged: bool  # the replicas' buffers differ, though no loop trains
-    synced: dict[str, int] = field(default_factory=dict)  # accumulator → how often it was synchronised
-    unsynced: tuple[str, ...] = ()  # accumulators with sums of this replica only
-    marked: bool = False  # there were some when this data loop began
-    mark: int | None = None  # index of its Mark in this place
-    seeds: dict[str, int] = field(default_factory=dict)  # of the loaders' orders
-    announced: Place = (0, 0)  # the last data loop that all others were told of
+    index: int  # samples of the data loop's committed steps
+    training: bool  # in a training loop
+    partially_restored: bool  # the donor of its model died during the transfer: the model is a mixture
+    buffers_diverged: bool  # the replicas' buffers may differ since a training loop ended
+    synced: dict[str, int] = field(default_factory=dict)  # accumulator → number of syncs
+    unsynced: tuple[str, ...] = ()  # accumulators with sums that only this replica has
+    marked: bool = False  # its Mark holds sums that only this replica has
+    mark: int | None = None  # index of its Mark in the running data loop
+    seeds: dict[str, int] = field(default_factory=dict)  # loader's key → seed of its order
+    announced: Place = (0, 0)  # last data loop that the others were told
 
 
 class Recovery:
-    """A survivor's side. One a session; costs nothing until `arm`."""
+    """Let this replica survive the death of peers. One object per session; costs nothing until `arm`."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._armed: int | None = None  # generation in which the death of others does not end us
-        self._before: StepSnapshot | None = None  # the window under way
+        self._armed: int | None = None  # generation in which this replica survives the death of a peer
+        self._before: StepSnapshot | None = None  # snapshot at the start of the current window
         self._mark: Mark | None = None
-        self._failed = False  # the window under way, since `recover` began
-        self._partially_restored = False
-        self._passed = False  # the others have the data loop behind them whose end this replica waits at
-        self._buffers_diverged = False  # a training loop was left by `break`: the replicas' buffers differ
-        self.waiting = False  # for a plan without the dead
+        self._failed = False  # during `recover`: the current window failed and has not been undone
+        self._partially_restored = False  # see SurvivorReport
+        self._passed = False  # the others have passed the end of the data loop at which this replica waits
+        self._buffers_diverged = False  # a training loop has run since the replicas' buffers were last equal
+        self.waiting = False  # for a plan without the dead replica
         self._plans: list[RecoveryPlan] = []
         self._told = threading.Condition()
 
-    # -- armed -------------------------------------------------------------------------------------
+    # -- arming ------------------------------------------------------------------------------------
 
     @property
     def armed(self) -> bool:
-        """Whether a death in the present generation would be survived."""
+        """Whether this replica would survive the death of a peer in the current generation."""
         return self._armed == self._session.generation
 
     def arm(self) -> None:
-        """From now on the death of another replica does not end this one, if that is possible at all."""
+        """Survive the death of peers from now on; do nothing if `why_not` gives a reason against it."""
         session = self._session
         if self.armed or self.why_not() is not None:
             return
@@ -138,7 +142,7 @@ class Recovery:
         session.send(Resilient(session.generation))
 
     def why_not(self) -> str | None:
-        """Why a death cannot be survived in this generation; None: it can."""
+        """Return why this replica cannot survive a peer's death in this generation; None if it can."""
         session = self._session
         if session.joining:
             return "it has not joined the others yet"
@@ -156,37 +160,40 @@ class Recovery:
     # -- before and after a window -----------------------------------------------------------------
 
     def begin_window(self, index: int) -> None:
-        """Prepare for the first batch of a training window, which is handed out next."""
+        """Take a snapshot before the first batch of a training window, at sample `index`."""
         if self.armed and self._session.replicas > 1:
             self._before = StepSnapshot(self._session, index, self._before)
 
     def before_step(self, left_out: bool) -> None:
-        """Prepare for an `optimizer.step()` of this window; `left_out`: the call will do nothing."""
+        """Prepare for a call of `optimizer.step()`; `left_out` if the call will not step."""
         if self._before is not None and self.armed and self._session.replicas > 1:
             self._before.before_step(left_out)
 
     def dry_batch(self) -> AbstractContextManager[None]:
-        """Around a batch that does not count: the loop's body runs, and all that it changes is put back."""
+        """Enclose a batch that does not count, and undo what the loop's body changes."""
         return dry_batch(self._session)
 
     @property
     def failed(self) -> bool:
-        """Whether the gradients of the window under way could not be synchronised."""
+        """Whether the gradients of the current window could not be synchronised."""
         return any(model.failure is not None for model in self._session.models)
 
     @property
     def broken(self) -> bool:
-        """Whether somebody is known to be gone."""
+        """Whether a peer is known to be lost, and this replica can survive that."""
         return self.armed and (self._session.consensus.lost is not None or self.failed)
 
     def mark(self) -> None:
-        """All replicas have just synchronised their accumulators, or stand at the beginning of a loop."""
+        """Record this position and the sums of the accumulators as the point to return to.
+
+        Called when all replicas have just synchronised their accumulators, or are at the start of a loop.
+        """
         if self.armed:
             state = script_position()
             self._mark = Mark((state.finished, state.entered), state.index, sums_of(self._session))
 
     def retry_on_peer_loss(self, call: Callable[[], T], helper: ElasticLoader | None = None) -> T:
-        """`call()`, again after each death that it meets with."""
+        """Return `call()`; after a peer's death, recover and call it again."""
         while True:
             try:
                 return call()
@@ -194,11 +201,11 @@ class Recovery:
                 self._survive(error, helper)
 
     def restart_loop_on_peer_loss(self, call: Callable[[], T], helper: ElasticLoader) -> T:
-        """`call()`, a collective of a data loop.
+        """Return `call()`, a collective of a data loop.
 
         Raises:
-            RetryDataLoop: a death was survived instead. What was agreed on arrived here or did not; the other
-                replicas may be one collective further, or have been, so all begin at the same one anew.
+            RetryDataLoop: a peer died and the survivors have recovered. Some of them may have finished this
+                collective and others not, so all continue the data loop from the same point.
         """
         try:
             return call()
@@ -212,13 +219,17 @@ class Recovery:
         self.recover(str(error), helper)
 
     def loop_ended(self, helper: ElasticLoader) -> bool:
-        """All replicas have come to the end of this loop; False: a part of it has to be done again."""
+        """Wait until all replicas have come to the end of this loop, and add up their accumulators.
+
+        Returns:
+            False if a replica died and a part of the loop must be repeated; True otherwise.
+        """
         if not self.armed or self._session.replicas == 1 or script_position().outside:
             return True
         self._buffers_diverged = self._buffers_diverged or helper.training
         try:
             sums = self._end({name: own for name, (_, own, _) in sums_of(self._session).items()}).result()
-            if sums is not None:  # all have come to the end
+            if sums is not None:  # no replica has left the loop by `break`
                 add_sums(self._session, sums)
                 self._even_buffers()
         except PeerLostError as error:
@@ -228,7 +239,8 @@ class Recovery:
 
     def loop_left(self, helper: ElasticLoader) -> None:
         """Record that this replica has left a loop by `break`, so that no peer waits at the loop's end."""
-        # after a step that failed the next boundary ends this replica: from a generator's end nobody can
+        # After a failed step the next boundary ends this replica with an error. A recovery is not possible
+        # here, while the loader's generator is being closed.
         inside = not script_position().outside
         if inside and self.armed and self._session.replicas > 1 and not self.failed:
             self._buffers_diverged = self._buffers_diverged or helper.training
@@ -240,27 +252,27 @@ class Recovery:
         return self._session.reducer.allreduce_async(sums, both_sums, tag, LOOPS, objects=True)
 
     def between_loops(self) -> None:
-        """All replicas are about to enter a data loop or an epoch."""
+        """Prepare to enter a data loop or an epoch: recover from a death, and make all buffers equal."""
         self.recover_if_peer_lost()
         if self.armed:
             self.retry_on_peer_loss(self._even_buffers)
 
     def recover_if_peer_lost(self) -> None:
-        """Between data loops: go on without those who are gone."""
+        """Recover if a peer is known to be lost. For use between data loops."""
         self.mark()
         if self.broken:
             self.recover("a replica is gone")
 
     def _even_buffers(self) -> None:
-        """Rank 0's buffers for all, where training in parts has made them differ."""
+        """Give all replicas rank 0's buffers if training has made them differ. A collective."""
         if not self._buffers_diverged:
             return
         assert self._session.reducer is not None
-        self._session.reducer.barrier(tag="buffers")  # torch's broadcast has a time limit
+        self._session.reducer.barrier(tag="buffers")  # wait here: torch's broadcast has a time limit
         try:
             for model in self._session.models:
                 model.sync_buffers()
-        except RuntimeError as error:  # gloo may notice a death before we do
+        except RuntimeError as error:  # gloo may notice a death before the reducer does
             raise PeerLostError(str(error)) from error
         self._buffers_diverged = False
 
@@ -271,7 +283,7 @@ class Recovery:
     # -- a death -----------------------------------------------------------------------------------
 
     def on_lost(self) -> None:
-        """Somebody is gone. From any thread: wake the training thread from a collective with the others."""
+        """Interrupt torch's collectives after the loss of a peer. Callable in any thread."""
         if self.armed:
             disconnect_torch(self._session)
             notice = threading.Timer(_STEP, self._notice, (self._session.generation,))
@@ -279,9 +291,9 @@ class Recovery:
             notice.start()
 
     def _notice(self, generation: int) -> None:
-        """Stop waiting for gradients in a step that takes long, and tell the agent of the lost peer."""
+        """Stop waiting for gradients if a step is still running, and tell the agent of the lost peer."""
         if self._session.consensus.loops_over:
-            return  # there is no step any more; a collective says so itself if it needs the others
+            return  # there are no more steps; any other collective that needs the lost peer fails by itself
         if self._session.generation == generation and not self.waiting:
             for model in self._session.models:
                 model.give_up("a replica is gone")
@@ -289,19 +301,19 @@ class Recovery:
 
     def on_plan(self, message: RecoveryPlan) -> None:
         """Take the agent's plan of a generation without dead replicas. Runs in the channel's thread."""
-        # First: once the training thread has the plan, what is lost is a generation of the past.
+        # Before the plan is stored: afterwards the training thread may already be in the next generation.
         session, generation = self._session, message.generation
         if not self.waiting and generation > session.generation:
             session.consensus.lose("the agents say that a replica is gone")
         with self._told:
             self._plans.append(message)
             self._told.notify_all()
-        reducer = session.reducer  # asked for first: if there is no later generation yet, it is of none
+        reducer = session.reducer  # read before the comparison, so that it cannot be the new generation's
         if reducer is not None and generation > session.generation:
-            reducer.abort()  # who was stopped, or cut off, keeps its connections, and would be waited for
+            reducer.abort()  # a peer that is stopped or unreachable keeps its connections open
 
     def newer(self) -> bool:
-        """Whether there is a plan of a generation after the present one, without somebody who has died."""
+        """Return whether there is a recovery plan of a generation after the current one."""
         with self._told:
             return any(plan.generation > self._session.generation for plan in self._plans)
 
@@ -315,24 +327,25 @@ class Recovery:
                 self._told.wait()
 
     def recover(self, reason: str, helper: ElasticLoader | None = None, at_end: bool = False) -> None:
-        """Become a generation without the dead, and stand where training goes on.
+        """Form a generation without the dead replica, and go to the position at which training continues.
 
         Args:
             reason: How the death was noticed.
-            helper: Of the data loop under way; None: whichever is.
-            at_end: That loop has handed out all it had.
+            helper: Loader of the running data loop; None: look it up.
+            at_end: Whether that loop has handed out all its batches.
 
         Raises:
-            PeerLostError: what this replica has done cannot be undone: it must restart; or others have
-                come to the end of the script.
-            SystemExit: the plan does without this replica.
+            PeerLostError: the failed step cannot be undone, so that this replica must restart; or a peer has
+                reached the end of the script.
+            UnrecoverableStateError: the survivors have no common state from which to continue.
+            SystemExit: the plan does not include this replica.
         """
         reducer = self._session.reducer
-        # By its own will: that is no death. Not so before a generation has come about.
+        # A peer that has ended regularly is no death. (Only checked once this generation has formed.)
         if self.armed and reducer is not None and reducer.finished is not None:
             raise reducer.finished
         began, helper = time.monotonic(), helper or current_dataloader()
-        # what an evaluation loop leaves behind is no step
+        # a failed backward pass in an evaluation loop is not a failed training step
         self._failed = self.failed and (helper is None or helper.training or helper.training_loader_undecided)
         self._passed = False
         self._check(self._failed, helper, reason)
@@ -382,8 +395,8 @@ class Recovery:
             raise SystemExit(0)
         regroup.become(session, plan, generation, plan.rank)
         store = generation_store(plan.master_addr, plan.master_port, generation)
-        # A survivor may be busy outside of all loops, for longer than anybody could guess. Who has died
-        # or hangs is found by the agents, whose next plan ends this, as does the coordinator's patience.
+        # No time limit: a survivor may be busy outside of all loops for any time. The agents detect replicas
+        # that have died or hang, and their next plan, or the coordinator's time limit, ends this wait.
         regroup.form(session, store, 0, self.newer, FOREVER)
 
     def _finish(self, began: float) -> None:
@@ -403,7 +416,7 @@ class Recovery:
         everybody = [SurvivorReport(**one) for one in found]
         log.info("the survivors stand at %s", everybody)
         top = _newest(everybody)
-        if self._failed and mine.step == top:  # before others get it from us
+        if self._failed and mine.step == top:  # before the state is sent to others
             assert self._before is not None
             self._before.put_back(session)
         behind = [one.rank for one in everybody if one.partially_restored or one.step < top]
@@ -416,7 +429,7 @@ class Recovery:
             model.load_statistics(statistics)
             session.metrics.update_progress(model.progress)
         for one in everybody:
-            # In another epoch there are other loaders, if the script makes them in every epoch.
+            # Loaders that a script makes in every epoch are others in another epoch.
             if one.position[0] == mine.position[0]:
                 script_position().seeds = {**one.seeds, **script_position().seeds}
             script_position().announced = max(script_position().announced, one.announced)
@@ -424,7 +437,8 @@ class Recovery:
         where = max(one.position for one in everybody)
         here = [one for one in everybody if one.position == where]
         train = any(one.training for one in here)
-        # Whoever trains, and is not at the loop's end, keeps its own; but some may be before this loop.
+        # Replicas inside this training loop keep their own buffers. A replica that is not in this loop yet
+        # may have different buffers since an earlier loop.
         self._buffers_diverged = any(
             one.buffers_diverged and not (train and one.position == where) for one in everybody
         )
@@ -471,7 +485,7 @@ class Recovery:
         )
 
     def _heal(self, mine: SurvivorReport, top: int, behind: list[int]) -> None:
-        """Those behind get the models of those who are not."""
+        """Send the models of the newest survivors to the survivors that are behind."""
         session = self._session
         names = {model.name for model in session.models} | tensors_of_script(session)
         donors = [rank for rank in range(session.replicas) if rank not in behind]
@@ -485,15 +499,15 @@ class Recovery:
         self._partially_restored = False
         if mine.step < top:
             script_position().step = top
-            if self._failed and self._before is not None:  # the window counts after all
+            if self._failed and self._before is not None:  # the window is committed after all
                 script_position().samples += script_position().index - self._before.index
             mine.index, self._failed = script_position().index, False
 
     def _will_be_overwritten(self) -> None:
-        self._partially_restored = True  # until all has arrived
+        self._partially_restored = True  # the model is a mixture until the transfer is complete
 
     def _same_sums(self, everybody: list[SurvivorReport]) -> None:
-        """Take the sums of those whose last synchronisation went through where ours did not."""
+        """Take the accumulator sums of replicas that have finished a sync which failed on this replica."""
         session = self._session
         assert session.reducer is not None
         newest = _newest_sums(everybody)
@@ -508,7 +522,11 @@ class Recovery:
                 state.take_total(results, syncs)
 
     def _same_index(self, mine: SurvivorReport, where: Where) -> None:
-        """Make sure that all who train go on from the same sample, now that those behind are healed."""
+        """Check that all replicas in the training loop continue from the same sample.
+
+        Raises:
+            UnrecoverableStateError: they do not.
+        """
         assert self._session.reducer is not None
         indices = self._session.reducer.allreduce([(mine.position, mine.index)], tag="index")
         found = {index for at, index in indices if tuple(at) == where}
@@ -518,12 +536,16 @@ class Recovery:
             script_position().index = mine.index
 
     def _stand(self, here: list[SurvivorReport]) -> None:
-        """Begin the evaluation loop under way anew, unless nothing of it is lost."""
+        """Go back to the last Mark in a running evaluation loop, unless nothing was done since.
+
+        Raises:
+            UnrecoverableStateError: the survivors have no common Mark.
+        """
         if any(one.training for one in here) or here[0].position[-1]:
             return
         marks = {one.mark for one in here}
         if all(one.index == one.mark for one in here):
-            return  # nothing of this loop has been done since
+            return  # no batch was handed out since the Mark
         if len(marks) > 1 or None in marks or self._mark is None:
             raise UnrecoverableStateError(
                 "an evaluation loop cannot be begun again: its sums are gone with the dead"
@@ -533,11 +555,11 @@ class Recovery:
 
 
 class UnrecoverableStateError(RuntimeError):
-    """The survivors have nothing in common from which they could go on."""
+    """Raised if the survivors have no common state from which to continue."""
 
 
 def _newest_sums(everybody: list[SurvivorReport]) -> dict[str, int]:
-    """How often each accumulator was synchronised where that was done last."""
+    """Return for each accumulator the largest number of syncs that a survivor has seen."""
     newest: dict[str, int] = {}
     for one in everybody:
         for name, count in one.synced.items():
@@ -546,9 +568,9 @@ def _newest_sums(everybody: list[SurvivorReport]) -> dict[str, int]:
 
 
 def _alone(some: list[SurvivorReport], everybody: list[SurvivorReport]) -> bool:
-    """Whether one of `some` has sums of its own that nobody else knows.
+    """Return whether a replica in `some` has sums that only it knows.
 
-    They are known where a synchronisation has ended elsewhere that has not ended here.
+    Sums are known elsewhere if another replica has finished a sync that this replica has not finished.
     """
     newest = _newest_sums(everybody)
     return any(one.synced[name] == newest[name] for one in some for name in one.unsynced)

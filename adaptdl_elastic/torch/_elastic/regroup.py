@@ -1,7 +1,7 @@
-"""Becoming another generation within the process: what a planned change and a recovery have in common.
+"""Move a process to a new generation: the steps that a planned change and a recovery share.
 
-`become` leaves torch's present group, `form` connects all of the new generation, `finish` is what each of
-them does last. What newcomers are told goes through a store whose values are signed
+`become` leaves torch's current process group. `form` connects the replicas of the new generation. `finish`
+does the last steps on every replica. Messages to newcomers go through a store whose values are signed
 (`store.generation_store`).
 """
 
@@ -32,11 +32,18 @@ from adaptdl_elastic.torch._process_group.store import PATIENCE, CancellableStor
 log = logging.getLogger(__name__)
 
 TRANSFER = 60.0
-"""Seconds that one tensor may take from one replica to another."""
+"""Seconds that the transfer of one tensor between two replicas may take."""
 
 
 def become(session: Session, message: Plan, generation: int, rank: int) -> None:
-    """Leave torch's present group, and be `rank` of the generation that `message` describes."""
+    """Leave torch's current process group, and take a rank in the generation that `message` describes.
+
+    Args:
+        session: This replica's session.
+        message: Plan of the new generation.
+        generation: Number of the new generation.
+        rank: Rank of this replica in it.
+    """
     session.consensus.abandon()
     leave_torch(session)
     os.environ.update(message.environ)
@@ -50,10 +57,17 @@ def form(
     cancelled: Callable[[], bool] = lambda: False,
     patience: timedelta = timedelta(seconds=PATIENCE),
 ) -> None:
-    """Connect all of this generation: first the library's collectives, then torch's.
+    """Connect the replicas of this generation: first the library's collectives, then torch's.
 
-    Raises RuntimeError when they have not all come within `patience`, or it cannot be done, or
-    `cancelled()` meanwhile.
+    Args:
+        session: This replica's session.
+        store: Store in which the replicas meet.
+        attempt: Number of the last preview that the newcomers have seen; they wait for the next message.
+        cancelled: Function that returns True once connecting should be given up.
+        patience: How long to wait for all replicas.
+
+    Raises:
+        RuntimeError: a replica did not connect within `patience`, connecting failed, or it was cancelled.
     """
     key = f"go/{session.generation}"
     if session.rank == 0:
@@ -97,7 +111,14 @@ def _reducer(
 
 
 def finish(session: Session, position: Position, began: float, recovered: bool = False) -> None:
-    """Do what every replica of a new generation does last."""
+    """Do the last steps of a change of generation, on every replica.
+
+    Args:
+        session: This replica's session.
+        position: Position at which training continues.
+        began: Time at which the change began, by `time.monotonic`, for the log.
+        recovered: Whether the old generation ended with a peer's death.
+    """
     for model in session.models:
         model.reinit_process_group()
     assert session.reducer is not None
@@ -118,12 +139,12 @@ def finish(session: Session, position: Position, began: float, recovered: bool =
 
 
 def tell_switched(session: Session, generation: int) -> None:
-    """Tell the agent that generation g is behind this replica, and when its last step ended."""
+    """Tell the agent that this replica has switched to `generation` or left, and when its last step ended."""
     session.send(Switched(generation, session.last_step_time))
 
 
 def pack_states(states: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return what States' `snapshot` gave, for newcomers. What is in a State is the user's."""
+    """Encode snapshots of States for newcomers. Snapshots may hold objects of any type."""
     return {name: _pack(state) for name, state in states.items()}
 
 
@@ -135,6 +156,6 @@ def _pack(state: Any) -> bytes:
 
 
 def unpack_states(states: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return what `pack_states` was given. `states` come from a store whose values are signed."""
+    """Decode the result of `pack_states`, which comes from a store whose values are signed."""
     trusted = env.secret() is not None
     return {name: _wire.unpack(state, objects=trusted) for name, state in states.items()}

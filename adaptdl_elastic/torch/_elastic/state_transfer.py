@@ -1,9 +1,9 @@
-"""State from the memory of one replica into that of another.
+"""Send states from the memory of one replica (donor) to that of another.
 
-The first donor tells everybody what there is (names, and the nesting with shapes in place of tensors);
-then each newcomer, or one who has fallen behind, gets the tensors from one who has them, point to point,
-donors taking turns. Tensors go in buckets of one type, so that many small ones cost one message, and no
-more than one bucket is held beyond the state itself.
+The first donor sends all replicas a description of the states: their names, and their nesting with shapes in
+place of tensors. Then each receiver (a newcomer, or a survivor that is a step behind) gets the tensors from
+one donor, point to point. The receivers are divided among the donors. Tensors are sent in buckets of one
+dtype, so that many small tensors cost one message. Besides the state, at most one bucket of memory is needed.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from adaptdl_elastic.checkpoint.state_copy import like
 from adaptdl_elastic.torch._process_group.backends import Group, patiently, present
 
 BUCKET = 1024 * 1024
-"""Bytes of a message, unless a single tensor is larger."""
+"""Largest size of a bucket in bytes, unless a single tensor is larger."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands where a tensor was."""
+    """Stand for a tensor in the description of a state."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    device: str  # its type: which one of them is each replica's own matter
+    device: str  # type of the device, e.g. "cuda"; each replica uses its own device of this type
 
     def fresh(self) -> torch.Tensor:
-        """Return a new tensor of the same shape and type, on this replica's device."""
+        """Return a new tensor of this shape and dtype, on this replica's device."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
@@ -72,16 +72,16 @@ def give(session: Session, newcomers: list[int], donors: list[int], names: set[s
 
 
 def take(session: Session, overwrites: Callable[[], None] | None = None) -> None:
-    """Receive every state that the donors give, and load it.
+    """Receive every state that the donors send, and load it.
 
-    A newcomer receives into the tensors that it has. A replica that has something to lose receives into
-    memory of its own first, so that a donor's death in the meantime leaves it as it was, and only where
-    its device has no room for that into the tensors that it has.
+    A newcomer receives into its existing tensors. A survivor receives into new memory, so that its own state
+    stays intact if the donor dies meanwhile. If its device has no room for new memory, it receives into its
+    existing tensors too.
 
     Args:
         session: This replica's session.
-        overwrites: Called before this replica's tensors are received into, if they hold a state that it
-            may need; None: they do not.
+        overwrites: Function that is called before existing tensors of a survivor are overwritten; None for a
+            newcomer, whose tensors hold no state of value.
     """
     described, newcomers, donors = _describe(session, None)
     donor = donors[newcomers.index(session.rank) % len(donors)]
@@ -110,7 +110,7 @@ def _describe(session: Session, what: Any) -> Any:
 
 
 def _apart(described: dict[str, tuple[str, Any]]) -> list[torch.Tensor] | None:
-    """Return new tensors for all that is described, or None where the device has no room for them."""
+    """Return new tensors for all described tensors, or None if the device has no room for them."""
     slots: list[Slot] = []
     for kind, body in described.values():
         if kind == "tensors":
@@ -122,7 +122,7 @@ def _apart(described: dict[str, tuple[str, Any]]) -> list[torch.Tensor] | None:
 
 
 def _targets(session: Session, described: dict[str, tuple[str, Any]]) -> list[torch.Tensor]:
-    """Where each tensor goes: into the one that this replica has in its place already, else a new one."""
+    """Return the tensors to receive into: this replica's existing ones where they fit, else new ones."""
     targets: list[torch.Tensor] = []
     for name, (kind, body) in described.items():
         if kind != "tensors":
@@ -132,16 +132,15 @@ def _targets(session: Session, described: dict[str, tuple[str, Any]]) -> list[to
         state, own = session.states.get(name), list[torch.Tensor]()
         if isinstance(state, checkpoint.TensorState):
             skeleton = strip(state.state_dict(), own)
-            if not same_skeleton(
-                skeleton, body
-            ):  # as an optimizer's, which has no state before its first step
+            # they differ e.g. for an optimizer before its first step
+            if not same_skeleton(skeleton, body):
                 own = _matching(skeleton, own, body)
         targets += own or [slot.fresh() for slot in slots]
     return targets
 
 
 def _matching(skeleton: Any, own: list[torch.Tensor], body: Any) -> list[torch.Tensor]:
-    """`own` tensors for those top-level parts that are alike, new ones for the others."""
+    """Return the tensors of `own` for top-level parts of equal structure, new tensors for the others."""
     if not (isinstance(skeleton, dict) and isinstance(body, dict)):
         return []
     supply, targets = iter(own), list[torch.Tensor]()
@@ -159,7 +158,7 @@ def _matching(skeleton: Any, own: list[torch.Tensor], body: Any) -> list[torch.T
 
 
 def send_bucket(group: Group, bucket: list[torch.Tensor], newcomer: int) -> None:
-    """Send tensors of one type in one message. An optimizer's may be on different devices."""
+    """Send tensors of one dtype in one message. They may be on different devices, as an optimizer's are."""
     parts = [tensor.detach().to(group.device).reshape(-1) for tensor in bucket]
     group.send(torch.cat(parts) if len(parts) > 1 else parts[0].contiguous(), newcomer)
 
@@ -183,7 +182,7 @@ def _group(session: Session) -> Group:
 
 
 def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield runs of small tensors of one type, of at most BUCKET bytes, and each larger tensor by itself."""
+    """Yield runs of tensors of one dtype, of at most BUCKET bytes; a larger tensor is a bucket by itself."""
     bucket: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
@@ -200,7 +199,7 @@ def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def strip(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """`value` with a Slot in place of every tensor, which goes to the end of `tensors`. See `like`."""
+    """Return `value` with every tensor replaced by a Slot, and append the tensors to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return Slot(tuple(value.shape), value.dtype, value.device.type)
@@ -213,7 +212,7 @@ def strip(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _find_slots(value: Any, slots: list[Slot]) -> None:
-    """Every Slot, in the order in which `strip` met the tensors."""
+    """Append every Slot in `value` to `slots`, in the order of the tensors in `strip`."""
     if isinstance(value, Slot):
         slots.append(value)
     elif isinstance(value, dict):
@@ -234,7 +233,7 @@ def same_skeleton(one: Any, other: Any) -> bool:
 
 
 def fill(value: Any, supply: Iterator[torch.Tensor]) -> Any:
-    """Invert `strip`."""
+    """Return `value` with every Slot replaced by the next tensor of `supply`: the inverse of `strip`."""
     if isinstance(value, Slot):
         return next(supply)
     if isinstance(value, dict):

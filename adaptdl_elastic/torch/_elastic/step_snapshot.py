@@ -1,11 +1,11 @@
-"""What a step that was abandoned has changed besides the parameters, and how to put it back.
+"""Restore everything besides the parameters that a failed step has changed.
 
-Copies are made when the first batch of every training window is handed out, while there are others who
-may die: of buffers (running means), torch's and Python's random states, hyperparameters of the optimizer,
-learning-rate scheduler, loss scale, the sums of accumulators, and small States of the script (for large
-ones see `user_state`). All of it is small; the copies of buffers are made into the same memory each time.
-NumPy's global random state is left out: to read it takes longer than all the rest, and an augmentation
-drawn anew does no harm.
+Copies are made before the first batch of every training window, if there are other replicas, which may die.
+Copied are buffers (running means), torch's and Python's random states, hyperparameters of the optimizer, the
+learning-rate scheduler, the loss scale, the sums of accumulators, and small States of the script (for large
+States see `user_state`). All of these are small. The copies of buffers use the same memory each time. NumPy's
+global random state is not copied: reading it takes longer than all other copies, and a repeated step may use
+different random augmentations.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from adaptdl_elastic.torch._elastic.user_state import UserStates
 
 
 class StepSnapshot:
-    """Everything of this replica as it was when a window began.
+    """Copy the state of this replica at the start of a window.
 
     Args:
-        index: Samples handed out by then, over all replicas.
-        last: The window before, whose memory is used again.
+        session: This replica's session.
+        index: Samples handed out before the window, over all replicas.
+        last: Snapshot of the previous window, whose memory is used again.
     """
 
     def __init__(self, session: Session, index: int, last: StepSnapshot | None) -> None:
@@ -45,7 +46,7 @@ class StepSnapshot:
         self._own.begin_window(session)
 
     def why_irreparable(self, session: Session) -> str | None:
-        """Why the window cannot be put back; None: it can."""
+        """Return why the changes of the window cannot be undone; None if they can."""
         found = next((why for model in self._models if (why := model.why_irreparable())), None)
         return found or self._own.why_irreparable(session)
 
@@ -54,7 +55,7 @@ class StepSnapshot:
         self._own.before_step(left_out)
 
     def put_back(self, session: Session) -> None:
-        """Let everything be as it was. May be done again."""
+        """Restore everything to the start of the window. May be called more than once."""
         for model in self._models:
             model.put_back()
         torch.set_rng_state(self._torch)

@@ -1,11 +1,11 @@
-"""Put back the script's own States when a step is abandoned: a step counter, a running loss, an average.
+"""Restore the script's own States after a failed step, e.g. a step counter, a running loss, an average.
 
-- A small State, or one that is copied in a small part of a step's time, is copied before every training
-  window.
-- Of a large TensorState only marks are kept (`large_state`). It is copied where a step is left out.
-- Of any other State a digest is kept, made when a data loop begins: a large one that is pickled, and one
-  with a `sync` of its own, whose `save` may not tell what this replica alone holds. If it has changed by
-  the time a replica has died, its value before the abandoned step is not known, and training restarts
+- A State that is small, or that can be copied in a small part of a step's time, is copied before every
+  training window.
+- Of a large TensorState only marks are recorded (`large_state`). It is copied when a step fails.
+- Of any other State a digest is recorded when a data loop begins. These are large States that are pickled,
+  and States with their own `sync`, whose `save` may not include the part that only this replica holds. If the
+  digest has changed when a replica dies, the value before the failed step is unknown, and training restarts
   from the checkpoint.
 """
 
@@ -30,39 +30,39 @@ from adaptdl_elastic.torch._elastic.state_transfer import strip
 from adaptdl_elastic.torch._runtime.position import script_position
 
 SMALL_BYTES = 4096
-"""Bytes of a State that are copied before every step: microseconds."""
+"""Largest size in bytes of a State that is copied before every step; the copy takes microseconds."""
 
 COPY_SHARE = 0.01
-"""Part of a window's time that the copy of a larger State may take."""
+"""Largest part of a window's time that the copy of a larger State may take."""
 
-_TIMED_WINDOWS = 8  # after so many windows of a loop, their time is known
+_TIMED_WINDOWS = 8  # number of windows of a loop after which their average time is used
 _LIBRARY = "adaptdl_elastic."
-_BLOCK = 1 << 18  # numbers that are weighted and summed up at a time, on a device
+_BLOCK = 1 << 18  # elements of a block of `_block_sums`
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PutBackError(Exception):
-    """A State of the script does not take back what it gave."""
+    """Raised if a State of the script fails to load its own snapshot."""
 
 
 class UserStates:
-    """Copies, marks and digests of one process's States, kept from window to window."""
+    """Keep copies, marks and digests of the script's States in this process."""
 
     def __init__(self) -> None:
-        self._copies: dict[str, Any] = {}  # as the window under way began
-        self._large: dict[str, LargeState] = {}
-        self._digests: dict[str, Hashable] = {}  # of all others, as the data loop began
-        self._loop: Hashable = None  # that data loop, and in which generation
-        self._windows = 0  # of that loop
+        self._copies: dict[str, Any] = {}  # State's name → snapshot from the start of the window
+        self._large: dict[str, LargeState] = {}  # large TensorStates by their names
+        self._digests: dict[str, Hashable] = {}  # other States: name → digest from the start of the data loop
+        self._loop: Hashable = None  # (generation, epoch, data loop) of the running data loop
+        self._windows = 0  # windows of that loop so far
         self._loop_began = 0.0  # seconds, monotonic
-        self._stepped = False  # whether the window under way has come to an `optimizer.step()`
+        self._stepped = False  # whether `optimizer.step()` was called in the current window
 
     def begin_window(self, session: Session) -> None:
-        """Keep what is needed to put the States back, as a training window is about to begin."""
+        """Copy or mark the States before a training window begins."""
         loop = session.generation, script_position().finished, script_position().entered
         if loop != self._loop:
             self._loop, self._windows, self._loop_began = loop, 0, time.monotonic()
-        if self._windows in (0, _TIMED_WINDOWS):  # a State may have another size by now, or time to be copied
+        if self._windows in (0, _TIMED_WINDOWS):  # choose again: the size or the time for a copy may differ
             self._digests, self._large = {}, {}
         window_time = self._window_time()
         self._copies, self._stepped = {}, False
@@ -71,13 +71,13 @@ class UserStates:
                 continue
             try:
                 self._note(name, state, window_time)
-            except Exception as error:  # the same would be a warning when a checkpoint is saved
+            except Exception as error:  # from the script's `save` or `state_dict`
                 self._large.pop(name, None)
                 self._digests[name] = f"cannot be copied: {error!r}"
         self._windows += 1
 
     def _window_time(self) -> float:
-        """Return the seconds that a window of this loop takes on average; 0 while that is not known."""
+        """Return the average time of a window of this loop in seconds; 0 while it is not known."""
         if self._windows < _TIMED_WINDOWS:
             return 0.0
         return (time.monotonic() - self._loop_began) / self._windows
@@ -99,10 +99,10 @@ class UserStates:
             self._digests[name] = _digest(state)
 
     def before_step(self, left_out: bool) -> None:
-        """Look at large States at an `optimizer.step()`, before the script changes them.
+        """Check or copy large States at a call of `optimizer.step()`.
 
         Args:
-            left_out: The optimizer does not step, because gradients did not arrive.
+            left_out: Whether the optimizer does not step, because gradients did not arrive.
         """
         if left_out:
             for large in self._large.values():
@@ -113,7 +113,7 @@ class UserStates:
                 large.before_step()
 
     def why_irreparable(self, session: Session) -> str | None:
-        """Return which State cannot be put back, and why; None if all can."""
+        """Return which State cannot be restored, and why; None if all can."""
         found = "this data loop has changed the State {!r}, which cannot be put back because {}"
         for name, large in self._large.items():
             if not large.can_be_put_back():
@@ -131,7 +131,7 @@ class UserStates:
         return None
 
     def put_back(self, session: Session) -> None:
-        """Let the States be as they were when the window began. May be done again.
+        """Restore the States to their values at the start of the window. May be called more than once.
 
         Raises:
             PutBackError: the script's `load` or `load_state_dict` has failed.
@@ -150,7 +150,10 @@ class UserStates:
 
 
 def tensors_of_script(session: Session) -> set[str]:
-    """States that the same step makes the same on all replicas: a laggard gets them with the model."""
+    """Return the names of the script's States that replicas a step behind receive with the model.
+
+    These are the TensorStates without their own `sync`: after the same step they are equal on all replicas.
+    """
     return {
         name
         for name, state in session.states.items()
@@ -159,7 +162,7 @@ def tensors_of_script(session: Session) -> set[str]:
 
 
 def copies_of_script(session: Session) -> dict[str, Any]:
-    """Snapshots of all the script's States, of any size, by their names."""
+    """Return snapshots of all the script's States, of any size, by their names."""
     return checkpoint.snapshot_states(name for name, state in session.states.items() if _of_script(state))
 
 
@@ -178,7 +181,12 @@ def _is_plain_tensor_state(state: SavedState) -> TypeGuard[checkpoint.TensorStat
 
 
 def _small_copy(state: SavedState, quick: Callable[[], bool]) -> Any:
-    """Return a snapshot, or None where it is large and making it was not `quick`."""
+    """Return a snapshot of a State that is small or was copied quickly; None for other States.
+
+    Args:
+        state: The State.
+        quick: Function that returns, after the copy, whether it took little enough time.
+    """
     if _is_plain_tensor_state(state):
         tensors: list[torch.Tensor] = []
         rest = strip(state.state_dict(), tensors)
@@ -195,7 +203,7 @@ def _too_large(state: SavedState | None) -> str:
 
 
 def _bytes(value: Any) -> int:
-    """About how many bytes there are, tensors apart; what is too many need not be counted to its end."""
+    """Return the approximate size of `value` in bytes, without tensors; counting stops at SMALL_BYTES."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, list | tuple | set):
@@ -215,7 +223,7 @@ def _digest(state: SavedState) -> Hashable:
     if isinstance(state, checkpoint.TensorState):
         tensors: list[torch.Tensor] = []
         rest = pickle.dumps(strip(state.state_dict(), tensors))
-        prints = [_fingerprint(tensor) for tensor in tensors]  # started on a device before any is waited for
+        prints = [_fingerprint(tensor) for tensor in tensors]  # start all on the device, then wait for them
         return hashlib.blake2b(rest).digest(), tuple(
             one if isinstance(one, int) else tuple(one.tolist()) for one in prints
         )
@@ -224,7 +232,7 @@ def _digest(state: SavedState) -> Hashable:
 
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor | int:
-    """Return a value that differs when bits or their places differ; computed on the tensor's device."""
+    """Return a checksum of a tensor's bits and their order, computed on the tensor's device."""
     if tensor.device.type != "cpu":
         return _block_sums(tensor)
     flat = _flat(tensor)
@@ -232,10 +240,10 @@ def _fingerprint(tensor: torch.Tensor) -> torch.Tensor | int:
 
 
 def _block_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Of each block, the sum of its bits as whole numbers, each times a weight of its place, modulo 2^64.
+    """Return a weighted sum of each block of elements, read as integers, modulo 2^64.
 
-    Weights are odd, so that no change of a single number is lost, and random, so that several of them do
-    not make up for each other: a count moved to another bin, numbers in another order.
+    The weights are odd, so that a change of a single element always changes the sum. They are random and
+    differ by position, so that several changes do not cancel, such as two elements that change places.
     """
     flat = _flat(tensor)
     flat = flat.view(_WHOLE.get(flat.element_size(), torch.uint8))

@@ -1,9 +1,9 @@
-"""One replica between two steps: where it is, and what all replicas do together.
+"""Keep a replica's position in the script, and act at the same step on all replicas.
 
 | module | question that it answers |
 |---|---|
-| `position` | Where is the script? Which epochs and data loops are behind it? |
-| `consensus` | How is something done on every replica at the same step? |
+| `position` | Which epochs and data loops has the script finished, and where is it in the current one? |
+| `consensus` | How do all replicas act at the same step? |
 | `statements` | Which statement of the script is being executed? |
-| `heap` | Which objects of a type are there in this process? |
+| `heap` | Which objects of a type exist in this process? |
 """

@@ -1,35 +1,35 @@
-"""Doing something on every replica at the same step: stops, checkpoints, changes of size.
+"""Act on every replica at the same step: stop, save a checkpoint, change the number of replicas.
 
-The problem. A person presses Ctrl-C in front of one replica, an agent asks for a checkpoint, a timer
-runs out: each happens on one replica, at any time, while the others are somewhere in the training loop.
-All must act at the same step. Whoever acts one step before the others leaves them waiting for ever in a
-gradient all-reduce.
+The problem. A user presses Ctrl-C, an agent asks for a checkpoint, or a timer expires. Each of these happens
+on one replica, at any time, while the other replicas are somewhere in the training loop. All replicas must
+act at the same step: a replica that acts one step too early leaves the others waiting forever in a gradient
+all-reduce.
 
-What does not do. A flag that is all-reduced at every step is right, and makes every step pay, evaluation
-steps too, which otherwise need no communication at all. "Act at step n + 10" costs nothing, and is wrong
-in loops that do not move in lockstep: in an evaluation loop one replica may be hundreds of batches ahead.
+Two simple ways fail. A flag that is all-reduced at every step is correct but slows down every step, also
+evaluation steps, which otherwise need no communication. "Act at step n + 10" costs nothing but is wrong in
+loops that do not run in lockstep: in an evaluation loop one replica may be hundreds of batches ahead.
 
-What is done. The loop passes *boundaries*: the start of every epoch and of every data loop, and the end
-of every optimizer step. Their positions (epoch, data loop, sample index) are the same sequence on every
-replica and only grow. To pass one costs a lock and a comparison. When something is to be done:
+What is done. The training thread passes *boundaries*: the start of every epoch and of every data loop, and
+the end of every optimizer step. Their positions (epoch, data loop, sample index) form the same increasing
+sequence on every replica. Passing a boundary costs a lock and a comparison. To act:
 
-1. whoever wants it sends a request to rank 0, whose control thread opens a *round*;
-2. `prepare`: the control side of every replica (never its training thread, which may be waiting for
-   another replica) answers with the last boundary it has passed, and from now on holds the training
-   thread at the next one;
-3. `decide`: rank 0 takes the latest of the answers, M. Every replica goes on to its first boundary after
-   M and acts there. Nobody had passed M's successor when it answered, and nobody has since, so all act
-   at the same boundary. Those behind M pass the boundaries up to it, which frees whoever waits for them;
-4. `executed`: rank 0 hears that all have acted, and may open the next round.
+1. A replica sends a request to rank 0, whose control thread opens a *round*.
+2. `prepare`: every replica answers with the last boundary it has passed, and from then on stops its training
+   thread at the next boundary. The answer comes from another thread than the training thread, which may be
+   waiting for another replica.
+3. `decide`: rank 0 sends the latest of the answers, M, to all. Every replica continues to its first boundary
+   after M and acts there. No replica has passed a boundary after M, so all act at the same boundary.
+   Replicas before M pass the boundaries up to M, so that no replica waits for them.
+4. `executed`: every replica tells rank 0 that it has acted. Then rank 0 may open the next round.
 
-No deadlock: the answers come from threads that wait for nothing. A replica that waits at a boundary waits
-for a message from rank 0, which needs the answers only; if a replica is gone instead, the waiting ends in
-`PeerLostError`. Before acting the replicas compare their positions. If a loop was left by `break` on one
-replica earlier than on another they differ; those behind then go on until they have caught up.
+This cannot deadlock. The answers come from threads that wait for nothing. A replica that waits at a boundary
+waits for a message from rank 0, and rank 0 needs only the answers. If a replica is lost, the wait ends with
+`PeerLostError`. Before acting, the replicas compare their positions. The positions differ if one replica left
+a loop by `break` earlier than another; the replicas behind then continue until they have caught up.
 
-Signals. Python runs signal handlers between two instructions of the main thread, so never while that is
-blocked in a collective with a peer that has stopped. The second Ctrl-C must work right there: it is
-counted in a thread that reads the wakeup descriptor, to which the C-level handler writes.
+Signals. Python runs a signal handler between two instructions of the main thread, so not while the main
+thread is blocked in a collective with a peer that has stopped. The second Ctrl-C must work in that case too.
+So it is counted by a thread that reads the wakeup file descriptor, to which the C-level handler writes.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ log = logging.getLogger(__name__)
 INTERRUPTED = 130
 """Exit code after a second Ctrl-C: 128 + SIGINT."""
 
-_KEPT = ("stop", "checkpoint")  # what is still wanted after a replica has died
-_OF_ROUNDS = ("want", "ready", "executed")  # control messages for rank 0's control thread
-_UNHEARD = 100  # of the control messages that nobody listens to yet, how many are kept
-_START: Position = (-1, 0, 0)
-_DOUBLE_DELIVERY = 0.3  # seconds: a launcher forwards the Ctrl-C that the terminal has sent us already
-_STEP_REPORT_INTERVAL = 1.0
-_POLL_INTERVAL = 0.2  # seconds from one look for a better batch size to the next: one attribute is read
+_KEPT = ("stop", "checkpoint")  # kinds of commands that are repeated after a replica has died
+_OF_ROUNDS = ("want", "ready", "executed")  # kinds of control messages for rank 0's control thread
+_UNHEARD = 100  # most control messages that are kept for a listener that is not registered yet
+_START: Position = (-1, 0, 0)  # before every boundary
+_DOUBLE_DELIVERY = 0.3  # seconds within which a second SIGINT is the launcher's copy of the same Ctrl-C
+_STEP_REPORT_INTERVAL = 1.0  # seconds between two reports of a finished step
+_POLL_INTERVAL = 0.2  # seconds between two polls for a better batch size
 
 
 class BoundaryConsensus:
-    """One replica's side of every agreement; rank 0's also leads."""
+    """Carry out commands at the same boundary on all replicas. Rank 0's object also leads the rounds."""
 
     def __init__(
         self,
@@ -91,32 +91,34 @@ class BoundaryConsensus:
     ) -> None:
         self.session = session
         self.started = False
-        self.loops_over = False  # the last epoch loop has ended, the script is on its way to its end
-        self.handlers = dict(handlers or {})  # what is done at an agreed boundary, by the command's kind
+        self.loops_over = False  # the last epoch loop has ended
+        self.handlers = dict(handlers or {})  # kind of a command → function that carries it out
         self.polls: list[Callable[[], Command | None]] = []
         self._clock = clock
         self._condition = threading.Condition()
         self._position: Position = _START
-        self._round: int | None = None  # open: hold the training thread at its next boundary
-        self._decision: tuple[Position, list[Command]] | None = None
-        self.lost: str | None = None  # why nothing can be agreed with this generation any more
-        self._asked: list[Command] = []  # of us, and not done yet: rank 0 may die before it has done it
+        self._round: int | None = None  # number of the open round, in which the next boundary waits
+        self._decision: tuple[Position, list[Command]] | None = None  # act at the first boundary after it
+        self.lost: str | None = None  # why this generation can agree on nothing any more
+        self._asked: list[
+            Command
+        ] = []  # requests of this replica, repeated if rank 0 dies before they are done
         self._listeners: dict[str, Callable[[int, int, Any], None]] = {}  # by the kind of control message
-        self._unheard: list[tuple[int, Any]] = []  # control messages that nobody listens to yet
+        self._unheard: list[tuple[int, Any]] = []  # control messages without a listener so far
         self._events: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self._closed = False
-        self.between = False  # of two generations: nobody would hear of a round
+        self.between = False  # the connections of the old generation are closed, the new ones not yet open
         self._leader = RoundCoordinator(self)
         self._interrupted_at: float | None = None
         self._reported = float("-inf")
         self._first_step = True
-        self._told: float | None = None  # time of the newest step that the agent knows of
+        self._told: float | None = None  # time of the last step that was reported to the agent
         self._wakeup: tuple[socket.socket, socket.socket] | None = None
 
     # -- starting and ending -----------------------------------------------------------------------
 
     def start(self) -> None:
-        """Take orders from the agent and the terminal. Again does nothing."""
+        """Start to take orders from the agent and the terminal. Further calls do nothing."""
         with self._condition:
             if self.started:
                 return
@@ -130,7 +132,7 @@ class BoundaryConsensus:
             self._thread("adaptdl-channel", self._read_channel)
 
     def close(self) -> None:
-        """End the threads and give the signals back."""
+        """End the threads, and restore the previous signal handlers."""
         self._closed = True
         self._events.put(("close", 0, None))
         self._restore_handlers()
@@ -143,10 +145,12 @@ class BoundaryConsensus:
             checkpoint.flush(env.checkpoint_interval() or 30.0)
         under_agent = self.session.channel is not None
         if self.session.reducer is not None and hasattr(sys, "last_value"):
-            self.session.reducer.abort()  # an error that nobody caught is no end of which others should hear
+            self.session.reducer.abort()  # after an uncaught error the others must not see a regular end
         self.session.close()
         if under_agent and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # too late to stop what has ended
+            signal.signal(
+                signal.SIGTERM, signal.SIG_IGN
+            )  # training has ended; SIGTERM must not change the exit
 
     def _thread(self, name: str, target: Callable[[], None]) -> None:
         threading.Thread(target=target, name=name, daemon=True).start()
@@ -155,7 +159,7 @@ class BoundaryConsensus:
 
     def _install_handlers(self) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # Python allows it nowhere else; an agent's messages still work
+            return  # Python sets signal handlers in the main thread only; the agent's orders still work
         self._previous = {
             number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)
         }
@@ -181,23 +185,23 @@ class BoundaryConsensus:
         self._wakeup = None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread, between two of its instructions: take no lock here."""
-        if os.getpid() != self.session.pid:  # a data loader's worker inherited us
+        """Handle SIGINT and SIGTERM. Interrupts the main thread anywhere, so it must take no lock."""
+        if os.getpid() != self.session.pid:  # a data loader's worker process inherited this handler
             if number == signal.SIGTERM:
                 os._exit(STOPPED)
             return
-        if self.session.epoch is None:  # nothing is under way that could be saved
+        if self.session.epoch is None:  # outside of epoch loops there is nothing to save
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             if self.loops_over and self.session.channel is not None:
-                return  # all is done and saved; the agent waits for our exit code
+                return  # all is done and saved; the agent waits for the exit code
             raise SystemExit(STOPPED)
         if number == signal.SIGINT:
             os.write(2, b"\nstopping at the next step; Ctrl-C again stops at once\n")
         self.request({"kind": "stop", "reason": signal.Signals(number).name})
 
     def _count_interrupts(self) -> None:
-        """In a thread of its own: sees signals even while the main thread is stuck in a collective."""
+        """End the process at a second Ctrl-C. Runs in its own thread, as the main thread may be blocked."""
         assert self._wakeup is not None
         reader, first = self._wakeup[0], None
         while True:
@@ -219,7 +223,7 @@ class BoundaryConsensus:
     # -- messages ----------------------------------------------------------------------------------
 
     def _read_channel(self) -> None:
-        """Read the agent's orders, and end when the agent does: another replica then takes this place."""
+        """Read the agent's orders. End the process if the agent ends: another replica then replaces it."""
         channel = self.session.channel
         assert channel is not None
         session = self.session
@@ -242,13 +246,13 @@ class BoundaryConsensus:
             os._exit(STOPPED)
 
     def request(self, command: Command) -> None:
-        """Have `command` done on every replica at the next boundary they can agree on. From any thread."""
+        """Request that every replica carries out `command` at the same boundary. Callable in any thread."""
         if command["kind"] in _KEPT:
             self._asked.append(command)
         self._events.put(("want", 0, command))
 
     def on_message(self, sender: int, message: Any) -> None:
-        """Take a control message of another replica or of this replica's leader. Must not block."""
+        """Take a control message of any replica, this one included. Must not block."""
         kind, number, body = message
         if kind == "prepare":
             with self._condition:
@@ -263,7 +267,7 @@ class BoundaryConsensus:
         elif kind == "saved":
             for command in body:
                 with contextlib.suppress(ValueError):
-                    self._asked.remove(command)  # in place: another thread may be adding one
+                    self._asked.remove(command)  # in place: another thread may append at the same time
         elif kind in _OF_ROUNDS:
             self._events.put((kind, sender, (number, body)))
         else:
@@ -275,7 +279,7 @@ class BoundaryConsensus:
                 listener(sender, number, body)
 
     def listen(self, kind: str, listener: Callable[[int, int, Any], None]) -> None:
-        """Have `listener(sender, number, body)` called for control messages of a kind, also earlier ones."""
+        """Call `listener(sender, number, body)` for all control messages of `kind`, also for earlier ones."""
         with self._condition:
             self._listeners[kind] = listener
             earlier = [one for one in self._unheard if one[1][0] == kind]
@@ -284,23 +288,23 @@ class BoundaryConsensus:
             listener(sender, number, body)
 
     def on_lost(self, rank: int) -> None:
-        """Record that a replica is gone without a goodbye."""
+        """Record that the connection to a replica was lost without a regular end."""
         self.lose(f"rank {rank} is gone")
 
     def lose(self, reason: str) -> None:
-        """Nothing can be agreed with this generation any more. From any thread."""
+        """Record that this generation can agree on nothing any more. Callable in any thread."""
         with self._condition:
             self.lost = self.lost or reason
             self._condition.notify_all()
         self.session.recovery.on_lost()
 
     def poll_soon(self) -> None:
-        """Have the polls asked, which have just become more: the control thread may wait for events only."""
+        """Wake the control thread after a poll was added: without polls it waits for events only."""
         self._events.put(("tick", 0, None))
 
     @property
     def round_open(self) -> bool:
-        """Whether rank 0 is about to have something done: the next boundary waits for its decision."""
+        """Whether a round is open: the next boundary waits for rank 0's decision."""
         return self._round is not None
 
     def _tell(self, rank: int, message: Any) -> None:
@@ -312,7 +316,7 @@ class BoundaryConsensus:
     # -- the control thread ------------------------------------------------------------------------
 
     def _lead(self) -> None:
-        """Carry requests to rank 0; there, lead the rounds and watch the clock."""
+        """Send requests to rank 0; on rank 0, lead the rounds and save periodic checkpoints."""
         while not self._closed:
             try:
                 kind, sender, body = self._events.get(timeout=self._leader.wait())
@@ -333,16 +337,16 @@ class BoundaryConsensus:
     # -- the training thread -----------------------------------------------------------------------
 
     def boundary(self, position: Position, last: bool = False) -> None:
-        """Pass a boundary, doing first what was agreed to be done there.
+        """Pass a boundary, after carrying out the commands that were agreed on for it.
 
         Args:
-            position: Of the boundary.
-            last: Whether nothing of the data loop is left. A replica that joined here would find no batch, so
-                what brings newcomers is done at the boundary after this one.
+            position: Position of the boundary.
+            last: Whether the data loop has no batch left. A replica that joined here would get no batch, so
+                commands that add replicas are carried out at the next boundary.
 
         Raises:
-            SystemExit: with code 143, when it was agreed to stop.
-            PeerLostError: when a replica is gone that would have to agree.
+            SystemExit: the replicas have agreed to stop (exit code 143).
+            PeerLostError: a replica that would have to agree is gone.
         """
         condition = self._condition
         with condition:
@@ -366,26 +370,33 @@ class BoundaryConsensus:
         self._execute([{**command, "position": position} for command in commands])
         if any(command["kind"] == "checkpoint" for command in commands):
             self.session.recovery.mark()
-        if self.session.generation == generation:  # else there is another rank 0's leader to talk to
+        if self.session.generation == generation:  # a round ends with its generation: nothing to report then
             self._tell(0, ("executed", number, None))
 
     def abandon(self) -> None:
-        """Drop what was to be agreed with a generation whose connections are closed."""
+        """Drop the open round of a generation whose connections are closed."""
         with self._condition:
             self.lost = self._round = self._decision = None
             self.between = True
 
     def renew(self, position: Position, recovered: bool = False) -> None:
-        """Begin a new generation at `position`; `recovered`: the old one was broken off."""
+        """Begin a new generation at `position`; `recovered` if the old one ended with a peer's death."""
         with self._condition:
             self._position, self._first_step = position, True
-            self._told = self.session.last_step_time  # `switched` says it: it is no step of the new one
+            self._told = self.session.last_step_time  # the message `Switched` has reported this step
         self._events.put(("renew", 0, recovered))
-        for command in self._asked:  # rank 0 may be another one
+        for command in self._asked:  # a new rank 0 does not know them
             self._events.put(("want", 0, command))
 
     def _together(self, position: Position) -> bool:
-        """Whether every replica is at `position`; otherwise those behind have been told to catch up."""
+        """Return whether this replica may act at `position`, because all replicas are there.
+
+        If the replicas are at different positions, those behind get False and must continue to the latest
+        position; those at the latest position wait for them.
+
+        Raises:
+            CollectiveMismatchError: the replicas do not reach the same position.
+        """
         reducer = self.session.reducer
         if reducer is None or reducer.replicas == 1:
             return True
@@ -408,9 +419,9 @@ class BoundaryConsensus:
         return True
 
     def _execute(self, commands: list[Command]) -> None:
-        """Carry out agreed commands: save a checkpoint before a change of replicas.
+        """Carry out agreed commands; a checkpoint comes before a change of the number of replicas.
 
-        A stop comes alone, and its checkpoint serves all other requests for one.
+        A stop saves one checkpoint, which also serves all requests for a checkpoint, and ends this process.
         """
         stop = [c for c in commands if c["kind"] == "stop"]
         saves = [c for c in commands if c["kind"] == "checkpoint"]
@@ -424,7 +435,7 @@ class BoundaryConsensus:
                 self.handlers[command["kind"]](command)
 
     def save(self, kind: str, requests: Sequence[Command] = ()) -> None:
-        """Save a checkpoint, on every replica between the same steps, and tell the agent."""
+        """Save a checkpoint and tell the agent. All replicas call this between the same two steps."""
         asked = [{key: value for key, value in c.items() if key != "position"} for c in requests]
         numbers = [c["request"] for c in requests if c.get("request") is not None]
         session = self.session
@@ -442,7 +453,7 @@ class BoundaryConsensus:
             for rank in range(session.replicas):
                 self._tell(rank, ("saved", 0, asked))
 
-        with contextlib.suppress(checkpoint.CheckpointSaveError):  # it has said so
+        with contextlib.suppress(checkpoint.CheckpointSaveError):  # save_all_states has logged it
             checkpoint.save_all_states(
                 kind=kind, background=kind in ("periodic", "request"), step=session.step, done=done
             )
@@ -450,9 +461,9 @@ class BoundaryConsensus:
     def _stop(self, command: Command) -> None:
         session = self.session
         self.report_step(force=True)
-        session.send(Stopping())  # a script may turn the exit into another one
+        session.send(Stopping())  # the script may catch SystemExit and end with another exit code
         if session.reducer is not None:
-            with contextlib.suppress(Exception):  # rank 0 has written; nobody leaves before
+            with contextlib.suppress(Exception):  # no replica ends before rank 0 has written the checkpoint
                 session.reducer.barrier(tag="stop")
         if session.rank == 0:
             path = env.checkpoint_path()
@@ -466,7 +477,11 @@ class BoundaryConsensus:
         raise SystemExit(STOPPED)
 
     def report_step(self, force: bool = False) -> None:
-        """Tell the agent that we live: at the first step, then at most once a second, and at the end."""
+        """Report the last finished step to the agent: the first one, then at most one a second.
+
+        Args:
+            force: Whether to report in any case.
+        """
         session = self.session
         if session.channel is None or session.last_step_time is None:
             return
@@ -480,20 +495,20 @@ class BoundaryConsensus:
 
 
 class RoundCoordinator:
-    """Rank 0's part: opens one round at a time for everything that is wanted by then."""
+    """Open one round at a time, on rank 0, for all commands that were requested since the last one."""
 
     def __init__(self, control: BoundaryConsensus) -> None:
         self._control = control
         self._number = 0
         self._wanted: list[Command] = []
-        self._running: list[Command] | None = None  # of the open round
+        self._running: list[Command] | None = None  # commands of the open round
         self._ready: dict[int, Position] = {}
         self._executed: set[int] = set()
         self._next_save: float | None = None
         self._next_poll = 0.0
 
     def wait(self) -> float | None:
-        """Seconds until the clock has something to say; None: until somebody else has."""
+        """Return the seconds until the next timed action; None if there is none. At most 1."""
         control = self._control
         if control.session.rank != 0 or not control.started:
             return None
@@ -508,16 +523,16 @@ class RoundCoordinator:
         return None if left == float("inf") else min(max(left, 0.0), 1.0)
 
     def on_event(self, kind: str, sender: int, body: Any) -> None:
-        """One event of the control thread."""
+        """Handle a request, a replica's message about the open round, a new generation, or a clock tick."""
         if kind == "want":
             self._want(body)
         elif kind == "renew":
-            self._control.between = False  # here: what was wanted before must not open a round that this ends
-            if body:  # what was under way has not been done
+            self._control.between = False  # here, so that no earlier request opens a round before `renew`
+            if body:  # the commands of the open round were not carried out
                 both = (*(self._running or ()), *self._wanted)
                 self._wanted = [c for c in both if c["kind"] in _KEPT]
             self._running = None
-            self._number += 1  # what is said of that round comes too late
+            self._number += 1  # late messages of the old round are ignored
         elif kind == "ready" and body[0] == self._number:
             self._ready[sender] = tuple(body[1])
             self._decide()
@@ -562,7 +577,7 @@ class RoundCoordinator:
 
 
 def _covers(known: Command, new: Command) -> bool:
-    """Whether doing `known` does `new` as well."""
+    """Return whether carrying out `known` makes `new` unnecessary."""
     if known["kind"] != new["kind"]:
         return False
     return known["kind"] == "stop" or known == new

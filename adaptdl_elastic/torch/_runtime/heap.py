@@ -1,4 +1,4 @@
-"""Objects of this process by their type."""
+"""Find the objects of this process by their type."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 
 def instances_of(*kinds: type) -> list[Any]:
-    """All tracked objects of these classes, which are written in Python, and of those derived from them.
+    """Return all objects of the classes `kinds` and of their subclasses.
 
-    By who refers to the class, as each object of it does: `gc.get_objects()` would hold on to everything
-    there is. That keeps alive what has just ended, and another thread may be in the middle of `tuple(...)`,
-    where CPython raises SystemError if anybody holds on to the unfinished tuple.
+    The classes must be written in Python. The objects are found as referrers of their class. The simpler
+    `gc.get_objects()` would take references to all objects of the process: finished objects would stay alive,
+    and CPython raises SystemError in another thread that is building a tuple if the unfinished tuple is
+    referenced from elsewhere.
     """
     wanted: set[type] = set()
     level: set[type] = set(kinds)

@@ -1,12 +1,13 @@
-"""Where a script is: which epochs and data loops are behind it, and how far it is in the present one.
+"""Keep the position of a script: its finished epochs and data loops, and the sample index in the current one.
 
-This is what lets a script be run again from its top after a restart: epochs that have ended are not
-offered again, data loops of the present epoch that have ended are skipped, and the loop that was under
-way goes on at the sample it had reached. A data loop is known by its number within its epoch. Data loops
-outside of epochs have no place in that: they run whenever the script comes to them, from their start.
+With the position, a script can run again from its first line after a restart. Finished epochs are not
+run again. Finished data loops of the current epoch are skipped. The data loop that was running continues at
+the sample it had reached. A data loop is identified by its number within its epoch. Data loops outside of
+epochs have no such number: they run from their start each time the script reaches them.
 
-Every replica must come to the same data loops. Each tells the others which one it has come to, and over
-which loader; nobody waits for that, but where they differ all that follows is an error.
+Every replica must run the same data loops. At the start of a data loop, each replica tells the others the
+number of the loop and its loader, without waiting for them. If the replicas differ, their next collective
+raises an error.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from adaptdl_elastic.reducer import LOOPS, PeerFinishedError, PeerLostError
 
 logger = logging.getLogger(__name__)
 
-_BEHIND_ALL = 10**6  # data loops: an epoch has fewer
-_STREAM_POSITIONS = 4  # windows of a stream that are remembered: a death may undo one or two
+_BEHIND_ALL = 10**6  # number of a data loop after all loops of an epoch: an epoch has fewer
+_STREAM_POSITIONS = 4  # windows of a stream whose positions are kept: a recovery may go back one or two
 
 
 class ScriptPosition(checkpoint.TensorState):
-    """The position of a script, and the seeds of its loaders. One a session; see `script_position()`."""
+    """Hold the position of a script and the seeds of its loaders. One per session: `script_position()`."""
 
     required = False
 
@@ -35,38 +36,37 @@ class ScriptPosition(checkpoint.TensorState):
         super().__init__("adaptdl-loops")
         self._session = session
         self.step = 0  # optimizer steps finished since the job began
-        self.finished = 0  # epochs
-        self.finished_loops = 0  # of the present epoch
-        self.index = 0  # samples that the present data loop has handed out, on all replicas together
+        self.finished = 0  # finished epochs
+        self.finished_loops = 0  # finished data loops of the current epoch
+        self.index = 0  # samples that the current data loop has handed out, over all replicas
         self.size: int | None = None  # samples of its data set; None: not known
         self.shuffled: bool | None = None  # whether they come in a random order; None: not known
-        self.start_progress = 0.0  # statistical progress when the present data loop began
-        self.seeds: dict[str, int] = {}  # of the loaders' orders, by their keys, once settled
-        self.end_indices: dict[str, int] = {}  # samples of a pass of each loader, by their keys
+        self.start_progress = 0.0  # statistical progress when the current data loop began
+        self.seeds: dict[str, int] = {}  # loader's key → seed of its sample order, once settled
+        self.end_indices: dict[str, int] = {}  # loader's key → samples of a pass
         self.stream_positions: list[tuple[int, int, list[int]]] = []  # see note_stream
         self.trainer: str | None = None  # key of the loader that models are trained with, once known
-        self.samples = 0  # of the present epoch, in training loops
-        self.until: int | None = None  # remaining_epochs_until's argument
-        self.body: CodeType | None = None  # what has the epoch loop in it
-        self.epoch_loops = 0  # of the script that this process has come to
-        self.entered = 0  # data loops of the present epoch that this process has come to
+        self.samples = 0  # samples of the current epoch in training loops
+        self.until: int | None = None  # argument of remaining_epochs_until
+        self.body: CodeType | None = None  # code that contains the epoch loop
+        self.epoch_loops = 0  # epoch loops that this process has reached
+        self.entered = 0  # data loops of the current epoch that this process has reached
         self.looping = False  # inside a data loop
-        self.left: tuple[int, int] | None = None  # data loop that its body left, and where it would go on
-        self.announced: tuple[int, int] = (0, 0)  # the last (epoch, data loop) that others were told of
+        self.left: tuple[int, int] | None = None  # (loop, index to continue at) of a loop left by its body
+        self.announced: tuple[int, int] = (0, 0)  # last (epoch, data loop) that the others were told
         self.epoch_began = time.monotonic()
-        self._begun = -1  # the last epoch that was begun in this process
-        self._outside = 0  # data loops outside of epochs that this process has come to
-        self._kept: tuple[int, int, float] | None = (
-            None  # what such a loop does not change; None: there is none
-        )
+        self._begun = -1  # last epoch that was begun in this process
+        self._outside = 0  # data loops outside of epochs that this process has reached
+        # (index, samples, start_progress), restored after a data loop outside of epochs; else None
+        self._kept: tuple[int, int, float] | None = None
 
     @property
     def outside(self) -> bool:
-        """Whether a data loop outside of epochs is under way."""
+        """Whether a data loop outside of epochs is running."""
         return self._kept is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that outlives a generation."""
+        """Return the position for checkpoints and newcomers."""
         finished_loops, index = self._behind()
         _, samples, start_progress = self._kept or (0, self.samples, self.start_progress)
         return {
@@ -86,7 +86,7 @@ class ScriptPosition(checkpoint.TensorState):
         }
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Be where `state_dict` says."""
+        """Go to the position in `state_dict`."""
         self.finished = state_dict["finished"]
         self.finished_loops = state_dict["finished_loops"]
         self.index = state_dict["index"]
@@ -109,7 +109,8 @@ class ScriptPosition(checkpoint.TensorState):
         """Return the number of finished data loops of the epoch, and the index in the next one."""
         if self.left is None:
             return self.finished_loops, self.index if self._kept is None else self._kept[0]
-        loop, index = self.left  # it is over once the script goes on behind it: an exception may have left it
+        # The loop is finished only when the script continues after it: an exception may have left it.
+        loop, index = self.left
         return loop - 1, index
 
     def tell_samples(self, size: int, shuffled: bool) -> None:
@@ -126,19 +127,19 @@ class ScriptPosition(checkpoint.TensorState):
         self.size, self.shuffled = size, shuffled
 
     def note_stream(self, index: int, turn: int, counts: list[int]) -> None:
-        """Remember what a stream's `index` consists of, beside those of the windows before.
+        """Remember how many samples of each part of a stream make up `index`, for the last few windows.
 
         Args:
             index: Samples handed out, over all replicas.
-            turn: The part of the stream whose turn it is.
-            counts: Samples of each part that were handed out.
+            turn: Part of the stream that gives the next chunk.
+            counts: Samples handed out, by part.
         """
         self.stream_positions = [*self.stream_positions[1 - _STREAM_POSITIONS :], (index, turn, list(counts))]
 
     # -- epochs ------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> int:
-        """Enter the next unfinished epoch."""
+        """Enter the next unfinished epoch, and return its number."""
         session = self._session
         self.finished_loops, self.index = self._behind()
         self.entered, self.left = 0, None
@@ -164,9 +165,13 @@ class ScriptPosition(checkpoint.TensorState):
     # -- data loops --------------------------------------------------------------------------------
 
     def enter(self, loader: str) -> bool:
-        """Come to a data loop over the loader with that key; whether it has to be run.
+        """Enter a data loop over the loader with the key `loader`.
 
-        It has not if it had ended before a restart.
+        Returns:
+            Whether the loop has to be run: not if it finished before a restart or before this replica joined.
+
+        Raises:
+            RuntimeError: another data loop is running.
         """
         if self.looping:
             raise RuntimeError(
@@ -196,16 +201,16 @@ class ScriptPosition(checkpoint.TensorState):
         return True
 
     def announce(self, place: tuple[int, int], what: str, wait: bool = False) -> None:
-        """Tell the others that this replica has come to `place`, unless they were told.
+        """Tell the other replicas that this replica has reached `place`, unless they were told before.
 
         Args:
-            place: The epoch and the data loop.
+            place: Epoch and data loop.
             what: Description of the place, for error messages.
-            wait: Whether to wait until all others have come there or one of them has died.
+            wait: Whether to wait until all others have reached it or one of them has died.
 
         Raises:
-            CollectiveMismatchError: another one has come to another place.
-            PeerFinishedError: another one has ended instead.
+            CollectiveMismatchError: another replica has reached another place instead.
+            PeerFinishedError: another replica has ended instead.
         """
         reducer = self._session.reducer
         if place <= self.announced:
@@ -219,19 +224,21 @@ class ScriptPosition(checkpoint.TensorState):
                 told.result()
         except PeerFinishedError:
             raise
-        except PeerLostError:  # the next boundary finds it, and deals with it
+        except PeerLostError:  # the next boundary detects the loss and recovers
             return
 
     def _pass(self) -> None:
-        """Pass the beginning of an epoch or a data loop."""
+        """Pass the boundary at the beginning of an epoch or a data loop."""
         safe = self._session.recovery
         safe.between_loops()
         safe.retry_on_peer_loss(self.boundary)
 
     def leave(self, ended: bool, left: int | None = None) -> None:
-        """Leave a data loop; it `ended` unless it was skipped, or broken off by an error or a stop.
+        """Leave a data loop.
 
-        left: where it would go on, if its body left it.
+        Args:
+            ended: Whether the loop is finished; False if it was skipped, or stopped by an error or a stop.
+            left: If the loop's body left it, the index at which it would continue.
         """
         self.looping = False
         if self._kept is not None:
@@ -243,12 +250,12 @@ class ScriptPosition(checkpoint.TensorState):
             self.index = 0
 
     def boundary(self, last: bool = False) -> None:
-        """Pass the present position: between steps or evaluated batches, data loops and epochs.
+        """Pass the boundary at the current position: after a step, or before a data loop or an epoch.
 
         Args:
-            last: Whether nothing of the data loop under way is left.
+            last: Whether the running data loop has no batch left.
         """
-        if self.outside:  # nobody can join in it
+        if self.outside:  # a newcomer cannot join in a data loop outside of epochs
             place, last = (self._begun, _BEHIND_ALL + self._outside), True
         else:
             place = (self.finished, self.entered)

@@ -1,8 +1,8 @@
-"""Which statement of the script is being executed, in a form that a later run of the script gives again.
+"""Identify the script's statement that is being executed, in the same way in every run of the script.
 
-A line number will not do: a line that is inserted above the statement changes it. The text of the line will
-not do: the file may have been edited since the process read it. So a statement is known by its compiled form,
-as the interpreter has it in memory.
+A line number is not suitable: inserting a line above the statement changes it. The text of the line is not
+suitable: the file may have been edited since the process read it. So a statement is identified by its
+bytecode in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _CONSTANTS = frozenset(dis.hasconst)
 
 _forms: dict[int, tuple[CodeType, Mapping[int, bytes]]] = {}
-"""Of code objects, by id, which stays theirs because they are kept here."""
+"""id of a code object → (the code object, digest input of each line). The reference keeps the id valid."""
 
 
 def running_statements(outermost: CodeType | None) -> str:
@@ -30,7 +30,7 @@ def running_statements(outermost: CodeType | None) -> str:
     edits of other lines.
 
     Args:
-        outermost: Code of the last frame that counts. The search ends at a module's code in any case.
+        outermost: Code of the outermost frame to include. The search ends at a module's code in any case.
     """
     digest = hashlib.blake2b(digest_size=12)
     for frame in _frames.up_to(outermost):
@@ -43,13 +43,13 @@ def running_statements(outermost: CodeType | None) -> str:
 
 
 def _compiled_lines(code: CodeType) -> Mapping[int, bytes]:
-    """Return the compiled form of each line of `code`, numbered where several lines have the same form."""
+    """Return the bytecode of each line of `code` as text, with a number if several lines have the same."""
     line_at = {start: line for start, _, line in code.co_lines() if line is not None}
     parts: dict[int, list[str]] = defaultdict(list)
     line = code.co_firstlineno
     for instruction in dis.get_instructions(code):
         line = line_at.get(instruction.offset, line)
-        if instruction.opname != "EXTENDED_ARG":  # depends on how many names the rest of the code has
+        if instruction.opname != "EXTENDED_ARG":  # depends on the number of names in the rest of the code
             parts[line].append(f"{instruction.opname} {_argument(instruction)}")
     seen: Counter[str] = Counter()
     forms, where = {}, f"{Path(code.co_filename).name} {code.co_name}"
@@ -61,7 +61,7 @@ def _compiled_lines(code: CodeType) -> Mapping[int, bytes]:
 
 
 def _argument(instruction: dis.Instruction) -> str:
-    """Return an instruction's argument without what depends on other lines or on the process."""
+    """Return an instruction's argument as text, the same whatever the other lines and the process are."""
     if instruction.opcode in _JUMPS:
         return ""
     if instruction.opcode not in _CONSTANTS:
