@@ -1,6 +1,6 @@
 """Send and receive frames between replicas, after a handshake.
 
-A frame is 8 bytes of length, one byte of kind, the payload, and a tag. Before the first frame, both sides prove
+A frame is 8 bytes of length, a byte of kind, the payload, and a tag. Before the first frame both sides prove
 that they know the same key: each sends an HMAC-SHA256 over the nonces of both sides. Neither replaying nor
 reflecting an earlier message passes this check. The tag of a frame is an HMAC by a key of this connection and
 direction, over the frame's number and content: a stranger between the two sides can end the connection, but
@@ -177,7 +177,7 @@ class Answer:
         self._secret = secret
 
     def judge(self, introduction: bytes) -> tuple[int, bytes, FrameKeys]:
-        """Check the connecting side's message; return its rank, the message to send last, and the frames' keys.
+        """Check the connecting side's message; return its rank, the last message to send, and the keys.
 
         Raises:
             AuthenticationError: the connecting side does not know the secret. The caller sends REFUSAL.
