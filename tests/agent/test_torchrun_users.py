@@ -237,15 +237,15 @@ def test_logs_are_where_torchrun_writes_them_and_lines_have_its_prefixes(tmp_pat
         )
     assert (run / "attempt_0" / "0" / "stderr.log").read_text() == "to stderr from 0\n"
     assert "[trainer0]:to stderr from 0" in done.stderr.splitlines()
-    assert "to stderr from 1" in done.stderr.splitlines()
+    assert "[rank1]: to stderr from 1" in done.stderr.splitlines()
 
 
 def test_a_template_for_the_prefix_and_a_filter(tmp_path: Path) -> None:
     options = ("--nproc-per-node=2", "--redirect=3", "--tee=3", "--local-ranks-filter=1")
-    done = run_agent(tmp_path, *options, USER, TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[rank${rank}]: ")
+    done = run_agent(tmp_path, *options, USER, TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[no. ${rank}] ")
     text = said(done)
-    assert "[rank1]: sum 3 launched True" in text.splitlines()
-    assert "rank0" not in text
+    assert "[no. 1] sum 3 launched True" in text.splitlines()
+    assert "no. 0" not in text
 
 
 def test_the_end_of_a_script_is_the_end_of_the_command(tmp_path: Path) -> None:
