@@ -62,6 +62,7 @@ def test_every_sample_once_through_changes_and_a_death(
     assert loader_runs.handed_out(tmp_path) == loader_runs.once(900)
 
 
+@pytest.mark.processes
 def test_a_batch_is_a_step_of_all_replicas(tmp_path: Path) -> None:
     loader_runs.run(tmp_path, 2, kind="batch sampler", size=20)
     steps: dict[int, list[int]] = {}
@@ -83,6 +84,7 @@ def test_a_stream_with_workers_is_autoscaled(tmp_path: Path) -> None:
     assert max(windows) > 4, f"the batch size never changed: {windows}"
 
 
+@pytest.mark.processes
 def test_a_weighted_sampler_draws_the_same_on_all_replicas(tmp_path: Path) -> None:
     """Of 60 draws with replacement each is handed out once, and another job of that seed draws them again."""
     for name in ("one", "again"):

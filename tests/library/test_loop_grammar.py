@@ -27,6 +27,7 @@ SECONDS = float(os.environ.get("ADAPTDL_CHAOS_SECONDS", "0"))
 FIRST = int(os.environ.get("ADAPTDL_CHAOS_SEED", "1"))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_script_is_as_in_plain_torch(tmp_path: Path, seed: int) -> None:
     loop_cases.carry_out(seed, tmp_path)
@@ -49,6 +50,7 @@ def test_more_random_scripts(tmp_path: Path) -> None:
     assert not failed, "\n".join(text.splitlines()[0] for text in failed)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("seed", ALONE)
 def test_a_random_script_is_stopped_and_resumed_at_every_batch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int

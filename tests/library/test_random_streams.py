@@ -48,6 +48,7 @@ def of(folder: Path, what: str, field: str) -> list[Any]:
     return [line[field] for line in generations.records(folder) if line["what"] == what]
 
 
+@pytest.mark.processes
 def test_replicas_draw_their_own_numbers_in_data_loops_only(tmp_path: Path) -> None:
     run(tmp_path, 3)
     ranks = [drawn(tmp_path, rank) for rank in range(3)]
@@ -61,6 +62,7 @@ def test_replicas_draw_their_own_numbers_in_data_loops_only(tmp_path: Path) -> N
     assert len({json.dumps(one) for one in between}) == 2  # one in each epoch, the same on all replicas
 
 
+@pytest.mark.processes
 def test_the_seed_decides(tmp_path: Path) -> None:
     for name, seed in (("one", 5), ("again", 5), ("other", 6)):
         run(tmp_path / name, 2, seed=seed)
@@ -69,11 +71,13 @@ def test_the_seed_decides(tmp_path: Path) -> None:
     assert all(one[step][0] != other[step][0] for step in STEPS)
 
 
+@pytest.mark.processes
 def test_all_draw_the_same_where_the_script_says_so(tmp_path: Path) -> None:
     run(tmp_path, 2, own=False)
     assert drawn(tmp_path, 0) == drawn(tmp_path, 1)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_resumed_job_draws_what_it_would_have_drawn(tmp_path: Path, replicas: int) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -86,6 +90,7 @@ def test_a_resumed_job_draws_what_it_would_have_drawn(tmp_path: Path, replicas: 
     assert of(resumed, "between", "drawn")[-1] == of(whole, "between", "drawn")[-1]
 
 
+@pytest.mark.processes
 def test_one_replica_draws_what_plain_torch_draws(tmp_path: Path) -> None:
     run(tmp_path, 1, epochs=1)
     torch.manual_seed(5)

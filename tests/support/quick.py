@@ -19,18 +19,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only tests that start no process")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    distributes = getattr(config.option, "numprocesses", None)  # pytest-xdist starts its workers here
-    if config.getoption("--quick") and not distributes:
-        _forbid_processes()
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--quick"):
         return
     marked = [item for item in items if any(item.get_closest_marker(name) for name in MARKERS)]
     config.hook.pytest_deselected(items=marked)
     items[:] = [item for item in items if item not in set(marked)]
+    _forbid_processes()  # not before: pytest-xdist starts its workers, and they ask `uname`
 
 
 def _forbid_processes() -> None:
