@@ -194,7 +194,7 @@ class CoordinatorHost:
         self.due: float | None = settled  # when to call `update` again even if nothing has changed
 
     def update(self, first: str | None, second: str | None, leader: str | None) -> None:
-        """Start, stop or claim according to the holders of the two keys and the leader (None: nobody)."""
+        """Start, stop or claim according to the holders of the two keys and the leader, None if absent."""
         holders = Holder.parse(first), Holder.parse(second)
         if holders[1] == self._me and holders[0] is not None and holders[0].node == self._me.node:
             # both were claimed at the same moment; one node must not have both, since it may fail

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from adaptdl_elastic.agent.terminal.run_summary import Generation, Summary, duration
-from adaptdl_elastic.rendezvous.text import pluralize
+from adaptdl_elastic.agent.terminal.run_summary import Generation, Summary
+from adaptdl_elastic.rendezvous.text import duration, pluralize
 
 _INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 _BLUE, _GREEN, _ORANGE, _RED, _PURPLE = "#2f6fde", "#17916b", "#e07b00", "#d64545", "#7c4dbd"

@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from adaptdl_elastic.autoscaler.diagnostics.run_report import Report, duration
+from adaptdl_elastic.autoscaler.diagnostics.run_report import Report
+from adaptdl_elastic.rendezvous.text import duration
 
 Point = tuple[float, float]
 

@@ -22,8 +22,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from adaptdl_elastic.goodput import GoodputFunction
-from adaptdl_elastic.rendezvous.text import pluralize
+from adaptdl_elastic.rendezvous.text import duration, pluralize
 
 REPLICAS = (1, 2, 4, 8, 16)
 """Numbers of replicas that a report compares."""
@@ -52,11 +54,9 @@ class Sample:
     accumulation: bool
     goodput: float  # samples at the initial batch size, per second
     predicted_goodput: float | None
-    throughput: float | None  # samples per second
     squared_gradient: float | None  # |G|²
     variance: float | None  # of the mean gradient of an initial batch
     curve: tuple[float, ...] | None  # parameters of the throughput model
-    lr_factor: float
     tried_replicas: int
 
     @property
@@ -180,11 +180,9 @@ def _sample(event: dict[str, Any]) -> Sample:
         accumulation=bool(event["gradient_accumulation"]),
         goodput=float(event["goodput"]),
         predicted_goodput=event["predicted_goodput"],
-        throughput=event["throughput"],
         squared_gradient=None if gradient is None else float(gradient[0]),
         variance=None if gradient is None else float(gradient[1]),
         curve=None if curve is None else tuple(float(value) for value in curve),
-        lr_factor=float(event["lr_factor"]),
         tried_replicas=int(event["max_profiled_replicas"]),
     )
 
@@ -277,42 +275,35 @@ def _alternatives(
     usable = [one for one in samples if one.variance is not None and one.squared_gradient]
     if curve is None or not usable or calibration is None:
         return ()
-    last = samples[-1]
-    per_node = max(1, max(-(-sample.replicas // sample.nodes) for sample in samples))
-    lengths = [b.time - a.time for a, b in zip(usable, [*usable[1:], usable[-1]], strict=True)]
-    lengths[-1] = max(0.0, ended - usable[-1].time)
+    last, ends = samples[-1], [*(one.time for one in usable[1:]), max(ended, usable[-1].time)]
+    lengths = np.minimum(np.subtract(ends, [one.time for one in usable]), _LONGEST_GAP_S)
+    progress = lengths * [one.goodput for one in usable]
+    if not progress.sum():
+        return ()
+    gradients = np.array([(one.squared_gradient, one.variance) for one in usable], dtype=float).T
+    model = GoodputFunction(curve, (*gradients,), np.array([one.init_batch_size for one in usable]))
+    per_node = max(-(-sample.replicas // sample.nodes) for sample in samples)
     found = []
     for replicas in REPLICAS:
-        nodes = -(-replicas // per_node)
-        seconds = drawn = progress = 0.0
-        weighted = 0.0
-        for sample, length in zip(usable, lengths, strict=True):
-            model = GoodputFunction(curve, (sample.squared_gradient, sample.variance), sample.init_batch_size)
-            goodput, atomic, accumulated = model.optimize(
-                nodes, replicas, last.max_batch_size, last.local_bsz_bounds, last.accumulation
+        goodput, atomic, accumulated = model.optimize(
+            -(-replicas // per_node), replicas, last.max_batch_size, last.local_bsz_bounds, last.accumulation
+        )
+        if not np.all(goodput):  # no batch size fits the bounds
+            continue
+        batch = atomic * (accumulated + 1) * replicas
+        seconds = float((progress / goodput).sum() / calibration)
+        hours = seconds * replicas / 3600
+        found.append(
+            Alternative(
+                replicas=replicas,
+                seconds=seconds,
+                samples=float((progress / model.efficiency(batch)).sum()),
+                replica_hours=hours,
+                batch_size=float(np.average(batch, weights=progress)),
+                extrapolated=replicas > _EXTRAPOLATED_FROM * last.tried_replicas,
+                cost=None if price is None else hours * price,
             )
-            if goodput <= 0:
-                break
-            batch = float(atomic * (accumulated + 1) * replicas)
-            useful = sample.goodput * min(length, _LONGEST_GAP_S)
-            seconds += useful / (goodput * calibration)
-            drawn += useful / float(model.efficiency(batch))
-            weighted += useful * batch
-            progress += useful
-        else:
-            if progress:
-                hours = seconds * replicas / 3600
-                found.append(
-                    Alternative(
-                        replicas=replicas,
-                        seconds=seconds,
-                        samples=drawn,
-                        replica_hours=hours,
-                        batch_size=weighted / progress,
-                        extrapolated=replicas > _EXTRAPOLATED_FROM * last.tried_replicas,
-                        cost=None if price is None else hours * price,
-                    )
-                )
+        )
     return tuple(found)
 
 
@@ -340,9 +331,9 @@ def _advice(
     initial = last.init_batch_size
     if periods:
         early, late = periods[0].critical_batch_size, periods[-1].critical_batch_size
-        if early >= 2 * initial:
+        if (larger := _power_of_two(early / 2)) > initial and early >= 2 * initial:
             lines.append(
-                f"initial batch size: {_power_of_two(early / 2)} instead of {initial}, because the noise "
+                f"initial batch size: {larger} instead of {initial}, because the noise "
                 f"allowed {early:,.0f} in the first tenth of the run; with the learning rate that suits it"
             )
         elif early < initial / 2:
@@ -386,15 +377,6 @@ def _power_of_two(value: float) -> int:
     return int(2 ** round(math.log2(max(1.0, value))))
 
 
-def duration(seconds: float) -> str:
-    """Return a time as people write it."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    if seconds < 2 * 3600:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
-
-
 def as_json(found: Report) -> dict[str, Any]:
     """Return the report as plain values."""
     return asdict(found)
@@ -411,14 +393,14 @@ def lines(found: Report) -> list[str]:
     if found.periods:
         text += ["", "critical batch size, in samples (spread) and batch size used:"]
         text += [
-            f"  {duration(one.start):>8} – {duration(one.end):<8} {one.critical_batch_size:>10,.0f}  "
+            f"  {duration(one.start):>11} – {duration(one.end):<11} {one.critical_batch_size:>10,.0f}  "
             f"({one.lowest:,.0f} – {one.highest:,.0f})   {one.batch_size:,.0f}"
             for one in found.periods
         ]
     if found.changes:
         text += ["", "changes of the batch size:"]
         text += [
-            f"  {duration(one.time):>8}  {one.batch_size:>7,}  learning rate × {one.lr_factor:.2f}"
+            f"  {duration(one.time):>11}  {one.batch_size:>7,}  learning rate × {one.lr_factor:.2f}"
             + (f"  expected goodput × {one.expected:.2f}" if one.expected else "")
             for one in found.changes
         ]
@@ -427,7 +409,7 @@ def lines(found: Report) -> list[str]:
         for one in found.alternatives:
             cost = "" if one.cost is None else f"  cost {one.cost:,.2f}"
             text.append(
-                f"  {pluralize(one.replicas, 'replica'):>11}  {duration(one.seconds):>8}  "
+                f"  {pluralize(one.replicas, 'replica'):>11}  {duration(one.seconds):>11}  "
                 f"{one.samples:>13,.0f} samples  "
                 f"{one.replica_hours:.2f} replica hours{cost}"
                 + ("  (extrapolated)" if one.extrapolated else "")

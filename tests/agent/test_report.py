@@ -17,6 +17,7 @@ from adaptdl_elastic.agent.terminal.event_log import Event
 from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings
 from adaptdl_elastic.rendezvous.schema.records import Cause, Failure, Placement, Plan, Transition
+from adaptdl_elastic.rendezvous.text import duration
 
 RUN: list[Event] = [
     {"time": 100.0, "event": "started", "generation": 0, "pids": {"0": 1}},
@@ -151,7 +152,7 @@ def test_a_long_run_does_not_fill_the_memory() -> None:
     [(0.314, "0.31 s"), (7.25, "7.2 s"), (42, "42 s"), (185, "3 min 05 s"), (7440, "2 h 04 min")],
 )
 def test_durations_are_for_people(seconds: float, text: str) -> None:
-    assert run_summary.duration(seconds) == text
+    assert duration(seconds) == text
 
 
 def plan(generation: int, replicas: int = 2) -> Plan:

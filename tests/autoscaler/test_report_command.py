@@ -97,6 +97,7 @@ def test_the_time_is_divided_into_start_changes_and_training() -> None:
         (256.0, "initial batch size: 128 instead of 32, because the noise allowed 256"),
         (8.0, "initial batch size: 8 instead of 32, because samples beyond the critical batch size of 8"),
         (40.0, "initial batch size: keep 32"),
+        (74.0, "initial batch size: keep 32"),  # half of it is no other power of two
     ],
 )
 def test_the_initial_batch_size_of_the_next_run_follows_the_noise_at_the_beginning(
