@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,20 +20,10 @@ class Job:
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.folder, self.settings = folder, settings
 
-    def run(self, replicas: int, stop: tuple[int, str, int, int] | None = None, **more: Any) -> list[int]:
+    def run(self, replicas: int, stop: tuple[int, str, int, int] | None = None, **more: Any) -> None:
         settings = {**self.settings, **more, "stop": stop}
-        ended = generations.run(
-            loop_script_path.PATH,
-            replicas,
-            self.folder,
-            LOOP=json.dumps(settings),
-            OUT=str(self.folder),
-            ADAPTDL_CHECKPOINT_PATH=str(self.folder / "checkpoints"),
-        )
-        codes = [replica.code for replica in ended]
-        expected = 143 if stop else 0
-        assert codes == [expected] * replicas, "\n".join(r.output for r in ended)
-        return codes
+        code = 143 if stop else 0
+        generations.run_settings(loop_script_path.PATH, replicas, self.folder, code, **settings)
 
     def handed_out(self, epoch: int, loop: str = "train") -> Counter[int]:
         """How often every sample was handed out so that it counts."""

@@ -24,15 +24,7 @@ Drawn = dict[tuple[int, int], Any]
 
 def run(folder: Path, replicas: int, code: int = 0, **settings: Any) -> None:
     folder.mkdir(exist_ok=True)
-    ended = generations.run(
-        SCRIPT,
-        replicas,
-        folder,
-        LOOP=json.dumps(settings),
-        OUT=str(folder),
-        ADAPTDL_CHECKPOINT_PATH=str(folder / "checkpoints"),
-    )
-    assert [one.code for one in ended] == [code] * replicas, "\n".join(one.output for one in ended)
+    generations.run_settings(SCRIPT, replicas, folder, code, **settings)
 
 
 def drawn(folder: Path, rank: int) -> Drawn:

@@ -60,6 +60,27 @@ def run(
                 process.join()
 
 
+def run_settings(script: Path, replicas: int, folder: Path, code: int = 0, **settings: Any) -> str:
+    """Run a script that takes settings as JSON in LOOP and writes into the folder OUT.
+
+    Its checkpoints are in `folder`, so a further call goes on from them.
+
+    Returns:
+        What its replicas printed, all of which have ended with `code`.
+    """
+    ended = run(
+        script,
+        replicas,
+        folder,
+        LOOP=json.dumps(settings),
+        OUT=str(folder),
+        ADAPTDL_CHECKPOINT_PATH=str(folder / "checkpoints"),
+    )
+    printed = "\n".join(one.output for one in ended)
+    assert [one.code for one in ended] == [code] * replicas, printed
+    return printed
+
+
 def main(script: str, environment: dict[str, str], output: str) -> None:
     os.setsid()
     os.environ.update(environment)

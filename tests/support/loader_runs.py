@@ -15,17 +15,7 @@ SCRIPT = Path(__file__).parent / "loaders_script.py"
 
 def run(folder: Path, replicas: int, code: int = 0, **settings: Any) -> str:
     """One generation, started by hand; what its replicas printed."""
-    ended = generations.run(
-        SCRIPT,
-        replicas,
-        folder,
-        LOOP=json.dumps(settings),
-        OUT=str(folder),
-        ADAPTDL_CHECKPOINT_PATH=str(folder / "checkpoints"),
-    )
-    printed = "\n".join(one.output for one in ended)
-    assert [one.code for one in ended] == [code] * replicas, printed
-    return printed
+    return generations.run_settings(SCRIPT, replicas, folder, code, **settings)
 
 
 def restarts(folder: Path, **settings: Any) -> None:

@@ -7,11 +7,11 @@ batches]. The data are the numbers below "size"; a batch is a tensor of them, or
 import json
 import os
 import random
-import signal
 import time
 from pathlib import Path
 
 import torch
+from step_records import record, stop
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -23,7 +23,6 @@ from torch.utils.data import (
 )
 
 import adaptdl_elastic.torch as adl
-from adaptdl_elastic import _session
 
 S = {
     "kind": "sampler", "size": 60, "batch": 6, "epochs": 1, "pace": 0.0, "stop": None, "workers": 0,
@@ -120,20 +119,6 @@ class Model(torch.nn.Module):
 
     def forward(self, index):
         return self.w[index]
-
-
-def record(**fields):
-    with (OUT / f"record-{os.getpid()}").open("a") as file:
-        file.write(json.dumps({"rank": adl.rank(), "replicas": adl.world_size(), **fields}) + "\n")
-
-
-def stop():
-    if adl.rank() == 0:
-        os.kill(os.getpid(), signal.SIGINT)
-    deadline = time.monotonic() + 60
-    while not _session.current().consensus.round_open:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def main():

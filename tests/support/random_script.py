@@ -7,41 +7,28 @@ index] the replicas of the first generation make a file `held-<rank>` in that st
 import json
 import os
 import random
-import signal
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
+from step_records import record, stop
 from torch.utils.data import TensorDataset
 
 import adaptdl_elastic.torch as adl
-from adaptdl_elastic import _session
 
 S = {"epochs": 2, "size": 48, "batch": 12, "own": True, "seed": 5, "stop": None, "hold": None}
 S |= json.loads(os.environ.get("LOOP", "{}"))
 OUT = Path(os.environ["OUT"])
 
 
-def record(**fields):
-    if not adl.batch_counts():
-        return
-    with (OUT / f"record-{os.getpid()}").open("a") as file:
-        file.write(json.dumps({"rank": adl.rank(), "replicas": adl.world_size(), **fields}) + "\n")
+def note(**fields):
+    if adl.batch_counts():
+        record(**fields)
 
 
 def draw():
     return [torch.rand(()).item(), float(np.random.rand()), random.random()]
-
-
-def stop():
-    """Return when all replicas are held at the end of this step."""
-    if adl.rank() == 0:
-        os.kill(os.getpid(), signal.SIGINT)
-    deadline = time.monotonic() + 60
-    while not _session.current().consensus.round_open:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def main():
@@ -57,12 +44,12 @@ def main():
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     model = adl.AdaptiveDataParallel(module, optimizer)
     model.own_random_streams = S["own"]
-    record(what="model", initial=initial)
+    note(what="model", initial=initial)
     for epoch in adl.remaining_epochs_until(S["epochs"]):
         for (batch,) in loader:
             index = adl.current_dataloader().current_index
             mask = torch.nn.functional.dropout(torch.ones(8)).tolist()
-            record(what="step", epoch=epoch, index=index, drawn=draw(), mask=mask)
+            note(what="step", epoch=epoch, index=index, drawn=draw(), mask=mask)
             optimizer.zero_grad()
             model(batch).square().mean().backward()
             optimizer.step()
@@ -71,7 +58,7 @@ def main():
             while S["hold"] == [epoch, index] and first and not (OUT / "go").exists():
                 (OUT / f"held-{adl.rank()}").touch()
                 time.sleep(0.01)
-        record(what="between", epoch=epoch, drawn=draw())
+        note(what="between", epoch=epoch, drawn=draw())
 
 
 if __name__ == "__main__":

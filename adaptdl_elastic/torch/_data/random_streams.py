@@ -125,10 +125,7 @@ class RandomStreams(checkpoint.State):
 
     def save(self, fileobj: BinaryIO) -> None:
         """Write the states of the script's streams."""
-        now = self._scripts or self._restored
-        if now is None:
-            now = Streams.present()
-        fileobj.write(now.encode())
+        fileobj.write((self._scripts or self._restored or Streams.present()).encode())
 
     def load(self, fileobj: BinaryIO) -> None:
         """Read the states of the script's streams; they take effect when the next data loop begins."""
@@ -171,14 +168,10 @@ class RandomStreams(checkpoint.State):
         if not session.models:  # without a model nothing is trained, and no separate streams are needed
             return
         if self._scripts is None:
-            seed = torch.initial_seed()
             self._scripts, self._place = Streams.taken(self._own), ()
-        else:
-            seed = -1
         place = (epoch, loop, session.rank)
         if place != self._place:
-            seed = self._scripts.seed if seed < 0 else seed
-            self._place, self._base = place, derive_seed(seed, *place)
+            self._place, self._base = place, derive_seed(self._scripts.seed, *place)
         seed_all(_mixed(self._base, index))
 
     def _return_to_scripts(self) -> None:

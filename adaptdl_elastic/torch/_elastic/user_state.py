@@ -62,8 +62,9 @@ class UserStates:
         loop = session.generation, script_position().finished, script_position().entered
         if loop != self._loop:
             self._loop, self._windows, self._loop_began = loop, 0, time.monotonic()
-        if self._windows in (0, _TIMED_WINDOWS):  # choose again: the size or the time for a copy may differ
-            self._digests, self._large = {}, {}
+            self._large = {}  # a State may have another size by now
+        if self._windows in (0, _TIMED_WINDOWS):  # choose again: a copy may be allowed now
+            self._digests = {}
         window_time = self._window_time()
         self._copies, self._stepped = {}, False
         for name, state in list(session.states.items()):

@@ -2,8 +2,8 @@
 
 The test reproduces the situation of a survivor: during a collective the other process is killed, the
 communicator is aborted, a new group is formed with a third process, and used. With one GPU, where no process
-can be killed, the same is done in a world of one. A hang or a crash thus happens in processes that nobody
-needs, and that are killed after a time limit.
+can be killed, the same is done in a world of one. A hang or a crash thus happens in processes apart
+from the job, which are killed after a time limit.
 
     python -m adaptdl_elastic.torch._process_group.selftest nccl
 
