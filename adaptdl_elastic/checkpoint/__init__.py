@@ -86,6 +86,10 @@ class State:
     expires: int | None = None
     """The epoch after whose end the state is not needed any more; None: it is always needed."""
 
+    part_of_step = False
+    """Whether a step that did not commit undoes the state's changes, as it does for classes outside of this
+    library. Adapters of frameworks, which are a part of this library, set it to True."""
+
     def __init__(self, name: str) -> None:
         if not isinstance(name, str) or not name:
             raise ValueError(f"a state needs a name that is a non-empty string, got {name!r}")
