@@ -8,7 +8,8 @@
 
 Rules:
 
-- Only one data loop can run at a time; a second one raises an error.
+- A data loop inside another one belongs to the outer loop's body. It runs from its start, unless it was open
+  when the job was interrupted, as the second loader of a `zip`: then it continues.
 - A data loop outside of epochs runs from its start each time the script reaches it.
 - `batch_size` is the total over all replicas.
 - Without autoscaling, every sample of the data set is handed out exactly once per epoch, also if the number
@@ -32,6 +33,7 @@ from adaptdl_elastic._checks import flag
 from adaptdl_elastic._interfaces import RetryDataLoop
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.batch_comparison import digest
+from adaptdl_elastic.torch._data.inner_loop import map_batches, run_inner_loop, stream_batches
 from adaptdl_elastic.torch._data.iterable import Settings, iterate_stream, wrap_stream
 from adaptdl_elastic.torch._data.loader import (
     AdaptiveDataLoaderHelper,
@@ -198,6 +200,9 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         helper = self._elastic
+        if current_dataloader() is not None:
+            yield from self._inside_another()
+            return
         with helper.context():
             if helper.skipdone():
                 yield from self._dry_batch()
@@ -211,6 +216,16 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
                     yield from self._dry_batch()
                 if helper.ended():
                     return
+
+    def _inside_another(self) -> Iterator[Any]:
+        """Yield the batches of a loop inside the running one."""
+        if self._stream:
+            stream: Any = self.dataset
+            batches = stream_batches(self._elastic, stream, super().__iter__)
+            yield from run_inner_loop(self._elastic, stream.parts, batches)
+            return
+        batches = map_batches(self._elastic, self._elastic_batches, bool(self.drop_last), super().__iter__)
+        yield from run_inner_loop(self._elastic, 0, batches)
 
     def _dry_batch(self) -> Iterator[Any]:
         """Yield the loop's first batch, which does not count, to a process that gets no other batch."""

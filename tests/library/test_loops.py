@@ -140,15 +140,78 @@ def test_training_outside_of_epochs_stops_when_asked_to(script: Script) -> None:
     assert seen == [0, 2, 4, 0, 2]
 
 
-def test_one_data_loop_at_a_time() -> None:
-    outer, inner = adl.AdaptiveDataLoader(numbers()), adl.AdaptiveDataLoader(numbers())
+def firsts(loader: Any) -> list[int]:
+    return [int(batch[0]) for (batch,) in loader]
+
+
+def test_a_data_loop_inside_another_one_is_run_from_its_start_each_time(script: Script) -> None:
+    def run(stop: bool) -> list[Any]:
+        outer = adl.AdaptiveDataLoader(numbers(6), batch_size=2)
+        inner = adl.AdaptiveDataLoader(numbers(5), batch_size=2)
+        stream = adl.AdaptiveDataLoader(Stream(3), batch_size=2)
+        seen: list[Any] = []
+        for _ in adl.remaining_epochs_until(1):
+            for (batch,) in outer:
+                seen.append((int(batch[0]), firsts(inner), [int(part[0]) for part in stream]))
+                assert adl.current_dataloader() is outer._elastic
+                if stop and len(seen) == 2:
+                    checkpoint.save_all_states()
+                    return seen
+        assert adl.current_dataloader() is None
+        assert firsts(inner) == [0, 2, 4]
+        return seen
+
+    assert run(stop=True) == [(0, [0, 2, 4], [0, 2]), (2, [0, 2, 4], [0, 2])]
+    script.restart()
+    assert run(stop=False) == [(2, [0, 2, 4], [0, 2]), (4, [0, 2, 4], [0, 2])]
+
+
+@pytest.mark.parametrize("make", [lambda size: numbers(size), lambda size: Stream(size)])
+def test_a_second_loader_that_is_read_beside_the_first_goes_on_after_a_restart(
+    script: Script, make: Any
+) -> None:
+    def run(stop: bool) -> list[tuple[int, int]]:
+        first = adl.AdaptiveDataLoader(numbers(8), batch_size=2)
+        second = adl.AdaptiveDataLoader(make(12), batch_size=3)
+        seen = []
+        for _ in adl.remaining_epochs_until(2):
+            for (mine,), other in zip(first, second, strict=True):
+                seen.append((int(mine[0]), int(other[0][0] if isinstance(other, list) else other[0]) % 100))
+                if stop and len(seen) == 3:
+                    checkpoint.save_all_states()
+                    return seen
+        return seen
+
+    assert run(stop=True) == [(0, 0), (2, 3), (4, 6)]
+    script.restart()
+    assert run(stop=False) == [(4, 6), (6, 9), (0, 0), (2, 3), (4, 6), (6, 9)]
+
+
+def test_shuffled_loops_inside_another_one_have_an_order_of_their_own_each() -> None:
+    outer = adl.AdaptiveDataLoader(numbers(6), batch_size=2)
+    inner = adl.AdaptiveDataLoader(numbers(8), shuffle=True)
+    for _ in adl.remaining_epochs_until(1):
+        orders = [tuple(firsts(inner)) for _ in outer for _ in range(2)]
+    assert len(set(orders)) == 6
+    assert all(sorted(order) == list(range(8)) for order in orders)
+
+
+def test_what_cannot_be_inside_another_data_loop_is_refused() -> None:
+    outer, adaptive = adl.AdaptiveDataLoader(numbers()), adl.AdaptiveDataLoader(numbers())
+    adaptive.autoscale_batch_size(4)
     for _ in adl.remaining_epochs_until(1):
         for _ in outer:
-            with pytest.raises(RuntimeError, match="data loop inside another"):
-                next(iter(inner))
-            assert adl.current_dataloader() is outer._elastic
-        assert adl.current_dataloader() is None
-        assert len(list(inner)) == 10  # afterwards it works
+            with pytest.raises(RuntimeError, match="make a second AdaptiveDataLoader"):
+                next(iter(outer))
+            with pytest.raises(RuntimeError, match="let its loop be the outer one"):
+                next(iter(adaptive))
+            with pytest.raises(RuntimeError, match="a loader of the script's own"):
+                next(iter(Halves()))
+        break
+    left_open = iter(outer)
+    next(left_open)
+    with pytest.raises(RuntimeError, match="an iterator of a data loader is open"):
+        next(iter(adl.remaining_epochs_until(1)))
 
 
 @pytest.mark.parametrize("bad", [0, -4, 2.0, None, True])

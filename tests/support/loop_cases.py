@@ -18,8 +18,10 @@ from loop_grammar import BATCH, Spec
 
 from adaptdl_elastic.protocol.messages import SaveCheckpoint, Stop
 
-MOST = 3  # replicas
+MOST = 3  # replicas at a start
+GROWN = 4  # replicas at most: each number up to it divides BATCH
 NEVER = 10**6  # a generation
+CHANGES = ("grow", "shrink", "swap")
 WHAT = ("grow", "grow", "shrink", "swap", "kill", "stop", "stop", "crash")
 
 Place = tuple[int, int, int]
@@ -39,10 +41,21 @@ class Case:
         spec, choose = Spec.drawn(seed), random.Random(seed + 0.5)
         places = spec.boundaries()
         chosen = sorted(choose.sample(places, min(len(places), choose.randint(1, 3))))
-        events = tuple((place, choose.choice(WHAT)) for place in chosen)
+        drawn = [(place, choose.choice(WHAT)) for place in chosen]
+        # a death in the batch that leaves its loop by `break` is a restart
+        events = tuple(
+            (place, "crash" if what == "kill" and spec.leaves_at(place) else what) for place, what in drawn
+        )
         if any(what == "kill" for _, what in events):
             spec = spec.without_collective()
         return cls(spec, choose.randint(1, MOST), events)
+
+    def changes_at_the_last_break(self) -> bool:
+        """Whether replicas come or go at the last batch of all, and that leaves its loop by `break`."""
+        last = self.spec.boundaries()[-1]
+        return self.spec.leaves_at(last) and any(
+            place == last and what in CHANGES for place, what in self.events
+        )
 
 
 class Job(FakeAgent):
@@ -158,7 +171,9 @@ class Job(FakeAgent):
         self.pending = []
 
     def _do_grow(self, place: Place) -> None:
-        self._change(place, len(self.running) + self._choose.randint(1, 2), [])
+        if len(self.running) == GROWN:
+            return self._do_swap(place)
+        self._change(place, min(len(self.running) + self._choose.randint(1, 2), GROWN), [])
 
     def _do_shrink(self, place: Place) -> None:
         if len(self.running) == 1:
@@ -261,4 +276,4 @@ def check(spec: Spec, folder: Path, lost: Collection[str]) -> None:
     assert found == set(plain["totals"])
 
 
-assert MOST + 2 <= BATCH
+assert all(BATCH % replicas == 0 for replicas in range(1, GROWN + 1))

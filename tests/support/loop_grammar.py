@@ -1,7 +1,8 @@
 """Random training scripts as people write them, and the same scripts in plain torch.
 
 `Spec.drawn(seed)` chooses what a script has: one or two data loops in each epoch, `enumerate`, `break`, an
-accumulator, an evaluation loop, a collective in the body, a scheduler; `Spec.source` writes it. Every script
+accumulator, an evaluation loop, a collective in the body, a scheduler, an evaluation loop inside a training
+loop, a second loader that is read beside the first; `Spec.source` writes it. Every script
 uses names of its loops' bodies behind the loops: `loss`, `outputs`, and `i` of `enumerate`. Data come in
 order, so that plain torch hands out the same batches, and everything is in float64.
 """
@@ -23,6 +24,11 @@ class Loop:
     numbered: bool  # by enumerate
     counted: bool  # in an accumulator
     left_at: int | None  # samples after which `break` leaves it; None: it runs to its end
+    inside: bool  # another loop evaluates in its body
+    beside: (
+        str | None
+    )  # how a second loader is read in it: "zip", or "endless" by next(); None: there is none
+    beside_size: int  # samples of the second loader's data set; with "zip" as many as `size` or more
 
 
 @dataclass(frozen=True)
@@ -65,12 +71,19 @@ class Spec:
             for index in range(0, loop.size if loop.left_at is None else loop.left_at, BATCH)
         ]
 
+    def leaves_at(self, place: tuple[int, int, int]) -> bool:
+        """Whether the batch of that place is left by `break`."""
+        _, number, index = place
+        return self.loops[number].left_at == index + BATCH
+
     def source(self, plain: bool = False) -> str:
         """The script; with `plain` what it would be in plain torch."""
         lines = [*_PLAIN.splitlines()] if plain else [*_ELASTIC.splitlines()]
         lines += _COMMON.splitlines()
         for number, loop in enumerate(self.loops):
             lines.append(f"loader{number} = Loader(range({loop.size}), batch_size={BATCH})")
+            lines.append(f"beside{number} = Loader(range({loop.beside_size}), batch_size={BATCH})")
+            lines.append(f"inside{number} = Loader(range(20), batch_size={BATCH})")
         lines += _OUTSIDE if self.before else []
         lines.append(f"for epoch in epochs_until({self.epochs}):")
         for number, loop in enumerate(self.loops):
@@ -83,12 +96,18 @@ class Spec:
         train = loop.kind == "train"
         lines = ["net.train()" if train else "net.eval()"]
         lines += ["sums = Accumulator()"] if loop.counted else []
-        variables, loader = ("i, index", f"enumerate(loader{number})") if loop.numbered else (
-            "index", f"loader{number}"
-        )  # fmt: skip
+        loader, variables = f"loader{number}", "index"
+        if loop.beside == "zip":
+            loader, variables = f"zip({loader}, beside{number})", "(index, beside)"
+        if loop.numbered:
+            loader, variables = f"enumerate({loader})", f"i, {variables}"
         body = [f"here(epoch, {number})"]
+        if loop.beside == "endless":
+            lines += [f"more = endless(beside{number})"]
+            body += ["beside = next(more)"]
         if train:
             body += ["optimizer.zero_grad()", "outputs = net(index)", "loss = loss_of(outputs, index)"]
+            body += ["loss = loss + (outputs * targets[beside]).mean()"] if loop.beside else []
             body += ["loss.backward()", "optimizer.step()"]
         else:
             body += ["with torch.no_grad():", "    outputs = net(index)", "loss = loss_of(outputs, index)"]
@@ -96,11 +115,15 @@ class Spec:
         if loop.counted:
             body += ['sums["samples"] += len(index)', 'sums["places"] += float((index + 1).sum())']
             body += [] if train else ['sums["loss"] += loss.item() * len(index)']
+            body += ['sums["beside"] += float((beside * index).sum())'] if loop.beside else []
+        body += [*_inside(number, loop.counted), *(["net.train()"] if train else [])] if loop.inside else []
         if loop.left_at is not None:
             body += [f"if handed_out() + {BATCH} >= {loop.left_at}:", "    break"]
         lines += [f"for {variables} in {loader}:", *("    " + line for line in body)]
         used = ["loss.item()", "outputs.shape", *(["i"] if loop.numbered else [])]
         used += ["mean.item()"] if self.collective else []
+        used += ["beside.shape"] if loop.beside else []
+        used += ["j"] if loop.inside else []
         lines.append(f"use({', '.join(used)})")
         if loop.counted:
             lines += ["with sums.synchronized():", f"    total(epoch, {number}, dict(sums))"]
@@ -116,14 +139,24 @@ _OUTSIDE = [
 ]
 
 
+def _inside(number: int, counted: bool) -> list[str]:
+    """A loop in the body of another one."""
+    lines = ["net.eval()", f"for j, index in enumerate(inside{number}):"]
+    lines += ["    with torch.no_grad():", "        outputs = net(index)"]
+    return [*lines, *(['    sums["inside"] += float(outputs.sum())'] if counted else [])]
+
+
 def _loop(choose: random.Random, kind: str) -> Loop:
-    batches = choose.randint(1, 4)
+    batches, beside = choose.randint(1, 4), choose.choice([None, None, "zip", "endless"])
     return Loop(
         kind=kind,
         size=batches * BATCH,
         numbered=choose.random() < 0.5,
         counted=choose.random() < 0.6,
         left_at=choose.randint(1, batches) * BATCH if choose.random() < 0.3 else None,
+        inside=choose.random() < 0.25,
+        beside=beside,
+        beside_size=choose.randint(batches if beside == "zip" else 1, 4) * BATCH,
     )
 
 
@@ -144,11 +177,18 @@ class Accumulator(Counter):
     def synchronized(self):
         yield self
 class Loader(Loader):
+    outermost = None
     def __iter__(self):
         global handed
-        for handed, batch in enumerate(super().__iter__()):
-            handed *= 12
-            yield batch
+        Loader.outermost = outermost = Loader.outermost or self
+        try:
+            for number, batch in enumerate(super().__iter__()):
+                if outermost is self:
+                    handed = 12 * number
+                yield batch
+        finally:
+            if outermost is self:
+                Loader.outermost = None
 def wrapped(module, optimizer, scheduler):
     return module
 dist = type("dist", (), {"all_reduce": lambda tensor: None})
@@ -181,6 +221,9 @@ class Model(torch.nn.Module):
         return self.w[index] + self.layers(self.x[index])[:, 0]
 def use(*values):
     assert all(value == value for value in values), values
+def endless(loader):
+    while True:
+        yield from loader
 def total(epoch, number, sums):
     totals[f"{epoch} {number}"] = sums
 def loss_of(outputs, index):

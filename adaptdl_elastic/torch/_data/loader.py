@@ -508,6 +508,7 @@ class AdaptiveDataLoaderHelper:
 
     def _seed_window(self) -> None:
         state = self._running()
+        state.inner.begin_window(state.index)
         self._registry.streams.begin_window(state.finished, state.entered, state.index)
 
     def begin_batch(self) -> None:

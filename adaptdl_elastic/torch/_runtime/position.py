@@ -20,6 +20,7 @@ from typing import Any
 from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.reducer import LOOPS, PeerFinishedError, PeerLostError
+from adaptdl_elastic.torch._runtime.inner_loops import InnerLoops
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +53,14 @@ class ScriptPosition(checkpoint.TensorState):
         self.epoch_loops = 0  # epoch loops that this process has reached
         self.entered = 0  # data loops of the current epoch that this process has reached
         self.looping = False  # inside a data loop
+        self.inner = InnerLoops()  # data loops inside the running one
         self.left: tuple[int, int] | None = None  # (loop, index to continue at) of a loop left by its body
         self.announced: tuple[int, int] = (0, 0)  # last (epoch, data loop) that the others were told
         self.epoch_began = time.monotonic()
         self._begun = -1  # last epoch that was begun in this process
         self._outside = 0  # data loops outside of epochs that this process has reached
-        # (index, samples, start_progress), restored after a data loop outside of epochs; else None
-        self._kept: tuple[int, int, float] | None = None
+        # (index, samples, start_progress, inner), restored after a data loop outside of epochs; else None
+        self._kept: tuple[int, int, float, InnerLoops] | None = None
 
     @property
     def outside(self) -> bool:
@@ -68,7 +70,7 @@ class ScriptPosition(checkpoint.TensorState):
     def state_dict(self) -> dict[str, Any]:
         """Return the position for checkpoints and newcomers."""
         finished_loops, index = self._behind()
-        _, samples, start_progress = self._kept or (0, self.samples, self.start_progress)
+        _, samples, start_progress, inner = self._kept or (0, self.samples, self.start_progress, self.inner)
         return {
             "finished": self.finished,
             "finished_loops": finished_loops,
@@ -83,6 +85,7 @@ class ScriptPosition(checkpoint.TensorState):
             "step": self.step,
             "trainer": self.trainer,
             "announced": list(self.announced),
+            "inner": inner.state(index),
         }
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -103,6 +106,7 @@ class ScriptPosition(checkpoint.TensorState):
         self.trainer = state_dict["trainer"]
         epoch, loop = state_dict["announced"]
         self.announced = (epoch, loop)
+        self.inner.load(state_dict.get("inner", {}))
         self.left = None
 
     def _behind(self) -> tuple[int, int]:
@@ -141,6 +145,11 @@ class ScriptPosition(checkpoint.TensorState):
     def begin_epoch(self) -> int:
         """Enter the next unfinished epoch, and return its number."""
         session = self._session
+        if self.looping:
+            raise RuntimeError(
+                "an iterator of a data loader is open where an epoch begins, so the epoch's data loops would "
+                "be inside that loop: delete it before, or take its batch by `for batch in loader: break`"
+            )
         self.finished_loops, self.index = self._behind()
         self.entered, self.left = 0, None
         self.epoch_began = time.monotonic()
@@ -175,15 +184,14 @@ class ScriptPosition(checkpoint.TensorState):
         """
         if self.looping:
             raise RuntimeError(
-                "a data loop inside another one: only one can be under way at a time, because only one "
-                "position can be restored after a restart. Let the outer loop end first (to evaluate during "
-                "training, do it between epochs, or make the epochs shorter)"
+                "a data loop over a loader of the script's own, or an AdaptiveBPTTIterator, inside another "
+                "data loop: only an AdaptiveDataLoader can be iterated there. Let the outer loop end first"
             )
         self.looping = True
         if self._session.epoch is None:
             self._outside += 1
-            self._kept = self.index, self.samples, self.start_progress
-            self.index = 0
+            self._kept = self.index, self.samples, self.start_progress, self.inner
+            self.index, self.inner = 0, InnerLoops()
             return True
         self.left = None
         self.entered += 1
@@ -196,6 +204,8 @@ class ScriptPosition(checkpoint.TensorState):
             return False
         else:
             self._pass()
+        if not self.index:
+            self.inner.outermost_begins()
         what = f"data loop {self.entered} of epoch {self.finished}, over loader {loader}"
         self.announce((self.finished, self.entered), what)
         return True
@@ -242,7 +252,7 @@ class ScriptPosition(checkpoint.TensorState):
         """
         self.looping = False
         if self._kept is not None:
-            self.index, self.samples, self.start_progress = self._kept
+            self.index, self.samples, self.start_progress, self.inner = self._kept
             self._kept = None
         elif ended:
             self.left = None if left is None else (self.entered, left)

@@ -1,0 +1,180 @@
+"""Hand out the batches of a data loop inside another data loop. See `_runtime.inner_loops`.
+
+The replicas share the samples as in any data loop, at the loader's initial batch size. Nothing is
+synchronised: every replica reads its share without waiting for the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+from adaptdl_elastic import _session
+from adaptdl_elastic.torch._data.iterable import Settings, ShardedStream
+from adaptdl_elastic.torch._data.loader import AdaptiveDataLoaderHelper
+from adaptdl_elastic.torch._data.partition import derive_seed, share
+from adaptdl_elastic.torch._data.registry import registry
+from adaptdl_elastic.torch._data.sampler import ElasticBatchSampler
+from adaptdl_elastic.torch._runtime.inner_loops import InnerLoop, InnerPosition
+from adaptdl_elastic.torch._runtime.position import script_position
+
+logger = logging.getLogger(__name__)
+
+_MANY_STEPS = (
+    20  # optimizer steps of a model in one batch of the outermost loop after which a warning is printed
+)
+
+Batches = Callable[[InnerLoop], Iterator[Any]]
+"""Function that yields (batch, position behind it, whether it has samples of this replica)."""
+
+
+def run_inner_loop(helper: AdaptiveDataLoaderHelper, parts: int, batches: Batches) -> Iterator[Any]:
+    """Yield the batches of a data loop inside the running one.
+
+    In a loop that ends in the body in which it began, a replica without samples of a batch gets none. With
+    `zip` every replica must get a batch each time: it gets one that another replica has, too.
+
+    Args:
+        helper: The loader's helper.
+        parts: Number of parts of the loader's stream; 0 for a map-style data set.
+        batches: Function that yields the batches from a position on.
+
+    Raises:
+        RuntimeError: the loader adapts its batch size, or its loop is running already.
+    """
+    session = _session.current()
+    if registry().current is helper:
+        raise RuntimeError(
+            "two data loops over one loader at the same time: make a second AdaptiveDataLoader of its "
+            "data set"
+        )
+    if helper.adaptive:
+        raise RuntimeError(
+            "a data loop over the loader with autoscale_batch_size inside another data loop: its steps are "
+            "those of the job, so let its loop be the outer one; with zip() give it first"
+        )
+    if session.dry:  # the body runs only so that its names exist
+        helper.sync_local_bsz()
+        start = _start(helper, parts)
+        yield from (batch for batch, _, _ in islice(batches(InnerLoop(start, start)), 1))
+        return
+    again = True
+    while again:
+        inner = script_position().inner
+        loop = inner.enter(helper.key, _start(helper, parts))
+        try:
+            yield from _from_position(loop, helper, batches)
+        finally:
+            inner.leave(helper.key, loop)
+            if not loop.open:
+                session.metrics.pause()  # the step's time includes this loop
+        again = loop.outdated
+
+
+def _start(helper: AdaptiveDataLoaderHelper, parts: int) -> InnerPosition:
+    """Return the position of a loop that begins here: its order is another one each time."""
+    outer, state = registry().current, script_position()
+    seed = 0 if outer is None else state.seeds.get(outer.key, 0)
+    where = state.finished, state.entered, max(state.inner.window, 0), state.inner.begun
+    return 0, derive_seed(seed, zlib.crc32(helper.key.encode()), *where), 0, *[0] * parts
+
+
+def _from_position(loop: InnerLoop, helper: AdaptiveDataLoaderHelper, batches: Batches) -> Iterator[Any]:
+    """Yield batches from the loop's position on, again whenever that or the replicas have changed."""
+    session, inner, handed_out, spare = _session.current(), script_position().inner, False, None
+    window, before, over = inner.window, _steps(), False
+    while not over:
+        helper.sync_local_bsz()
+        known, over = (session.generation, loop.changes), True
+        for batch, position, mine in batches(loop):
+            loop.position = position
+            if not (mine or loop.open):
+                spare = batch
+                continue
+            handed_out = True
+            yield batch
+            if loop.outdated:
+                return
+            if inner.window != window:
+                window, before = inner.window, _steps()
+            elif max(map(int.__sub__, _steps(), before), default=0) == _MANY_STEPS:
+                logger.warning(
+                    "%d optimizer steps in one batch of a data loop: no checkpoint is saved and no replica "
+                    "comes or goes before its next batch. If an iterator was left open, delete it; else let "
+                    "the loop that trains be the outer one",
+                    _MANY_STEPS,
+                )
+            if known != (session.generation, loop.changes):
+                over = False
+                break
+    if spare is not None and not handed_out:
+        logger.warning(
+            "a data loop inside another one has fewer samples than replicas: replica %d gets a batch that "
+            "another replica has, too",
+            session.rank,
+        )
+        yield spare
+
+
+def _steps() -> list[int]:
+    return [model.attempted_steps for model in _session.current().models]
+
+
+def map_batches(
+    helper: AdaptiveDataLoaderHelper,
+    batches: ElasticBatchSampler,
+    drop_last: bool,
+    iterate: Callable[[], Iterator[Any]],
+) -> Batches:
+    """Return the batches of a map-style data set.
+
+    Args:
+        helper: The loader's helper.
+        batches: The loader's batch sampler.
+        drop_last: Whether a last batch that is not full is left out.
+        iterate: Function that makes an iterator over the loader.
+    """
+
+    def found(loop: InnerLoop) -> Iterator[Any]:
+        session, (index, seed, turn) = _session.current(), loop.position
+        batches.sampler.seed = seed
+        batches.sampler.set_epoch(script_position().finished)
+        if index >= batches.sampler.size:
+            return
+        batches.sampler.set_epoch(script_position().finished, index)
+        batches.local, batches.accumulation = helper.current_local_bsz, 0
+        batches.drop_last, batches.fill = drop_last, True
+        batches.read_by_loader = True
+        plan = [*batches.plan()]
+        iterator = iterate()
+        batches.read_by_loader = False
+        for window in plan:
+            for chunk in window:
+                index += chunk
+                yield next(iterator), (index, seed, turn), share(chunk, session.replicas, session.rank) > 0
+
+    return found
+
+
+def stream_batches(
+    helper: AdaptiveDataLoaderHelper, stream: ShardedStream, iterate: Callable[[], Iterator[Any]]
+) -> Batches:
+    """Return the batches of a stream. Arguments as for `map_batches`."""
+
+    def found(loop: InnerLoop) -> Iterator[Any]:
+        session, (index, seed, turn, *counts) = _session.current(), loop.position
+        local = helper.current_local_bsz
+        stream.configure(
+            Settings(seed, script_position().finished, session.replicas, session.rank, local, 1, turn), counts
+        )
+        for item in iterate():
+            index += item.size
+            counts[item.part] += item.size
+            turn = (item.part + 1) % stream.parts
+            mine = share(item.size, session.replicas, session.rank) > 0
+            yield item.samples, (index, seed, turn, *counts), mine
+
+    return found
