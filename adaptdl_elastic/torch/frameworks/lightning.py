@@ -50,7 +50,11 @@ class _Loader(adl.AdaptiveDataLoader[Any]):
         return rounded(len(data) / (self.batch_size or 1))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return self.strategy.steps(super().__iter__())
+        return self.strategy.steps()
+
+    def batches(self) -> Iterator[Any]:
+        """Begin a data loop over the batches of this replica."""
+        return super().__iter__()
 
 
 class _Counters(checkpoint.TensorState):
@@ -165,7 +169,8 @@ class ElasticStrategy(SingleDeviceStrategy):
         self._kept: _Callbacks | None = None
         self._began = False
         self._epochs: Any = None
-        self._batches: Any = None  # batches of this replica in the running epoch
+        self._loader: Any = None
+        self._batches: Any = None  # batches of this replica in the running epoch, once asked for
         self._next: Any = None  # a batch that was fetched to commit the step before it
         self._left = False  # the last epoch was left before its end
         self._batch: Any = None  # batch that replaces the Trainer's in `training_step`
@@ -239,6 +244,7 @@ class ElasticStrategy(SingleDeviceStrategy):
                 )
             loader.autoscale_batch_size(size, (1, dataloader.batch_size), gradient_accumulation=True)
         loader.strategy = self
+        self._loader = loader
         return loader
 
     def on_train_start(self) -> None:
@@ -282,11 +288,10 @@ class ElasticStrategy(SingleDeviceStrategy):
                 continue_at(self._trainer.current_epoch, loop.batch_progress.current.ready * size)
             self._epochs = adl.remaining_epochs_until(self._until())
         next(self._epochs)
-        self._left = False
+        self._batches, self._left = None, False
 
-    def steps(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def steps(self) -> Iterator[Any]:
         """Yield the first batch of every step of an epoch."""
-        self._batches = batches
         while True:
             batch = self._fetched()
             if batch is _END:
@@ -297,6 +302,8 @@ class ElasticStrategy(SingleDeviceStrategy):
     def _fetched(self) -> Any:
         """Return the next batch of this replica that counts, or `_END`. This commits the step before."""
         batch, self._next = self._next, None
+        if self._batches is None:
+            self._batches = self._loader.batches()
         while batch is None:
             batch = next(self._batches, _END)
             if batch is not _END and not adl.batch_counts():
