@@ -114,8 +114,11 @@ class SubmissionReader:
         requests = []
         for job, submission in submissions.items():
             cancellation = cancellations.get(job)
-            state = self._state(job, agents.get(job, 0))
-            requests.append(Request(submission, cancellation.person if cancellation else None, state))
+            person = cancellation.person if cancellation is not None else None
+            if people is not None and not _may_cancel(person, submission, people):
+                refused[job] = f"{person} may not cancel it: it belongs to {submission.owner}"
+                person = None
+            requests.append(Request(submission, person, self._state(job, agents.get(job, 0))))
         requests.sort(key=lambda one: (one.submission.created, one.submission.job))
         return Submitted(services, tuple(requests), {**refused, **more})
 
@@ -169,6 +172,10 @@ class SubmissionReader:
             raise SignatureError(found)
         assert isinstance(found, kind)
         return found
+
+
+def _may_cancel(person: str | None, submission: Submission, people: People) -> bool:
+    return person in (None, submission.owner) or (person in people and people[person].admin)
 
 
 def why_not_started(found: Submitted, job: str) -> str:

@@ -17,6 +17,7 @@ import pytest
 from adaptdl_elastic.agent.service.blobs import Blobs
 from adaptdl_elastic.agent.service.http_server import Served, ServicePort, read_lines
 from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials
+from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import encode
 from adaptdl_elastic.rendezvous.schema.submissions import Cancellation, ServiceRecord, Signed, Submission
 from adaptdl_elastic.rendezvous.services import signatures
@@ -31,7 +32,8 @@ from adaptdl_elastic.rendezvous.services.service_client import (
 )
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
 from adaptdl_elastic.rendezvous.services.signatures import Person, SignatureError
-from adaptdl_elastic.rendezvous.services.submitted import sign_record, verify_record
+from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, sign_record, verify_record
+from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
 pytestmark = [
     pytest.mark.processes,
@@ -193,6 +195,32 @@ def test_a_submission_counts_only_with_the_signature_of_its_owner(world: World) 
         verify_record(ID, people, Submission, good, "/x/other")
     with pytest.raises(SignatureError, match="not one of alice's key"):
         verify_record(ID, people, Cancellation, good, "/x/job")
+
+
+def test_only_the_owner_or_an_administrator_cancels(world: World) -> None:
+    keys, store = Keys("lab"), MemoryStore()
+    people = {
+        **world.people(),
+        "bob": Person("bob", signatures.public_key(world.keys["stranger"].with_suffix(".pub").read_text())),
+    }
+    world.keys["bob"] = world.keys["stranger"]
+
+    def put(key: str, record: Submission | Cancellation, person: str) -> None:
+        store.put(
+            key, sign_record(ID, record, person, lambda text: signatures.sign(world.keys[person], text))
+        )
+
+    put(keys.submission("job"), Submission("job", "alice", "script", ("train.py",), "0" * 64), "alice")
+    reader = SubmissionReader(store, keys, ID)
+    for person, counts in (("bob", False), ("alice", True), ("admin", True)):
+        put(keys.cancellation("job"), Cancellation("job", person), person)
+        found = reader.read(people)
+        assert found.requests[0].cancelled_by == (person if counts else None)
+        assert dict(found.refused) == (
+            {} if counts else {"job": "bob may not cancel it: it belongs to alice"}
+        )
+    del people["alice"]
+    assert reader.read(people).requests == ()
 
 
 def test_credentials_are_kept_and_renewed_for_another_address(world: World) -> None:
