@@ -12,6 +12,7 @@ import signal
 import time
 from pathlib import Path
 
+import small_memory
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
@@ -26,6 +27,10 @@ S = {
     "stop": None, "seed": 5, "drop_last": False, "stream": False, "persistent": False, "pace": 0.0,
     "autoscale": 0, "torn": None, "torn then": None, "die": None, "fresh": False, "outside": False,
     "mortal": False, "evaluation pace": 0.0,
+    # samples that fit into memory: in which pass, on which rank (None: all), how many
+    "fits": None,
+    "nan": None,  # the batch of an epoch whose loss is nan
+    "leave": None,  # the batch of an epoch after which the body leaves the loop
     **json.loads(os.environ.get("LOOP", "{}")),
 }  # fmt: skip
 OUT = Path(os.environ["OUT"])
@@ -50,6 +55,8 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 class Model(torch.nn.Module):
+    nan = False
+
     def __init__(self):
         super().__init__()
         self.w = torch.nn.Parameter(torch.zeros(S["size"], dtype=torch.float64))
@@ -57,6 +64,14 @@ class Model(torch.nn.Module):
             self.register_buffer("mean", torch.zeros(()))
 
     def forward(self, index):
+        where, rank, most = S["fits"] or (None, None, 0)
+        here = rank in (None, adl.rank()) and self.training == (where != "evaluation")
+        if here and where in ("forward", "evaluation"):
+            small_memory.check(len(index), most)
+        if here and where == "backward" and self.training:
+            return small_memory.in_backward(self.w[index], most)
+        if self.nan:
+            return self.w[index] + self.w.sum() * float("nan")
         return self.w[index]
 
 
@@ -159,8 +174,15 @@ def main():
                 window=helper.window_samples, optim=helper.is_optim_step(), index=helper.current_index,
             )  # fmt: skip
             optimizer.zero_grad()
-            model(batch).mean().backward()
+            model.module.nan = count == S["nan"]
+            outputs = model(batch)
+            where, rank, most = S["fits"] or (None, None, 0)
+            if where == "loss" and rank in (None, adl.rank()):
+                outputs = small_memory.in_backward(outputs, most)
+            outputs.mean().backward()
             optimizer.step()
+            if count == S["leave"]:
+                break
             work(S["epochs"] * S["size"] // S["batch"])
         model.eval()
         sums, others = adl.Accumulator(), adl.Accumulator(kept=1)
