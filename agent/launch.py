@@ -91,6 +91,7 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
             options.local_ranks_filter,
             options.role,
             display.show,
+            options.line_prefix,
             several=options.slots > 1
             and (options.local_ranks_filter is None or len(options.local_ranks_filter) > 1),
             all_tracebacks=options.tracebacks == "all",
@@ -113,7 +114,7 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
             )
             display.say(str(ended))
             return ended.exit_code
-        return _run(options, found, parts)
+        return run_agent(options, found, parts)
 
 
 @dataclass(frozen=True)
@@ -366,7 +367,7 @@ def _digest(options: RunOptions) -> str:
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-def _run(options: RunOptions, found: _Found, parts: AgentParts) -> int:
+def run_agent(options: RunOptions, found: _Found, parts: AgentParts) -> int:
     """Run the agent until this node's part is over; return the exit code."""
     from adaptdl_elastic.agent.runtime.agent import ElasticAgent
     from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder

@@ -31,7 +31,7 @@ class Newcomer:
     def __init__(self, session: Session, backend: str, store: Any) -> None:
         self.session, self.backend, self._store = session, backend, store
         self._attempt = 0
-        self._at: tuple[int, int] = (0, 0)  # epoch and data loop where the others were last seen
+        self._at: tuple[int, int] = (0, 0)  # epoch and data loop where the others can be joined
 
     def preview(self, step: dict[str, Any] | None = None) -> None:
         """Load a preview: the position and the states of the running replicas when rank 0 wrote it.
@@ -45,7 +45,7 @@ class Newcomer:
         if again:  # keep the own position: the newcomer runs through the script up to the new place
             states.pop("adaptdl-loops", None)
         epoch, loop = step["at"]
-        self._at = (epoch, max(loop, 1))
+        self._at = (epoch, loop)
         checkpoint.restore_states(states)
 
     def _next(self) -> dict[str, Any]:

@@ -20,8 +20,9 @@ What is done, to form generation g + 1 while generation g trains:
    Training continues.
 3. When all newcomers have arrived, rank 0 requests the change as a command (`consensus`). If the agreed
    boundary is in the data loop at which the newcomers wait, the change is carried out; not after the loop's
-   last batch, because no batch would be left for the newcomers. Otherwise rank 0 writes a new preview, and
-   the newcomers continue to the new place. A newcomer gives up if it calls a collective on its way, if it
+   last batch, because no batch would be left for the newcomers, and not at an epoch's beginning, because
+   it is not known there which loader's loop comes first. Otherwise rank 0 writes a new preview, and the
+   newcomers continue to the new place. A newcomer gives up if it calls a collective on its way, if it
    reaches a loop over another loader than the others, or if it fails. Training then continues in g.
 4. *Switch*, inside `__next__` of every loader. States are synchronised over the old process group, which is
    then destroyed. Replicas that are not in g + 1 exit. Rank 0 publishes an address, and all replicas of g + 1
@@ -173,7 +174,8 @@ class Rescaler:
         plan = self._plans.get(command["generation"])
         if self._session.rank != 0 or plan is None or not self._wanted(plan):
             return
-        at, attempt = list(command["position"][:2]), command["attempt"]
+        (epoch, loop), attempt = command["position"][:2], command["attempt"]
+        at = [epoch, max(loop, 1)]  # at an epoch's beginning: its first data loop, where newcomers can join
         heavy = {model.name for model in self._session.models}
         names = [name for name in self._session.states if name not in heavy]
         try:

@@ -341,8 +341,9 @@ class BoundaryConsensus:
 
         Args:
             position: Position of the boundary.
-            last: Whether the data loop has no batch left. A replica that joined here would get no batch, so
-                commands that add replicas are carried out at the next boundary.
+            last: Whether no replica can join here, so that commands which add replicas are carried out at the
+                next boundary. A replica that joined after a data loop's last batch would get no batch, and
+                one that joined at an epoch's beginning might run another loop first.
 
         Raises:
             SystemExit: the replicas have agreed to stop (exit code 143).

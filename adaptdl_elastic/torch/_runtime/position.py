@@ -145,7 +145,7 @@ class ScriptPosition(checkpoint.TensorState):
         self.entered, self.left = 0, None
         self.epoch_began = time.monotonic()
         session.epoch = self._begun = self.finished
-        self._pass()
+        self._pass(last=True)  # no replica joins here: it is not yet known which loader's loop comes first
         return self.finished
 
     def end_epoch(self) -> None:
@@ -227,11 +227,11 @@ class ScriptPosition(checkpoint.TensorState):
         except PeerLostError:  # the next boundary detects the loss and recovers
             return
 
-    def _pass(self) -> None:
+    def _pass(self, last: bool = False) -> None:
         """Pass the boundary at the beginning of an epoch or a data loop."""
         safe = self._session.recovery
         safe.between_loops()
-        safe.retry_on_peer_loss(self.boundary)
+        safe.retry_on_peer_loss(lambda: self.boundary(last))
 
     def leave(self, ended: bool, left: int | None = None) -> None:
         """Leave a data loop.
@@ -253,7 +253,8 @@ class ScriptPosition(checkpoint.TensorState):
         """Pass the boundary at the current position: after a step, or before a data loop or an epoch.
 
         Args:
-            last: Whether the running data loop has no batch left.
+            last: Whether no replica can join here: the running data loop has no batch left, or the epoch has
+                just begun.
         """
         if self.outside:  # a newcomer cannot join in a data loop outside of epochs
             place, last = (self._begun, _BEHIND_ALL + self._outside), True
