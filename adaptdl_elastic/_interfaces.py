@@ -278,6 +278,14 @@ class ElasticLoader(Protocol):
         """Whether the batch size is chosen during training."""
 
     @property
+    def max_batch_size(self) -> int | None:
+        """Largest batch size that autoscaling may choose; None without autoscaling."""
+
+    @property
+    def local_bsz_bounds(self) -> tuple[int, int] | None:
+        """Smallest and largest batch of one replica, as the script gave them."""
+
+    @property
     def may_accumulate(self) -> bool:
         """Whether several batches may be accumulated to one step."""
 

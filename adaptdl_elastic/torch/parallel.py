@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptdl_elastic import checkpoint
-from adaptdl_elastic._interfaces import ModelSnapshot
+from adaptdl_elastic._interfaces import ElasticLoader, ModelSnapshot
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.registry import current_dataloader, registry
 from adaptdl_elastic.torch._gradient import comm_hook, grad_scaler
@@ -93,7 +93,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._task = -1  # autograd's id of the last backward pass
         self._batch = Batch()
         self._batch_sizes = BatchSizes()
-        self._memory = MemoryGuard(current_session(), model, _current_batch, self)
+        self._memory = MemoryGuard(current_session(), model, _current_batch, self, optimizer)
         self._attach_hook()
         self._state = self._saved_state()  # refuses a name in use, before anything is patched
         self.scaling_rule.initialize(self, optimizer, patch_optimizer=True)
@@ -713,7 +713,14 @@ def _current_batch() -> Samples:
     loader = current_dataloader()
     if loader is None:
         return Samples()
-    return Samples(loader.local_samples, loader.sample_dimension, loader.training)
+    return Samples(loader.local_samples, loader.sample_dimension, loader.training, _unbounded(loader))
+
+
+def _unbounded(loader: ElasticLoader) -> int | None:
+    """Return the largest local batch that may be chosen; None if the script has bounded it."""
+    if not loader.training or loader.local_bsz_bounds is not None:
+        return None
+    return loader.max_batch_size
 
 
 def _evaluating() -> bool:

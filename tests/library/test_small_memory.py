@@ -143,3 +143,14 @@ def test_a_loop_that_is_left_after_a_step_that_did_not_fit(start: Any, tmp_path:
     seen = trained(tmp_path)
     assert {line["local"] for line in seen if line["epoch"] == 0} == {12}
     assert {line["local"] for line in seen if line["epoch"] == 1} == {6}
+
+
+def test_the_limit_is_searched_for_where_the_script_gives_no_bound(start: Any, tmp_path: Path) -> None:
+    """24 samples fit, and 48 would not: the search tries 12, 24, 48, 36, 30 and 27."""
+    job = start(2, fits=["forward", None, 30], autoscale=960, search=True, pace=0.01)
+    event = job.wait_for_event("memory_limit")
+    assert event["fields"]["largest"] == 27
+    assert "30 samples fit into the memory of rank" in event["fields"]["message"]
+    job.finish()
+    assert max(line["local"] for line in trained(tmp_path)) <= 27
+    assert "does not fit" not in job.outputs()

@@ -20,6 +20,7 @@ import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, collective
 from adaptdl_elastic.reducer import Reducer
 from adaptdl_elastic.torch._elastic import regroup, state_transfer
+from adaptdl_elastic.torch._gradient import out_of_memory
 from adaptdl_elastic.torch.scaling_rules import LinearScale
 
 S = {
@@ -29,6 +30,7 @@ S = {
     "mortal": False, "evaluation pace": 0.0,
     # samples that fit into memory: in which pass, on which rank (None: all), how many
     "fits": None,
+    "search": False,  # look for the largest batch that fits
     "nan": None,  # the batch of an epoch whose loss is nan
     "leave": None,  # the batch of an epoch after which the body leaves the loop
     **json.loads(os.environ.get("LOOP", "{}")),
@@ -137,12 +139,15 @@ def main():
     loader = adl.AdaptiveDataLoader(
         data, batch_size=S["batch"], shuffle=S["shuffle"] and not S["stream"], **options
     )
+    if S["search"]:
+        out_of_memory.SEARCHED = ("cpu",)
     if S["accumulate"]:
         high = -(-S["batch"] // (S["accumulate"] + 1))
         loader.autoscale_batch_size(S["batch"], local_bsz_bounds=(1, high), gradient_accumulation=True)
         loader._elastic._max_batch_size = None  # accumulate, and stay at this batch size
     if S["autoscale"]:
-        loader.autoscale_batch_size(S["autoscale"], local_bsz_bounds=(1, S["autoscale"]))
+        bounds = None if S["search"] else (1, S["autoscale"])
+        loader.autoscale_batch_size(S["autoscale"], local_bsz_bounds=bounds)
     evaluation = adl.AdaptiveDataLoader(Numbers(), batch_size=10)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,9 +40,15 @@ from adaptdl_elastic.torch._gradient.chunked_forward import (
     run_in_chunks,
 )
 from adaptdl_elastic.torch._gradient.comm_hook import HookState
-from adaptdl_elastic.torch._tuning.memory_limit import LIMIT
+from adaptdl_elastic.torch._gradient.memory_search import MARGIN, largest_fitting, passes_fit
+from adaptdl_elastic.torch._tuning.memory_limit import LIMIT, memory_limit
 
 log = logging.getLogger(__name__)
+
+SEARCHED: tuple[str, ...] = ("cuda",)
+"""Types of devices on which the largest local batch is searched for."""
+
+_STATES = 2  # optimizer states of a parameter (Adam) for which the search leaves room
 
 
 class OneSampleError(torch.OutOfMemoryError):
@@ -59,11 +66,13 @@ class Samples:
         local: Samples on this replica; None: not known.
         dimension: Dimension of tensors that counts samples; None: the first.
         trains: Whether models are trained with the loader.
+        goal: Largest local batch that autoscaling might choose for want of a bound; None: there is a bound.
     """
 
     local: int | None = None
     dimension: int | None = None
     trains: bool = False
+    goal: int | None = None
 
 
 class MemoryGuard:
@@ -74,6 +83,7 @@ class MemoryGuard:
         module: The script's module.
         batch: Function that describes the current batch.
         ddp: The model, whose settings may not allow that a backward pass fails.
+        optimizer: The model's optimizer.
     """
 
     def __init__(
@@ -82,12 +92,15 @@ class MemoryGuard:
         module: torch.nn.Module,
         batch: Callable[[], Samples],
         ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
         self.session = session
         self.hook: HookState  # of the present generation; set by the model
         self.batch = batch
         self._module = module
         self._parameters = list(module.parameters())
+        self._optimizer = optimizer
+        self._searched = False
         self._unfit = _why_unfit(ddp)
         self._views = ddp.gradient_as_bucket_view  # gradients are views, and have their versions in common
         self._largest: dict[bool, int] = {}  # samples of a chunk, with gradients and without
@@ -109,6 +122,8 @@ class MemoryGuard:
             torch.OutOfMemoryError: the batch does not fit and cannot be divided.
         """
         differentiates = torch.is_grad_enabled()
+        if differentiates and not self._searched:
+            self._search(args, kwargs)
         largest, batch, samples, text = self._largest.get(differentiates), None, None, None
         if largest is not None:
             batch = self.batch()
@@ -139,6 +154,30 @@ class MemoryGuard:
         else:
             self._fits(largest, samples, batch, differentiates)
         return output
+
+    def _search(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Search for the largest local batch that fits before the first batch, if there is no bound."""
+        self._searched = True
+        session, batch = self.session, self.batch()
+        known = memory_limit(session).largest is not None
+        if self._parameters[0].device.type not in SEARCHED or session.dry or known or batch.goal is None:
+            return
+        samples = count_samples((args, kwargs), batch.local, batch.dimension)
+        if not (batch.trains and self._module.training) or not samples or samples != batch.local:
+            return
+        trained = sum(p.numel() * p.element_size() for p in self._parameters if p.requires_grad)
+        reserve = 0 if self._optimizer.state else _STATES * trained
+
+        def fits(size: int) -> bool:
+            return passes_fit(self._module, args, kwargs, samples, batch.dimension, size, reserve)
+
+        began = time.monotonic()
+        found = largest_fitting(fits, samples, batch.goal)
+        log.info("searched for the largest local batch for %.1f s: %s", time.monotonic() - began, found)
+        if found:
+            what = f"{found} samples fit into the memory of rank {session.rank} (a search at the start)"
+            largest = max(1, int(MARGIN * found))
+            session.consensus.request({"kind": LIMIT, "largest": largest, "why": what})
 
     def _chunks(
         self, call: Callable[..., Any], args: Any, kwargs: Any, samples: int, batch: Samples, largest: int
