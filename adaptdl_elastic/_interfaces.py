@@ -51,6 +51,7 @@ class SavedState(Protocol):
 
     required: bool
     expires: int | None
+    part_of_step: bool
 
     @property
     def name(self) -> str:

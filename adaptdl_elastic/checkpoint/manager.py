@@ -418,7 +418,7 @@ class CheckpointManager:
         try:
             manifest = self._write_to(self.storage, job)
         except Exception as error:  # any error of a disk, a network or a serialiser
-            message = f"cannot save a checkpoint to {path}: {reason(_root_cause(error))}"
+            message = f"cannot save a checkpoint to {path}: {reason(root_cause(error))}"
             logger.debug("%s", message, exc_info=True)
             return Saved("", path, job.kind, job.step, self._clock() - job.begun, error=message)
         self._clean(self._prune)  # too many old checkpoints do not make the new one invalid
@@ -519,7 +519,7 @@ class CheckpointManager:
             return False
 
 
-def _root_cause(error: BaseException) -> BaseException:
+def root_cause(error: BaseException) -> BaseException:
     """Return the most helpful cause.
 
     A StorageError itself, else the OSError behind it, as for a full disk.

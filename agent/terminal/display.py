@@ -49,7 +49,7 @@ class Display:
         if watched:
             from rich.live import Live
 
-            self._live = Live(get_renderable=self._line, console=self._console, refresh_per_second=4)
+            self._live = Live(get_renderable=self.line, console=self._console, refresh_per_second=4)
             self._live.start()
 
     @classmethod
@@ -79,7 +79,8 @@ class Display:
             size = f"{pluralize(event['replicas'], 'replica')} on {pluralize(event['nodes'], 'node')}"
             self.say(f"now {size} after a pause of {duration(event['pause_s'])}: {event['reason']}")
 
-    def _line(self) -> RenderableType:
+    def line(self) -> RenderableType:
+        """Return the present line of the display."""
         from rich.table import Table
         from rich.text import Text
 

@@ -25,7 +25,7 @@ from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, par
 PROGRAM = "adaptdl-run"
 MANY_REPLICAS = 65536  # stands for "as many replicas as the nodes have slots"
 # torchrun's options that have no effect here, and why
-_NO_MEANING = {
+WITHOUT_MEANING = {
     "rdzv_backend": "plans come from the coordinator, through etcd",
     "rdzv_conf": "torch's rendezvous is not used; --etcd-timeout and --rescale-timeout are what it would set",
     "node_rank": "the coordinator gives out ranks",
@@ -37,6 +37,8 @@ _NO_MEANING = {
     "duplicate_stdout_filters": "lines are not filtered by words; see --tee and --local-ranks-filter",
     "duplicate_stderr_filters": "lines are not filtered by words; see --tee and --local-ranks-filter",
 }
+WITHDRAWN = {"print_completion"}
+"""torchrun's options that are refused: the completions would be those of `torchrun`."""
 # help texts of torchrun's options whose own text would be wrong here
 _HELP = {
     "nnodes": "nodes of the job: N or MIN:MAX (default 1)",
@@ -78,6 +80,7 @@ class RunOptions:
     max_nodes: int
     min_slots: int
     slots: int
+    replicas: tuple[int, int] | None  # fewest and most of the whole job; None: as nodes and slots allow
     standalone: bool
     endpoint: str | None
     etcd_api: str
@@ -113,6 +116,7 @@ class RunOptions:
     tracebacks: str
     tee: str
     local_ranks_filter: frozenset[int] | None
+    line_prefix: str | None  # template of what stands before lines of replicas; None: not given
     role: str
     threads: int | None  # OMP_NUM_THREADS of a replica, unless the environment sets it
     virtual_local_rank: bool
@@ -168,10 +172,14 @@ def _arrange(made: argparse.ArgumentParser) -> None:
     without = made.add_argument_group("options of torchrun that have no effect here")
     for action in made._actions:
         action.help = _HELP.get(action.dest, action.help)
-        if action.dest in _NO_MEANING:
-            action.help = _NO_MEANING[action.dest]
+        if action.dest in WITHOUT_MEANING:
+            action.help = WITHOUT_MEANING[action.dest]
             theirs._group_actions.remove(action)
             without._group_actions.append(action)
+    for action in [action for action in made._actions if action.dest in WITHDRAWN]:
+        theirs._remove_action(action)
+        for option in action.option_strings:
+            del made._option_string_actions[option]
     made._action_groups.remove(ours)
     made._action_groups.insert(made._action_groups.index(theirs), ours)
 
@@ -209,6 +217,11 @@ def _add_ours(group: Any) -> None:
         "--cluster",
         metavar="NAME",
         help="name of the cluster, where several share an etcd (ADAPTDL_CLUSTER; default: default)",
+    )
+    add(
+        "--replicas",
+        metavar="MIN:MAX",
+        help="replicas of the whole job (default: MIN of --nnodes, and as many as the nodes have room for)",
     )
     add("--node-name", metavar="NAME", help="this node's name (default: the host's, made unique)")
     add("--port-range", metavar="LOW:HIGH", help="ports to listen on (default: any free one)")
@@ -361,6 +374,7 @@ def check(
         max_nodes=max_nodes,
         min_slots=min_slots,
         slots=slots,
+        replicas=parse_range("--replicas", args.replicas) if args.replicas else None,
         standalone=standalone,
         endpoint=None if standalone else endpoint,
         etcd_api=args.etcd_api,
@@ -396,6 +410,7 @@ def check(
         tracebacks=args.tracebacks,
         tee=args.tee,
         local_ranks_filter=_ranks(args.local_ranks_filter),
+        line_prefix=getattr(args, "log_line_prefix_template", "") or None,  # an option of torch >= 2.14
         role=args.role,
         threads=None if "OMP_NUM_THREADS" in environ or slots == 1 else 1,
         virtual_local_rank=bool(getattr(args, "virtual_local_rank", False)),
@@ -583,10 +598,10 @@ _OF_AN_ETCD = ("rdzv_endpoint", "etcd", "etcd_api", "etcd_user", "etcd_ca", "etc
 
 def _notes_on_ignored(given: set[str], environ: Mapping[str, str]) -> Iterator[str]:
     """Return notes about torchrun's options that have no effect, also when set by environment variables."""
-    for name, why in _NO_MEANING.items():
+    for name, why in WITHOUT_MEANING.items():
         if name in given:
             yield f"--{name.replace('_', '-')} has no effect: {why}"
-    for name, why in _NO_MEANING.items():
+    for name, why in WITHOUT_MEANING.items():
         variable = f"PET_{name.upper()}"
         if name not in given and environ.get(variable):
             yield f"{variable} has no effect: {why}"

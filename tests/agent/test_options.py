@@ -94,14 +94,14 @@ HONOURED = {
     *("help", "nnodes", "nproc_per_node", "rdzv_endpoint", "rdzv_id", "standalone", "max_restarts", "role"),
     *("event_log_handler", "module", "no_python", "run_path", "log_dir", "redirects", "tee", "local_addr"),
     *("local_ranks_filter", "virtual_local_rank", "training_script", "training_script_args"),
-    *("master_addr", "master_port", "signals_to_handle"),
+    *("master_addr", "master_port", "signals_to_handle", "log_line_prefix_template"),
 }
 
 
 def test_every_option_of_torchrun_is_honoured_or_told_to_have_no_effect() -> None:
     theirs = {action.dest for action in torchrun_options.torchrun_parser()._actions}
-    assert theirs - HONOURED == theirs & set(run_options._NO_MEANING)
-    assert not HONOURED & set(run_options._NO_MEANING)
+    assert theirs - HONOURED == theirs & (set(run_options.WITHOUT_MEANING) | run_options.WITHDRAWN)
+    assert not HONOURED & set(run_options.WITHOUT_MEANING)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,19 @@ def test_an_option_without_effect_is_told(option: str) -> None:
         pytest.skip(f"this torch has no {option}")
     (note,) = parse(option).notes
     assert " has no effect: " in note
+
+
+def test_a_template_of_lines_is_taken_where_torchrun_takes_one() -> None:
+    assert parse().line_prefix is None
+    if "--log-line-prefix-template" not in run_options.parser().format_help():
+        pytest.skip("this torch has no --log-line-prefix-template")
+    assert parse("--log-line-prefix-template=${rank}: ").line_prefix == "${rank}: "
+
+
+def test_completions_of_torchrun_are_not_printed_for_adaptdl_run() -> None:
+    assert "--print-completion" not in run_options.parser().format_help()
+    with pytest.raises(run_options.OptionError, match="print-completion"):
+        parse("--print-completion=bash")
 
 
 def test_a_variable_of_torchrun_without_effect_is_told() -> None:
@@ -148,7 +161,7 @@ def test_a_shortened_option_means_what_it_means_to_torchrun() -> None:
 
 
 def test_a_shortened_option_that_could_be_several_is_refused() -> None:
-    with pytest.raises(run_options.OptionError, match=r"ambiguous option: --log.* --log-dir, --logs-specs"):
+    with pytest.raises(run_options.OptionError, match=r"ambiguous option: --log.* --log-dir, .*--logs-specs"):
         parse("--log=x")
 
 

@@ -292,7 +292,7 @@ def test_trouble_with_the_disk_is_told_and_leaves_the_checkpoint_before(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage_module, "_write_all", full)
+        patch.setattr(storage_module, "write_all", full)
         checkpoint.save_all_states(kind="periodic", background=True)
         assert checkpoint.flush(60)
         with pytest.raises(CheckpointSaveError, match="No space left on device"):
@@ -316,9 +316,9 @@ def test_torch_reports_a_really_full_device_as_such(script: Script) -> None:
     state = Model(torch.nn.Linear(2000, 2000))
     with open("/dev/full", "wb", buffering=0) as full, pytest.raises((OSError, RuntimeError)) as caught:  # noqa: PTH123
         state.save(storage_module.ChecksumWriter(full))  # type: ignore[arg-type]
-    from adaptdl_elastic.checkpoint.manager import _root_cause
+    from adaptdl_elastic.checkpoint.manager import root_cause
 
-    cause = _root_cause(caught.value)
+    cause = root_cause(caught.value)
     assert isinstance(cause, OSError)
     assert cause.errno == errno.ENOSPC
 

@@ -64,7 +64,7 @@ def faulty(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]
 
 
 def tear(tag, left):
-    combine, spread = Reducer._combine, Reducer._spread
+    combine, spread = Reducer.combine, Reducer.spread
 
     def combined(self, call):
         nonlocal left
@@ -77,7 +77,7 @@ def tear(tag, left):
         self._send(1, kind, sequence.to_bytes(8, "big") + payload)
         die()
 
-    Reducer._combine, Reducer._spread = combined, spread_to_one
+    Reducer.combine, Reducer.spread = combined, spread_to_one
 
 
 def die_in(name, left, module=state_transfer):

@@ -93,7 +93,7 @@ def work(steps):
 
 def tear(tag, count, how="SIGKILL"):
     """Send ourselves a signal when rank 1 alone has the result of the `count`-th collective `tag`."""
-    combine, spread, left = Reducer._combine, Reducer._spread, [count]
+    combine, spread, left = Reducer.combine, Reducer.spread, [count]
 
     def combined(self, call):
         left[0] -= tag in call.tag
@@ -105,7 +105,7 @@ def tear(tag, count, how="SIGKILL"):
         self._send(1, kind, sequence.to_bytes(8, "big") + payload)
         os.kill(os.getpid(), getattr(signal, how))
 
-    Reducer._combine, Reducer._spread = combined, spread_to_one
+    Reducer.combine, Reducer.spread = combined, spread_to_one
 
 
 def main():
