@@ -80,6 +80,7 @@ class RunOptions:
     max_nodes: int
     min_slots: int
     slots: int
+    replicas: tuple[int, int] | None  # fewest and most of the whole job; None: as nodes and slots allow
     standalone: bool
     endpoint: str | None
     etcd_api: str
@@ -216,6 +217,11 @@ def _add_ours(group: Any) -> None:
         "--cluster",
         metavar="NAME",
         help="name of the cluster, where several share an etcd (ADAPTDL_CLUSTER; default: default)",
+    )
+    add(
+        "--replicas",
+        metavar="MIN:MAX",
+        help="replicas of the whole job (default: MIN of --nnodes, and as many as the nodes have room for)",
     )
     add("--node-name", metavar="NAME", help="this node's name (default: the host's, made unique)")
     add("--port-range", metavar="LOW:HIGH", help="ports to listen on (default: any free one)")
@@ -368,6 +374,7 @@ def check(
         max_nodes=max_nodes,
         min_slots=min_slots,
         slots=slots,
+        replicas=parse_range("--replicas", args.replicas) if args.replicas else None,
         standalone=standalone,
         endpoint=None if standalone else endpoint,
         etcd_api=args.etcd_api,
