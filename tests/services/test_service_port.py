@@ -17,6 +17,7 @@ import pytest
 from adaptdl_elastic.agent.service.blobs import Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import KEPT, copy
 from adaptdl_elastic.agent.service.http_server import Served, ServicePort, read_lines
+from adaptdl_elastic.agent.service.lifecycle import unit_text
 from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import encode
@@ -32,7 +33,7 @@ from adaptdl_elastic.rendezvous.services.service_client import (
     person_context,
 )
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
-from adaptdl_elastic.rendezvous.services.signatures import Person, SignatureError
+from adaptdl_elastic.rendezvous.services.signatures import Person, SignatureError, UncheckedError
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, sign_record, verify_record
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
@@ -249,6 +250,31 @@ def test_only_the_owner_or_an_administrator_cancels(world: World) -> None:
         )
     del people["alice"]
     assert reader.read(people).requests == ()
+
+
+def test_a_signature_that_cannot_be_checked_now_is_checked_again(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, store, people = Keys("lab"), MemoryStore(), world.people()
+    hers = Submission("job", "alice", "script", ("train.py",), "0" * 64)
+    signed = sign_record(ID, hers, "alice", lambda text: signatures.sign(world.keys["alice"], text))
+    store.put(keys.submission("job"), signed)
+    reader = SubmissionReader(store, keys, ID)
+    with monkeypatch.context() as patched:
+        patched.setenv("PATH", str(tmp_path))  # no ssh-keygen
+        with pytest.raises(UncheckedError, match="ssh-keygen is not installed"):
+            reader.read(people)
+    assert [one.submission for one in reader.read(people).requests] == [hers]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    directory = ServiceDirectory(tmp_path / "a 50% lab")
+    directory.path.mkdir()
+    unit = tmp_path / "adaptdl-lab.service"
+    unit.write_text(unit_text(directory))
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)
+    assert (done.returncode, str(unit) in done.stderr) == (0, False), done.stderr
 
 
 def test_credentials_are_kept_and_renewed_for_another_address(world: World) -> None:
