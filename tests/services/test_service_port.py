@@ -18,10 +18,13 @@ from adaptdl_elastic.agent.service.blobs import Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import KEPT, copy
 from adaptdl_elastic.agent.service.http_server import Served, ServicePort, read_lines
 from adaptdl_elastic.agent.service.lifecycle import unit_text
+from adaptdl_elastic.autoscaler.commands.cluster_setup import client_of
 from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials
+from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import encode
 from adaptdl_elastic.rendezvous.schema.submissions import Cancellation, ServiceRecord, Signed, Submission
+from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services import signatures
 from adaptdl_elastic.rendezvous.services.context import ClusterContext
 from adaptdl_elastic.rendezvous.services.service_client import (
@@ -275,6 +278,24 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     unit.write_text(unit_text(directory))
     done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)
     assert (done.returncode, str(unit) in done.stderr) == (0, False), done.stderr
+
+
+def test_another_person_gets_what_is_needed_and_no_authority(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contexts.save(replace(world.context, endpoint="https://h:1", nodes=("n1",)))
+    files = Credentials(contexts.choose("lab")).person_files("alice")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "hers"))
+    for name, data in files.items():
+        path = contexts.config_directory() / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    hers = contexts.choose(None)
+    assert (hers.person, hers.endpoint, hers.cluster_id) == ("alice", "https://h:1", ID)
+    shutil.copy(world.keys["alice"], hers.identity)
+    assert client_of(hers).get_json(world.record, "/v1/status") == {"node": "n1"}
+    with pytest.raises(ProvisionError, match="brought up by another user, who alone adds nodes"):
+        Credentials(hers).prepare()
 
 
 def test_credentials_are_kept_and_renewed_for_another_address(world: World) -> None:
