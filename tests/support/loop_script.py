@@ -12,6 +12,7 @@ import signal
 import time
 from pathlib import Path
 
+import insides
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
@@ -125,7 +126,7 @@ def main():
     if S["accumulate"]:
         high = -(-S["batch"] // (S["accumulate"] + 1))
         loader.autoscale_batch_size(S["batch"], local_bsz_bounds=(1, high), gradient_accumulation=True)
-        loader._elastic._max_batch_size = None  # accumulate, and stay at this batch size
+        insides.keep_batch_size(loader)  # accumulate, and stay at this batch size
     if S["autoscale"]:
         loader.autoscale_batch_size(S["autoscale"], local_bsz_bounds=(1, S["autoscale"]))
     evaluation = adl.AdaptiveDataLoader(Numbers(), batch_size=10)
