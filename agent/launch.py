@@ -332,15 +332,20 @@ def _count_gpus() -> int:
 
 def job_spec(options: RunOptions) -> JobSpec:
     """Return the job as the command line describes it, as a new run."""
+    # without --replicas: the least that a node takes is in its own registration
+    least, most = options.replicas or (
+        options.min_nodes,
+        options.slots if options.max_nodes == 1 else _MANY_REPLICAS,
+    )
     return JobSpec(
         job=options.job,
         run=f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}",
         command=options.command,
         min_nodes=options.min_nodes,
         max_nodes=options.max_nodes,
-        min_replicas=options.min_nodes,  # the least that a node takes is in its own registration
+        min_replicas=least,
         min_slots=options.min_slots,
-        max_replicas=options.slots if options.max_nodes == 1 else _MANY_REPLICAS,
+        max_replicas=most,
         max_restarts=options.max_restarts,
         rescale=Rescale(options.rescale),
         rescale_timeout=options.rescale_timeout,

@@ -550,12 +550,20 @@ def _gone(state: State, generation: int, node: str, agent: str) -> bool:
 
 
 def _was_done(state: State, plan: Plan) -> bool:
-    """Return whether the script ended while this plan was made, so that nothing is left to run."""
+    """Return whether the script ended while this plan was made, so that nothing is left to run.
+
+    Plans between that generation and this one may have been replaced before their generations began. Nodes
+    answer `stopped` for those.
+    """
     if not plan.leaving or plan.transition is Transition.ABORT:
         return False
-    before = max(leaving.generation for leaving in plan.leaving)
-    outcomes = [outcome for (generation, _), outcome in state.ended.items() if generation == before]
-    return bool(outcomes) and all(outcome is Outcome.DONE for outcome in outcomes)
+    for before in sorted({leaving.generation for leaving in plan.leaving}, reverse=True):
+        outcomes = {outcome for (generation, _), outcome in state.ended.items() if generation == before}
+        if outcomes == {Outcome.DONE}:
+            return True
+        if not outcomes <= {Outcome.DONE, Outcome.STOPPED}:
+            return False
+    return False
 
 
 def _depart(state: State, newest: bool, now: float) -> tuple[State, list[Action]]:

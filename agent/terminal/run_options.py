@@ -33,6 +33,7 @@ class RunOptions:
     max_nodes: int
     min_slots: int
     slots: int
+    replicas: tuple[int, int] | None  # fewest and most of the whole job; None: as nodes and slots allow
     standalone: bool
     endpoint: str | None
     etcd_api: str
@@ -152,6 +153,7 @@ def check(
         max_nodes=max_nodes,
         min_slots=min_slots,
         slots=slots,
+        replicas=parse_range("--replicas", args.replicas) if args.replicas else None,
         standalone=standalone,
         endpoint=None if standalone else endpoint,
         etcd_api=args.etcd_api,

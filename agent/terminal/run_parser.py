@@ -145,6 +145,11 @@ def _add_ours(group: Any) -> None:
         metavar="NAME",
         help="name of the cluster, where several share an etcd (ADAPTDL_CLUSTER; default: default)",
     )
+    add(
+        "--replicas",
+        metavar="MIN:MAX",
+        help="replicas of the whole job (default: MIN of --nnodes, and as many as the nodes have room for)",
+    )
     add("--node-name", metavar="NAME", help="this node's name (default: the host's, made unique)")
     add("--port-range", metavar="LOW:HIGH", help="ports to listen on (default: any free one)")
     add(
