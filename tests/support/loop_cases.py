@@ -77,8 +77,8 @@ class Job(FakeAgent):
         self._until(lambda: False)
 
     def _start(self, replicas: int) -> None:
-        host, port = self._open()
-        self.running = [self._launch(rank, replicas, self.generation, host, port) for rank in range(replicas)]
+        host, port = self.open_store()
+        self.running = [self.launch(rank, replicas, self.generation, host, port) for rank in range(replicas)]
 
     def _hold(self, generation: int) -> None:
         new = self.folder / "hold.new"
