@@ -15,7 +15,6 @@ the job's checkpoints; a step that did not commit undoes its changes to them.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -359,7 +358,7 @@ class ElasticTrainerMixin:
         loader: Any = adl.current_dataloader()
         if loader is None:
             return
-        done = math.ceil((loader.current_index + loader.window_samples) / loader.batch_size)
+        done = loader.current_index // loader.batch_size + 1  # the index lies within the present window
         state.epoch = adl.finished_epochs() + min(done / self._steps_per_epoch, 1.0)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
