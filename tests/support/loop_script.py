@@ -12,6 +12,7 @@ import signal
 import time
 from pathlib import Path
 
+import insides
 import small_memory
 import torch
 from torch.utils.data import Dataset, get_worker_info
@@ -144,7 +145,7 @@ def main():
     if S["accumulate"]:
         high = -(-S["batch"] // (S["accumulate"] + 1))
         loader.autoscale_batch_size(S["batch"], local_bsz_bounds=(1, high), gradient_accumulation=True)
-        loader._elastic._max_batch_size = None  # accumulate, and stay at this batch size
+        insides.keep_batch_size(loader)  # accumulate, and stay at this batch size
     if S["autoscale"]:
         bounds = None if S["search"] else (1, S["autoscale"])
         loader.autoscale_batch_size(S["autoscale"], local_bsz_bounds=bounds)
