@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import insides
 import numpy as np
 import parallel_cases as cases
 import pytest
@@ -54,13 +55,13 @@ def measured(model: Model, steps: int, after: Callable[[], object] = lambda: Non
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     adp = AdaptiveDataParallel(model, optimizer)
     cases.measure_always(adp)
-    adp._sampler._generator.manual_seed(0)
+    insides.seed_signs(adp, 0)
     for _ in range(steps):
         optimizer.zero_grad()
         adp(*batch(16)).backward()
         after()
         optimizer.step()
-    adp._sampler.collect()
+    insides.collect(adp)
     return adp.gns.var_avg() * 16
 
 
@@ -92,7 +93,7 @@ def test_nothing_of_the_training_is_changed_by_it() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         adp = AdaptiveDataParallel(model, optimizer, name=f"sampled {sampled}")
         cases.measure_always(adp)
-        adp._sampler.can_not_split("for a test")
+        insides.run_halves(adp)
         if not sampled:
             adp.gns.settles_after = 1000
         for _ in range(8):
