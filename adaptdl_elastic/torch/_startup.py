@@ -149,10 +149,10 @@ def _launched(session: Session, backend: str, init_method: str | None) -> None:
     """Connect replicas of this project's agent or torchrun's, by its store at MASTER_ADDR:MASTER_PORT."""
     store, _, _ = next(dist.rendezvous(init_method or "env://", session.rank, session.replicas))
     store = dist.PrefixStore(f"adaptdl/{session.generation}", store)
+    _find_secret(session)
     if os.environ.get(environment.ADAPTDL_MASTER_PORT):
         _connect(session, env.master_addr(), env.master_port())
     else:
-        _find_secret(session)
         _connect_through(session, store)
     connect_torch(session, backend, store)
 
