@@ -54,7 +54,7 @@ lint: $(STAMP) ## ruff, mypy --strict, import-linter
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-quick: $(STAMP) ## the tests that start no process, in about a minute
+quick: $(STAMP) ## the tests that start no process, in under two minutes
 	@$(BIN)/python -m pytest --quick -n 2 --dist worksteal
 
 test: lint ## the tests

@@ -530,7 +530,9 @@ def _failure(replica: Replica) -> Failure:
     if evidence.raised is not None and code < 0:
         code = 1  # the exit code of an uncaught Python exception, if the process had not been killed
     when = replica.exited if evidence.raised is None else evidence.raised
-    return Failure(replica.rank, code, replica.message, when, evidence.kind, evidence.lost_peer)
+    return Failure(
+        replica.rank, code, replica.message, when, evidence.kind, evidence.lost_peer, evidence.final
+    )
 
 
 def _names_us(state: State, plan: Plan) -> bool:

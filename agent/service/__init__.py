@@ -6,6 +6,7 @@
 | What does it do all the time? | `supervisor` |
 | Which agents does it start and stop? | `decisions` (pure) |
 | How does an agent get its files, and outlive the service? | `agents`, `blobs`, `kept_process` |
+| How does a node get the checkpoints of another one? | `checkpoint_copies` |
 | Who may ask it for what? | `http_server`, `access` |
 | How is the cluster's etcd started, with users and passwords? | `etcd` |
 

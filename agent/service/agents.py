@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from adaptdl_elastic.agent.service.blobs import BlobError, Blobs, unpack
+from adaptdl_elastic.agent.service.checkpoint_copies import WAIT_SECONDS
 from adaptdl_elastic.agent.service.decisions import MOST_FAILURES, AgentState, Step
 from adaptdl_elastic.agent.service.kept_process import KeptProcess, last_line
+from adaptdl_elastic.protocol.environment import CHECKPOINT_WAIT
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord, Submission
 from adaptdl_elastic.rendezvous.services.service_client import ServiceClient
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
@@ -149,6 +151,8 @@ class Agents:
         if submission.environment is not None:
             self._blobs.fetch(submission.environment, peers, self._client)
             given = read_variables(self._blobs.path(submission.environment))
+        if not submission.checkpoint_path:
+            given[CHECKPOINT_WAIT] = str(WAIT_SECONDS)
         return agent_environment(os.environ, given, self._directory)
 
     @property

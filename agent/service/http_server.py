@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from adaptdl_elastic.agent.service.access import Caller, DeniedError, identify
 from adaptdl_elastic.agent.service.blobs import BlobError, Blobs
+from adaptdl_elastic.agent.service.checkpoint_copies import files_of
 from adaptdl_elastic.rendezvous.schema.keys import check_name
 from adaptdl_elastic.rendezvous.services import signatures
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
@@ -161,6 +162,15 @@ class _Handler(BaseHTTPRequestHandler):
             case ["v1", "blobs", digest]:
                 self._caller().require_node()
                 self._file(self.server.served.blobs.path(digest))
+            case ["v1", "checkpoints", job, checkpoint_id]:
+                self._caller().require_node()
+                self._json({"files": self._checkpoint(job, checkpoint_id)})
+            case ["v1", "checkpoints", job, checkpoint_id, quoted]:
+                self._caller().require_node()
+                name = unquote(quoted)
+                if name not in self._checkpoint(job, checkpoint_id):
+                    self._nothing_here()
+                self._file(self.server.served.directory.checkpoints(job) / checkpoint_id / name)
             case ["v1", "logs", job]:
                 caller = self._caller()
                 caller.require_owner(job, self.server.served.owner(check_name("job", job)))
@@ -191,6 +201,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _nothing_here(self) -> None:
         raise DeniedError("this version of adaptdl-elastic does not serve that", 404)
+
+    def _checkpoint(self, job: str, checkpoint_id: str) -> list[str]:
+        root = self.server.served.directory.checkpoints(check_name("job", job))
+        if not (files := files_of(root, checkpoint_id)):
+            raise DeniedError("the checkpoint is not on this node", 404)
+        return files
 
     def _output(self, job: str, after: int, wait: float) -> dict[str, Any]:
         """Return whole lines of a job's output from an offset on; wait for some if there are none."""

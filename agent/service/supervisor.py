@@ -16,12 +16,18 @@ import psutil
 import adaptdl_elastic
 from adaptdl_elastic.agent.service.agents import Agents
 from adaptdl_elastic.agent.service.blobs import Blobs
+from adaptdl_elastic.agent.service.checkpoint_copies import CheckpointCopies
 from adaptdl_elastic.agent.service.decisions import decide
 from adaptdl_elastic.agent.service.etcd import EtcdError, EtcdServer
 from adaptdl_elastic.agent.service.http_server import Served, ServicePort
 from adaptdl_elastic.rendezvous.local.addresses import listen
 from adaptdl_elastic.rendezvous.schema.keys import Keys
-from adaptdl_elastic.rendezvous.schema.records import encode
+from adaptdl_elastic.rendezvous.schema.records import (
+    CheckpointRecord,
+    MalformedRecordError,
+    decode,
+    encode,
+)
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services import signatures
 from adaptdl_elastic.rendezvous.services.service_client import ServiceClient, node_context
@@ -55,6 +61,9 @@ class Supervisor:
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._agents = Agents(config, directory, slots, self._blobs, client, self._wake.set)
+        self._copies = CheckpointCopies(directory, client)
+        self._peers: list[ServiceRecord] = []
+        self._copied: set[str] = set()  # jobs whose checkpoints lie on the nodes
         self._owners: dict[str, str] = {}
         self._refused: dict[str, str] = {}
         listening = listen(config.host, self._ports())
@@ -126,11 +135,21 @@ class Supervisor:
                     return  # `run` starts it again
                 problems = {**self._refused, **self._agents.problems}
                 registration.write(ServiceRecord(**{**vars(self._record), "problems": problems}))
+                self._copy_checkpoints(store)
                 woken = self._wake.wait(_LOOK_SECONDS)
                 self._wake.clear()
                 if woken or time.monotonic() - read_at > _READ_SECONDS or self._some_agent_ended():
                     read_at = time.monotonic()
                     self._act(reader)
+
+    def _copy_checkpoints(self, store: Store) -> None:
+        newest = {}
+        for job in self._copied.intersection(self._agents.running):
+            found = store.get(self._keys.job(job, "checkpoint"))
+            with contextlib.suppress(MalformedRecordError):
+                if found is not None:
+                    newest[job] = decode(CheckpointRecord, found.value, found.key).id
+        self._copies.look(newest, self._peers)
 
     def _some_agent_ended(self) -> bool:
         before = set(self._agents.running)
@@ -149,6 +168,8 @@ class Supervisor:
         for one in found.requests:
             self._owners[one.submission.job] = one.submission.owner
         peers = [service for node, service in sorted(found.services.items()) if node != self._config.node]
+        self._peers = peers
+        self._copied = {one.submission.job for one in found.requests if not one.submission.checkpoint_path}
         by_job = {one.submission.job: one.submission for one in found.requests}
         for job, step in decide(found.requests, found.slots, agents, time.monotonic()).items():
             if job in by_job:

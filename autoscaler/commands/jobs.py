@@ -152,6 +152,9 @@ def status(job: str, where: Where, as_json: bool) -> None:
     if row["requested"] is not None:
         asked = pluralize(row["requested"], "replica")
         lines.append(("asked for", f"{asked} (adaptdl scale {job} --auto to undo)"))
+    if row["memory_limit"] is not None:
+        most = pluralize(row["memory_limit"], "sample")
+        lines.append(("memory", f"at most {most} of one replica fit; more are accumulated"))
     lines += [("warning", text) for text in row["warnings"]]
     lines += [("failure", text) for text in row["failures"]]
     for name, text in lines:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from adaptdl_elastic.agent.service.blobs import Blobs
+from adaptdl_elastic.agent.service.checkpoint_copies import KEPT, copy
 from adaptdl_elastic.agent.service.http_server import Served, ServicePort, read_lines
 from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials
 from adaptdl_elastic.rendezvous.schema.keys import Keys
@@ -125,6 +126,33 @@ def test_an_archive_with_another_content_than_announced_is_refused(world: World)
         400,
         "is not the one that was announced",
     )
+
+
+def test_a_checkpoint_is_copied_by_nodes_only(world: World, tmp_path: Path) -> None:
+    ids = [f"0000000{number}-g00000-abcd" for number in range(1, 5)]
+    theirs, mine = world.directory.checkpoints("hers"), tmp_path / "mine"
+    for one in ids:
+        (theirs / one).mkdir(parents=True)
+        for name in ("manifest.json", "model%2E.state"):
+            (theirs / one / name).write_text(f"{one} {name}")
+    for one in (*ids, ids[-1]):
+        if not (mine / one).exists():
+            copy(world.node(), world.record, mine, "hers", one)
+    assert sorted(path.name for path in mine.iterdir()) == ids[-KEPT:]
+    assert (mine / ids[-1] / "model%2E.state").read_text() == f"{ids[-1]} model%2E.state"
+    gone = "00000009-g00000-abcd"
+    with pytest.raises(ServiceRefusedError, match="not on this node"):
+        copy(world.node(), world.record, mine, "hers", gone)
+    assert sorted(path.name for path in mine.iterdir()) == ids[-KEPT:]
+    for path in (ids[0], f"{ids[0]}/manifest.json"):
+        refused(
+            lambda path=path: world.client("alice").get_json(world.record, f"/v1/checkpoints/hers/{path}"),
+            403,
+            "only nodes of the cluster",
+        )
+    for path in ("hers/..", f"hers/{ids[0]}/..%2Fx", f"..%2F/{ids[0]}"):
+        with pytest.raises(ServiceRefusedError):
+            world.node().get_json(world.record, f"/v1/checkpoints/{path}")
 
 
 def test_output_is_for_the_owner_and_administrators(world: World) -> None:
