@@ -125,7 +125,7 @@ class Gathering(threading.Thread):
             look = min(2 * look, _LONGEST_LOOK)
 
     def _look(self, store: PrefixStore, rank: int) -> bool | None:
-        """Return whether a member's key has the value that only it can have written; None: it is not there."""
+        """Return whether a member wrote the value of its key; None: the key is not there."""
         key = f"here/{rank}"
         if not store.check([key]):
             return None
