@@ -35,7 +35,7 @@ def no_machine_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def find(session: Any) -> bytes | None:
-    _startup._find_secret(session)
+    _startup.find_secret(session)
     return _startup.env.secret()
 
 
@@ -98,5 +98,5 @@ def test_replicas_that_are_told_where_rank_0_listens_have_a_secret_too(
     monkeypatch.setattr(_startup.dist, "rendezvous", lambda *_: iter([(store, 0, 2)]))
     monkeypatch.setattr(_startup, "_connect", lambda *_: secrets.append(_startup.env.secret()))
     monkeypatch.setattr(_startup, "connect_torch", lambda *_: None)
-    _startup._launched(session(nodes=1), "gloo", None)
+    _startup.meet_launched(session(nodes=1), "gloo", None)
     assert secrets != [None]
