@@ -91,12 +91,10 @@ def test_replicas_of_one_machine_without_any_secret_are_warned(
 def test_replicas_that_are_told_where_rank_0_listens_have_a_secret_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    secrets = []
-    store = _startup.dist.HashStore()
+    store, connected = _startup.dist.HashStore(), SimpleNamespace(replicas=2)
     monkeypatch.setenv("ADAPTDL_MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("ADAPTDL_MASTER_PORT", "1")
     monkeypatch.setattr(_startup.dist, "rendezvous", lambda *_: iter([(store, 0, 2)]))
-    monkeypatch.setattr(_startup, "_connect", lambda *_: secrets.append(_startup.env.secret()))
     monkeypatch.setattr(_startup, "connect_torch", lambda *_: None)
-    _startup.meet_launched(session(nodes=1), "gloo", None)
-    assert secrets != [None]
+    _startup.meet_launched(session(nodes=1, reducer=connected), "gloo", None)
+    assert _startup.env.secret() is not None
