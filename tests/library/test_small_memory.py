@@ -48,6 +48,7 @@ def test_the_batch_becomes_smaller(
     largest = 3  # 24 or 12 samples, and half as many until they fit
     assert max(line["local"] for line in seen if line["index"] >= SIZE - BATCH) == largest
     assert {line["window"] for line in seen} == {BATCH}
+    assert "cannot be split" not in job.outputs(), "the measurement of noise does not end with it either"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import torch
 
 from adaptdl_elastic.torch._gradient import grad_scaler
 from adaptdl_elastic.torch._gradient.accumulation import Batch
+from adaptdl_elastic.torch._gradient.chunked_forward import is_out_of_memory
 from adaptdl_elastic.torch._gradient.comm_hook import HookState, Recording
 from adaptdl_elastic.torch._gradient.estimator import Measurement, balanced_signs
 from adaptdl_elastic.torch._gradient.noise_scale import GradientNoiseScale
@@ -109,6 +110,9 @@ class Sampler:
             self._sampled = False  # the next step is due instead
             return
         except (RuntimeError, ValueError) as error:
+            if is_out_of_memory(error):  # the walk itself may fit; and smaller batches follow if it does not
+                self._sampled = False
+                return
             self.can_not_split(str(error).splitlines()[0])
             return
         pairs = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
