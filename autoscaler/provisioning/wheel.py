@@ -18,15 +18,6 @@ from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
 _PACKAGE = "adaptdl-elastic"
 _FOLDERS = ("adaptdl_elastic", "agent", "rendezvous", "autoscaler")
 _SOURCES = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", *_FOLDERS)
-    "setup.cfg",
-    "pyproject.toml",
-    "README.md",
-    "LICENSE",
-    "adaptdl_elastic",
-    "agent",
-    "rendezvous",
-    "autoscaler",
-)
 
 
 def own_wheel(folder: Path) -> Path:
