@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from adaptdl_elastic.torch._gradient.accumulation import Batch
+
 
 def helper(loader: Any) -> Any:
     """Return what a loader keeps about its passes and its batch size."""
@@ -56,7 +58,7 @@ def measure_no_more(adp: Any) -> None:
 
 def scale_next_batch(adp: Any, scale: float) -> None:
     """Let a model take its present batch for `scale` times the initial one."""
-    adp._batch = type(adp._batch)(scale=scale)
+    adp._batch = Batch(scale=scale)
 
 
 def state(accumulator: Any) -> Any:
