@@ -31,7 +31,8 @@ from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment, Sh
 from adaptdl_elastic.agent.terminal.display import Display
 from adaptdl_elastic.agent.terminal.event_log import EventLog
 from adaptdl_elastic.agent.terminal.replica_output import Output, Streams
-from adaptdl_elastic.agent.terminal.run_options import MANY_REPLICAS, PROGRAM, RunOptions
+from adaptdl_elastic.agent.terminal.run_options import RunOptions
+from adaptdl_elastic.agent.terminal.run_parser import PROGRAM
 from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.rendezvous.local import runtime_file
 from adaptdl_elastic.rendezvous.local.addresses import (
@@ -56,8 +57,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# seconds between policy rounds of a standalone job
-_STANDALONE_INTERVAL = "3"
+_MANY_REPLICAS = 65536  # stands for "as many replicas as the nodes have slots"
+_STANDALONE_INTERVAL = "3"  # seconds between policy rounds of a standalone job
 
 
 class LaunchError(RuntimeError):
@@ -331,15 +332,20 @@ def _count_gpus() -> int:
 
 def job_spec(options: RunOptions) -> JobSpec:
     """Return the job as the command line describes it, as a new run."""
+    # without --replicas: the least that a node takes is in its own registration
+    least, most = options.replicas or (
+        options.min_nodes,
+        options.slots if options.max_nodes == 1 else _MANY_REPLICAS,
+    )
     return JobSpec(
         job=options.job,
         run=f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}",
         command=options.command,
         min_nodes=options.min_nodes,
         max_nodes=options.max_nodes,
-        min_replicas=options.min_nodes,  # the least that a node takes is in its own registration
+        min_replicas=least,
         min_slots=options.min_slots,
-        max_replicas=options.slots if options.max_nodes == 1 else MANY_REPLICAS,
+        max_replicas=most,
         max_restarts=options.max_restarts,
         rescale=Rescale(options.rescale),
         rescale_timeout=options.rescale_timeout,

@@ -478,6 +478,7 @@ def manager_of(session: Session) -> CheckpointManager:
             job=session.job,
             keep=int(_number(environment.CHECKPOINT_KEEP, 3, 1)),
             writes=session.rank == 0,
+            wait=_number(environment.CHECKPOINT_WAIT, 0.0, 0),
         )
     assert isinstance(manager, CheckpointManager)
     return manager

@@ -11,16 +11,18 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptdl_elastic import checkpoint
-from adaptdl_elastic._interfaces import ModelSnapshot
+from adaptdl_elastic._interfaces import ElasticLoader, ModelSnapshot
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.registry import current_dataloader, registry
 from adaptdl_elastic.torch._gradient import comm_hook, grad_scaler
 from adaptdl_elastic.torch._gradient.accumulation import Batch, Window, accumulates, on_backward, watch
 from adaptdl_elastic.torch._gradient.estimator import Array
+from adaptdl_elastic.torch._gradient.half_pass import ForwardPass
 from adaptdl_elastic.torch._gradient.measurement import Sampler
 from adaptdl_elastic.torch._gradient.model_snapshot import DataParallelSnapshot
 from adaptdl_elastic.torch._gradient.model_state import BatchSizes, ModelState
 from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
+from adaptdl_elastic.torch._gradient.out_of_memory import MemoryGuard, Samples, guards, settle
 from adaptdl_elastic.torch._model_arguments import OWNER, check_arguments
 from adaptdl_elastic.torch._process_group import backends
 from adaptdl_elastic.torch._runtime.position import script_position
@@ -92,6 +94,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._task = -1  # autograd's id of the last backward pass
         self._batch = Batch()
         self._batch_sizes = BatchSizes()
+        self._memory = MemoryGuard(current_session(), model, _current_batch, self, optimizer)
         self._attach_hook()
         self._state = self._saved_state()  # refuses a name in use, before anything is patched
         self.scaling_rule.initialize(self, optimizer, patch_optimizer=True)
@@ -122,6 +125,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._hook = comm_hook.HookState(norms, self.process_group, self.process_group.size())
         if self.process_group is dist.group.WORLD:
             self._hook.link = backends.present(current_session())
+        self._memory.hook = self._hook
         self._sampler = Sampler(self.gns, self._hook, self._mp_scaler)
         self.register_comm_hook(self._hook, comm_hook.reduce_bucket)
 
@@ -235,6 +239,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         """Forget a failure, and drop the gradients of the step that failed."""
         self._hook.failure = self.irreparable = None
         self._hook.recording = None
+        self._memory.reset()
         self._sampler.drop()
         self._window.reset()
         self.gns.reset_accumulation()
@@ -318,14 +323,22 @@ class AdaptiveDataParallel(DistributedDataParallel):
         output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if self._buffers_wait:  # the broadcast was skipped: let DDP do it in the next forward pass
             self._buffers_wait, self.require_forward_param_sync = False, True
-        return output if begun is None else self._watch(output, *begun)
+        return output if begun is None else self._watch(output, *begun, (inputs, kwargs))
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Override DDP's method: run the module, in parts if the batch does not fit into memory."""
+        if torch.compiler.is_compiling():
+            return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() and self.require_backward_grad_sync and self._hook.failure is None:
+            self._hook.awaited = True
+        return self._memory.forward(super()._run_ddp_forward, inputs, kwargs)
 
     def _dry_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the module's output for a batch that does not count, without any communication."""
         with torch.no_grad():  # in this mode DDP's _pre_forward only moves the inputs to the device
             inputs, kwargs = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if not self.static_graph:
-            return self.module(*inputs, **kwargs)
+            return self._memory.forward(self.module, inputs, kwargs)
         # With a static graph DDP counts the gradients of each parameter, even without synchronisation. So
         # the module runs on detached parameters.
         apart = {name: param.detach().requires_grad_() for name, param in self.module.named_parameters()}
@@ -348,7 +361,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         # The first pass of a static graph does its all-reduce in a callback of the outermost backward.
         if self.static_graph and not getattr(self, "_static_graph_delay_allreduce_enqueued", True):
             split = False
-        return (batch, split) if split or batch.micro_batches > 1 or batch.weight != 1.0 else None
+        watched = split or self._sampler.halves or batch.micro_batches > 1 or batch.weight != 1.0
+        return (batch, split) if watched else None
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Override DDP's method, and handle its failure.
@@ -459,16 +473,20 @@ class AdaptiveDataParallel(DistributedDataParallel):
             state.start_progress *= self.gns.get_progress() / progress
             session.metrics.update_progress(self.gns.get_progress())
 
-    def _watch(self, output: Any, batch: Batch, split: bool) -> Any:
+    def _watch(
+        self, output: Any, batch: Batch, split: bool, inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    ) -> Any:
         """Return `output`, extended by hooks that run in backward passes through it.
 
         Args:
             output: Output of the module.
             batch: The current batch.
             split: Whether gradient noise is measured from parts of the batch (one replica, no accumulation).
+            inputs: Positional and named arguments of the forward pass.
         """
-        if split:  # one replica, no accumulation
-            so_far: list[torch.Tensor | None] = []
+        if split or self._sampler.halves:  # one replica, no accumulation
+            again = ForwardPass(self.module, inputs, batch.local, batch.dimension)
+            so_far = again.gradients
             key = object()
 
             def whole() -> None:
@@ -479,9 +497,12 @@ class AdaptiveDataParallel(DistributedDataParallel):
                     if so_far:  # a further backward pass through this output: DDP does not call its hook
                         torch.autograd.Variable._execution_engine.queue_callback(whole)
                     so_far[:] = _added(so_far, gradients)
-                    self._sampler.split(key, edges, so_far, batch.local)
+                    if split:
+                        self._sampler.split(key, edges, so_far, batch.local)
+                    else:
+                        self._sampler.forward_pass(key, again)
                 elif torch.is_grad_enabled():
-                    self._sampler.can_not_split("its derivatives are part of the loss")
+                    self._sampler.can_not_halve("its derivatives are part of the loss")
 
             watched = watch(output, arrived)
             return output if watched is None else watched
@@ -503,6 +524,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._task = task
         self._hook.reduced = False
         self._hook.instead = self._window.before_backward(batch)
+        self._memory.mark()
 
         def ended() -> None:
             self._hook.instead = None
@@ -565,6 +587,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
                 )
             self.step_left_out()
             return False
+        if self._hook.suspect:
+            settle(guards())
         if self._window.apart and self._hook.failure is None:
             raise RuntimeError(
                 "optimizer.step() with gradients of a backward pass that zero_grad() has dropped so far, in "
@@ -578,6 +602,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if loader is not None and not loader.training:  # the model is in eval(), e.g. to freeze BatchNorm
             loader.train()
         self._sampler.collect()
+        self._sampler.before_step()
         current_session().recovery.before_step(left_out=False)
         return True
 
@@ -601,7 +626,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         metrics.report_problem(f"the variance of the gradients of {self.name}", self.gns.health.equal)
         if self._sampler.news:
             self._sampler.news = False
-            metrics.update_grad_params(self.name, self.gns.sqr_avg(), self.gns.var_avg())
+            gns = self.gns
+            metrics.update_grad_params(self.name, gns.sqr_avg(), gns.var_avg(), gns.sqr_error())
         metrics.update_gain(self.name, self.gain, _mean(factor))
 
     def _look_for_scheduler(self) -> None:
@@ -665,8 +691,10 @@ def _uncompiled_begin(adp: AdaptiveDataParallel) -> tuple[Batch, bool] | None:
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
-def _uncompiled_watch(adp: AdaptiveDataParallel, output: Any, batch: Batch, split: bool) -> Any:
-    return adp._watch(output, batch, split)
+def _uncompiled_watch(
+    adp: AdaptiveDataParallel, output: Any, batch: Batch, split: bool, inputs: tuple[Any, dict[str, Any]]
+) -> Any:
+    return adp._watch(output, batch, split, inputs)
 
 
 @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
@@ -677,7 +705,7 @@ def _compiled_forward(adp: AdaptiveDataParallel, inputs: tuple[Any, ...], kwargs
     output = DistributedDataParallel.forward(adp, *inputs, **kwargs)  # type: ignore[no-untyped-call]
     if adp._buffers_wait:
         adp._buffers_wait, adp.require_forward_param_sync = False, True
-    return output if begun is None else _uncompiled_watch(adp, output, *begun)
+    return output if begun is None else _uncompiled_watch(adp, output, *begun, (inputs, kwargs))
 
 
 class _NoSync:
@@ -692,6 +720,20 @@ class _NoSync:
 
     def __exit__(self, *error: Any) -> None:
         self._adp._user_no_sync = self._before
+
+
+def _current_batch() -> Samples:
+    loader = current_dataloader()
+    if loader is None:
+        return Samples()
+    return Samples(loader.local_samples, loader.sample_dimension, loader.training, _unbounded(loader))
+
+
+def _unbounded(loader: ElasticLoader) -> int | None:
+    """Return the largest local batch that may be chosen; None if the script has bounded it."""
+    if not loader.training or loader.local_bsz_bounds is not None:
+        return None
+    return loader.max_batch_size
 
 
 def _evaluating() -> bool:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from adaptdl_elastic.agent.terminal import run_summary
 from adaptdl_elastic.agent.terminal.event_log import Event
-from adaptdl_elastic.agent.terminal.run_options import PROGRAM, RunOptions
+from adaptdl_elastic.agent.terminal.run_options import RunOptions
+from adaptdl_elastic.agent.terminal.run_parser import PROGRAM
 from adaptdl_elastic.agent.terminal.run_summary import Summary
 from adaptdl_elastic.rendezvous.text import duration, pluralize
 

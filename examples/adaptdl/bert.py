@@ -1,100 +1,145 @@
-"""Train a BERT encoder to fill in masked words, with AdaptDL's API as AdaptDL's BERT example uses it.
+"""Train a small BERT to fill in masked words, as AdaptDL's BERT example does.
 
-adaptdl-run --standalone --nproc-per-node=1:2 examples/adaptdl/bert.py --autoscale-bsz
+    python examples/adaptdl/bert.py
+    adaptdl-run --standalone --nproc-per-node=1:2 examples/adaptdl/bert.py --autoscale-bsz
 
-The loader is made in every epoch, and the batch is masked by its collate_fn. Sentences are drawn at the
-start: arithmetic sequences of words, so that a masked word follows from its neighbours.
+The sentences are made here: arithmetic progressions, so that a hidden word follows from the others.
 """
 
 import argparse
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
-import adaptdl_elastic.env as env
+import adaptdl_elastic.env
 import adaptdl_elastic.torch as adl
 
-WORDS, MASK, LENGTH = 100, 100, 16
+WORDS = 32
+MASK = WORDS
+"""Token that stands for a hidden word."""
+HIDDEN_SHARE, KEPT_SHARE, RANDOM_SHARE = 0.15, 0.1, 0.1
+IGNORED = -100
+"""Label of a word that is not hidden, which `cross_entropy` leaves out."""
 
 
-def sentences(size, seed):
+def make_sentences(count, length, seed):
+    """Return `count` sentences of `length` tokens in 0…WORDS-1."""
     random = torch.Generator().manual_seed(seed)
-    first, step = torch.randint(WORDS, (2, size, 1), generator=random)
-    return TensorDataset((first + step % 5 * torch.arange(LENGTH)) % WORDS)
+    start = torch.randint(WORDS, (count, 1), generator=random)
+    step = torch.randint(1, 4, (count, 1), generator=random)
+    return TensorDataset((start + step * torch.arange(length)) % WORDS)
 
 
-def masked(samples):
-    """Return a batch of which 15 % is masked, and the words that were there; -100 is not to be guessed."""
-    words = torch.stack([words for (words,) in samples])
-    chosen = torch.rand(words.shape) < 0.15
-    chosen[:, 0] |= ~chosen.any(dim=1)
-    return words.masked_fill(chosen, MASK), words.masked_fill(~chosen, -100)
+def hide(tokens):
+    """Hide words as BERT does (Devlin et al. 2019, arXiv:1810.04805, section 3.1).
+
+    Returns:
+        The tokens with some words replaced, and the labels: the word where one is hidden, IGNORED elsewhere.
+    """
+    hidden = torch.rand(tokens.shape) < HIDDEN_SHARE
+    hidden[:, 0] |= ~hidden.any(1)  # one at least in each sentence
+    labels = tokens.masked_fill(~hidden, IGNORED)
+    kind = torch.rand(tokens.shape)
+    shown = tokens.masked_fill(hidden & (kind >= KEPT_SHARE + RANDOM_SHARE), MASK)
+    drawn = hidden & (kind >= KEPT_SHARE) & (kind < KEPT_SHARE + RANDOM_SHARE)
+    return torch.where(drawn, torch.randint(WORDS, tokens.shape), shown), labels
 
 
 class Bert(nn.Module):
-    """A small encoder with learned positions and a head that shares the words' embedding."""
+    """Return the logits of every word at each place of sentences of shape (batch, length)."""
 
-    def __init__(self, width):
+    def __init__(self, length, size, heads, layers):
         super().__init__()
-        self.words, self.positions = nn.Embedding(WORDS + 1, width), nn.Embedding(LENGTH, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, activation="gelu", batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.norm = nn.LayerNorm(width)
+        self.words, self.places = nn.Embedding(WORDS + 1, size), nn.Embedding(length, size)
+        self.norm = nn.LayerNorm(size)
+        layer = nn.TransformerEncoderLayer(size, heads, 4 * size, 0.1, "gelu", batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.bias = nn.Parameter(torch.zeros(WORDS))
 
     def forward(self, tokens):
-        hidden = self.words(tokens) + self.positions.weight
-        return self.norm(self.encoder(hidden)) @ self.words.weight[:WORDS].T
+        places = torch.arange(tokens.size(1), device=tokens.device)
+        hidden = self.encoder(self.norm(self.words(tokens) + self.places(places)))
+        return hidden @ self.words.weight[:WORDS].T + self.bias
 
 
-def loss_of(outputs, targets):
-    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+def masked_loss(model, tokens):
+    shown, labels = hide(tokens.cpu())
+    logits = model(shown.to(tokens.device))
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten().to(tokens.device), ignore_index=IGNORED)
+
+
+def train(model, loader, optimizer, scheduler, device, epoch):
+    model.train()
+    stats = adl.Accumulator()
+    for (tokens,) in loader:
+        tokens = tokens.to(device)
+        optimizer.zero_grad()
+        loss = masked_loss(model, tokens)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        stats["loss_sum"] += loss.item() * len(tokens)
+        stats["total"] += len(tokens)
+    scheduler.step()
+    with stats.synchronized():
+        report("train", epoch, stats)
+
+
+def evaluate(model, loader, device, epoch):
+    model.eval()
+    stats = adl.Accumulator()
+    with torch.no_grad():
+        for (tokens,) in loader:
+            stats["loss_sum"] += masked_loss(model, tokens.to(device)).item() * len(tokens)
+            stats["total"] += len(tokens)
+    with stats.synchronized():
+        report("valid", epoch, stats)
+
+
+def report(kind, epoch, stats):
+    if adaptdl_elastic.env.replica_rank() == 0:
+        print(f"epoch {epoch} {kind}: loss {stats['loss_sum'] / stats['total']:.4f}")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(description="Masked language model, as in AdaptDL's BERT example")
+    parser.add_argument("--bs", type=int, default=32, help="initial batch size")
+    parser.add_argument("--lr", type=float, default=0.001)
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--samples", type=int, default=10_000)
-    parser.add_argument("--bs", type=int, default=32)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--autoscale-bsz", action="store_true")
+    parser.add_argument("--samples", type=int, default=2000)
+    parser.add_argument("--length", type=int, default=16, help="words of a sentence")
+    parser.add_argument("--size", type=int, default=64)
+    parser.add_argument("--autoscale-bsz", action="store_true", help="let the batch size adapt")
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    adl.init_process_group("nccl" if device == "cuda" else "gloo")
-    train, held_out = sentences(args.samples, 1), sentences(args.samples // 10, 2)
-    model = Bert(args.width).to(device)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    adl.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+    trainloader = adl.AdaptiveDataLoader(
+        make_sentences(args.samples, args.length, seed=1), batch_size=args.bs, shuffle=True, drop_last=True
+    )
+    if args.autoscale_bsz:
+        trainloader.autoscale_batch_size(1024, local_bsz_bounds=(16, 256), gradient_accumulation=True)
+    validloader = adl.AdaptiveDataLoader(
+        make_sentences(args.samples // 10, args.length, seed=2), batch_size=64
+    )
+
+    model = Bert(args.length, args.size, heads=4, layers=2).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+    warm_up = 2
+    scheduler = LambdaLR(
+        optimizer,
+        lambda epoch: min((epoch + 1) / warm_up, max(args.epochs - epoch, 1) / args.epochs),
+    )
     model = adl.AdaptiveDataParallel(model, optimizer, scheduler)
 
     for epoch in adl.remaining_epochs_until(args.epochs):
-        loader = adl.AdaptiveDataLoader(train, batch_size=args.bs, shuffle=True, collate_fn=masked)
-        if args.autoscale_bsz:
-            loader.autoscale_batch_size(1024, local_bsz_bounds=(8, 256))
-        model.train()
-        for tokens, targets in loader:
-            optimizer.zero_grad()
-            loss = loss_of(model(tokens.to(device)), targets.to(device))
-            loss.backward()
-            optimizer.step()
-        scheduler.step()
-        if env.replica_rank() == 0:
-            print(f"epoch {epoch}: loss {loss.item():.3f}")
-
-    model.eval()
-    stats = adl.Accumulator()
-    for tokens, targets in adl.AdaptiveDataLoader(held_out, batch_size=args.bs, collate_fn=masked):
-        with torch.no_grad():
-            outputs = model(tokens.to(device)).cpu()
-        chosen = targets >= 0
-        stats["right"] += outputs.argmax(dim=-1).eq(targets)[chosen].sum().item()
-        stats["words"] += chosen.sum().item()
-    with stats.synchronized():
-        if env.replica_rank() == 0:
-            print(f"masked words that were found: {stats['right'] / stats['words']:.3f}")
+        train(model, trainloader, optimizer, scheduler, device, epoch)
+        evaluate(model, validloader, device, epoch)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Train ResNet-18 on small colour images, with AdaptDL's API as AdaptDL's CIFAR example uses it.
+"""Train a ResNet-18 on small colour images, as AdaptDL's CIFAR-10 example does.
 
-adaptdl-run --standalone --nproc-per-node=1:2 examples/adaptdl/cifar.py --autoscale-bsz
+    python examples/adaptdl/cifar.py
+    adaptdl-run --standalone --nproc-per-node=1:2 examples/adaptdl/cifar.py --autoscale-bsz
 
-The images are drawn at the start: ten classes of coloured stripes under noise, 32 × 32.
+The images are made here: each class is a coloured pattern under noise.
 """
 
 import argparse
@@ -10,98 +11,129 @@ import argparse
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import TensorDataset
 
+import adaptdl_elastic.env
 import adaptdl_elastic.torch as adl
 
+CLASSES = 10
+PATTERN_SEED = 100
 
-def stripes(size, seed):
-    """Return images of stripes whose colour and width tell their class."""
+
+def make_images(count, seed):
+    """Return `count` images of shape (3, 32, 32) and their classes."""
+    patterns = torch.randn(CLASSES, 3, 8, 8, generator=torch.Generator().manual_seed(PATTERN_SEED))
     random = torch.Generator().manual_seed(seed)
-    classes = torch.randint(10, (size,), generator=random)
-    waves = torch.sin(torch.arange(32)[None, :] * (0.3 + 0.15 * classes[:, None]))
-    colours = torch.stack([torch.cos(classes + k) for k in range(3)], dim=1)
-    images = colours[:, :, None, None] * waves[:, None, None, :].expand(-1, -1, 32, -1)
-    return TensorDataset(images + 0.3 * torch.randn(size, 3, 32, 32, generator=random), classes)
+    labels = torch.randint(CLASSES, (count,), generator=random)
+    images = F.interpolate(patterns[labels], scale_factor=4)
+    return TensorDataset(images + torch.randn(images.shape, generator=random), labels)
 
 
 class Block(nn.Module):
-    """Two convolutions and a shortcut."""
+    """Add two 3 × 3 convolutions to their input (He et al. 2016, arXiv:1512.03385, figure 2)."""
 
-    def __init__(self, width_in, width, stride):
+    def __init__(self, inputs, outputs, stride):
         super().__init__()
-        self.conv1 = nn.Conv2d(width_in, width, 3, stride, padding=1, bias=False)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
         self.shortcut = nn.Identity()
-        if stride != 1 or width_in != width:
-            conv = nn.Conv2d(width_in, width, 1, stride, bias=False)
-            self.shortcut = nn.Sequential(conv, nn.BatchNorm2d(width))
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
 
     def forward(self, x):
-        out = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
-        return F.relu(out + self.shortcut(x))
+        return F.relu(self.body(x) + self.shortcut(x))
 
 
 def resnet18(width):
-    """ResNet-18 for 32 × 32 images; `width` is 64 in the paper (He et al., 2016)."""
-    layers = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    layers = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    inputs = width
     for stage in range(4):
-        out = width << stage
-        before = out if stage == 0 else out // 2
-        layers += [Block(before, out, 1 if stage == 0 else 2), Block(out, out, 1)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, 10))
+        for stride in (1 if stage == 0 else 2, 1):
+            layers.append(Block(inputs, width << stage, stride))
+            inputs = width << stage
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, CLASSES))
 
 
-def run(model, loader, device, optimizer=None):
-    """Train for one epoch, or evaluate without an optimizer; return the mean loss and the accuracy."""
-    model.train(optimizer is not None)
+def train(net, loader, optimizer, device, epoch):
+    net.train()
     stats = adl.Accumulator()
-    with torch.set_grad_enabled(optimizer is not None):
-        for images, classes in loader:
-            images, classes = images.to(device), classes.to(device)
-            outputs = model(images)
-            loss = F.cross_entropy(outputs, classes)
-            if optimizer is not None:
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            stats["loss"] += loss.item() * len(classes)
-            stats["correct"] += outputs.argmax(dim=1).eq(classes).sum().item()
-            stats["total"] += len(classes)
+    for inputs, targets in loader:
+        inputs, targets = inputs.to(device), targets.to(device)
+        optimizer.zero_grad()
+        outputs = net(inputs)
+        loss = F.cross_entropy(outputs, targets)
+        loss.backward()
+        optimizer.step()
+        stats["loss_sum"] += loss.item() * targets.size(0)
+        stats["correct"] += outputs.argmax(1).eq(targets).sum().item()
+        stats["total"] += targets.size(0)
     with stats.synchronized():
-        return stats["loss"] / stats["total"], stats["correct"] / stats["total"]
+        report("train", epoch, stats)
+
+
+def valid(net, loader, device, epoch):
+    net.eval()
+    stats = adl.Accumulator()
+    with torch.no_grad():
+        for inputs, targets in loader:
+            inputs, targets = inputs.to(device), targets.to(device)
+            outputs = net(inputs)
+            stats["loss_sum"] += F.cross_entropy(outputs, targets, reduction="sum").item()
+            stats["correct"] += outputs.argmax(1).eq(targets).sum().item()
+            stats["total"] += targets.size(0)
+    with stats.synchronized():
+        report("valid", epoch, stats)
+
+
+def report(kind, epoch, stats):
+    if adaptdl_elastic.env.replica_rank() == 0:
+        loss, accuracy = stats["loss_sum"] / stats["total"], stats["correct"] / stats["total"]
+        print(f"epoch {epoch} {kind}: loss {loss:.4f}, accuracy {accuracy:.4f}, {stats['total']} samples")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--samples", type=int, default=5000)
-    parser.add_argument("--bs", type=int, default=128)
+    parser = argparse.ArgumentParser(description="ResNet-18 on images, as in AdaptDL's CIFAR-10 example")
+    parser.add_argument("--bs", type=int, default=128, help="initial batch size")
     parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--width", type=int, default=64, help="channels of the first convolution")
-    parser.add_argument("--autoscale-bsz", action="store_true")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--samples", type=int, default=2000)
+    parser.add_argument("--width", type=int, default=8, help="channels of the first stage (ResNet-18: 64)")
+    parser.add_argument("--autoscale-bsz", action="store_true", help="let the batch size adapt")
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    adl.init_process_group("nccl" if device == "cuda" else "gloo")
-    train_loader = adl.AdaptiveDataLoader(stripes(args.samples, 1), batch_size=args.bs, shuffle=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    adl.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+    trainloader = adl.AdaptiveDataLoader(
+        make_images(args.samples, seed=1), batch_size=args.bs, shuffle=True, drop_last=True
+    )
     if args.autoscale_bsz:
-        train_loader.autoscale_batch_size(4096, local_bsz_bounds=(32, 1024), gradient_accumulation=True)
-    valid_loader = adl.AdaptiveDataLoader(stripes(args.samples // 5, 2), batch_size=args.bs)
+        trainloader.autoscale_batch_size(4096, local_bsz_bounds=(32, 1024), gradient_accumulation=True)
+    validloader = adl.AdaptiveDataLoader(make_images(args.samples // 5, seed=2), batch_size=100)
 
     net = resnet18(args.width).to(device)
-    optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [30, 45], 0.1)
+    optimizer = torch.optim.SGD(
+        [{"params": [parameter]} for parameter in net.parameters()],
+        lr=args.lr,
+        momentum=0.9,
+        weight_decay=5e-4,
+    )
+    scheduler = MultiStepLR(optimizer, [args.epochs // 2, args.epochs * 3 // 4], 0.1)
     net = adl.AdaptiveDataParallel(net, optimizer, scheduler)
 
     for epoch in adl.remaining_epochs_until(args.epochs):
-        train_loss, _ = run(net, train_loader, device, optimizer)
-        valid_loss, accuracy = run(net, valid_loader, device)
+        train(net, trainloader, optimizer, device, epoch)
+        valid(net, validloader, device, epoch)
         scheduler.step()
-        if adl.rank() == 0:
-            print(f"epoch {epoch}: loss {train_loss:.3f}, held out {valid_loss:.3f}, accuracy {accuracy:.3f}")
 
 
 if __name__ == "__main__":

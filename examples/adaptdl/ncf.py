@@ -1,118 +1,133 @@
-"""Recommend items by neural collaborative filtering, with AdaptDL's API as AdaptDL's NCF example uses it.
+"""Train a recommender (neural collaborative filtering), as AdaptDL's NCF example does.
 
-adaptdl-run --standalone --nproc-per-node=1:2 examples/adaptdl/ncf.py --autoscale-bsz
+    python examples/adaptdl/ncf.py
+    adaptdl-run --standalone --nproc-per-node=1:2 examples/adaptdl/ncf.py --autoscale-bsz
 
-Users and items are drawn at the start: each has a place in a plane, and users like items that are near. The
-model is NeuMF (He et al., 2017): a product of embeddings beside layers over other embeddings.
+The ratings are made here: each user likes the items whose hidden properties agree with the user's.
+New items that a user has not chosen are drawn for every epoch.
 """
 
 import argparse
-from itertools import pairwise
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import Dataset
 
-import adaptdl_elastic.env as env
+import adaptdl_elastic.env
 import adaptdl_elastic.torch as adl
 
 
-class Ratings(Dataset):
-    """Pairs of a user and an item that the user likes, and as many `negatives` for each that are drawn."""
+def make_ratings(users, items, per_user):
+    """Return for each user the items that the user has chosen, shape (users, per_user), the best one last."""
+    random = np.random.default_rng(100)
+    scores = random.normal(size=(users, 4)) @ random.normal(size=(4, items))
+    scores += random.normal(size=scores.shape) * 0.5
+    return np.argsort(scores, axis=1)[:, -per_user:]
 
-    def __init__(self, liked, items, negatives):
-        self.liked, self.items, self.negatives = liked, items, negatives
-        self.known = set(map(tuple, liked.tolist()))
-        self.draw(0)
 
-    def draw(self, epoch):
-        """Draw other negatives, the same on every replica and when the epoch is run again."""
+class Interactions(torch.utils.data.Dataset):
+    """Hold chosen items (label 1) and, for each, `negatives` items that the user has not chosen (label 0)."""
+
+    def __init__(self, chosen, items, negatives):
+        self.chosen, self.items, self.negatives = chosen, items, negatives
+        self.draw_negatives(0)
+
+    def draw_negatives(self, epoch):
+        """Draw other items that the users have not chosen: the same ones on every replica."""
         random = np.random.default_rng(epoch)
-        users = np.repeat(self.liked[:, 0], self.negatives)
-        drawn = random.integers(self.items, size=len(users))
-        labels = [float(pair in self.known) for pair in zip(users.tolist(), drawn.tolist(), strict=True)]
-        self.users = torch.from_numpy(np.concatenate([self.liked[:, 0], users]))
-        self.others = torch.from_numpy(np.concatenate([self.liked[:, 1], drawn]))
-        self.labels = torch.tensor([1.0] * len(self.liked) + labels)
+        users, per_user = self.chosen.shape
+        known = np.zeros((users, self.items), bool)
+        np.put_along_axis(known, self.chosen, True, axis=1)
+        user = np.repeat(np.arange(users), per_user * self.negatives)
+        item = random.integers(self.items, size=user.shape)
+        while (taken := known[user, item]).any():
+            item[taken] = random.integers(self.items, size=int(taken.sum()))
+        positive = np.repeat(np.arange(users), per_user)
+        self.users = torch.from_numpy(np.concatenate((positive, user)))
+        self.item_ids = torch.from_numpy(np.concatenate((self.chosen.ravel(), item)))
+        self.labels = torch.cat((torch.ones(len(positive)), torch.zeros(len(user))))
 
     def __len__(self):
         return len(self.labels)
 
-    def __getitem__(self, number):
-        return self.users[number], self.others[number], self.labels[number]
+    def __getitem__(self, index):
+        return self.users[index], self.item_ids[index], self.labels[index]
 
 
-class NeuMF(nn.Module):
-    def __init__(self, users, items, width):
+class NCF(nn.Module):
+    """Combine a product of factors with a perceptron (He et al. 2017, arXiv:1708.05031, section 3.4)."""
+
+    def __init__(self, users, items, factors):
         super().__init__()
-        self.user_product, self.item_product = nn.Embedding(users, width), nn.Embedding(items, width)
-        self.user_layers, self.item_layers = nn.Embedding(users, width), nn.Embedding(items, width)
-        sizes = [2 * width, width, width // 2]
-        self.layers = nn.Sequential(
-            *(part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU()))
+        self.user_product, self.item_product = nn.Embedding(users, factors), nn.Embedding(items, factors)
+        self.user_mlp, self.item_mlp = nn.Embedding(users, factors), nn.Embedding(items, factors)
+        self.mlp = nn.Sequential(
+            nn.Linear(2 * factors, factors), nn.ReLU(), nn.Linear(factors, factors), nn.ReLU()
         )
-        self.last = nn.Linear(width + sizes[-1], 1)
+        self.predict = nn.Linear(2 * factors, 1)
 
     def forward(self, user, item):
         product = self.user_product(user) * self.item_product(item)
-        layers = self.layers(torch.cat([self.user_layers(user), self.item_layers(item)], dim=1))
-        return self.last(torch.cat([product, layers], dim=1))[:, 0]
+        joined = self.mlp(torch.cat((self.user_mlp(user), self.item_mlp(item)), -1))
+        return self.predict(torch.cat((product, joined), -1))[:, 0]
+
+
+def hit_rate(model, held_out, chosen, items, device):
+    """Return how often the held-out item is among the 10 best of all that the user has not chosen yet."""
+    model.eval()
+    hits = 0
+    with torch.no_grad():
+        for user, item in enumerate(held_out):
+            scores = model.module(
+                torch.full((items,), user, device=device), torch.arange(items, device=device)
+            )
+            scores[torch.from_numpy(chosen[user]).to(device)] = -float("inf")
+            hits += int(item) in scores.topk(10).indices.tolist()
+    return hits / len(held_out)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(description="Neural collaborative filtering, as in AdaptDL's example")
+    parser.add_argument("--bs", type=int, default=256, help="initial batch size")
+    parser.add_argument("--lr", type=float, default=0.002)
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument(
-        "--samples", type=int, default=20_000, help="pairs of a user and an item for training"
-    )
-    parser.add_argument("--bs", type=int, default=256)
-    parser.add_argument("--lr", type=float, default=0.005)
-    parser.add_argument("--autoscale-bsz", action="store_true")
+    parser.add_argument("--users", type=int, default=200)
+    parser.add_argument("--items", type=int, default=100)
+    parser.add_argument("--autoscale-bsz", action="store_true", help="let the batch size adapt")
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    adl.init_process_group("nccl" if device == "cuda" else "gloo")
-    random, users, items, negatives = np.random.default_rng(0), 200, 300, 4
-    places, around = random.random((users, 1, 2)), random.random((1, items, 2))
-    near = np.argsort(((places - around) ** 2).sum(axis=2), axis=1)[:, :40]
-    pairs = np.array([(user, item) for user in range(users) for item in near[user, 1:]])
-    liked = random.permutation(pairs)[: max(args.samples // (1 + negatives), 1)]
-    dataset = Ratings(liked, items, negatives)
-    train_loader = adl.AdaptiveDataLoader(dataset, batch_size=args.bs, shuffle=True)
-    if args.autoscale_bsz:
-        train_loader.autoscale_batch_size(32_768, local_bsz_bounds=(32, 4096))
-    # for each user one item that is liked, first, and 99 that are not known to be
-    test_users = np.repeat(np.arange(users), 100)
-    test_items = np.concatenate([[near[user, 0], *random.integers(items, size=99)] for user in range(users)])
-    test = torch.utils.data.TensorDataset(torch.from_numpy(test_users), torch.from_numpy(test_items))
-    grouped = torch.utils.data.BatchSampler(range(len(test)), batch_size=100, drop_last=False)
-    candidates = [test[group] for group in grouped]
-    test_loader = adl.AdaptiveDataLoader(candidates, batch_size=8)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    adl.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 
-    model = NeuMF(users, items, 16).to(device)
+    ratings = make_ratings(args.users, args.items, per_user=11)
+    chosen, held_out = ratings[:, :-1], ratings[:, -1]
+    dataset = Interactions(chosen, args.items, negatives=4)
+    loader = adl.AdaptiveDataLoader(dataset, batch_size=args.bs, shuffle=True, drop_last=True)
+    if args.autoscale_bsz:
+        loader.autoscale_batch_size(8192, local_bsz_bounds=(32, 4096))
+
+    model = NCF(args.users, args.items, factors=16).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     model = adl.AdaptiveDataParallel(model, optimizer)
+
     for epoch in adl.remaining_epochs_until(args.epochs):
         model.train()
-        train_loader.dataset.draw(epoch)
-        for user, item, label in train_loader:
+        dataset.draw_negatives(epoch)
+        stats = adl.Accumulator()
+        for user, item, label in loader:
             user, item, label = user.to(device), item.to(device), label.to(device)
             optimizer.zero_grad()
-            loss = nn.functional.binary_cross_entropy_with_logits(model(user, item), label)
+            loss = F.binary_cross_entropy_with_logits(model(user, item), label)
             loss.backward()
             optimizer.step()
-        model.eval()
-        stats = adl.Accumulator()
-        for user, item in test_loader:
-            with torch.no_grad():
-                scores = model(user.flatten().to(device), item.flatten().to(device)).view(user.shape)
-            stats["hits"] += (scores[:, 0:1] < scores[:, 1:]).sum(dim=1).lt(10).sum().item()
-            stats["users"] += len(user)
+            stats["loss_sum"] += loss.item() * len(label)
+            stats["total"] += len(label)
+        hits = hit_rate(model, held_out, chosen, args.items, device)
         with stats.synchronized():
-            if env.replica_rank() == 0:
-                print(f"epoch {epoch}: loss {loss.item():.3f}, hit rate {stats['hits'] / stats['users']:.3f}")
+            if adaptdl_elastic.env.replica_rank() == 0:
+                print(f"epoch {epoch}: loss {stats['loss_sum'] / stats['total']:.4f}, hit rate {hits:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,108 +1,130 @@
-"""Train a language model by truncated back-propagation through time, as AdaptDL's transformer example does.
+"""Train a transformer on one long text by truncated back-propagation, as AdaptDL's example does.
 
-adaptdl-run --standalone --nproc-per-node=1:2 examples/adaptdl/transformer.py --autoscale-bsz
+    python examples/adaptdl/transformer.py
+    adaptdl-run --standalone --nproc-per-node=1:2 examples/adaptdl/transformer.py --autoscale-bsz
 
-The text is drawn at the start: a Markov chain over `--words` words, each with four successors.
+The text is made here: a random grammar in which each word depends on the two before it.
 """
 
 import argparse
-import copy
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
-import adaptdl_elastic.env as env
+import adaptdl_elastic.env
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic.torch.iterator import AdaptiveBPTTIterator
 
-
-def text(length, words, seed):
-    """Return tokens of the chain."""
-    successors = torch.randint(words, (words, 4), generator=torch.Generator().manual_seed(0)).tolist()
-    choices = torch.randint(4, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-    tokens = [0]
-    for choice in choices:
-        tokens.append(successors[tokens[-1]][choice])
-    return torch.tensor(tokens)
+WORDS = 64
+GRAMMAR_SEED = 100
+CHOICES = 4
+"""Words that may follow two given words."""
 
 
-class Model(nn.Module):
-    """A transformer encoder that sees only what came before."""
+def make_text(count, seed):
+    """Return `count` tokens in 0…WORDS-1."""
+    grammar = torch.randint(
+        WORDS, (WORDS, WORDS, CHOICES), generator=torch.Generator().manual_seed(GRAMMAR_SEED)
+    ).tolist()
+    choices = torch.randint(CHOICES, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    text = [0, 1]
+    for choice in choices[2:]:
+        text.append(grammar[text[-2]][text[-1]][choice])
+    return torch.tensor(text[:count])
 
-    def __init__(self, words, width):
+
+class Transformer(nn.Module):
+    """Predict the next word at each place of texts of shape (length, batch)."""
+
+    def __init__(self, size, heads, layers, dropout):
         super().__init__()
-        self.embedding, self.positions = nn.Embedding(words, width), nn.Embedding(512, width)
-        layer = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.1)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.decoder = nn.Linear(width, words)
+        self.size = size
+        self.embed = nn.Embedding(WORDS, size)
+        layer = nn.TransformerEncoderLayer(size, heads, 2 * size, dropout)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.decode = nn.Linear(size, WORDS)
 
-    def forward(self, tokens):
-        places = torch.arange(len(tokens), device=tokens.device)[:, None]
-        mask = nn.Transformer.generate_square_subsequent_mask(len(tokens), device=tokens.device)
-        hidden = self.embedding(tokens) + self.positions(places)
-        return self.decoder(self.encoder(hidden, mask, is_causal=True))
+    def forward(self, text):
+        length = len(text)
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
+        hidden = self.embed(text) * math.sqrt(self.size) + self.positions(length).to(text.device)
+        return self.decode(self.encoder(hidden, mask))
+
+    def positions(self, length):
+        """Return sines and cosines of each position (Vaswani et al. 2017, arXiv:1706.03762, section 3.5)."""
+        frequencies = torch.exp(torch.arange(0, self.size, 2) * (-math.log(10000.0) / self.size))
+        angles = torch.arange(length)[:, None] * frequencies
+        return torch.stack((angles.sin(), angles.cos()), -1).reshape(length, 1, self.size)
 
 
-def loss_of(outputs, targets):
-    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+def train(model, iterator, optimizer, epoch):
+    model.train()
+    stats = adl.Accumulator()
+    for batch in iterator:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch.text).flatten(0, 1), batch.target.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        stats["loss_sum"] += loss.item() * batch.target.numel()
+        stats["total"] += batch.target.numel()
+    with stats.synchronized():
+        report("train", epoch, stats)
 
 
-def evaluate(model, iterator):
-    """Return the mean loss over all replicas."""
+def evaluate(model, iterator, epoch):
     model.eval()
     stats = adl.Accumulator()
     with torch.no_grad():
         for batch in iterator:
-            stats["loss"] += loss_of(model(batch.text), batch.target).item() * batch.text.numel()
-            stats["total"] += batch.text.numel()
+            loss = F.cross_entropy(model(batch.text).flatten(0, 1), batch.target.flatten(), reduction="sum")
+            stats["loss_sum"] += loss.item()
+            stats["total"] += batch.target.numel()
     with stats.synchronized():
-        return stats["loss"] / stats["total"]
+        report("valid", epoch, stats)
+
+
+def report(kind, epoch, stats):
+    if adaptdl_elastic.env.replica_rank() == 0:
+        loss = stats["loss_sum"] / stats["total"]
+        print(f"epoch {epoch} {kind}: loss {loss:.4f}, perplexity {math.exp(loss):.2f}")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=200_000, help="tokens of the text")
-    parser.add_argument("--words", type=int, default=200)
-    parser.add_argument("--bs", type=int, default=20)
-    parser.add_argument("--bptt", type=int, default=35)
-    parser.add_argument("--width", type=int, default=64)
+    parser = argparse.ArgumentParser(description="Transformer language model, as in AdaptDL's example")
+    parser.add_argument("--bs", type=int, default=32, help="initial number of streams")
+    parser.add_argument("--bptt", type=int, default=32, help="tokens of a stream in a batch")
     parser.add_argument("--lr", type=float, default=1.0)
-    parser.add_argument("--autoscale-bsz", action="store_true")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=20_000)
+    parser.add_argument("--size", type=int, default=64)
+    parser.add_argument("--autoscale-bsz", action="store_true", help="let the batch size adapt")
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    adl.init_process_group("nccl" if device == "cuda" else "gloo")
-    limits = {"max_batch_size": 32 * args.bs, "local_bsz_bounds": (4, 256)} if args.autoscale_bsz else {}
-    train_iter, valid_iter, test_iter = (
-        AdaptiveBPTTIterator(text(size, args.words, seed), args.bs, args.bptt, device=device, **more)
-        for seed, size, more in ((1, args.samples, limits), (2, 4000, {}), (3, 4000, {}))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    adl.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+    limits = {"max_batch_size": 256, "local_bsz_bounds": (8, 128)} if args.autoscale_bsz else {}
+    train_iterator = AdaptiveBPTTIterator(
+        make_text(args.tokens, seed=1), batch_size=args.bs, bptt_len=args.bptt, device=device, **limits
     )
-    model = Model(args.words, args.width).to(device)
+    valid_iterator = AdaptiveBPTTIterator(
+        make_text(args.tokens // 10, seed=2), batch_size=10, bptt_len=args.bptt, device=device
+    )
+
+    model = Transformer(args.size, heads=4, layers=2, dropout=0.1).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.95)
+    scheduler = StepLR(optimizer, 1, 0.95)
     model = adl.AdaptiveDataParallel(model, optimizer, scheduler)
 
-    best, best_model = math.inf, model
     for epoch in adl.remaining_epochs_until(args.epochs):
-        model.train()
-        for batch in train_iter:
-            optimizer.zero_grad()
-            loss = loss_of(model(batch.text), batch.target)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-        valid_loss = evaluate(model, valid_iter)
-        if env.replica_rank() == 0:
-            print(f"epoch {epoch}: loss {loss.item():.3f}, held out {valid_loss:.3f}")
-        if valid_loss < best:
-            best, best_model = valid_loss, copy.deepcopy(model.module)
+        train(model, train_iterator, optimizer, epoch)
+        evaluate(model, valid_iterator, epoch)
         scheduler.step()
-    test_loss = evaluate(best_model, test_iter)
-    if env.replica_rank() == 0:
-        print(f"test: loss {test_loss:.3f}, perplexity {math.exp(test_loss):.1f}")
 
 
 if __name__ == "__main__":

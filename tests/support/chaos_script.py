@@ -17,6 +17,7 @@ import signal
 import time
 from pathlib import Path
 
+import insides
 import torch
 import torch.distributed as dist
 from signs import sign
@@ -142,7 +143,7 @@ def main():
     if S["accumulate"]:
         high = -(-S["batch"] // (S["accumulate"] + 1))
         data.autoscale_batch_size(S["batch"], local_bsz_bounds=(1, high), gradient_accumulation=True)
-        data._elastic._max_batch_size = None  # accumulate, and stay at this batch size
+        insides.keep_batch_size(data)  # accumulate, and stay at this batch size
     if S["autoscale"]:
         data.autoscale_batch_size(S["autoscale"], local_bsz_bounds=(1, S["autoscale"]))
     evaluation = adl.AdaptiveDataLoader(numbers, batch_size=20)

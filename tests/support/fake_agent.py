@@ -163,6 +163,16 @@ class FakeAgent:
                 found.append(sender)
         return found
 
+    def wait_for_event(self, name: str) -> dict[str, Any]:
+        """Until a replica has sent an event of that name; the message."""
+        while True:
+            try:
+                message = self.messages.get(timeout=PATIENCE)[1]
+            except queue.Empty:
+                raise AssertionError(f"no event {name}:\n{self.outputs()}") from None
+            if message["type"] == "event" and message["event"] == name:
+                return message
+
     def wait_for_file(self, name: str) -> None:
         """Until a replica has made a file of that name, as a sign."""
         deadline = time.monotonic() + PATIENCE

@@ -1,0 +1,66 @@
+"""What tests reach into of the training library's objects, each in one place.
+
+Product code has no use for these, so the names stay underscored there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adaptdl_elastic.torch._gradient.accumulation import Batch
+
+
+def helper(loader: Any) -> Any:
+    """Return what a loader keeps about its passes and its batch size."""
+    return loader._elastic
+
+
+def change_batch_size(loader: Any, local: int) -> None:
+    """Choose a local batch size, as rank 0 does for all replicas."""
+    helper(loader)._change({"atomic": local, "accumulation": 0})
+
+
+def start_at_initial_batch_size(loader: Any) -> None:
+    """Choose the batch size that a generation begins with."""
+    made = helper(loader)
+    made._atomic, made._accum = made._initial()
+
+
+def keep_batch_size(loader: Any) -> None:
+    """Let a loader stay at its batch size from now on."""
+    helper(loader)._max_batch_size = None
+
+
+def collect(adp: Any) -> None:
+    """Wait for the measurements of the gradient that have been begun, and take them into account."""
+    adp._sampler.collect()
+
+
+def seed_signs(adp: Any, seed: int) -> None:
+    """Seed the random signs by which one replica's samples are weighed."""
+    adp._sampler._generator.manual_seed(seed)
+
+
+def run_halves(adp: Any) -> None:
+    """Let one replica measure its gradient by running the model on half of a batch."""
+    adp._sampler.can_not_split("for a test")
+
+
+def compare_successive_gradients(adp: Any) -> None:
+    """Let one replica measure its gradient by comparing it with its predecessor."""
+    adp._sampler.can_not_halve("for a test")
+
+
+def measure_no_more(adp: Any) -> None:
+    """Put the next measurement of the gradient off beyond the end of the test."""
+    adp.gns._next = 1 << 60
+
+
+def scale_next_batch(adp: Any, scale: float) -> None:
+    """Let a model take its present batch for `scale` times the initial one."""
+    adp._batch = Batch(scale=scale)
+
+
+def state(accumulator: Any) -> Any:
+    """Return the State under which an accumulator is saved."""
+    return accumulator._state
