@@ -24,7 +24,7 @@ from adaptdl_elastic import _session
 
 KNOWN = pytest.mark.xfail(
     strict=False,
-    reason="a change at the last batch of all, which leaves its loop by `break`: some replica's parameters may "
+    reason="a change at the last batch of all, which leaves its loop by `break`: some parameters may "
     "not be those of plain torch",
 )
 SEEDS = [
