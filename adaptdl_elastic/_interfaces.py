@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
+from adaptdl_elastic.protocol.hints import Straggler
 from adaptdl_elastic.protocol.messages import ChangePlan, RecoveryPlan
 
 if TYPE_CHECKING:
@@ -443,8 +444,11 @@ class Reporter(Protocol):
     ) -> None:
         """Take the position of the job, in steps, epochs and samples."""
 
-    def report_problem(self, about: str, problem: str | None) -> None:
+    def report_problem(self, about: str, problem: str | None, every_time: bool = False) -> None:
         """Take a description of a problem with a part of the training; None if the problem is solved."""
+
+    def set_stragglers(self, stragglers: tuple[Straggler, ...]) -> None:
+        """Take the replicas that the others wait for."""
 
     def set_inplace(self, possible: bool, reason: str = "") -> None:
         """Take whether the number of replicas can change without a restart, and if not, the reason."""

@@ -119,7 +119,9 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._buffers_are_shared = bool(self.broadcast_buffers)  # as DDP's constructor set it
         optimizer = self._optimizer  # not self: DDP's reducer keeps the hook, and so would keep self, forever
         norms = comm_hook.Norms(lambda: optimizer.param_groups, self.gns.preconditioner)
-        self._hook = comm_hook.HookState(norms, self.process_group, self.process_group.size())
+        self._hook = comm_hook.HookState(
+            norms, self.process_group, self.process_group.size(), clock=registry().speed.clock
+        )
         if self.process_group is dist.group.WORLD:
             self._hook.link = backends.present(current_session())
         self._sampler = Sampler(self.gns, self._hook, self._mp_scaler)
@@ -574,6 +576,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
             self.irreparable = grad_scaler.why_irreparable(self._mp_scaler)
             current_session().recovery.before_step(left_out=True)
             return False
+        self._hook.clock.stepping()
         loader = current_dataloader()
         if loader is not None and not loader.training:  # the model is in eval(), e.g. to freeze BatchNorm
             loader.train()

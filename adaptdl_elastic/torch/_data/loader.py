@@ -36,6 +36,7 @@ from adaptdl_elastic.torch._data.checks import check_bounds, check_writer
 from adaptdl_elastic.torch._data.partition import Window, share
 from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._runtime.position import ScriptPosition, script_position
+from adaptdl_elastic.torch._runtime.step_clock import Stage
 from adaptdl_elastic.torch._tuning.batch_size import Limits, initial, local_batch, misfit
 
 logger = logging.getLogger(__name__)
@@ -404,6 +405,8 @@ class AdaptiveDataLoaderHelper:
                 state.start_progress = session.metrics.get_progress() if self.adaptive else 0.0
             self._mark = (*self._effort(), state.index)
             self._entered = session.step, self._each_attempts()
+            self._registry.speed.clock.restart()
+            self._registry.speed.clock.enter(Stage.DATA)
             if not self._skipped:
                 streams.enter_loop()
                 drawing = True
@@ -513,6 +516,7 @@ class AdaptiveDataLoaderHelper:
     def begin_batch(self) -> None:
         """Prepare to hand out a batch."""
         self._handed_out = True
+        self._registry.speed.clock.enter(Stage.BODY)
         if self._chunk == 0:
             index = self._running().index
             self._window_start = index, self._attempts()
@@ -536,12 +540,16 @@ class AdaptiveDataLoaderHelper:
             boundary: Whether to call `pass_boundary` at the end of a window; if False, the caller calls it.
         """
         session, state, training = _session.current(), self._running(), self.training
-        accumulating, safe = self.is_accum_step(), session.recovery
+        accumulating, safe, speed = self.is_accum_step(), session.recovery, self._registry.speed
+        speed.clock.enter(Stage.DATA if accumulating else Stage.BOUNDARY)
         if training:
             if commit and even and not safe.broken:
                 session.metrics.profile_step_commit(accumulating)
             else:
                 session.metrics.pause()
+            if not accumulating:
+                counts = commit and even and not safe.broken
+                speed.step_ended(counts, (self._atomic, self._accum), self.local_samples * (self._accum + 1))
         if accumulating:
             self._chunk += 1
             return
@@ -573,6 +581,7 @@ class AdaptiveDataLoaderHelper:
         # Not while the script accumulates in no_sync: its local gradients are in no checkpoint.
         if not any(model.accumulates_by_hand for model in session.models):
             session.recovery.retry_on_peer_loss(lambda: state.boundary(last), self)
+        self._registry.speed.clock.enter(Stage.DATA)
 
     def _report_position(self, session: _session.Session, state: ScriptPosition) -> None:
         now = (session.generation, state.finished)
