@@ -8,6 +8,7 @@ from adaptdl_elastic import _frames, _session, checkpoint
 from adaptdl_elastic._interfaces import ElasticLoader
 from adaptdl_elastic.torch._data.batch_comparison import BatchComparison
 from adaptdl_elastic.torch._data.random_streams import RandomStreams
+from adaptdl_elastic.torch._runtime.hang_watch import HangWatch
 from adaptdl_elastic.torch._runtime.position import script_position
 from adaptdl_elastic.torch._tuning.replica_speed import ReplicaSpeed
 
@@ -24,6 +25,7 @@ class LoaderRegistry:
         self._streams: RandomStreams | None = None
         self._comparison: BatchComparison | None = None
         self._speed: ReplicaSpeed | None = None
+        self._watch: HangWatch | None = None
 
     @property
     def streams(self) -> RandomStreams:
@@ -45,6 +47,7 @@ class LoaderRegistry:
         """Comparison of the speeds of the replicas."""
         if self._speed is None:
             self._speed = ReplicaSpeed(_session.current())
+            self._watch = HangWatch(_session.current(), self._speed.clock)
         return self._speed
 
     def key(self) -> str:

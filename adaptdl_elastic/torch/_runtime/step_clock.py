@@ -27,11 +27,11 @@ _PENDING_EVENTS = 32
 class Stage(IntEnum):
     """What a replica is doing, in the order of a step."""
 
-    DATA = 0  # it waits for the loader's next batch
-    BODY = 1  # the loop's body, until all gradients of this replica are computed
-    GRADIENTS = 2  # its gradients wait for those of the other replicas
-    STEP = 3  # the rest of the body: optimizer step, and what the script does besides
-    BOUNDARY = 4  # between two steps, where replicas agree
+    BOUNDARY = 0  # between two steps, where replicas agree; the position is that of the coming step
+    DATA = 1  # it waits for the loader's next batch
+    BODY = 2  # the loop's body, until all gradients of this replica are computed
+    GRADIENTS = 3  # its gradients wait for those of the other replicas
+    STEP = 4  # the rest of the body: optimizer step, and what the script does besides
 
 
 DESCRIPTIONS = {
