@@ -82,7 +82,7 @@ def main_thread_stack() -> tuple[str, list[str]]:
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = traceback.extract_stack(frame)
-    first = next((i for i, one in enumerate(frames) if one.name == "<module>" and i), 0)
+    first = max((i for i, one in enumerate(frames) if one.name == "<module>"), default=0)
     text = "".join(traceback.format_list(frames[first:][-_FRAMES:]))
     return text, [one.filename for one in frames[-_INNERMOST:]]
 

@@ -36,7 +36,7 @@ PATIENCE = 20.0
 _ASK_AGAIN = 1.0
 """Seconds between two questions."""
 
-_SILENT = 4.0
+_SILENT = 6.0
 """Seconds without an answer after which a replica counts as one that does not answer."""
 
 _NO_INDEX = 1 << 62
