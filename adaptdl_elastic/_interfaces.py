@@ -292,6 +292,10 @@ class ElasticLoader(Protocol):
     def gradient_weight(self) -> float:
         """Factor by which to multiply the mean gradient of the current batch."""
 
+    @property
+    def concentration(self) -> float:
+        """Sum over replicas of the squared fractions of the window's samples that they take."""
+
     def is_accum_step(self) -> bool:
         """Return whether more batches follow the current one before the optimizer steps."""
 
@@ -449,6 +453,9 @@ class Reporter(Protocol):
 
     def set_stragglers(self, stragglers: tuple[Straggler, ...]) -> None:
         """Take the replicas that the others wait for."""
+
+    def shares_changed(self) -> None:
+        """Take note that the samples are shared among the replicas in another way from now on."""
 
     def set_inplace(self, possible: bool, reason: str = "") -> None:
         """Take whether the number of replicas can change without a restart, and if not, the reason."""

@@ -433,6 +433,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
                 # Gradients of at least half a batch enter the statistics. An epoch's last batch may be a
                 # single sample, which is too few.
                 even=window == full or (micro_batches == 1 and window % parts == 0 and 2 * window >= full),
+                concentration=loader.concentration,
                 local=loader.local_samples,
                 dimension=loader.sample_dimension,
                 size=window / initial,

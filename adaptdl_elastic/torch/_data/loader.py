@@ -35,9 +35,11 @@ from adaptdl_elastic.reducer import PeerLostError
 from adaptdl_elastic.torch._data.checks import check_bounds, check_writer
 from adaptdl_elastic.torch._data.partition import Window, share
 from adaptdl_elastic.torch._data.registry import registry
+from adaptdl_elastic.torch._data.unequal_shares import UnequalShares
 from adaptdl_elastic.torch._runtime.position import ScriptPosition, script_position
 from adaptdl_elastic.torch._runtime.step_clock import Stage
 from adaptdl_elastic.torch._tuning.batch_size import Limits, initial, local_batch, misfit
+from adaptdl_elastic.torch._tuning.shares import Shares
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,7 @@ class AdaptiveDataLoaderHelper:
         self._reported_for: tuple[int, int] | None = None  # (generation, epoch) of the eligibility report
         self._loops: ScriptPosition | None = None
         self._skipped = False
+        self.unequal = UnequalShares(self._registry.speed)
         self._mark = (0.0, 0, 0)  # progress, attempted steps and index when progress was last made
         self._entered: tuple[int, list[int]] = (0, [])  # at loop start: session step, attempts of each model
         # the current window
@@ -184,7 +187,10 @@ class AdaptiveDataLoaderHelper:
             return 0
         if self._window is None:
             return self._atomic
-        return share(self._window[self._chunk], self.replicas, _session.current().rank)
+        rank, chunk = _session.current().rank, self._window[self._chunk]
+        if self.unequal.shares is None:
+            return share(chunk, self.replicas, rank)
+        return self.unequal.counts(chunk, self.replicas)[rank]
 
     @property
     def gradient_weight(self) -> float:
@@ -196,6 +202,15 @@ class AdaptiveDataLoaderHelper:
         if self._window is None:
             return 1.0
         return self.local_samples * self.replicas * len(self._window) / sum(self._window)
+
+    @property
+    def concentration(self) -> float:
+        """Sum over replicas of the squared fractions of the window's samples that they take."""
+        replicas, window = self.replicas, self._window
+        if window is None or self.unequal.shares is None:
+            return 1.0 / replicas
+        counts = zip(*(self.unequal.counts(chunk, replicas) for chunk in window), strict=True)
+        return float(sum(sum(own) ** 2 for own in counts)) / sum(window) ** 2
 
     @property
     def adaptive(self) -> bool:
@@ -213,12 +228,12 @@ class AdaptiveDataLoaderHelper:
         return self._registry.training is None and script_position().trainer is None
 
     @property
-    def settled(self) -> tuple[int, int, int]:
-        """Generation, batch of one replica and accumulation steps.
+    def settled(self) -> tuple[int, int, int, Shares | None]:
+        """Generation, batch of one replica, accumulation steps, and shares of the replicas if not equal.
 
         If this value changes, the replicas' shares have changed, and the iterator must be made again.
         """
-        return _session.current().generation, self._atomic, self._accum
+        return _session.current().generation, self._atomic, self._accum, self.unequal.shares
 
     def train(self) -> None:
         """Make this the loader that models are trained with.
@@ -334,6 +349,7 @@ class AdaptiveDataLoaderHelper:
                     session.consensus.poll_soon()
             if self.training:
                 session.metrics.set_current_batch_size(self._atomic, self._accum)
+            self.unequal.begin_generation(self._local_bounds, self._accum + 1)
         return self._atomic
 
     def _initial(self) -> tuple[int, int]:
@@ -549,7 +565,8 @@ class AdaptiveDataLoaderHelper:
                 session.metrics.pause()
             if not accumulating:
                 counts = commit and even and not safe.broken
-                speed.step_ended(counts, (self._atomic, self._accum), self.local_samples * (self._accum + 1))
+                samples = self.local_samples * (self._accum + 1)
+                speed.step_ended(counts, (self._atomic, self._accum, self.unequal.shares), samples)
         if accumulating:
             self._chunk += 1
             return

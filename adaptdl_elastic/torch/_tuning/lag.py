@@ -24,7 +24,7 @@ ENDS = 1.5
 AGREEING = 2
 """Successive reports that must agree before a verdict changes."""
 
-LEAST_SECONDS = 0.01
+LEAST_SECONDS = 0.05
 """Least time per step that the others lose before a replica is said to lag."""
 
 LEAST_SHARE = 0.2
@@ -58,7 +58,8 @@ class Lag:
         return (
             f"replica {self.rank} on {self.host} is slow in {PARTS[self.part]}: it is busy for "
             f"{self.seconds * 1e3:.0f} ms per step, the others for {self.usual * 1e3:.0f} ms, and they wait "
-            f"for it. Look what else runs on {self.host}; `adaptdl drain` takes the job off a node"
+            f"for it. Look what else runs on {self.host}; `adaptdl drain` takes the job off a node, and the "
+            f"loader's share_by_speed() gives a slow replica fewer samples"
         )
 
 

@@ -2,7 +2,8 @@
 
 Each replica measures the parts of its steps (`step_clock`). After every `EVERY` steps it sends medians over
 its last `WINDOW` steps to rank 0 as a control message, for which no replica waits. When rank 0 has the
-reports of all replicas about the same steps, it decides which replica lags (`lag`).
+reports of all replicas about the same steps, it decides which replica lags (`lag`), and which shares of a
+batch would let all replicas finish together (`shares`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from adaptdl_elastic._session import Session
 from adaptdl_elastic.protocol.hints import Straggler
 from adaptdl_elastic.torch._runtime.step_clock import StepClock, StepParts
 from adaptdl_elastic.torch._tuning.lag import LagJudge, Report
+from adaptdl_elastic.torch._tuning.shares import ShareChooser
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ SKIPPED = 3
 _PENDING = 8  # incomplete comparisons that are kept
 
 State = tuple[Any, ...]
-"""Generation and batch size: times of different states are not compared."""
+"""Generation, batch size and shares: times of different states are not compared."""
 
 
 class ReplicaSpeed:
@@ -53,15 +55,29 @@ class ReplicaSpeed:
         self._lock = threading.Lock()
         self._judged: int | None = None  # generation of the verdicts
         self._judge = LagJudge()
+        self._chooser = ShareChooser()
+        self._chosen_for: State = ()
         self._waiting: dict[tuple[State, int], dict[int, Report]] = {}
+        self.bounds: tuple[int, int | None] = (1, None)  # samples of a replica per step
         session.consensus.listen(KIND, self._take)
+
+    @property
+    def state(self) -> State:
+        """Generation, batch size and shares of the last step."""
+        return self._state
+
+    @property
+    def suggestion(self) -> tuple[State, tuple[int, ...] | None]:
+        """Shares that pay, or None, and the state in which they were measured."""
+        with self._lock:
+            return self._chosen_for, self._chooser.suggestion
 
     def step_ended(self, counts: bool, batch: tuple[Any, ...], samples: int) -> None:
         """Record that a step has ended.
 
         Args:
             counts: Whether its time is that of a full step.
-            batch: Batch size.
+            batch: Batch size and shares.
             samples: Samples of this replica in the step.
         """
         session = self._session
@@ -107,6 +123,9 @@ class ReplicaSpeed:
             if len(reports) < self._session.replicas:
                 return
             del self._waiting[key]
+            if self._chosen_for != key[0]:
+                self._chosen_for, self._chooser = key[0], ShareChooser()
+            self._chooser.take(reports, *self.bounds)
             before = set(self._judge.lags)
             self._judge.judge(reports)
             now = dict(self._judge.lags)

@@ -1,0 +1,71 @@
+"""Give replicas of unequal speed unequal shares of a loader's batches.
+
+The total batch size stays what it is. Only the number of samples that each replica takes of it changes, so
+that all replicas finish a step together. Which samples are used does not change either: the position in a
+pass counts the samples of all replicas, so every sample is handed out once, whatever the shares are.
+
+Shares begin equal in every generation. Rank 0 suggests others when the measured speeds call for it
+(`_tuning.shares`), and all replicas change at the same boundary between two steps, as for a batch size.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from adaptdl_elastic import _session
+from adaptdl_elastic._interfaces import Command
+from adaptdl_elastic.torch._data import partition
+from adaptdl_elastic.torch._tuning.replica_speed import ReplicaSpeed
+from adaptdl_elastic.torch._tuning.shares import Shares, allocate
+
+_COMMAND = "shares"
+"""Kind of the command by which all replicas change their shares."""
+
+_cached = lru_cache(maxsize=64)(allocate)
+
+
+class UnequalShares:
+    """The shares of one loader."""
+
+    def __init__(self, speed: ReplicaSpeed) -> None:
+        self._speed = speed
+        self.enabled = False  # the script has called share_by_speed()
+        self.shares: Shares | None = None  # None: equal
+        self._bounds: tuple[int, int | None] = (1, None)
+
+    def counts(self, chunk: int, replicas: int) -> tuple[int, ...]:
+        """Return how many samples of a chunk each replica takes."""
+        if self.shares is None or len(self.shares) != replicas:
+            return tuple(partition.share(chunk, replicas, rank) for rank in range(replicas))
+        return _cached(chunk, self.shares, *self._bounds)
+
+    def begin_generation(self, bounds: tuple[int, int] | None, passes: int) -> None:
+        """Share equally from now on, until speeds have been measured.
+
+        Args:
+            bounds: Smallest and largest batch of one replica; None: no bounds.
+            passes: Batches of one replica in an optimizer step.
+        """
+        self.shares = None
+        self._bounds = (1, None) if bounds is None else bounds
+        least, most = self._bounds
+        self._speed.bounds = least * passes, None if most is None else most * passes
+        if not self.enabled:
+            return
+        consensus = _session.current().consensus
+        consensus.handlers[_COMMAND] = self._change
+        if self._poll not in consensus.polls:
+            consensus.polls.append(self._poll)
+            consensus.poll_soon()
+
+    def _poll(self) -> Command | None:
+        """Return a command to change the shares, if that pays. Runs in the control thread of rank 0."""
+        state, suggestion = self._speed.suggestion
+        if suggestion is None or state != self._speed.state or suggestion == self.shares:
+            return None
+        return {"kind": _COMMAND, "shares": list(suggestion)}
+
+    def _change(self, command: Command) -> None:
+        """Change the shares, as `command` says. Runs on every replica at the same boundary."""
+        self.shares = tuple(command["shares"])
+        _session.current().metrics.shares_changed()
