@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo cluster-demo ec2-demo soak chaos simulate-faults planted-defects api quick test test-integrations lint clean
+.PHONY: help install demo cluster-demo ec2-demo soak chaos simulate-faults planted-defects api quick test test-integrations matrix lint clean
 
 help: ## what there is
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -55,7 +55,7 @@ lint: $(STAMP) ## ruff, mypy --strict, import-linter
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-quick: $(STAMP) ## the tests that start no process, in about a minute
+quick: $(STAMP) ## the tests that start no process, in under two minutes
 	@$(BIN)/python -m pytest --quick -n 2 --dist worksteal
 
 test: lint ## the tests
@@ -75,5 +75,25 @@ $(INTEGRATIONS)/.installed: setup.cfg $(REQUIRED) | $(BIN)/python
 test-integrations: $(INTEGRATIONS)/.installed ## the tests with packages of others: torchdata, datasets, accelerate
 	@$(INTEGRATIONS)/bin/python -m pytest tests/integrations
 
+# PYTHON-TORCH, the combinations that were run; setup.cfg claims no others (tests/test_packaging.py). An environment is
+# 7 GB where torch is a CUDA build, so it is removed when its tests have passed; KEEP=1 keeps it.
+MATRIX := 3.10-2.13.0 3.11-2.13.0 3.11-2.14.1 3.11-2.15.0 3.12-2.13.0 3.13-2.15.0
+
+matrix: $(addprefix matrix-,$(MATRIX)) ## quick tests and rescales on several Pythons and torches (pythonX.Y on the PATH)
+
+matrix-%: .venv-matrix/%/.installed
+	@echo "Python and torch $*:"
+	@.venv-matrix/$*/bin/python -m pytest -q --quick -n 2 --dist worksteal
+	@.venv-matrix/$*/bin/python -m pytest -q tests/end_to_end/test_rescale.py
+	@$(if $(KEEP),,rm -rf .venv-matrix/$*)
+
+.PRECIOUS: .venv-matrix/%/.installed
+.venv-matrix/%/.installed: setup.cfg
+	@python$(firstword $(subst -, ,$*)) -m venv --clear $(@D)
+	@echo "torch==$(lastword $(subst -, ,$*))" > $(@D)/constraints.txt
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt torch
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt -e '.[dev]'
+	@touch $@
+
 clean: ## remove what was built here
-	rm -rf $(VENV) $(INTEGRATIONS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .demo .cluster-demo .ec2-demo .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(INTEGRATIONS) .venv-matrix build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .demo .cluster-demo .ec2-demo .hypothesis .import_linter_cache

@@ -47,11 +47,25 @@ class RetryDataLoop(Exception):
     """Raised after a recovery from a death: the data loop must be continued from its new position."""
 
 
+class StepOutOfMemory(RuntimeError):
+    """The gradients of a step are not known, as the memory of a replica was exhausted. All replicas know it.
+
+    Args:
+        message: What has happened, for users.
+        largest: Largest local batch to try from now on.
+    """
+
+    def __init__(self, message: str, largest: int) -> None:
+        super().__init__(message)
+        self.largest = largest
+
+
 class SavedState(Protocol):
     """Define a state that is saved in every checkpoint, see `adaptdl_elastic.checkpoint.State`."""
 
     required: bool
     expires: int | None
+    part_of_step: bool
 
     @property
     def name(self) -> str:
@@ -265,6 +279,14 @@ class ElasticLoader(Protocol):
         """Whether the batch size is chosen during training."""
 
     @property
+    def max_batch_size(self) -> int | None:
+        """Largest batch size that autoscaling may choose; None without autoscaling."""
+
+    @property
+    def local_bsz_bounds(self) -> tuple[int, int] | None:
+        """Smallest and largest batch of one replica, as the script gave them."""
+
+    @property
     def may_accumulate(self) -> bool:
         """Whether several batches may be accumulated to one step."""
 
@@ -302,6 +324,9 @@ class ElasticLoader(Protocol):
     def is_optim_step(self) -> bool:
         """Return whether the optimizer steps after the current batch."""
 
+    def fit_memory(self) -> None:
+        """Keep to the limit of the memory, which has become smaller; the iterator is made again."""
+
     def train(self) -> None:
         """Make this the loader that models are trained with."""
 
@@ -317,6 +342,13 @@ class Loaders(Protocol):
 
     unrepeatable: int
     """Number of loaders that cannot hand out the samples of a step again."""
+
+
+class LearntLimit(Protocol):
+    """Hold the largest local batch that fits into memory; see `torch._tuning.memory_limit`."""
+
+    largest: int | None
+    """Samples of one replica; None while that is not known."""
 
 
 class StepCounter(Protocol):
@@ -499,6 +531,12 @@ class Survivor(Protocol):
 
     def before_step(self, left_out: bool) -> None:
         """Prepare for a call of `optimizer.step()`; `left_out` if the call will not step."""
+
+    def why_not_repeatable(self) -> str | None:
+        """Return why the current step could not be repeated on all replicas; None if it could."""
+
+    def repeat_step(self, loader: ElasticLoader) -> bool:
+        """Go back to the beginning of the step if it did not fit into memory; return whether it did not."""
 
     def dry_batch(self) -> AbstractContextManager[None]:
         """Enclose a batch that does not count, and undo what the loop's body changes."""

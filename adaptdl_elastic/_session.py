@@ -31,6 +31,7 @@ from adaptdl_elastic._interfaces import (
     Consensus,
     ElasticModel,
     Joining,
+    LearntLimit,
     Loaders,
     Reporter,
     Rescaling,
@@ -98,6 +99,7 @@ class Session:
         # parts that other modules make at their first use
         self.position: StepCounter | None = None
         self.loaders: Loaders | None = None
+        self.memory: LearntLimit | None = None  # see `torch._tuning.memory_limit`
         self.checkpoints: Closable | None = None
         self.accumulators: Counter[int | None] = Counter()  # epoch → accumulators made so far
         self.last_summed: Summed | None = None  # the accumulator that was synchronised last

@@ -160,12 +160,12 @@ class Reducer:
         self._lock = threading.Lock()
         self._sequences = [stream << 56 for stream in (MAIN, LOOPS, AGREEMENT)]  # number of the next call
         self._apart: CollectiveMismatchError | None = None  # set once the replicas have run different code
-        self._calls: dict[int, _Call] = {}  # on rank 0: unfinished calls by their numbers
+        self.calls: dict[int, _Call] = {}  # on rank 0: unfinished calls by their numbers
         self._futures: dict[int, Future] = {}  # on other ranks: unfinished calls by their numbers
         self._lost: dict[int, PeerLostError] = {}
         self._closing = self._aborted = False
         self._send_locks: dict[int, threading.Lock] = {}
-        self._peers: dict[int, socket.socket] = {}
+        self.peers: dict[int, socket.socket] = {}
         self._keys: dict[int, _wire.FrameKeys] = {}  # of the frames of each
         if replicas == 1:
             return
@@ -173,7 +173,7 @@ class Reducer:
             self._listen(root_host, root_port, secret, timeout, publish)
         else:
             self._connect(root_host, root_port, secret, timeout)
-        self._send_locks = {peer: threading.Lock() for peer in self._peers}
+        self._send_locks = {peer: threading.Lock() for peer in self.peers}
         _forget_in_children(self)
         self._reader = threading.Thread(target=self._read_loop, name="adaptdl-reducer", daemon=True)
         self._reader.start()
@@ -199,7 +199,7 @@ class Reducer:
                 while door.missing:
                     left = deadline - time.monotonic()
                     for rank, sock in door.wait(min(max(left, 0.001), _CANCEL_INTERVAL)):
-                        self._peers[rank], self._keys[rank] = _tuned(sock), door.keys[rank]
+                        self.peers[rank], self._keys[rank] = _tuned(sock), door.keys[rank]
                     self._check_cancelled()
                     if left > 0:
                         continue
@@ -211,7 +211,7 @@ class Reducer:
 
     def _check_cancelled(self) -> None:
         if self._cancelled():
-            for sock in self._peers.values():
+            for sock in self.peers.values():
                 sock.close()
             raise CollectiveError("connecting was given up")
 
@@ -237,7 +237,7 @@ class Reducer:
                 time.sleep(delay)
                 delay = min(delay * 1.5, 0.5)
             else:
-                self._peers[0], self._keys[0] = _tuned(sock), keys
+                self.peers[0], self._keys[0] = _tuned(sock), keys
                 self.local_address = sock.getsockname()[0]
                 return
 
@@ -304,7 +304,7 @@ class Reducer:
                 future = self._futures[sequence] = Future(objects)
                 lost = self._lost.get(0)
             else:
-                call = self._calls.setdefault(sequence, _Call())
+                call = self.calls.setdefault(sequence, _Call())
                 call.own, call.reduce_fn, call.tag, call.objects = value, reduce_fn, tag, objects
                 future, lost = call.future, None
         if self.rank == 0:
@@ -321,30 +321,31 @@ class Reducer:
     def _advance(self, sequence: int) -> None:
         """Finish a call on rank 0 if all contributions have arrived, or a missing one cannot arrive."""
         with self._lock:
-            call = self._calls.get(sequence)
+            call = self.calls.get(sequence)
             if call is None or call.tag is None:
                 return
             missing = set(range(1, self.replicas)) - set(call.contributions)
             lost = sorted(missing & set(self._lost))
             if missing and not lost:
                 return
-            del self._calls[sequence]
+            del self.calls[sequence]
         try:
             if lost:
                 raise self._lost[lost[0]]
-            value = self._combine(call)
+            value = self.combine(call)
             payload = self._pack(value, call.objects)
         except Exception as error:  # also from the script's reduce_fn: all replicas must get the error
             failure = error if isinstance(error, CollectiveError) else CollectiveError(f"{error!r}")
             failure.__cause__ = None if failure is error else error
-            self._spread(_FAILURE, sequence, _wire.pack((type(failure).__name__, str(failure))))
+            self.spread(_FAILURE, sequence, _wire.pack((type(failure).__name__, str(failure))))
             call.future._set(error=failure)
             self._come_apart(failure)
         else:
-            self._spread(_RESULT, sequence, payload)
+            self.spread(_RESULT, sequence, payload)
             call.future._set(value)
 
-    def _combine(self, call: _Call) -> Any:
+    def combine(self, call: _Call) -> Any:
+        """Return the result of a collective whose contributions are complete."""
         assert call.reduce_fn is not None
         value = call.own
         for rank in range(1, self.replicas):
@@ -364,14 +365,15 @@ class Reducer:
             return
         with self._lock:
             self._apart = self._apart or failure
-            waiting = [*self._futures.values(), *(call.future for call in self._calls.values())]
+            waiting = [*self._futures.values(), *(call.future for call in self.calls.values())]
             self._futures.clear()
-            self._calls.clear()
+            self.calls.clear()
         for future in waiting:
             future._set(error=failure)
 
-    def _spread(self, kind: int, sequence: int, payload: bytes) -> None:
-        for peer in list(self._peers):
+    def spread(self, kind: int, sequence: int, payload: bytes) -> None:
+        """Send a frame to every peer."""
+        for peer in list(self.peers):
             self._send(peer, kind, sequence.to_bytes(8, "big") + payload)
 
     # -- control messages --------------------------------------------------------------------------
@@ -381,13 +383,13 @@ class Reducer:
         if rank == self.rank:
             if self.on_control is not None:
                 self.on_control(self.rank, message)
-        elif rank in self._peers:
+        elif rank in self.peers:
             self._send(rank, _CONTROL, _codec.encode(message))
 
     def _send(self, peer: int, kind: int, payload: bytes) -> None:
         try:
             with self._send_locks[peer]:
-                _wire.send_frame(self._peers[peer], self._keys[peer], kind, payload)
+                _wire.send_frame(self.peers[peer], self._keys[peer], kind, payload)
         except (OSError, KeyError):
             pass  # the reader thread detects the lost peer and reports it
 
@@ -396,19 +398,19 @@ class Reducer:
     def _read_loop(self) -> None:
         """Read from all connections, and close them at the end. Only this thread does so."""
         with selectors.DefaultSelector() as selector:
-            for peer, sock in self._peers.items():
+            for peer, sock in self.peers.items():
                 selector.register(sock, selectors.EVENT_READ, peer)
             while selector.get_map():
                 for key, _ in selector.select():
                     if not self._read(key.data):
                         selector.unregister(key.fileobj)
-        for sock in self._peers.values():
+        for sock in self.peers.values():
             sock.close()
 
     def _read(self, peer: int) -> bool:
         """Read one frame from a peer, and return whether more may follow."""
         try:
-            kind, payload = _wire.receive_frame(self._peers[peer], self._keys[peer])
+            kind, payload = _wire.receive_frame(self.peers[peer], self._keys[peer])
         except (OSError, ValueError) as error:
             self._on_lost(peer, str(error))
             return False
@@ -422,7 +424,7 @@ class Reducer:
         if kind == _CONTRIBUTION:
             sequence = int.from_bytes(payload[:8], "big")
             with self._lock:
-                self._calls.setdefault(sequence, _Call()).contributions[peer] = payload[8:]
+                self.calls.setdefault(sequence, _Call()).contributions[peer] = payload[8:]
             self._advance(sequence)
         elif kind in (_RESULT, _FAILURE):
             self._finish(int.from_bytes(payload[:8], "big"), kind, payload[8:])
@@ -468,7 +470,7 @@ class Reducer:
     def _gone(self, peer: int, reason: PeerLostError) -> None:
         with self._lock:
             self._lost[peer] = reason
-            waiting = list(self._calls)
+            waiting = list(self.calls)
             futures = list(self._futures.values())
             self._futures.clear()
         for future in futures:
@@ -492,7 +494,7 @@ class Reducer:
             if self._closing:
                 return
             self._closing = True
-        for peer in list(self._peers):
+        for peer in list(self.peers):
             self._send(peer, _GOODBYE, b"")
         self._hang_up()
         self._fail_waiting(CollectiveError)
@@ -510,13 +512,13 @@ class Reducer:
         self._fail_waiting(PeerLostError)
 
     def _hang_up(self) -> None:
-        for sock in self._peers.values():
+        for sock in self.peers.values():
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)  # wakes the reader, which closes it
 
     def _fail_waiting(self, kind: type[CollectiveError]) -> None:
         with self._lock:
-            waiting = [*self._futures.values(), *(call.future for call in self._calls.values())]
+            waiting = [*self._futures.values(), *(call.future for call in self.calls.values())]
         for future in waiting:
             future._set(error=kind(_TORN_DOWN))
 
@@ -543,9 +545,9 @@ def _register() -> None:
 
 def _close_copies() -> None:
     for reducer in list(_open):
-        for sock in reducer._peers.values():
+        for sock in reducer.peers.values():
             sock.close()  # closes the child's copy; the parent's connection stays open
-        reducer._peers = {}
+        reducer.peers = {}
 
 
 def _first(a: Any, b: Any) -> Any:

@@ -8,7 +8,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from adaptdl_elastic.agent.terminal.run_options import OptionError, parse
+from adaptdl_elastic.agent.terminal.run_options import parse
+from adaptdl_elastic.agent.terminal.run_parser import OptionError
 from adaptdl_elastic.protocol.channel import STOPPED
 
 

@@ -31,7 +31,8 @@ from adaptdl_elastic.agent.runtime.replica_environment import JobEnvironment, Sh
 from adaptdl_elastic.agent.terminal.display import Display
 from adaptdl_elastic.agent.terminal.event_log import EventLog
 from adaptdl_elastic.agent.terminal.replica_output import Output, Streams
-from adaptdl_elastic.agent.terminal.run_options import MANY_REPLICAS, PROGRAM, RunOptions
+from adaptdl_elastic.agent.terminal.run_options import RunOptions
+from adaptdl_elastic.agent.terminal.run_parser import PROGRAM
 from adaptdl_elastic.protocol.channel import STOPPED
 from adaptdl_elastic.rendezvous.local import runtime_file
 from adaptdl_elastic.rendezvous.local.addresses import (
@@ -56,8 +57,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# seconds between policy rounds of a standalone job
-_STANDALONE_INTERVAL = "3"
+_MANY_REPLICAS = 65536  # stands for "as many replicas as the nodes have slots"
+_STANDALONE_INTERVAL = "3"  # seconds between policy rounds of a standalone job
 
 
 class LaunchError(RuntimeError):
@@ -91,6 +92,7 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
             options.local_ranks_filter,
             options.role,
             display.show,
+            options.line_prefix,
             several=options.slots > 1
             and (options.local_ranks_filter is None or len(options.local_ranks_filter) > 1),
             all_tracebacks=options.tracebacks == "all",
@@ -113,7 +115,7 @@ def launch(options: RunOptions, say: Callable[[str], None]) -> int:
             )
             display.say(str(ended))
             return ended.exit_code
-        return _run(options, found, parts)
+        return run_agent(options, found, parts)
 
 
 @dataclass(frozen=True)
@@ -330,15 +332,20 @@ def _count_gpus() -> int:
 
 def job_spec(options: RunOptions) -> JobSpec:
     """Return the job as the command line describes it, as a new run."""
+    # without --replicas: the least that a node takes is in its own registration
+    least, most = options.replicas or (
+        options.min_nodes,
+        options.slots if options.max_nodes == 1 else _MANY_REPLICAS,
+    )
     return JobSpec(
         job=options.job,
         run=f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}",
         command=options.command,
         min_nodes=options.min_nodes,
         max_nodes=options.max_nodes,
-        min_replicas=options.min_nodes,  # the least that a node takes is in its own registration
+        min_replicas=least,
         min_slots=options.min_slots,
-        max_replicas=options.slots if options.max_nodes == 1 else MANY_REPLICAS,
+        max_replicas=most,
         max_restarts=options.max_restarts,
         rescale=Rescale(options.rescale),
         rescale_timeout=options.rescale_timeout,
@@ -366,7 +373,7 @@ def _digest(options: RunOptions) -> str:
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-def _run(options: RunOptions, found: _Found, parts: AgentParts) -> int:
+def run_agent(options: RunOptions, found: _Found, parts: AgentParts) -> int:
     """Run the agent until this node's part is over; return the exit code."""
     from adaptdl_elastic.agent.runtime.agent import ElasticAgent
     from adaptdl_elastic.agent.terminal.event_recorder import EventRecorder

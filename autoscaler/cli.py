@@ -20,6 +20,7 @@ from click.core import ParameterSource
 from adaptdl_elastic.extensions import ExtensionError, ExtensionPoint
 
 if TYPE_CHECKING:
+    from adaptdl_elastic.rendezvous.services.context import ClusterContext
     from adaptdl_elastic.rendezvous.store.base import Store
     from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
@@ -37,6 +38,13 @@ _OWN: dict[str, tuple[str, str]] = {
     "events": (f"{_HERE}.commands.cluster:events", "What the coordinator did of late."),
     "doctor": (f"{_HERE}.commands.doctor:doctor", "Check this node and the store, and name the remedies."),
     "coordinator": (f"{_HERE}.commands.cluster:coordinator", "Serve every job of a cluster."),
+    "cluster": (
+        f"{_HERE}.commands.cluster_setup:cluster",
+        "Machines of your own over ssh: up, status, down.",
+    ),
+    "submit": (f"{_HERE}.commands.submit:submit", "Run a job on the cluster, from this directory."),
+    "logs": (f"{_HERE}.commands.logs:logs", "What a submitted job's replicas have written."),
+    "cancel": (f"{_HERE}.commands.submit:cancel", "End a submitted job, or take it out of the queue."),
     "simulate": (f"{_HERE}.simulator.simulate_command:simulate", "Replay a workload against a policy."),
     "autoscale": (f"{_HERE}.commands.autoscale:autoscale", "Let a cloud give and take nodes."),
 }
@@ -144,7 +152,7 @@ def adaptdl() -> None:
     """See and control elastic PyTorch jobs.
 
     The etcd of the cluster is given by --etcd HOST:PORT or ADAPTDL_ETCD. Without either, commands are about
-    the standalone jobs of this user on this machine.
+    the clusters that `adaptdl cluster up` has made, and the standalone jobs of this user on this machine.
     """
 
 
@@ -156,11 +164,13 @@ class Place:
         endpoint: of the store.
         cluster: name of the cluster.
         job: name of the standalone job whose store it is; "": it is an etcd.
+        context: what this machine knows of the cluster, if `adaptdl cluster up` made it.
     """
 
     endpoint: str
     cluster: str
     job: str = ""
+    context: ClusterContext | None = None
 
 
 @dataclass(frozen=True)
@@ -190,14 +200,20 @@ class Where:
             refuse(("standalone_job",), "is for standalone jobs: leave it away where an etcd is given")
             return [Place(endpoint, cluster or "default")]
         from adaptdl_elastic.rendezvous.local import runtime_file
+        from adaptdl_elastic.rendezvous.services import context as contexts
 
         try:
+            known = [contexts.choose(name) for name in contexts.names() if cluster in (None, name)]
             notes = sorted(runtime_file.read_all(), key=lambda note: note.job)
-        except runtime_file.RuntimeFileError as error:
+        except (runtime_file.RuntimeFileError, contexts.ContextError) as error:
             raise CommandError(str(error)) from error
+        of_clusters = [Place(one.endpoint, one.name, context=one) for one in known if one.endpoint]
+        if cluster is not None and of_clusters:
+            refuse(("standalone_job",), f"is for standalone jobs: leave it away for the cluster {cluster}")
+            return of_clusters
         found = [Place(n.endpoint, cluster or n.cluster, n.job) for n in notes if job in (None, n.job)]
-        if found:
-            return found
+        if found or of_clusters:
+            return of_clusters + found
         if notes:
             names = ", ".join(note.job for note in notes)
             raise CommandError(f"no job {job!r} runs standalone on this machine; those that do: {names}")
@@ -209,19 +225,30 @@ class Where:
     def locate(self, job: str | None = None) -> Place:
         """Return the one store that a command is about; CommandError if there is none, or more than one."""
         found = self.places(job)
-        if len(found) > 1:
-            names = ", ".join(place.job for place in found)
-            raise CommandError(f"{len(found)} standalone jobs run on this machine: {names}; {_which_job()}")
-        return found[0]
+        standalone = [place for place in found if place.job]
+        clusters = [place for place in found if not place.job]
+        if len(standalone) > 1 or (standalone and clusters and job is None):
+            names = ", ".join(place.job for place in standalone)
+            count = (
+                "a standalone job runs" if len(standalone) == 1 else f"{len(standalone)} standalone jobs run"
+            )
+            raise CommandError(f"{count} on this machine: {names}; {_which_job(clusters)}")
+        if not standalone and len(clusters) > 1:
+            names = ", ".join(place.cluster for place in clusters)
+            raise CommandError(f"this machine knows the clusters {names}: say which with --cluster NAME")
+        return (standalone or clusters)[0]
 
-    def options(self, endpoint: str) -> StoreOptions:
-        """Return time-out and credentials for an endpoint; a standalone job's store takes no credentials."""
+    def options(self, place: Place) -> StoreOptions:
+        """Return time-out and credentials for a store; a standalone job's store takes no credentials."""
         from adaptdl_elastic.rendezvous.store.local_socket import is_local
         from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
-        if is_local(endpoint):
-            name = "ADAPTDL_ETCD_TIMEOUT"
-            return StoreOptions.from_environment({name: os.environ.get(name, "")})
+        name = "ADAPTDL_ETCD_TIMEOUT"
+        timeout = {name: os.environ.get(name, "")}
+        if place.context is not None:
+            return StoreOptions.from_environment({**place.context.store_environment(), **timeout})
+        if is_local(place.endpoint):
+            return StoreOptions.from_environment(timeout)
         return StoreOptions.from_environment(ca=self.ca, cert=self.cert, key=self.key, user=self.user)
 
     def connect(self, job: str | None = None) -> tuple[Store, str]:
@@ -236,7 +263,7 @@ class Where:
         from adaptdl_elastic.rendezvous.store.local_socket import is_local
 
         try:
-            return connect(place.endpoint, api=self.api, options=self.options(place.endpoint))
+            return connect(place.endpoint, api=self.api, options=self.options(place))
         except StoreAuthError as error:
             if is_local(place.endpoint):
                 raise CommandError(str(error)) from error
@@ -245,8 +272,10 @@ class Where:
             raise CommandError(str(error)) from error
 
 
-def _which_job() -> str:
+def _which_job(clusters: Collection[Place] = ()) -> str:
     """Return what to do if several standalone jobs could be meant: some commands have `--job`."""
+    if clusters:
+        return f"say --cluster {next(iter(clusters)).cluster} if the cluster is meant"
     context = click.get_current_context(silent=True)
     chooses = context is not None and any(one.name == "standalone_job" for one in context.command.params)
     return "say which with --job NAME" if chooses else "give --etcd HOST:PORT of an etcd"

@@ -20,6 +20,7 @@ PAGE = ROOT / "docs" / "api.md"
 SCRIPT = (
     *("torch", "torch.data", "torch.epoch", "torch.parallel", "torch.accumulator", "torch.iterator"),
     *("torch.s3_dataset", "torch.scaling_rules", "torch.gradient_noise_scale", "checkpoint", "collective"),
+    "torch.frameworks.huggingface",
 )
 SELDOM = ("reducer", "env", "goodput", "sched_hints", "utils")
 MODULES = (*SCRIPT, *SELDOM)
@@ -51,6 +52,10 @@ INTERNAL = {
     "torch.gradient_noise_scale": {
         "GradientNoiseScale": "set_progress set_accum_scale accum_count should_zero_grad reset_accumulation "
         "count_micro_batch due measured record advance state_dict load_state_dict",
+    },
+    "torch.frameworks.huggingface": {
+        "ElasticTrainerMixin": "begin_training windows get_batch_samples training_step set_epoch_fraction "
+        "create_scheduler counters take_counters history take_history",
     },
     "checkpoint": {"": "agree end_epoch restore_states snapshot_states"},
     "reducer": {"": "Reducer"},

@@ -41,6 +41,22 @@ def test_every_package_on_disk_is_declared() -> None:
     assert set(declared()["options"]["packages"].split()) == on_disk
 
 
+def test_no_version_is_claimed_that_is_not_in_the_matrix() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    found = re.search(r"^MATRIX := (.+)$", makefile, re.MULTILINE)
+    assert found
+    pythons, torches = zip(*(pair.split("-") for pair in found[1].split()), strict=True)
+    claims = re.findall(r"Python :: (3\.\d+)$", declared()["metadata"]["classifiers"], re.MULTILINE)
+    assert sorted(claims) == sorted(set(pythons))
+    assert declared()["options"]["python_requires"] == f">={min(claims, key=_number)}"
+    least = min(torches, key=_number).removesuffix(".0")
+    assert f"torch >= {least}" in declared()["options"]["install_requires"].splitlines()
+
+
+def _number(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
 def test_the_symlinks_name_the_folders() -> None:
     for folder in ("agent", "rendezvous", "autoscaler"):
         assert (ROOT / "adaptdl_elastic" / folder).resolve() == ROOT / folder

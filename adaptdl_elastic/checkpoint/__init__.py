@@ -86,6 +86,10 @@ class State:
     expires: int | None = None
     """The epoch after whose end the state is not needed any more; None: it is always needed."""
 
+    part_of_step = False
+    """Whether a step that did not commit undoes the state's changes, as it does for classes outside of this
+    library. Adapters of frameworks, which are a part of this library, set it to True."""
+
     def __init__(self, name: str) -> None:
         if not isinstance(name, str) or not name:
             raise ValueError(f"a state needs a name that is a non-empty string, got {name!r}")
@@ -240,7 +244,7 @@ def save_all_states(
     """
     begun = time.monotonic()
     session = _session.current()
-    manager = _manager(session)
+    manager = manager_of(session)
     states = dict(sorted(session.states.items()))
     for state in states.values():
         state.sync()
@@ -345,7 +349,7 @@ def load_state(state: State, checkpoint_dir: str | os.PathLike[str] | None = Non
         with path.open("rb") as file:
             _load(state, file, str(path))
         return True
-    manager = _manager(_session.current())
+    manager = manager_of(_session.current())
     found, snapshot = manager.offered(state.name)
     if found:
         state.restore(snapshot)
@@ -383,7 +387,7 @@ def _load(state: State, file: IO[bytes], where: str) -> None:
 
 def loaded_id() -> str | None:
     """Return the id of the checkpoint that this generation started from; None if there was none."""
-    return _manager(_session.current()).open()
+    return manager_of(_session.current()).open()
 
 
 def agree(broadcast: Callable[[Any], Any]) -> str | None:
@@ -397,7 +401,7 @@ def agree(broadcast: Callable[[Any], Any]) -> str | None:
             checkpoint that rank 0 chose.
     """
     session = _session.current()
-    manager = _manager(session)
+    manager = manager_of(session)
     if session.rank == 0:
         try:
             chosen, problem = manager.open(), None
@@ -422,7 +426,7 @@ def end_epoch(epoch: int) -> None:
     for name, state in list(session.states.items()):
         if state.expires is not None and state.expires <= epoch:
             del session.states[name]
-    manager = _manager(session)
+    manager = manager_of(session)
     manager.expire(epoch)
     manager.tell_unclaimed()
 
@@ -460,10 +464,11 @@ def restore_states(snapshots: Mapping[str, Any]) -> None:
         else:
             state.restore(snapshot)
     if later:
-        _manager(session).offer(later)
+        manager_of(session).offer(later)
 
 
-def _manager(session: Session) -> CheckpointManager:
+def manager_of(session: Session) -> CheckpointManager:
+    """Return the checkpoint manager of a session."""
     manager = session.checkpoints
     if manager is None:
         path = env.checkpoint_path()
@@ -473,6 +478,7 @@ def _manager(session: Session) -> CheckpointManager:
             job=session.job,
             keep=int(_number(environment.CHECKPOINT_KEEP, 3, 1)),
             writes=session.rank == 0,
+            wait=_number(environment.CHECKPOINT_WAIT, 0.0, 0),
         )
     assert isinstance(manager, CheckpointManager)
     return manager

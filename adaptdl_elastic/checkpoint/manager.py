@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 HISTORY = 256
 """Number of earlier ids in a manifest."""
 
+_LOOK_SECONDS = 0.05  # between two looks for a checkpoint that is being copied
+
 Write = Callable[[ChecksumWriter], None]
 
 
@@ -124,7 +126,18 @@ class _Unclaimed:
 
 
 class CheckpointManager:
-    """The checkpoints of one session. `storage` is None if there is no place for them."""
+    """The checkpoints of one session. `storage` is None if there is no place for them.
+
+    Args:
+        storage: Where they are.
+        recorded: The checkpoint that the store records.
+        job: Name of the job.
+        keep: How many are kept.
+        writes: Whether this replica saves.
+        wait: Seconds to wait for a checkpoint that this generation has to start from and that is not there
+            yet: where nodes share no directory, their services copy it.
+        clock: Monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -134,6 +147,7 @@ class CheckpointManager:
         job: str = "",
         keep: int = 3,
         writes: bool = True,
+        wait: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if keep < 1:
@@ -141,7 +155,7 @@ class CheckpointManager:
         self.storage = storage
         self._recorded = recorded or None
         self._job, self._keep, self._writes = job, keep, writes
-        self._clock = clock
+        self._wait, self._clock = wait, clock
         self._lock = threading.Lock()  # guards _unclaimed and _history
         self._opened = False
         self._manifest: Manifest | None = None
@@ -220,8 +234,12 @@ class CheckpointManager:
 
     def _candidates(self, storage: Storage, exactly: str | None) -> list[str]:
         """Return the candidates, newest first; CheckpointError if a checkpoint that must exist does not."""
+        until = self._clock() + self._wait
         try:
             ids = storage.ids()
+            while self._is_missing(storage, ids, exactly) and self._clock() < until:
+                time.sleep(_LOOK_SECONDS)
+                ids = storage.ids()
         except StorageError as error:
             raise CheckpointError(f"{error}: not starting afresh") from error
         self._number_at_start = _highest(ids)
@@ -233,13 +251,19 @@ class CheckpointManager:
                     f"the path must be shared by all nodes"
                 )
             return [exactly]
-        if self._recorded and self._recorded not in ids and not self._descends(storage, ids):
+        if self._is_missing(storage, ids, None):
             raise CheckpointError(
                 f"checkpoint {self._recorded} is recorded for this job and is not in {storage.path} "
                 f"(found: {', '.join(ids) or 'none'}): the path must be shared by all nodes (a network "
                 f"directory or s3://bucket/prefix), or start the job under another name to begin afresh"
             )
         return self._newest_first(ids)
+
+    def _is_missing(self, storage: Storage, ids: list[str], exactly: str | None) -> bool:
+        """Return whether the checkpoint that rank 0 has chosen or the store records has not been found."""
+        if exactly is not None:
+            return exactly not in ids
+        return bool(self._recorded) and self._recorded not in ids and not self._descends(storage, ids)
 
     def _newest_first(self, ids: list[str]) -> list[str]:
         """Return ids by their numbers; what an older generation saved late comes behind the recorded one.
@@ -418,7 +442,7 @@ class CheckpointManager:
         try:
             manifest = self._write_to(self.storage, job)
         except Exception as error:  # any error of a disk, a network or a serialiser
-            message = f"cannot save a checkpoint to {path}: {reason(_root_cause(error))}"
+            message = f"cannot save a checkpoint to {path}: {reason(root_cause(error))}"
             logger.debug("%s", message, exc_info=True)
             return Saved("", path, job.kind, job.step, self._clock() - job.begun, error=message)
         self._clean(self._prune)  # too many old checkpoints do not make the new one invalid
@@ -519,7 +543,7 @@ class CheckpointManager:
             return False
 
 
-def _root_cause(error: BaseException) -> BaseException:
+def root_cause(error: BaseException) -> BaseException:
     """Return the most helpful cause.
 
     A StorageError itself, else the OSError behind it, as for a full disk.

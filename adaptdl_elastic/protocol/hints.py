@@ -94,6 +94,7 @@ class JobHints:
     max_batch_size: _Positive | None = None  # None: autoscale_batch_size was never called
     local_bsz_bounds: tuple[_Positive, _Positive] | None = None
     gradient_accumulation: bool = False
+    memory_limit: _Positive | None = None  # largest batch of one replica that fits into memory, once known
     max_profiled_replicas: _Count = 1
     grad_params: tuple[_Amount, _Amount] | None = None  # (|G|², tr Σ) at init_batch_size
     perf_params: _Theta | None = None  # in the order of PERF_PARAMS

@@ -34,6 +34,7 @@ class UncaughtError:
     message: str  # one line, with the type
     raised: float  # wall clock
     lost_peer: bool  # it only reports that another replica, or the connection to it, is gone
+    final: bool = False  # the job is to fail without restarts, because they would not help
 
 
 def describe(error: BaseException, trace: TracebackType | None) -> UncaughtError:
@@ -49,6 +50,7 @@ def describe(error: BaseException, trace: TracebackType | None) -> UncaughtError
         message=f"{kind.__name__}: {text}" if text else kind.__name__,
         raised=time.time(),
         lost_peer=_is_lost_peer(error),
+        final=getattr(error, "ends_job", False) is True,
     )
 
 

@@ -146,7 +146,7 @@ class ChecksumWriter:
     def write(self, data: Any) -> int:
         """Write all of `data` (any object with the buffer protocol); return its number of bytes."""
         view = memoryview(data).cast("B")
-        _write_all(self._file, view)
+        write_all(self._file, view)
         total = len(view)
         self.size += total
         while len(view):
@@ -188,7 +188,8 @@ class ChecksumWriter:
         return (*self._sums, self._current) if self._room < CHUNK else tuple(self._sums)
 
 
-def _write_all(file: IO[bytes], view: memoryview) -> None:
+def write_all(file: IO[bytes], view: memoryview) -> None:
+    """Write all bytes, in as many writes as the file takes."""
     while len(view):
         written = file.write(view)
         if written is None or written >= len(view):

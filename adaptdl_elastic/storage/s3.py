@@ -65,7 +65,7 @@ class S3Storage(Storage):
             request_checksum_calculation="when_supported",
             response_checksum_validation="when_supported",
         )
-        self._client = boto3.client("s3", **{"config": config, **(options or {})})
+        self.client = boto3.client("s3", **{"config": config, **(options or {})})
         # ids written here of which it is unknown whether the manifest was stored
         self._doubtful: set[str] = set()
 
@@ -76,12 +76,12 @@ class S3Storage(Storage):
 
     def manifest(self, checkpoint_id: str) -> Manifest:
         """Read and verify the manifest."""
-        with self._get(self._manifest_key(checkpoint_id)) as file:
+        with self.get(self._manifest_key(checkpoint_id)) as file:
             return decode_manifest(file.read())
 
     def open(self, checkpoint_id: str, entry: Entry) -> BinaryIO:
         """Return a verified local copy of the file."""
-        file = self._get(f"{self._prefix}data/{checkpoint_id}/{entry.file}")
+        file = self.get(f"{self._prefix}data/{checkpoint_id}/{entry.file}")
         try:
             verify(file, entry)
         except BaseException:
@@ -110,9 +110,9 @@ class S3Storage(Storage):
         keys = self._keys("data/")
         self._delete([key for key in keys if key[start:].partition("/")[0] not in committed])
         with suppress(Exception):  # needs a permission that nothing else needs
-            uploads = self._client.list_multipart_uploads(Bucket=self._bucket, Prefix=f"{self._prefix}data/")
+            uploads = self.client.list_multipart_uploads(Bucket=self._bucket, Prefix=f"{self._prefix}data/")
             for upload in uploads.get("Uploads", []):
-                self._client.abort_multipart_upload(
+                self.client.abort_multipart_upload(
                     Bucket=self._bucket, Key=upload["Key"], UploadId=upload["UploadId"]
                 )
 
@@ -123,7 +123,7 @@ class S3Storage(Storage):
         if self._note not in self._keys(_NOTE):
             return None
         try:
-            with self._get(self._note) as file:
+            with self.get(self._note) as file:
                 return file.read()
         except DamagedError:  # deleted meanwhile
             return None
@@ -132,7 +132,7 @@ class S3Storage(Storage):
         """Write a note about the run that wrote these checkpoints, if there are any or `even_if_empty`."""
         if even_if_empty or self.ids():
             with self._errors("cannot write to"):
-                self._client.put_object(Bucket=self._bucket, Key=self._note, Body=note)
+                self.client.put_object(Bucket=self._bucket, Key=self._note, Body=note)
 
     def withdraw_note(self) -> None:
         """Delete the note if there is one."""
@@ -151,7 +151,7 @@ class S3Storage(Storage):
         for key in (*data, *manifests, *note):
             new = f"{self._prefix}{name}/{key[len(self._prefix) :]}"
             with self._errors("cannot copy within"):
-                self._client.copy({"Bucket": self._bucket, "Key": key}, self._bucket, new)
+                self.client.copy({"Bucket": self._bucket, "Key": key}, self._bucket, new)
         for gone in (manifests, data, note):
             self._delete(gone)
         return f"s3://{self._bucket}/{self._prefix}{name}"
@@ -174,18 +174,19 @@ class S3Storage(Storage):
         return f"{self._prefix}manifests/{checkpoint_id}.json"
 
     def _keys(self, below: str) -> list[str]:
-        pages = self._client.get_paginator("list_objects_v2").paginate(
+        pages = self.client.get_paginator("list_objects_v2").paginate(
             Bucket=self._bucket, Prefix=f"{self._prefix}{below}"
         )
         with self._errors("cannot list checkpoints in"):
             return [found["Key"] for page in pages for found in page.get("Contents", [])]
 
-    def _get(self, key: str) -> BinaryIO:
+    def get(self, key: str) -> BinaryIO:
+        """Return the object of a key as a file that is deleted when closed."""
         from botocore.exceptions import BotoCoreError, ClientError
 
         file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115 - the caller closes it
         try:
-            self._client.download_fileobj(self._bucket, key, file)
+            self.client.download_fileobj(self._bucket, key, file)
         except (BotoCoreError, ClientError) as error:
             file.close()
             if _code(error) in _MISSING:
@@ -197,18 +198,18 @@ class S3Storage(Storage):
 
     def _put(self, key: str, file: IO[bytes]) -> None:
         with self._errors("cannot write to"):
-            self._client.upload_fileobj(file, self._bucket, key, ExtraArgs={"ChecksumAlgorithm": "CRC32"})
+            self.client.upload_fileobj(file, self._bucket, key, ExtraArgs={"ChecksumAlgorithm": "CRC32"})
 
-    def _put_new(self, key: str, data: bytes) -> None:
+    def put_new(self, key: str, data: bytes) -> None:
         """Put an object that must not exist yet.
 
         StorageError unless it exists now with exactly this content.
         """
         try:
             with self._errors("cannot write to"):
-                self._client.put_object(Bucket=self._bucket, Key=key, Body=data, IfNoneMatch="*")
+                self.client.put_object(Bucket=self._bucket, Key=key, Body=data, IfNoneMatch="*")
         except StorageError as error:
-            with suppress(StorageError), self._get(key) as file:
+            with suppress(StorageError), self.get(key) as file:
                 if file.read() == data:
                     return
             raise error from error.__cause__
@@ -217,7 +218,7 @@ class S3Storage(Storage):
         for start in range(0, len(keys), 1000):
             objects = [{"Key": key} for key in keys[start : start + 1000]]
             with self._errors("cannot delete from"):
-                answer = self._client.delete_objects(
+                answer = self.client.delete_objects(
                     Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True}, ChecksumAlgorithm="CRC32"
                 )
             for refused in answer.get("Errors", []):
@@ -253,7 +254,7 @@ class _S3Writing(Writing):
         if missing:  # the writer of a newer generation has deleted them
             raise StorageError(f"{sorted(missing)[0]} is gone: another run uses {self._storage.path}")
         self._storage._doubtful.add(self.id)
-        self._storage._put_new(self._storage._manifest_key(self.id), encode_manifest(manifest))
+        self._storage.put_new(self._storage._manifest_key(self.id), encode_manifest(manifest))
         self._storage._doubtful.discard(self.id)
 
     def abandon(self) -> None:

@@ -5,17 +5,30 @@ Every public module gets its session from here, so that the parts are installed 
 
 from __future__ import annotations
 
+from functools import partial
+
 from adaptdl_elastic import _session
+from adaptdl_elastic._interfaces import Command
 from adaptdl_elastic._session import Session
+from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._elastic import eligibility
 from adaptdl_elastic.torch._elastic.recovery import Recovery
 from adaptdl_elastic.torch._elastic.rescale import Rescaler
 from adaptdl_elastic.torch._runtime.consensus import BoundaryConsensus
+from adaptdl_elastic.torch._tuning.memory_limit import LIMIT, memory_limit
 from adaptdl_elastic.torch._tuning.reporter import Metrics
 
 
 def _consensus(session: Session) -> BoundaryConsensus:
-    return BoundaryConsensus(session, session.rescaling.handlers())
+    return BoundaryConsensus(session, {**session.rescaling.handlers(), LIMIT: partial(_lower_limit, session)})
+
+
+def _lower_limit(session: Session, command: Command) -> None:
+    """Take over a limit of the memory that a replica has found. On all replicas at the same boundary."""
+    if memory_limit(session).lower(command["largest"], command["why"]):
+        loader = registry().training
+        if loader is not None:
+            loader.fit_memory()
 
 
 _session.install(

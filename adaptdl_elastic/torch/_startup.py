@@ -68,7 +68,7 @@ def init_process_group(
             "leave torch.distributed.init_process_group out"
         )
     session = current_session()
-    backend = _checked_backend(backend)
+    backend = checked_backend(backend)
     if init_method is not None and not isinstance(init_method, str):
         raise TypeError(f"init_method={init_method!r}: give a URL, e.g. tcp://10.0.0.1:29500")
     before = session.identity
@@ -83,7 +83,7 @@ def init_process_group(
         raise
 
 
-def _checked_backend(backend: Any) -> str:
+def checked_backend(backend: Any) -> str:
     """Return `backend` in torch's spelling.
 
     Raises:

@@ -315,7 +315,8 @@ class AdaptiveDataLoader(DataLoader[T_co], AdaptiveDataLoaderMixin):
         begun = helper.current_index
         batches.local = local
         batches.accumulation = helper.accumulation if helper.training else 0
-        full = helper.replicas * local * (batches.accumulation + 1)
+        batches.step, batches.largest = helper.step_samples, helper.largest_pass
+        full = helper.current_batch_size
         # A batch that has grown beyond the data set takes all of it, instead of leaving all of it out.
         grown = helper.adaptive and helper.batch_size <= size < full and begun % size == 0
         batches.drop_last = self.drop_last and not grown

@@ -29,12 +29,13 @@ import sys
 from collections.abc import Iterator
 
 from adaptdl_elastic import _frames, checkpoint, env
+from adaptdl_elastic._checks import whole
 from adaptdl_elastic.protocol.messages import EpochsFinished
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.checks import integer
 from adaptdl_elastic.torch._runtime.position import script_position
 
-__all__ = ["current_epoch", "finished_epochs", "remaining_epochs_until"]
+__all__ = ["continue_at", "current_epoch", "finished_epochs", "remaining_epochs_until"]
 
 
 def remaining_epochs_until(epoch: int) -> Iterator[int]:
@@ -100,3 +101,26 @@ def current_epoch() -> int | None:
 def finished_epochs() -> int:
     """Return the number of finished epochs, including those before a restart."""
     return script_position().finished
+
+
+def continue_at(epoch: int, samples: int = 0) -> None:
+    """Begin at a position that another checkpoint than the job's own has given, e.g. a framework's.
+
+    Call it on every replica, before the first epoch. The order of an epoch's samples follows from the
+    script's seed, so the samples that are left are the right ones only if the seed is the same as then. Does
+    nothing if the job has reached a later position, by a checkpoint of its own or in other replicas.
+
+    Args:
+        epoch: Number of finished epochs.
+        samples: Samples that the first data loop of the next epoch has handed out, over all replicas.
+
+    Raises:
+        RuntimeError: an epoch has begun already.
+        ValueError: an argument is negative or not an integer.
+    """
+    state = script_position()
+    if current_session().epoch is not None or state.epoch_loops:
+        raise RuntimeError("continue_at() after the first epoch has begun: call it before")
+    epoch, samples = whole("epoch", epoch, 0), whole("samples", samples, 0)
+    if (epoch, 0, samples) > (state.finished, state.finished_loops, state.index):
+        state.finished, state.finished_loops, state.index = epoch, 0, samples

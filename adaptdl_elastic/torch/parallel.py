@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptdl_elastic import checkpoint
-from adaptdl_elastic._interfaces import ModelSnapshot
+from adaptdl_elastic._interfaces import ElasticLoader, ModelSnapshot
 from adaptdl_elastic.torch._bootstrap import current_session
 from adaptdl_elastic.torch._data.registry import current_dataloader, registry
 from adaptdl_elastic.torch._gradient import comm_hook, grad_scaler
@@ -21,6 +21,7 @@ from adaptdl_elastic.torch._gradient.measurement import Sampler
 from adaptdl_elastic.torch._gradient.model_snapshot import DataParallelSnapshot
 from adaptdl_elastic.torch._gradient.model_state import BatchSizes, ModelState
 from adaptdl_elastic.torch._gradient.noise_scale import AdamGradientNoiseScale, GradientNoiseScale
+from adaptdl_elastic.torch._gradient.out_of_memory import MemoryGuard, Samples, guards, settle
 from adaptdl_elastic.torch._model_arguments import OWNER, check_arguments
 from adaptdl_elastic.torch._process_group import backends
 from adaptdl_elastic.torch._runtime.position import script_position
@@ -92,6 +93,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._task = -1  # autograd's id of the last backward pass
         self._batch = Batch()
         self._batch_sizes = BatchSizes()
+        self._memory = MemoryGuard(current_session(), model, _current_batch, self, optimizer)
         self._attach_hook()
         self._state = self._saved_state()  # refuses a name in use, before anything is patched
         self.scaling_rule.initialize(self, optimizer, patch_optimizer=True)
@@ -124,6 +126,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         )
         if self.process_group is dist.group.WORLD:
             self._hook.link = backends.present(current_session())
+        self._memory.hook = self._hook
         self._sampler = Sampler(self.gns, self._hook, self._mp_scaler)
         self.register_comm_hook(self._hook, comm_hook.reduce_bucket)
 
@@ -237,6 +240,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         """Forget a failure, and drop the gradients of the step that failed."""
         self._hook.failure = self.irreparable = None
         self._hook.recording = None
+        self._memory.reset()
         self._sampler.drop()
         self._window.reset()
         self.gns.reset_accumulation()
@@ -322,12 +326,20 @@ class AdaptiveDataParallel(DistributedDataParallel):
             self._buffers_wait, self.require_forward_param_sync = False, True
         return output if begun is None else self._watch(output, *begun)
 
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Override DDP's method: run the module, in parts if the batch does not fit into memory."""
+        if torch.compiler.is_compiling():
+            return super()._run_ddp_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() and self.require_backward_grad_sync and self._hook.failure is None:
+            self._hook.awaited = True
+        return self._memory.forward(super()._run_ddp_forward, inputs, kwargs)
+
     def _dry_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the module's output for a batch that does not count, without any communication."""
         with torch.no_grad():  # in this mode DDP's _pre_forward only moves the inputs to the device
             inputs, kwargs = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if not self.static_graph:
-            return self.module(*inputs, **kwargs)
+            return self._memory.forward(self.module, inputs, kwargs)
         # With a static graph DDP counts the gradients of each parameter, even without synchronisation. So
         # the module runs on detached parameters.
         apart = {name: param.detach().requires_grad_() for name, param in self.module.named_parameters()}
@@ -506,6 +518,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         self._task = task
         self._hook.reduced = False
         self._hook.instead = self._window.before_backward(batch)
+        self._memory.mark()
 
         def ended() -> None:
             self._hook.instead = None
@@ -568,6 +581,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
                 )
             self.step_left_out()
             return False
+        if self._hook.suspect:
+            settle(guards())
         if self._window.apart and self._hook.failure is None:
             raise RuntimeError(
                 "optimizer.step() with gradients of a backward pass that zero_grad() has dropped so far, in "
@@ -696,6 +711,20 @@ class _NoSync:
 
     def __exit__(self, *error: Any) -> None:
         self._adp._user_no_sync = self._before
+
+
+def _current_batch() -> Samples:
+    loader = current_dataloader()
+    if loader is None:
+        return Samples()
+    return Samples(loader.local_samples, loader.sample_dimension, loader.training, _unbounded(loader))
+
+
+def _unbounded(loader: ElasticLoader) -> int | None:
+    """Return the largest local batch that may be chosen; None if the script has bounded it."""
+    if not loader.training or loader.local_bsz_bounds is not None:
+        return None
+    return loader.max_batch_size
 
 
 def _evaluating() -> bool:

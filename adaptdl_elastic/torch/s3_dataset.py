@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ATTEMPTS = 5  # to read a range
-_RETRY_SECONDS = 0.2  # wait before the second attempt; doubles with each attempt
+RETRY_SECONDS = 0.2  # wait before the second attempt; doubles with each attempt
 
 
 class S3DatasetError(Exception):
@@ -89,7 +89,7 @@ class S3Dataset(Dataset[T], Generic[T]):
         self._cache = None if cache is None else Path(cache)
         self._part_bytes, self._parallel = part_bytes, parallel
         self._make_client = client or _default_client
-        self._clients: dict[int, Any] = {}
+        self.clients: dict[int, Any] = {}
         self.objects: Sequence[S3Object] = tuple(self._list(prefix, suffix))
         if not self.objects:
             raise S3DatasetError(
@@ -104,7 +104,7 @@ class S3Dataset(Dataset[T], Generic[T]):
         return self._decode(self.read(found), found.key)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_clients": {}}
+        return {**self.__dict__, "clients": {}}
 
     def read(self, found: S3Object) -> bytes:
         """Return the bytes of an object, from the cache if they are there.
@@ -133,9 +133,9 @@ class S3Dataset(Dataset[T], Generic[T]):
     def _client(self) -> Any:
         """S3 client of this process; each process has its own, as connections do not survive a fork."""
         pid = os.getpid()
-        if pid not in self._clients:
-            self._clients = {pid: self._make_client()}
-        return self._clients[pid]
+        if pid not in self.clients:
+            self.clients = {pid: self._make_client()}
+        return self.clients[pid]
 
     def _list(self, prefix: str, suffix: str) -> Iterator[S3Object]:
         """Yield every object in the order of keys, without the objects that stand for folders."""
@@ -187,7 +187,7 @@ class S3Dataset(Dataset[T], Generic[T]):
             except (BotoCoreError, OSError) as error:
                 problem = error
             if attempt + 1 < _ATTEMPTS:
-                time.sleep(_RETRY_SECONDS * 2**attempt)
+                time.sleep(RETRY_SECONDS * 2**attempt)
         raise S3DatasetError(f"cannot read {where} in {_ATTEMPTS} attempts: {problem}")
 
     # -- the cache

@@ -46,7 +46,7 @@ class CoordinatorChild:
 
     def __init__(self, command: CoordinatorCommand, log: Path, died: Callable[[str], None]) -> None:
         self._command, self._log, self._died = command, log, died
-        self._closing = threading.Event()
+        self.closing = threading.Event()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: int | None = None
@@ -63,7 +63,7 @@ class CoordinatorChild:
 
     def _keep(self) -> None:
         delay, series, told = FIRST_DELAY, 0, ""
-        while not self._closing.is_set():
+        while not self.closing.is_set():
             started = time.monotonic()
             try:
                 process = self._start()
@@ -73,7 +73,7 @@ class CoordinatorChild:
                 told, what = "", f"the coordinator ended with code {code}{_last_words(self._log)}"
             except (OSError, subprocess.SubprocessError) as error:  # no descriptor, memory or process left
                 what = f"no coordinator can be started here: {error}"
-            if self._closing.is_set():
+            if self.closing.is_set():
                 return
             if time.monotonic() - started > HEALTHY_AFTER:
                 delay, series = FIRST_DELAY, 0
@@ -85,11 +85,11 @@ class CoordinatorChild:
             if what != told:
                 self._died(f"{what}; starting it again")
             told = what
-            self._closing.wait(delay)
+            self.closing.wait(delay)
 
     def _start(self) -> subprocess.Popen[bytes] | None:
         with self._lock:
-            if self._closing.is_set():
+            if self.closing.is_set():
                 return None
             self._hang_up()
             read, self._pipe = os.pipe()
@@ -127,7 +127,7 @@ class CoordinatorChild:
     def close(self, timeout: float = 5.0) -> None:
         """End the process in order, so that it gives up its leadership."""
         with self._lock:
-            self._closing.set()
+            self.closing.set()
             self._hang_up()
             process = self._process
         if process is not None:

@@ -230,7 +230,7 @@ class Registration:
     def __init__(self, store: Store, keys: Keys, record: NodeRecord, ttl: float = LEASE_SECONDS) -> None:
         self._store, self._keys, self._ttl = store, keys, ttl
         self.record = record
-        self._lease: Lease | None = None
+        self.lease: Lease | None = None
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="registration", daemon=True)
@@ -250,7 +250,7 @@ class Registration:
         except BaseException:
             lease.revoke()
             raise
-        self._lease = lease
+        self.lease = lease
         self._keeper.start()
 
     def update(self, **fields: object) -> None:
@@ -298,7 +298,7 @@ class Registration:
             self._store.compare_and_swap(key, None, found.mod_revision)
 
     def _held(self) -> Lease:
-        lease = self._lease
+        lease = self.lease
         if lease is None or lease.lost.is_set():
             raise LeaseLostError("the registration has lapsed")
         return lease
@@ -307,13 +307,13 @@ class Registration:
         """Register again whenever the lease was lost because the store was away for too long."""
         wait = CHECK_SECONDS
         while not self._closing.is_set():
-            lease = self._lease
+            lease = self.lease
             if lease is not None and not lease.lost.wait(wait):
                 wait = CHECK_SECONDS if self._check_store() else _LAST_RETRY
                 continue
             if self._closing.is_set():
                 return
-            self._register_again()
+            self.register_again()
 
     def _check_store(self) -> bool:
         """Check whether the store answers this agent."""
@@ -329,7 +329,8 @@ class Registration:
         if self.monitor is not None:
             self.monitor.note("registration", now)
 
-    def _register_again(self) -> None:
+    def register_again(self) -> None:
+        """Try once to register on a new lease."""
         fresh: Lease | None = None
         try:
             fresh = self._store.lease(self._ttl)
@@ -342,12 +343,12 @@ class Registration:
                 fresh.abandon()
             self._closing.wait(_LAST_RETRY)
         else:
-            self._lease = fresh
+            self.lease = fresh
             self._note(Connection(True))
             logger.info("registered again as node %s", self.record.node)
 
     def close(self) -> None:
         """Delete the record and all keys of the lease."""
         self._closing.set()
-        if self._lease is not None:
-            self._lease.revoke()
+        if self.lease is not None:
+            self.lease.revoke()

@@ -534,7 +534,9 @@ def _failure(replica: Replica) -> Failure:
     if evidence.raised is not None and code < 0:
         code = 1  # the exit code of an uncaught Python exception, if the process had not been killed
     when = replica.exited if evidence.raised is None else evidence.raised
-    return Failure(replica.rank, code, replica.message, when, evidence.kind, evidence.lost_peer)
+    return Failure(
+        replica.rank, code, replica.message, when, evidence.kind, evidence.lost_peer, evidence.final
+    )
 
 
 def _names_us(state: State, plan: Plan) -> bool:
@@ -554,12 +556,20 @@ def _gone(state: State, generation: int, node: str, agent: str) -> bool:
 
 
 def _was_done(state: State, plan: Plan) -> bool:
-    """Return whether the script ended while this plan was made, so that nothing is left to run."""
+    """Return whether the script ended while this plan was made, so that nothing is left to run.
+
+    Plans between that generation and this one may have been replaced before their generations began. Nodes
+    answer `stopped` for those.
+    """
     if not plan.leaving or plan.transition is Transition.ABORT:
         return False
-    before = max(leaving.generation for leaving in plan.leaving)
-    outcomes = [outcome for (generation, _), outcome in state.ended.items() if generation == before]
-    return bool(outcomes) and all(outcome is Outcome.DONE for outcome in outcomes)
+    for before in sorted({leaving.generation for leaving in plan.leaving}, reverse=True):
+        outcomes = {outcome for (generation, _), outcome in state.ended.items() if generation == before}
+        if outcomes == {Outcome.DONE}:
+            return True
+        if not outcomes <= {Outcome.DONE, Outcome.STOPPED}:
+            return False
+    return False
 
 
 def _depart(state: State, newest: bool, now: float) -> tuple[State, list[Action]]:

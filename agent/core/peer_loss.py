@@ -146,7 +146,9 @@ def handle_report(state: State, held: LocalGeneration, event: ReplicaLostPeer, n
         state, held, actions = adopt_after_peer_loss(state, held, change, now)
     elif event.generation < _loss_generation(held):
         return state, []
-    state, more = report_peer_loss(state, held)
+    # it waits for another plan, also where a script survives deaths only while replicas switch
+    held = record_report(held, event.local_rank, resilient=True)
+    state, more = report_peer_loss(replace(state, held=held), held)
     return state, [*actions, *more]
 
 

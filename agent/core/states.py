@@ -38,6 +38,7 @@ class Evidence:
     kind: str = ""  # equal for failures of the same kind; "": unknown
     raised: float | None = None  # wall clock when the script raised an error that was not caught
     lost_peer: bool = False  # the error only reports that another replica is gone
+    final: bool = False  # the job is to fail without restarts
 
 
 @dataclass(frozen=True)
@@ -317,7 +318,9 @@ def failure_of(rank: int, exited: ReplicaExited) -> Failure:
     """Return an exit as a failure."""
     evidence = exited.evidence
     when = exited.time if evidence.raised is None else evidence.raised
-    return Failure(rank, exited.exit_code, exited.message, when, evidence.kind, evidence.lost_peer)
+    return Failure(
+        rank, exited.exit_code, exited.message, when, evidence.kind, evidence.lost_peer, evidence.final
+    )
 
 
 @dataclass(frozen=True)

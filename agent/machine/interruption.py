@@ -101,7 +101,7 @@ class MetadataClient:
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"{ENDPOINT_VARIABLE}={endpoint!r} is not an address like {DEFAULT_ENDPOINT}")
         self._host, self._port = parts.hostname, parts.port or 80
-        self._timeout = timeout
+        self.timeout = timeout
         self._clock = clock
         self._token = ""
         self._token_until = 0.0
@@ -132,7 +132,7 @@ class MetadataClient:
         return self._token
 
     def _request(self, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, str]:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=self.timeout)
         try:
             connection.request(method, f"/latest/{path}", headers=dict(headers))
             response = connection.getresponse()
@@ -289,18 +289,18 @@ class Watcher:
         self._told: dict[NoticeKind, float | None] = {}
         self._failing = False
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="adaptdl-interruption", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="adaptdl-interruption", daemon=True)
 
     def start(self) -> Watcher:
         """Start the thread; return the watcher."""
-        self._thread.start()
+        self.thread.start()
         return self
 
     def stop(self) -> None:
         """Stop checking; wait for a request under way."""
         self._end.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(timeout=5.0)
+        if self.thread.is_alive() and self.thread is not threading.current_thread():
+            self.thread.join(timeout=5.0)
 
     def look_once(self) -> None:
         """Check once and report new notices."""

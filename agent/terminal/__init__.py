@@ -2,7 +2,8 @@
 
 | question | module |
 |---|---|
-| Which options are there, and are they valid? | `run_options`, `torchrun_options` |
+| Which options are there, and how are they shown? | `run_parser`, `torchrun_options` |
+| What do the given options mean, and are they valid? | `run_options` |
 | Where does the output of replicas go? | `replica_output` |
 | Which traceback is shown when replicas fail? | `traceback_display` |
 | What is on the terminal while the job runs, and at its end? | `display`, `run_summary` |

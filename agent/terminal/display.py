@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from adaptdl_elastic.agent.terminal import run_summary
 from adaptdl_elastic.agent.terminal.event_log import Event
-from adaptdl_elastic.agent.terminal.run_options import PROGRAM, RunOptions
+from adaptdl_elastic.agent.terminal.run_options import RunOptions
+from adaptdl_elastic.agent.terminal.run_parser import PROGRAM
 from adaptdl_elastic.agent.terminal.run_summary import Summary
 from adaptdl_elastic.rendezvous.text import duration, pluralize
 
@@ -49,7 +50,7 @@ class Display:
         if watched:
             from rich.live import Live
 
-            self._live = Live(get_renderable=self._line, console=self._console, refresh_per_second=4)
+            self._live = Live(get_renderable=self.line, console=self._console, refresh_per_second=4)
             self._live.start()
 
     @classmethod
@@ -79,7 +80,8 @@ class Display:
             size = f"{pluralize(event['replicas'], 'replica')} on {pluralize(event['nodes'], 'node')}"
             self.say(f"now {size} after a pause of {duration(event['pause_s'])}: {event['reason']}")
 
-    def _line(self) -> RenderableType:
+    def line(self) -> RenderableType:
+        """Return the present line of the display."""
         from rich.table import Table
         from rich.text import Text
 

@@ -27,7 +27,7 @@ class EventLog:
     def __init__(self, path: Path | None = None, say: Callable[[str], None] = lambda text: None) -> None:
         self._descriptor: int | None = None
         self._path, self.say = path, say
-        self._waiting: deque[bytes] = deque()  # for the reader of a pipe
+        self.waiting: deque[bytes] = deque()  # for the reader of a pipe
         self._size = 0
         self._lost = False
         self.listeners: list[Callable[[Event], None]] = []
@@ -44,16 +44,16 @@ class EventLog:
             if self._size + len(line) > MOST:
                 self._lose("its reader does not keep up: events are lost")
             else:
-                self._waiting.append(line)
+                self.waiting.append(line)
                 self._size += len(line)
-            self._carry()
+            self.carry()
         for listener in self.listeners:
             listener(event)
 
-    def _carry(self) -> None:
+    def carry(self) -> None:
         """Write as much as possible without blocking."""
-        while self._waiting and self._descriptor is not None:
-            line = self._waiting[0]
+        while self.waiting and self._descriptor is not None:
+            line = self.waiting[0]
             try:
                 # one call per line, so that lines of several writers do not mix
                 written = os.write(self._descriptor, line)
@@ -65,9 +65,9 @@ class EventLog:
                 return
             self._size -= written
             if written < len(line):
-                self._waiting[0] = line[written:]
+                self.waiting[0] = line[written:]
             else:
-                self._waiting.popleft()
+                self.waiting.popleft()
 
     def _lose(self, why: str) -> None:
         if not self._lost:
@@ -77,16 +77,16 @@ class EventLog:
     def close(self) -> None:
         """Close the file; later events only reach the listeners."""
         end = time.monotonic() + LAST_WAIT
-        while self._waiting and self._descriptor is not None:
+        while self.waiting and self._descriptor is not None:
             ready = select.select([], [self._descriptor], [], max(0.0, end - time.monotonic()))[1]
             if not ready:
                 self._lose("its reader does not keep up: the last events are lost")
                 break
-            self._carry()
+            self.carry()
         self._close()
 
     def _close(self) -> None:
-        self._waiting.clear()
+        self.waiting.clear()
         self._size = 0
         if self._descriptor is not None:
             os.close(self._descriptor)

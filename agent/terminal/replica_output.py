@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import selectors
+import socket
 import sys
 import tempfile
 import threading
@@ -36,7 +37,7 @@ _PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 # without --log-dir, logs of failed runs are kept while either limit (number, seconds) holds
 _KEPT_RUNS, _KEPT_FOR = 20, 86400.0
 _CHUNK = 1 << 16
-_LINE_END = re.compile(rb"\r?\n|\r")
+LINE_END = re.compile(rb"\r?\n|\r")
 MOMENT = 1.0  # seconds after which the beginning of a line is shown without its end
 LONGEST = 1 << 16  # most bytes that are shown at once
 
@@ -116,8 +117,9 @@ class Output:
     Args:
         several: Several replicas of this node may write to the terminal: the rank stands before their lines.
         all_tracebacks: Each replica writes its traceback itself, where its other output goes.
-        prefix: Text before lines, with `${role_name}`, `${rank}` and `${local_rank}`; None: torchrun's
-            variable says it, else `[<role><local rank>]:` with `--tee`, `[rank<rank>]: ` for `several`.
+        prefix: Text before lines, with `${role_name}`, `${rank}`, `${local_rank}` and `${hostname}`; None:
+            torchrun's variable says it, else `[<role><local rank>]:` with `--tee`, `[rank<rank>]: ` for
+            `several`.
     """
 
     def __init__(
@@ -227,6 +229,7 @@ class Output:
         """Return a line with what says whose it is."""
         if self._template is not None:
             names = {"role_name": self._role, "local_rank": local_rank, "rank": rank}
+            names["hostname"] = socket.gethostname()
             return self._template.safe_substitute(names) + line
         if tee:
             return f"[{self._role}{local_rank}]:{line}"
@@ -333,7 +336,7 @@ class Flow:
         self, file: BinaryIO | None, shown: Callable[[bytes], None] | None, appendix: Path | None = None
     ) -> None:
         self._file, self._shown, self._appendix = file, shown, appendix
-        self._rest: list[bytes] = []  # parts of the line that has not ended
+        self.unfinished: list[bytes] = []  # parts of the line that has not ended
         self._size = 0
         self._state = b""  # text that a carriage return has ended and that has not been shown yet
         self._seen = False  # the beginning of the present line has been shown
@@ -349,7 +352,7 @@ class Flow:
                 self._file = None
         if self._shown is not None:
             ended = self._split(data)
-            if not (self._rest or self._state):
+            if not (self.unfinished or self._state):
                 self.due = None
             elif self.due is None or (ended and not self._state):  # the remaining text has just begun
                 self.due = now + MOMENT
@@ -357,7 +360,7 @@ class Flow:
     def _split(self, data: bytes) -> bool:
         """Split data into lines; return whether a line has ended, so that the rest belongs to a new one."""
         start, ended = 0, False
-        for end in _LINE_END.finditer(data):
+        for end in LINE_END.finditer(data):
             self._add(data[start : end.start()])
             start = end.end()
             line = self._take()
@@ -379,12 +382,12 @@ class Flow:
             if self._size + len(piece) > LONGEST:
                 self._show(self._take())
                 self._seen = True
-            self._rest.append(piece)
+            self.unfinished.append(piece)
             self._size += len(piece)
 
     def _take(self) -> bytes:
-        line = b"".join(self._rest)
-        self._rest.clear()
+        line = b"".join(self.unfinished)
+        self.unfinished.clear()
         self._size = 0
         return line
 

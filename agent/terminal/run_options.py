@@ -1,9 +1,8 @@
-"""The command line of `adaptdl-run`: torchrun's options and additional ones, checked before the start."""
+"""The checked options of `adaptdl-run`: what a command line means, and whether it is valid."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import os
 import re
@@ -12,58 +11,14 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from adaptdl_elastic.agent.terminal.torchrun_options import torchrun_parser
+from adaptdl_elastic.agent.terminal.run_parser import WITHOUT_MEANING, OptionError, parser
 from adaptdl_elastic.protocol import environment
 from adaptdl_elastic.rendezvous.schema.keys import check_name
 from adaptdl_elastic.rendezvous.schema.records import HEAVIEST
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptionError, parse_endpoints
-
-PROGRAM = "adaptdl-run"
-MANY_REPLICAS = 65536  # stands for "as many replicas as the nodes have slots"
-# torchrun's options that have no effect here, and why
-_NO_MEANING = {
-    "rdzv_backend": "plans come from the coordinator, through etcd",
-    "rdzv_conf": "torch's rendezvous is not used; --etcd-timeout and --rescale-timeout are what it would set",
-    "node_rank": "the coordinator gives out ranks",
-    "monitor_interval": "the agent waits for events and does not poll",
-    "start_method": "replicas are forked from a warm server, or executed with --no-python",
-    "logs_specs": "logs are written as --log-dir, --redirects and --tee say",
-    "shutdown_timeout": "--checkpoint-timeout says how long a stop may take",
-    "numa_binding": "replicas are not bound to CPUs",
-    "duplicate_stdout_filters": "lines are not filtered by words; see --tee and --local-ranks-filter",
-    "duplicate_stderr_filters": "lines are not filtered by words; see --tee and --local-ranks-filter",
-}
-# help texts of torchrun's options whose own text would be wrong here
-_HELP = {
-    "nnodes": "nodes of the job: N or MIN:MAX (default 1)",
-    "nproc_per_node": "replicas on this node: N, or MIN:MAX between which their number is chosen; auto, gpu "
-    "and cpu stand for as many as there are (default 1)",
-    "rdzv_endpoint": "etcd of the cluster, HOST:PORT[,HOST:PORT...] (default: ADAPTDL_ETCD)",
-    "rdzv_id": "name of the job (default: that of the script)",
-    "standalone": "one node, without an etcd (the default where no other node and no etcd is named)",
-    "max_restarts": "failures after which the job goes on from its checkpoint (default 3; one that comes "
-    "again before the first step ends it); the loss of a node, and a death that other replicas survive, do "
-    "not count",
-    "role": "set as ROLE_NAME for every replica",
-    "run_path": "run the script with runpy.run_path, as is done anyway; goes before --no-python",
-    "log_dir": "directory for the logs of replicas",
-    "signals_to_handle": "signals that save a checkpoint and stop, the second one at once, separated by "
-    "commas (default SIGTERM,SIGINT,SIGHUP,SIGQUIT); Slurm's --signal=USR1@120 wants SIGUSR1 among them",
-    "master_addr": "address at which replicas meet, for scripts that name it (init_method=tcp://ADDR:PORT); "
-    "only its own node can keep a store there (default: the address of the node of rank 0)",
-    "master_port": "port at which replicas meet, for scripts that name it (default: any free one, or within "
-    "--port-range; 29500 where several nodes are given a --master-addr)",
-    "local_addr": "address that other nodes reach this one by (default: that of the route to etcd)",
-    "training_script": "what every replica runs, followed by its own arguments",
-}
-
-
-class OptionError(ValueError):
-    """An option is invalid; the message says what was given and what to write instead."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +33,7 @@ class RunOptions:
     max_nodes: int
     min_slots: int
     slots: int
+    replicas: tuple[int, int] | None  # fewest and most of the whole job; None: as nodes and slots allow
     standalone: bool
     endpoint: str | None
     etcd_api: str
@@ -113,6 +69,7 @@ class RunOptions:
     tracebacks: str
     tee: str
     local_ranks_filter: frozenset[int] | None
+    line_prefix: str | None  # template of what stands before lines of replicas; None: not given
     role: str
     threads: int | None  # OMP_NUM_THREADS of a replica, unless the environment sets it
     virtual_local_rank: bool
@@ -124,171 +81,6 @@ class RunOptions:
     def command(self) -> tuple[str, ...]:
         """The command line of the script, for messages."""
         return (self.script, *self.script_args)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return torchrun's parser with the additional options."""
-    made = torchrun_parser()
-    made.prog = PROGRAM
-    made.usage = f"{PROGRAM} [options] SCRIPT [arguments of the script]"
-    made.error = partial(_refuse, made)  # type: ignore[method-assign,assignment]
-    _prefer_torchruns(made)
-    made.description = (
-        "Run a PyTorch job whose replicas, batch size and learning rate adapt while it runs. "
-        "Takes what torchrun takes, and options of its own."
-    )
-    made.set_defaults(max_restarts=os.environ.get("PET_MAX_RESTARTS", "3"))  # argparse converts it
-    _arrange(made)
-    return made
-
-
-def _prefer_torchruns(made: argparse.ArgumentParser) -> None:
-    """Resolve an abbreviated option as torchrun does, whatever options are added here.
-
-    Both spellings of one option (`--nproc-per-node`, `--nproc_per_node`) are not ambiguous.
-    """
-    theirs = list(made._actions)
-    matches = made._get_option_tuples
-
-    def chosen(word: str) -> list[Any]:
-        found: dict[int, Any] = {}
-        for match in matches(word):
-            found.setdefault(id(match[0]), match)
-        return [match for match in found.values() if match[0] in theirs] or list(found.values())
-
-    made._get_option_tuples = chosen  # type: ignore[method-assign,assignment]
-
-
-def _arrange(made: argparse.ArgumentParser) -> None:
-    """Arrange the help: additional options, then torchrun's that have an effect, then its others."""
-    theirs = made._optionals
-    theirs.title = "options of torchrun"
-    ours = made.add_argument_group("options")
-    _add_ours(ours)
-    without = made.add_argument_group("options of torchrun that have no effect here")
-    for action in made._actions:
-        action.help = _HELP.get(action.dest, action.help)
-        if action.dest in _NO_MEANING:
-            action.help = _NO_MEANING[action.dest]
-            theirs._group_actions.remove(action)
-            without._group_actions.append(action)
-    made._action_groups.remove(ours)
-    made._action_groups.insert(made._action_groups.index(theirs), ours)
-
-
-def _refuse(made: argparse.ArgumentParser, message: str) -> None:
-    """Raise argparse's message as one line that suggests the likely option, without the usage text."""
-    known = [name for action in made._actions for name in action.option_strings if name.startswith("--")]
-    for word in re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else ():
-        close = difflib.get_close_matches(word, known, 1)
-        message += f" (did you mean {close[0]}?)" if close else ""
-    if message.endswith("training_script_args"):
-        message = "there is no script to run: adaptdl-run [options] SCRIPT [arguments]"
-    raise OptionError(f"{message}; see {PROGRAM} --help")
-
-
-def _add_ours(group: Any) -> None:
-    add = group.add_argument
-    add("--etcd", metavar="HOST:PORT", help="etcd of the cluster; the same as --rdzv-endpoint (ADAPTDL_ETCD)")
-    add("--etcd-api", choices=["auto", "v2", "v3"], default="auto", help="force a driver (default: ask etcd)")
-    add("--etcd-ca", metavar="PEM", help="CA of etcd's certificate (ADAPTDL_ETCD_CA)")
-    add("--etcd-cert", metavar="PEM", help="client certificate (ADAPTDL_ETCD_CERT)")
-    add("--etcd-key", metavar="PEM", help="its key (ADAPTDL_ETCD_KEY)")
-    add(
-        "--etcd-user",
-        metavar="NAME",
-        help="user of etcd (ADAPTDL_ETCD_USER); the password: ADAPTDL_ETCD_PASSWORD_FILE",
-    )
-    add(
-        "--etcd-timeout",
-        type=float,
-        metavar="S",
-        help="seconds for one operation (default: ADAPTDL_ETCD_TIMEOUT, else 5)",
-    )
-    add(
-        "--cluster",
-        metavar="NAME",
-        help="name of the cluster, where several share an etcd (ADAPTDL_CLUSTER; default: default)",
-    )
-    add("--node-name", metavar="NAME", help="this node's name (default: the host's, made unique)")
-    add("--port-range", metavar="LOW:HIGH", help="ports to listen on (default: any free one)")
-    add(
-        "--checkpoint-path",
-        metavar="DIR",
-        help="directory or s3://bucket/prefix that all nodes see "
-        "(default: ADAPTDL_CHECKPOINT_PATH, else ./.adaptdl/<job>)",
-    )
-    add(
-        "--checkpoint-timeout",
-        type=float,
-        default=120.0,
-        metavar="S",
-        help="seconds that a stop waits for its checkpoint (default 120)",
-    )
-    add(
-        "--checkpoint-interval",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="seconds between periodic checkpoints (default 30; 0: none)",
-    )
-    add(
-        "--rescale",
-        choices=["auto", "inplace", "restart"],
-        default="auto",
-        help="how the number of replicas changes: in place where that is possible (auto, the default), only "
-        "in place, or only by a restart from a checkpoint",
-    )
-    add(
-        "--rescale-timeout",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="seconds that new replicas may take to be ready (default 60)",
-    )
-    add(
-        "--hang-timeout",
-        type=float,
-        metavar="S",
-        help="seconds without an answer after which a replica is killed (default 60; 0: never); where it is "
-        "given, also without a step",
-    )
-    add(
-        "--once",
-        action="store_true",
-        help="if the job has ended already, however it did, exit as it did (without it only a job that is "
-        "done stays so; one that was stopped or has failed goes on from its checkpoint)",
-    )
-    add(
-        "--anew",
-        action="store_true",
-        help="start another run of a job that has ended, from the beginning; the checkpoints of the last one "
-        "are put aside",
-    )
-    add("--no-autoscale", action="store_true", help="only `adaptdl scale` changes the number of replicas")
-    add(
-        "--weight",
-        type=float,
-        default=1.0,
-        metavar="W",
-        help="what the job's goodput is worth beside other jobs' (default 1)",
-    )
-    add("--no-preempt", action="store_true", help="it keeps the size it begins with, MIN")
-    add("--avoid-preemptible-nodes", action="store_true", help="use spot instances last")
-    add(
-        "--tracebacks",
-        choices=["first", "all"],
-        default="first",
-        help="of replicas that fail together show one traceback, that of the first (the default), or all of "
-        "them as they come; --log-dir keeps all",
-    )
-    add("--event-log", type=Path, metavar="FILE", help="append one JSON object per event")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the run when it has ended")
-    add(
-        "--summary",
-        action=argparse.BooleanOptionalAction,
-        help="sum the run up at its end (default: on a terminal)",
-    )
 
 
 def parse(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> RunOptions:
@@ -361,6 +153,7 @@ def check(
         max_nodes=max_nodes,
         min_slots=min_slots,
         slots=slots,
+        replicas=parse_range("--replicas", args.replicas) if args.replicas else None,
         standalone=standalone,
         endpoint=None if standalone else endpoint,
         etcd_api=args.etcd_api,
@@ -396,6 +189,7 @@ def check(
         tracebacks=args.tracebacks,
         tee=args.tee,
         local_ranks_filter=_ranks(args.local_ranks_filter),
+        line_prefix=getattr(args, "log_line_prefix_template", "") or None,  # an option of torch >= 2.14
         role=args.role,
         threads=None if "OMP_NUM_THREADS" in environ or slots == 1 else 1,
         virtual_local_rank=bool(getattr(args, "virtual_local_rank", False)),
@@ -583,10 +377,10 @@ _OF_AN_ETCD = ("rdzv_endpoint", "etcd", "etcd_api", "etcd_user", "etcd_ca", "etc
 
 def _notes_on_ignored(given: set[str], environ: Mapping[str, str]) -> Iterator[str]:
     """Return notes about torchrun's options that have no effect, also when set by environment variables."""
-    for name, why in _NO_MEANING.items():
+    for name, why in WITHOUT_MEANING.items():
         if name in given:
             yield f"--{name.replace('_', '-')} has no effect: {why}"
-    for name, why in _NO_MEANING.items():
+    for name, why in WITHOUT_MEANING.items():
         variable = f"PET_{name.upper()}"
         if name not in given and environ.get(variable):
             yield f"{variable} has no effect: {why}"

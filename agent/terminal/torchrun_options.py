@@ -13,6 +13,7 @@ import ast
 import enum
 import importlib.util
 import logging
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def from_source(torch: Path) -> argparse.ArgumentParser:
         "ArgumentParser": argparse.ArgumentParser,
         "REMAINDER": argparse.REMAINDER,
         "Action": argparse.Action,
+        "_Action": argparse.Action,  # its name in torch >= 2.14
         "Enum": enum.Enum,
     }
     exec("import os", names)
@@ -47,16 +49,28 @@ def from_source(torch: Path) -> argparse.ArgumentParser:
     if binding.exists():  # torch >= 2.8
         _define(binding, {"AffinityMode"}, names)
         names["_AffinityMode"] = names["AffinityMode"]
-    _define(torch / "distributed" / "run.py", {"get_args_parser"}, names)
+    run = torch / "distributed" / "run.py"
+    _define(run, {"get_args_parser"}, names, where_defined={"_PrintCompletionAction"})  # torch >= 2.14
     made: argparse.ArgumentParser = names["get_args_parser"]()
     return made
 
 
-def _define(path: Path, wanted: set[str], names: dict[str, Any]) -> None:
-    """Execute the definitions of some functions and classes of a module, and nothing else of it."""
+def _define(
+    path: Path, wanted: set[str], names: dict[str, Any], where_defined: Set[str] = frozenset()
+) -> None:
+    """Execute the definitions of some functions and classes of a module, and nothing else of it.
+
+    Args:
+        path: source file of the module.
+        wanted: names that the module must define; LookupError if it does not.
+        names: names that the definitions use; the new ones are added.
+        where_defined: names that only some versions of the module define.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     kinds = (ast.FunctionDef, ast.ClassDef)
-    tree.body = [node for node in tree.body if isinstance(node, kinds) and node.name in wanted]
-    if {node.name for node in tree.body if isinstance(node, kinds)} != wanted:
+    tree.body = [
+        node for node in tree.body if isinstance(node, kinds) and node.name in wanted | where_defined
+    ]
+    if not wanted <= {node.name for node in tree.body if isinstance(node, kinds)}:
         raise LookupError(f"{path} does not define all of {sorted(wanted)}")
     exec(compile(tree, str(path), "exec", dont_inherit=True), names)

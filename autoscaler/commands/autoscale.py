@@ -22,7 +22,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _PART = r"(\d+\.?\d*|\.\d+)([smhd])"
 
 
-def _deadline(text: str, now: float) -> tuple[str, float]:
+def parse_deadline(text: str, now: float) -> tuple[str, float]:
     """Parse `JOB=2h30m`, `2h` (every job) or an ISO time; return (job, seconds since the epoch)."""
     from datetime import datetime
 
@@ -223,7 +223,7 @@ def autoscale(
             min_nodes=min_nodes,
             max_nodes=1_000_000 if max_nodes is None else max_nodes,
             max_hourly_cost=math.inf if max_hourly_cost is None else max_hourly_cost,
-            deadlines=dict(_deadline(text, time.time()) for text in deadlines),
+            deadlines=dict(parse_deadline(text, time.time()) for text in deadlines),
             boot_timeout=boot_timeout,
             gap=max(ScalingSettings.gap, 3 * interval),
             max_interruptions=max_interruptions,

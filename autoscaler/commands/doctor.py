@@ -105,7 +105,7 @@ def _store(where: Where, job: str | None, node: str, directory: Path | None) -> 
     place = None
     try:
         place = where.locate(job)
-        found = checks.check_server(place.endpoint, where.options(place.endpoint))
+        found = checks.check_server(place.endpoint, where.options(place))
         if all(finding.level is checks.Level.ERROR for finding in found):
             return found
         store = where.open(place)

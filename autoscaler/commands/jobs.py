@@ -16,6 +16,7 @@ from adaptdl_elastic.autoscaler.cli import (
     CommandError,
     Finite,
     OptionError,
+    Place,
     Where,
     json_option,
     refuse,
@@ -25,12 +26,12 @@ from adaptdl_elastic.autoscaler.cluster_view import JobView, View
 from adaptdl_elastic.autoscaler.commands.tables import (
     LOST,
     Row,
+    ask_all,
     cost_text,
     find_job,
     is_lost,
     job_row,
     load,
-    load_all,
     read,
     show,
     show_table,
@@ -41,6 +42,7 @@ from adaptdl_elastic.autoscaler.coordinator.slots import fewest
 from adaptdl_elastic.rendezvous.schema import records
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import JobRequest
+from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, state_of
 from adaptdl_elastic.rendezvous.store.base import Store
 from adaptdl_elastic.rendezvous.text import pluralize
 
@@ -54,21 +56,18 @@ _ENDED = tuple(state.value for state in records.JobState if state.ended)
 @store_options
 def ls(where: Where, as_json: bool, everything: bool) -> None:
     """Show what runs: jobs, their size, batch size, goodput and progress."""
-    rows = [
-        job_row(view, job)
-        for _, view in load_all(where)
-        for job in view.jobs.values()
-        if job.spec is not None
-    ]
+    rows = [row for _, found in ask_all(where, _rows) for row in found]
     rows.sort(key=lambda row: row["job"])
     if not everything:
-        rows = [row for row in rows if row["state"] not in _ENDED]
+        rows = [row for row in rows if row["state"] not in (*_ENDED, "cancelled")]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
+    owned = any(row["owner"] for row in rows)
     show_table(
         (
             "JOB",
+            *(["OWNER"] if owned else []),
             "STATE",
             "REPLICAS",
             "NODES",
@@ -82,6 +81,7 @@ def ls(where: Where, as_json: bool, everything: bool) -> None:
         [
             (
                 row["job"],
+                *([row["owner"]] if owned else []),
                 row["state"],
                 row["replicas"],
                 row["nodes"],
@@ -96,6 +96,24 @@ def ls(where: Where, as_json: bool, everything: bool) -> None:
         ],
         empty="nothing runs" + ("" if everything else " (adaptdl ls --all shows what has ended)"),
     )
+
+
+def _rows(store: Store, place: Place) -> list[Row]:
+    """Return one row per job of a store; jobs that were submitted and have not begun are among them."""
+    keys = Keys(place.cluster)
+    view = read(store, keys)
+    rows = {
+        name: {**job_row(view, job), "owner": None} for name, job in view.jobs.items() if job.spec is not None
+    }
+    if place.context is not None:
+        found = SubmissionReader(store, keys, place.context.cluster_id).read(None)
+        for request in found.requests:
+            name = request.submission.job
+            row = rows.setdefault(name, {**job_row(view, JobView(name)), "owner": None})
+            row["owner"] = request.submission.owner
+            if request.run.state is None or (request.cancelled_by is not None and not request.run.agents):
+                row["state"], row["reason"] = state_of(request, found)
+    return list(rows.values())
 
 
 @click.command()
@@ -134,6 +152,9 @@ def status(job: str, where: Where, as_json: bool) -> None:
     if row["requested"] is not None:
         asked = pluralize(row["requested"], "replica")
         lines.append(("asked for", f"{asked} (adaptdl scale {job} --auto to undo)"))
+    if row["memory_limit"] is not None:
+        most = pluralize(row["memory_limit"], "sample")
+        lines.append(("memory", f"at most {most} of one replica fit; more are accumulated"))
     lines += [("warning", text) for text in row["warnings"]]
     lines += [("failure", text) for text in row["failures"]]
     for name, text in lines:

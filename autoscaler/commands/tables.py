@@ -185,6 +185,7 @@ def job_row(view: View, job: JobView) -> Row:
         "restarts_used": status.restarts_used if status else 0,
         "max_restarts": spec.max_restarts if spec else None,
         "exit_code": status.exit_code if status else None,
+        "memory_limit": hints.memory_limit if hints and running else None,
         "warnings": list(hints.warnings) if hints and running else [],
         "checkpoint": job.checkpoint.record.id if job.checkpoint else None,
         "cost": cost_row(view, job.job),

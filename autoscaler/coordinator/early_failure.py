@@ -4,6 +4,9 @@ A restart helps if a failure was caused by a temporary problem of a machine, a n
 that fails twice at the same line without a step between has a defect. So a job fails at the second of two
 such failures, whatever is left of its restart budget.
 
+An error may also say itself that no restart will help (`Failure.final`), as when one sample does not fit into
+memory. Then the job fails at once.
+
 Agents report the kind of a failure (`Failure.kind`). Deaths by SIGKILL, and errors that only report the loss
 of a peer, have none, since two of them may have different causes.
 """
@@ -31,6 +34,11 @@ def kind_to_remember(job: JobView, generation: int, lived: float) -> str:
 def kind_to_keep(job: JobView, plan: Plan) -> str:
     """Return the kind of failure that the plan after `plan` keeps, if `plan` has not failed."""
     return "" if _has_stepped(job, plan.generation) else plan.failed_as
+
+
+def is_final(job: JobView, plan: Plan) -> bool:
+    """Return whether the generation of `plan` failed with an error that says that restarts do not help."""
+    return any(failure.final for failure in failures(job, failed_generation(job, plan)))
 
 
 def is_repeated(job: JobView, plan: Plan, lived: float) -> bool:

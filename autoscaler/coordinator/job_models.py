@@ -97,6 +97,7 @@ class Curve:
     told: Mapping[_Key, tuple[_Told, ...]]  # configuration → reports of at most two jobs, the latest first
     widest: JobHints  # report of the job that has run on the most replicas
     totals: Mapping[str, float]  # samples by job: of those that are done, and of others to their declared end
+    memory_limit: int | None = None  # largest batch of one replica that fits into memory, once known
 
     def totals_besides(self, job: str) -> tuple[float, ...]:
         """Return what other jobs than `job` came to, or declare to come to."""
@@ -150,7 +151,8 @@ def curve_of(reports: Sequence[Report]) -> Curve:
         for report in reports
         if report.done or report.hints.remaining_samples is not None
     }
-    return Curve(told, widest.hints, totals)
+    limits = [report.hints.memory_limit for report in reports if report.hints.memory_limit is not None]
+    return Curve(told, widest.hints, totals, min(limits, default=None))
 
 
 def informed(job: str, hints: JobHints | None, curve: Curve | None) -> JobHints | None:
@@ -165,11 +167,21 @@ def informed(job: str, hints: JobHints | None, curve: Curve | None) -> JobHints 
     """
     if curve is None or hints is None or hints.perf_params is None or hints.grad_params is None:
         return hints
+    hints = _fitting(hints, curve.memory_limit)
     own = {_key(entry): entry for entry in hints.profile}
     profile = (*hints.profile, *_at_pace(own, curve.besides(job)))
     wider = curve.widest.max_profiled_replicas > hints.max_profiled_replicas
     theta = curve.widest.perf_params if wider else hints.perf_params
     return replace(hints, profile=profile, perf_params=theta or hints.perf_params)
+
+
+def _fitting(hints: JobHints, largest: int | None) -> JobHints:
+    """Return a report whose batches of one replica are at most `largest`, which fit into memory."""
+    low, high = hints.local_bsz_bounds or (1, hints.max_batch_size or hints.init_batch_size)
+    if largest is None or high <= largest:
+        return hints
+    accumulates = hints.gradient_accumulation or hints.init_batch_size > largest
+    return replace(hints, local_bsz_bounds=(min(low, largest), largest), gradient_accumulation=accumulates)
 
 
 def _at_pace(own: Mapping[_Key, ProfileEntry], others: Mapping[_Key, ProfileEntry]) -> Iterable[ProfileEntry]:

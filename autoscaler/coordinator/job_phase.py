@@ -194,13 +194,22 @@ def _phase(plan: Plan, health: Health) -> Phase:
 
 
 def _ended_before(job: JobView, plan: Plan) -> bool:
-    """Return whether the job ended while this plan was made: all of the previous generation was done."""
-    unplanned = plan.cause in (Cause.FAILURE, Cause.NODE_LOST, Cause.REPLICA_LOST)
-    if unplanned or any(g == plan.generation for g, _ in job.running):
+    """Return whether the job ended while this plan was made: the last generation that ran was done.
+
+    It is the plan's predecessor, or an earlier one if the plans between were replaced before their
+    generations began.
+    """
+    if plan.cause in (Cause.FAILURE, Cause.NODE_LOST, Cause.REPLICA_LOST):
         return False
-    before = {node: seen.record.outcome for (g, node), seen in job.ended.items() if g == plan.generation - 1}
-    asked = {leaver.node for leaver in plan.leaving if leaver.generation == plan.generation - 1}
-    return bool(asked) and asked <= set(before) and set(before.values()) == {Outcome.DONE}
+    ran = {g for g, _ in job.running}
+    for generation in sorted({leaver.generation for leaver in plan.leaving}, reverse=True):
+        if any(g > generation for g in ran):
+            return False
+        before = {n: seen.record.outcome for (g, n), seen in job.ended.items() if g == generation}
+        asked = {leaver.node for leaver in plan.leaving if leaver.generation == generation}
+        if asked <= set(before) and set(before.values()) == {Outcome.DONE}:
+            return True
+    return False
 
 
 @dataclass(frozen=True)

@@ -96,13 +96,13 @@ class Coordinator:
         self._policy = policy
         self._ttl, self._clock, self._wall = ttl, clock, wall
         self._observers = tuple(observers)
-        self._identity = identity or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.identity = identity or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._record = LeaderRecord(
-            self._identity, socket.gethostname(), os.getpid(), version, dataclasses.asdict(settings)
+            self.identity, socket.gethostname(), os.getpid(), version, dataclasses.asdict(settings)
         )
-        self._follower = Follower(store, keys, clock)
+        self.follower = Follower(store, keys, clock)
         self._stopped = threading.Event()
-        self._computing: threading.Thread | None = None  # thread of the last round of the policy
+        self.computing: threading.Thread | None = None  # thread of the last round of the policy
         self._ended = threading.Event()  # set when that round has ended
         self._admitted = False  # the store has accepted this process once
         self.leads = threading.Event()
@@ -111,7 +111,7 @@ class Coordinator:
     def stop(self) -> None:
         """End `run` soon; a leader revokes its lease, so that another coordinator can lead at once."""
         self._stopped.set()
-        self._follower.wake()
+        self.follower.wake()
 
     def run(self) -> None:
         """Serve until `stop`; retry while the store is away or refuses this process.
@@ -141,7 +141,7 @@ class Coordinator:
 
     def _campaign_and_lead(self) -> None:
         lease = self._store.lease(self._ttl)
-        follower = self._follower = Follower(self._store, self._keys, self._clock)
+        follower = self.follower = Follower(self._store, self._keys, self._clock)
         try:
             fence = self._claim(lease)
             self._admitted = True
@@ -168,8 +168,8 @@ class Coordinator:
         Returns:
             None if stopped, or if the lease was lost, so that what was seen is out of date.
         """
-        follower = self._follower
-        standby = self._keys.coordinator_standby(self._identity)
+        follower = self.follower
+        standby = self._keys.coordinator_standby(self.identity)
         self._store.put(standby, records.encode(self._record), lease)
         follower.load()
         self.stands_by.set()
@@ -187,13 +187,13 @@ class Coordinator:
     # Leading
 
     def _lead(self, fence: int, lease: Lease) -> None:
-        term = _Term(self, fence, lease)
+        term = Term(self, fence, lease)
         logger.info("leads with fence %d", fence)
         self._tell(True)
-        term.say("leader", {"id": self._identity, "fence": fence, "host": self._record.host})
+        term.say("leader", {"id": self.identity, "fence": fence, "host": self._record.host})
         try:
-            if not self._follower.loaded:
-                self._follower.load()
+            if not self.follower.loaded:
+                self.follower.load()
             while not self._stopped.is_set() and not lease.lost.is_set() and not term.deposed:
                 term.step()
         finally:
@@ -205,12 +205,12 @@ class Coordinator:
             observer.leading(leads)
 
 
-class _Term:
+class Term:
     """One term as the leader."""
 
     def __init__(self, owner: Coordinator, fence: int, lease: Lease) -> None:
         self._o, self._fence, self._lease = owner, fence, lease
-        self._follower, self._keeper = owner._follower, owner._follower.keeper
+        self.follower, self.cache = owner.follower, owner.follower.keeper
         self._memory = Memory()
         self._wake_at = owner._clock()
         self._answers: queue.SimpleQueue[PolicyAnswer] = queue.SimpleQueue()
@@ -219,16 +219,16 @@ class _Term:
 
     def close(self) -> None:
         """Wait for the round of the policy."""
-        if self._o._computing is not None:
-            self._o._computing.join(_LAST_ROUND)
+        if self._o.computing is not None:
+            self._o.computing.join(_LAST_ROUND)
 
     def step(self) -> None:
         """Wait until something happens or is due, apply it, and decide."""
-        heard = self._follower.take(min(_HEARTBEAT, max(0.0, self._wake_at - self._o._clock())))
+        heard = self.follower.take(min(_HEARTBEAT, max(0.0, self._wake_at - self._o._clock())))
         now = self._o._clock()
         if heard.lazy:
             self._wake_at = min(self._wake_at, now + _LAZY_DELAY)
-        self._follower.check(self._lease)
+        self.follower.check(self._lease)
         self._check_round(now)
         if heard.eager or now >= self._wake_at or not self._answers.empty():
             self._decide()
@@ -237,7 +237,7 @@ class _Term:
 
     def _compute(self, asked: PolicyRound) -> None:
         """Start a round of the policy in a thread; `_answers` gets its answer."""
-        before, now = self._o._computing, self._o._clock()
+        before, now = self._o.computing, self._o._clock()
         if before is not None and before.is_alive() and not self._o._ended.is_set():
             # a thread cannot be stopped; another one would only slow it down
             self._give_up(asked.number, 0.0, "the round before has not come to an end yet")
@@ -252,10 +252,10 @@ class _Term:
             finally:  # after any error the waiting decision gets an answer
                 ended.set()
                 self._answers.put(answer)
-                self._follower.wake()
+                self.follower.wake()
 
-        self._o._computing = threading.Thread(target=work, name="coordinator-policy", daemon=True)
-        self._o._computing.start()
+        self._o.computing = threading.Thread(target=work, name="coordinator-policy", daemon=True)
+        self._o.computing.start()
 
     def _check_round(self, now: float) -> None:
         """Give up a round that takes too long."""
@@ -274,7 +274,7 @@ class _Term:
             if answer is not None and self._asked is not None and answer.number == self._asked[0]:
                 self._asked = None
             started = owner._clock()
-            view = self._keeper.view(started, owner._wall(), self._follower.steady_since)
+            view = self.cache.view(started, owner._wall(), self.follower.steady_since)
             if deposed(view, self._fence):
                 logger.warning("another coordinator leads: it was elected after fence %d", self._fence)
                 self.deposed = True
@@ -293,7 +293,7 @@ class _Term:
                     observer.decided(view, decided, owner._clock() - started)
                 except Exception:  # an observer's error must not prevent decisions
                     logger.exception("%s could not take note of a decision", observer)
-            for problem in self._keeper.problems():
+            for problem in self.cache.problems():
                 self.say("malformed", {"key": problem.key, "message": problem.message})
             if decided.ask is not None:
                 self._compute(decided.ask)
@@ -310,7 +310,7 @@ class _Term:
         """
         written, began = False, self._o._clock()
         for action in actions:
-            if written and self._o._clock() - began > _SLICE and self._follower.pending:
+            if written and self._o._clock() - began > _SLICE and self.follower.pending:
                 self._wake_at = began
                 return False
             if self._lease.lost.is_set() or self._lease.remaining() <= 0:
@@ -322,14 +322,14 @@ class _Term:
                         written = self._swap(action) or written
                     case DeletePrefix():
                         self._o._store.delete_prefix(action.prefix)
-                        self._keeper.forget(action.prefix, self._o._clock())
+                        self.cache.forget(action.prefix, self._o._clock())
                     case Say():
                         self.say(action.event, action.fields)
             except StoreAuthError:
                 raise  # another coordinator may be accepted: give up the lease
             except StoreError as error:
                 logger.warning("could not write (%s); trying again", error)
-                self._follower.shaken()
+                self.follower.shaken()
                 self._wake_at = self._o._clock() + _HEARTBEAT
                 return False
         return written
@@ -347,7 +347,7 @@ class _Term:
             now = self._o._clock()
             self._wake_at = min(max(self._wake_at, now + _LAZY_DELAY), now + _HEARTBEAT)
             return False
-        self._keeper.note(action.key, action.record, revision, self._o._clock())
+        self.cache.note(action.key, action.record, revision, self._o._clock())
         return True
 
     def say(self, event: str, fields: Any) -> None:
@@ -358,12 +358,12 @@ class _Term:
         line = {"time": wall, "event": event, "fence": self._fence, **fields}
         try:
             revision = self._o._store.put(key, json.dumps(line, default=str))
-            self._keeper.events[key] = revision
-            surplus = len(self._keeper.events) - self._o._settings.max_events
+            self.cache.events[key] = revision
+            surplus = len(self.cache.events) - self._o._settings.max_events
             if surplus > self._o._settings.max_events // 10:
-                for old in sorted(self._keeper.events)[:surplus]:
+                for old in sorted(self.cache.events)[:surplus]:
                     self._o._store.delete(old)
-                    self._keeper.events.pop(old, None)
+                    self.cache.events.pop(old, None)
         except StoreError as error:
             logger.warning("could not log the event %s: %s", event, error)
 

@@ -38,6 +38,8 @@ def exhausted(view: View, job: JobView, condition: Condition, settings: Coordina
     if not condition.health.failed:
         return False  # newcomers that failed beside the running training do not count
     assert job.spec is not None
+    if early_failure.is_final(job, condition.plan):
+        return True
     if early_failure.is_repeated(job, condition.plan, settings.refill_after):
         return True
     return restarts_after_failure(view, job, condition.plan, settings) > job.spec.record.max_restarts
@@ -159,6 +161,8 @@ def _given_up(job: JobView, plan: Plan, settings: CoordinatorSettings) -> tuple[
     text = f"failed after {plan.restarts} of {allowed} restarts{what}"
     if early_failure.is_repeated(job, plan, settings.refill_after):
         text = f"failed twice in the same way before its first step{what}"
+    if early_failure.is_final(job, plan):
+        text = f"failed, and a restart would not help{what}"
     return JobState.FAILED, text, jobs.root_exit_code(job, generation)
 
 

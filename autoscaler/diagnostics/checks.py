@@ -345,7 +345,7 @@ def _clock(url: str, date: str, ours: float, took: float) -> Finding:
         return warning(
             "clock", f"{url} takes the date for {date!r:.60}", "does something stand between us and etcd?"
         )
-    return _skew(url, theirs, ours, took)
+    return clock_skew(url, theirs, ours, took)
 
 
 def _version(url: str, text: str) -> Finding:
@@ -361,7 +361,8 @@ def _version(url: str, text: str) -> Finding:
     return ok("store", f"{url} is etcd {text}")
 
 
-def _skew(url: str, theirs: float, ours: float, uncertainty: float) -> Finding:
+def clock_skew(url: str, theirs: float, ours: float, uncertainty: float) -> Finding:
+    """Return the finding about the difference between two clocks."""
     skew = ours - (theirs + 0.5)  # the header has whole seconds
     if abs(skew) <= MAX_SKEW + uncertainty:
         return ok("clock", f"agrees with {url} within {MAX_SKEW + uncertainty:.0f} s")

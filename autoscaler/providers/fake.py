@@ -44,7 +44,7 @@ class FakeProvider(Provider):
 
     def __post_init__(self) -> None:
         self._pools: dict[str, Pool] = dict(self.pools)
-        self._instances: dict[str, Instance] = {}
+        self.instances: dict[str, Instance] = {}  # by id
         self._signals: list[Signal] = []
         self._known: set[str] = set()
         self._trouble: dict[str, float] = {}
@@ -55,9 +55,9 @@ class FakeProvider(Provider):
     def capacity(self) -> Capacity:
         """Bring everything up to date; return instances and pools."""
         self._raise("capacity")
-        self._advance()
+        self.advance()
         pools = tuple(self._described(pool) for pool in self._pools.values())
-        return Capacity(pools, tuple(self._instances.values()))
+        return Capacity(pools, tuple(self.instances.values()))
 
     def request(self, pool: str, desired: int) -> None:
         """Set the desired number, within the bounds."""
@@ -65,18 +65,18 @@ class FakeProvider(Provider):
         known = Capacity(tuple(self._pools.values())).pool(pool)
         if not known.minimum <= desired <= known.maximum:
             raise ProviderError(f"{pool}: {desired} is outside [{known.minimum}, {known.maximum}]")
-        there = sum(i.state is not InstanceState.LEAVING for i in self._instances.values() if i.pool == pool)
+        there = sum(i.state is not InstanceState.LEAVING for i in self.instances.values() if i.pool == pool)
         self.calls.append(("request", f"{pool}={desired}"))
         self._trouble.pop(pool, None)
         self._pools[pool] = replace(known, desired=max(desired, min(there, known.desired)))
-        self._advance()
+        self.advance()
 
     def release(self, instance: str, replace: bool = False) -> None:
         """Remove the instance now, or let it wait if there are hooks."""
         self._raise("release")
         if instance not in self._known:
             raise UnknownInstanceError(f"{instance!r} is none of this provider's instances")
-        found = self._instances.get(instance)
+        found = self.instances.get(instance)
         if found is None or found.state is InstanceState.LEAVING:
             return
         pool = self._pools[found.pool]
@@ -91,8 +91,8 @@ class FakeProvider(Provider):
         """Record the protection; nothing here shrinks by itself."""
         self._raise("protect")
         for identifier in instances:
-            if identifier in self._instances:
-                self._instances[identifier] = replace(self._instances[identifier], protected=protected)
+            if identifier in self.instances:
+                self.instances[identifier] = replace(self.instances[identifier], protected=protected)
 
     def signals(self) -> tuple[Signal, ...]:
         """Return what `interrupt`, `recommend` and `vanish` announced."""
@@ -107,7 +107,7 @@ class FakeProvider(Provider):
     def let_go(self, instance: str) -> None:
         """Remove a waiting instance."""
         self.calls.append(("let_go", instance))
-        self._instances.pop(instance, None)
+        self.instances.pop(instance, None)
 
     def take_over(self) -> None:
         """Record the control in `ruled`."""
@@ -122,9 +122,13 @@ class FakeProvider(Provider):
     def reprice(self, pool: str, price: float) -> None:
         """Change a pool's price, also for its present instances, as spot prices do."""
         self._pools[pool] = _with_price(self._pools[pool], price)
-        for name, instance in self._instances.items():
+        for name, instance in self.instances.items():
             if instance.pool == pool:
-                self._instances[name] = replace(instance, hourly_price=price)
+                self.instances[name] = replace(instance, hourly_price=price)
+
+    def set_desired(self, pool: str, desired: int) -> None:
+        """Change a pool's desired number, as a person may in a cloud's console."""
+        self._pools[pool] = _with_desired(self._pools[pool], desired)
 
     def interrupt(self, instance: str, notice_seconds: float = 120.0) -> None:
         """Announce the end of a spot instance; `vanish` ends it."""
@@ -135,26 +139,27 @@ class FakeProvider(Provider):
     def recommend(self, instance: str) -> None:
         """Announce a rebalance recommendation; a pool that replaces early orders one more instance."""
         self._signals.append(Signal(SignalKind.REBALANCE, instance, "rebalance recommendation"))
-        found = self._instances[instance]
+        found = self.instances[instance]
         if self._pools[found.pool].replaces_at_risk:
             self._launch(self._pools[found.pool])
 
     def vanish(self, instance: str) -> None:
         """Remove the instance at once, without a notice."""
-        self._instances.pop(instance, None)
+        self.instances.pop(instance, None)
         self._signals.append(Signal(SignalKind.GONE, instance, "terminated"))
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
+        """Start, boot and end what is due by now."""
         now = self.clock()
-        for instance in list(self._instances.values()):
+        for instance in list(self.instances.values()):
             if instance.state is InstanceState.PENDING and now >= instance.launched + self.boot_seconds:
                 if instance.pool in self.dead_on_arrival:
-                    self._instances.pop(instance.id)
+                    self.instances.pop(instance.id)
                 else:
-                    self._instances[instance.id] = replace(instance, state=InstanceState.RUNNING)
+                    self.instances[instance.id] = replace(instance, state=InstanceState.RUNNING)
         for pool in self._pools.values():
             there = sum(
-                i.pool == pool.name and i.state is not InstanceState.LEAVING for i in self._instances.values()
+                i.pool == pool.name and i.state is not InstanceState.LEAVING for i in self.instances.values()
             )
             if pool.name in self.outage and there < pool.desired:
                 self._trouble.setdefault(pool.name, now)
@@ -167,7 +172,7 @@ class FakeProvider(Provider):
         self.launched += 1
         identifier = f"{pool.name}-{self.launched}"
         self._known.add(identifier)
-        self._instances[identifier] = Instance(
+        self.instances[identifier] = Instance(
             identifier,
             pool.name,
             InstanceState.PENDING,
@@ -180,9 +185,9 @@ class FakeProvider(Provider):
 
     def _leave(self, instance: Instance) -> None:
         if self.hooks:
-            self._instances[instance.id] = replace(instance, state=InstanceState.LEAVING, held=True)
+            self.instances[instance.id] = replace(instance, state=InstanceState.LEAVING, held=True)
         else:
-            self._instances.pop(instance.id)
+            self.instances.pop(instance.id)
 
     def _described(self, pool: Pool) -> Pool:
         if pool.name not in self._trouble:

@@ -89,7 +89,7 @@ class LocalProvider(Provider):
         self._command = list(command)
         self._pools = {pool.name: pool for pool in pools}
         self._directory = directory
-        self._grace = grace_seconds
+        self.grace = grace_seconds
         self._environment = environment
         self._agents: dict[str, _Agent] = {}
         self._known: set[str] = set()
@@ -123,7 +123,7 @@ class LocalProvider(Provider):
         if not replace:
             self._pools[pool.name] = _with_desired(pool, pool.desired - 1)
         agent.instance = _leaving(agent.instance)
-        agent.kill_at = time.monotonic() + self._grace
+        agent.kill_at = time.monotonic() + self.grace
         _signal(agent.process, signal.SIGTERM)
 
     def terminate(self, instance: str) -> None:
@@ -136,12 +136,12 @@ class LocalProvider(Provider):
         """Ask every agent to leave, and kill it after the grace time, so that none outlives this process."""
         for agent in self._agents.values():
             _signal(agent.process, signal.SIGTERM)
-        end = time.monotonic() + self._grace
+        end = time.monotonic() + self.grace
         for agent in self._agents.values():
             try:
                 agent.process.wait(max(0.1, end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                logger.warning("%s did not leave within %.0f s: killed", agent.instance.id, self._grace)
+                logger.warning("%s did not leave within %.0f s: killed", agent.instance.id, self.grace)
             _kill(agent.process)
         self._agents.clear()
 

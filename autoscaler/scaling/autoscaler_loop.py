@@ -101,12 +101,15 @@ class Autoscaler:
         self._say, self._clock, self._steady = say, clock, steady
         self._offset: float | None = None  # between the two clocks, in the last round
         self._ruling = False  # control of the provider was taken over and not handed back
-        self._memory = Memory()
+        self.memory = Memory()
+        """What is known from earlier rounds."""
         self._end = threading.Event()
         self._drained: set[str] = set()  # nodes whose drain request this autoscaler has written
         self._said: frozenset[str] = frozenset()
-        self._acted: set[Action] = set()  # actions already reported in the present decision
-        self._lease: Lease | None = None
+        self.acted: set[Action] = set()
+        """Actions already reported in the present decision."""
+        self.lease: Lease | None = None
+        """The lease of this autoscaler's leadership."""
         self._sizes: Mapping[str, int] = {}  # sizes of the jobs in the last round
         self._written: int | None = None  # revision of this autoscaler's status; None: not read yet
 
@@ -128,13 +131,13 @@ class Autoscaler:
             StoreError: the first round failed.
         """
         if self._options.dry_run:
-            self._memory = self._recall()
+            self.memory = self.recall()
         try:
-            done = self._tick(first=True)
+            done = self.attempt(first=True)
             while not done and not self._end.wait(self._options.interval):
-                done = self._tick(first=False)
+                done = self.attempt(first=False)
         finally:
-            self._hand_back()
+            self.hand_back()
         return 0
 
     # One round
@@ -143,8 +146,8 @@ class Autoscaler:
         """Observe, decide, act and report once; return whether all is done."""
         self._mind_the_clock()
         view, seen = self._observe()
-        decision = step(seen, self._memory, self._settings)
-        self._memory = decision.memory
+        decision = step(seen, self.memory, self._settings)
+        self.memory = decision.memory
         failed = [] if self._options.dry_run else self._act(decision.actions)
         if self._options.dry_run:
             nodes = {"nodes": len(seen.capacity.instances), "target": decision.target}
@@ -172,7 +175,8 @@ class Autoscaler:
             if pool.hook_timeout < 3 * pace
         ]
 
-    def _tick(self, first: bool) -> bool:
+    def attempt(self, first: bool) -> bool:
+        """Make sure that this autoscaler leads, then `tick`; report errors unless this is the first round."""
         try:
             self._ensure_rule()
             return self.tick()
@@ -196,7 +200,7 @@ class Autoscaler:
         by = 0.0 if self._offset is None else offset - self._offset
         self._offset = offset
         if abs(by) > _LEAP:
-            self._memory = shifted(self._memory, by)
+            self.memory = shifted(self.memory, by)
             self._event("warning", {"message": f"the clock was set by {by:+.0f} s"})
 
     def _observe(self) -> tuple[View, Observation]:
@@ -221,7 +225,7 @@ class Autoscaler:
         Raises:
             StoreError: another autoscaler may lead; the remaining actions are dropped.
         """
-        before, self._acted = self._acted, set()
+        before, self.acted = self.acted, set()
         failed: list[str] = []
         for place, action in enumerate(actions):
             try:
@@ -229,20 +233,20 @@ class Autoscaler:
             except StoreError:
                 for left in actions[place:]:
                     if isinstance(left, Release):
-                        self._memory = not_done(self._memory, left.instance)
+                        self.memory = not_done(self.memory, left.instance)
                 raise
             if action not in before:
                 self._tell(action, "")
-            self._acted.add(action)
+            self.acted.add(action)
             try:
                 self._carry_out(action)
             except ProviderError as error:
                 failed.append(str(error))
                 if isinstance(action, Release):
-                    self._memory = not_done(self._memory, action.instance)
+                    self.memory = not_done(self.memory, action.instance)
                 if isinstance(error, TryLaterError) and isinstance(action, Request):
                     now = self._clock()
-                    self._memory = refused(self._memory, action.pool, str(error), now, self._settings)
+                    self.memory = refused(self.memory, action.pool, str(error), now, self._settings)
         return failed
 
     def _carry_out(self, action: Action) -> None:
@@ -283,7 +287,7 @@ class Autoscaler:
 
         A new node may get the same name.
         """
-        known = self._memory.known
+        known = self.memory.known
         leaving = {
             use.node
             for instance, use in seen.nodes.items()
@@ -300,7 +304,7 @@ class Autoscaler:
             self._event(f"{would}{name}", vars(action) | {"hourly_cost": self._hourly()})
 
     def _hourly(self) -> float:
-        return round(sum(known.hourly_price for known in self._memory.known.values()), 6)
+        return round(sum(known.hourly_price for known in self.memory.known.values()), 6)
 
     def _warn(self, warnings: Sequence[str]) -> None:
         """Report warnings that were not given in the last round."""
@@ -326,7 +330,7 @@ class Autoscaler:
     # Publishing and remembering
 
     def _publish(self, seen: Observation, decision: Step, failed: Sequence[str]) -> None:
-        memory = self._memory
+        memory = self.memory
         jobs = []
         for name in sorted(set(memory.job_costs) | set(decision.forecasts)):
             so_far, told = memory.job_costs.get(name, 0.0), decision.forecasts.get(name, Forecast(0.0))
@@ -360,7 +364,7 @@ class Autoscaler:
             size = sizes.get(name)
             if size == self._sizes.get(name, 0):
                 continue
-            so_far, told = self._memory.job_costs.get(name, 0.0), decision.forecasts.get(name, Forecast(0.0))
+            so_far, told = self.memory.job_costs.get(name, 0.0), decision.forecasts.get(name, Forecast(0.0))
             fields: dict[str, Any] = {"job": name, "cost_so_far": round(so_far, 4)}
             if size is not None:
                 fields |= {"replicas": size, "job_hourly_cost": round(told.hourly, 4)}
@@ -375,7 +379,7 @@ class Autoscaler:
             self._written = 0 if item is None else item.mod_revision
         return self._written
 
-    def _recall(self) -> Memory:
+    def recall(self) -> Memory:
         """Return the memory of the last autoscaler; pools that it had closed are tried again."""
         item = self._store.get(self._keys.autoscaler_status)
         self._written = 0 if item is None else item.mod_revision
@@ -412,18 +416,18 @@ class Autoscaler:
         """
         if self._options.dry_run:
             return
-        if self._lease is None or self._lease.lost.is_set():
+        if self.lease is None or self.lease.lost.is_set():
             self._ruling = False
             self._campaign()
         if not self._ruling:
             self._provider.take_over()
             self._ruling = True
-            self._memory = self._recall()
+            self.memory = self.recall()
         self._sure()
 
     def _certain(self) -> bool:
         """Return whether no other autoscaler can be leading."""
-        return self._lease is None or self._lease.remaining() > 0
+        return self.lease is None or self.lease.remaining() > 0
 
     def _sure(self) -> None:
         """Raise StoreError if another autoscaler may lead: then nothing may be written or requested."""
@@ -433,10 +437,10 @@ class Autoscaler:
     def _campaign(self) -> None:
         """Become the leader; StoreError if stopped while waiting."""
         key = self._keys.autoscaler_leader
-        self._lease = self._store.lease(_LEASE)
+        self.lease = self._store.lease(_LEASE)
         me = records.LeaderRecord(f"{socket.gethostname()}-{os.getpid()}", socket.gethostname(), os.getpid())
         told = ""
-        while self._store.compare_and_swap(key, records.encode(me), 0, self._lease) is None:
+        while self._store.compare_and_swap(key, records.encode(me), 0, self.lease) is None:
             item = self._store.get(key)
             who = records.decode(records.LeaderRecord, item.value, key) if item else None
             name = f"pid {who.pid} on {who.host}" if who else "somebody"
@@ -448,18 +452,18 @@ class Autoscaler:
             if self._end.wait(_LEASE / 3):
                 raise StoreError("stopped while another autoscaler ruled")
 
-    def _hand_back(self) -> None:
+    def hand_back(self) -> None:
         """Hand the provider back at the end; report errors, since nothing can be repeated.
 
         Nothing is handed back if another autoscaler may have taken over.
         """
-        if self._ruling and self._lease is not None and not self._lease.lost.is_set():
+        if self._ruling and self.lease is not None and not self.lease.lost.is_set():
             try:
                 self._provider.hand_back()
             except ProviderError as error:
                 self._say("warning", {"message": f"not handed back: {error}"})
-        if self._lease is not None:
-            self._lease.revoke()
+        if self.lease is not None:
+            self.lease.revoke()
 
 
 def identity(store: Store, keys: Keys, create: bool = True) -> str:

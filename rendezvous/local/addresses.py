@@ -23,11 +23,12 @@ def address_towards(urls: tuple[str, ...]) -> str:
     Args:
         urls: endpoints, as `parse_endpoints` returns them.
     """
-    found = [address for url in urls for address in _local_addresses(url)]
+    found = [address for url in urls for address in local_addresses(url)]
     return next((one for one in found if not is_loopback(one)), found[0] if found else "127.0.0.1")
 
 
-def _local_addresses(url: str) -> list[str]:
+def local_addresses(url: str) -> list[str]:
+    """Return the addresses of this machine from which a URL is reached."""
     parts = urlsplit(url)
     found = []
     try:

@@ -31,7 +31,7 @@ from adaptdl_elastic.rendezvous.store.memory import MemoryLease, MemoryStore, Me
 logger = logging.getLogger(__name__)
 
 MOST_CHANGES = 10_000  # changes kept for watches that begin at an earlier revision
-_MAX_REQUEST_BYTES = 64 << 20
+MAX_REQUEST_BYTES = 64 << 20
 _SCRATCH = "adaptdl-store-"
 _BACKLOG = 128
 _ACCEPT_RETRY_SECONDS = 0.2  # pause when accept fails, for example without a free descriptor
@@ -118,7 +118,7 @@ class LocalServer:
                 logger.warning("user %d has connected to the store and is not let in", user)
                 return
             with connection.makefile("rb") as lines:
-                while (line := lines.readline(_MAX_REQUEST_BYTES)).endswith(b"\n"):
+                while (line := lines.readline(MAX_REQUEST_BYTES)).endswith(b"\n"):
                     self._take(connection, client, json.loads(line))
         except OSError as error:
             logger.debug("a client of the store has gone: %s", error)

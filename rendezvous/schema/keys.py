@@ -26,6 +26,9 @@ autoscaler/status                       AutoscalerStatus, written by that autosc
 torchrun/<id>/nodes/<agent>             membership.Member, leased: an agent of plain torchrun
 torchrun/<id>/{round,closed}            MembershipRound and Closed, written by any of these agents
 torchrun/<id>/rounds/<n>/master         MasterRecord, leased
+services/<node>                         ServiceRecord, leased: the node's service
+submissions/<job>                       Signed Submission, written by `adaptdl submit`
+cancellations/<job>                     Signed Cancellation, written by `adaptdl cancel`
 events/<millis>-<suffix>                bounded log of what coordinator and autoscaler did
 """
 
@@ -154,3 +157,30 @@ class Keys:
     def events(self) -> str:
         """The prefix of the bounded log of events."""
         return f"{self.root}events/"
+
+    @property
+    def services(self) -> str:
+        """The prefix of the registrations of node services."""
+        return f"{self.root}services/"
+
+    def service(self, node: str) -> str:
+        """Return the key of the registration of one node's service."""
+        return f"{self.services}{check_name('node', node)}"
+
+    @property
+    def submissions(self) -> str:
+        """The prefix of all submissions."""
+        return f"{self.root}submissions/"
+
+    def submission(self, job: str) -> str:
+        """Return the key of the submission of one job."""
+        return f"{self.submissions}{check_name('job', job)}"
+
+    @property
+    def cancellations(self) -> str:
+        """The prefix of all cancellations."""
+        return f"{self.root}cancellations/"
+
+    def cancellation(self, job: str) -> str:
+        """Return the key of the cancellation of one job."""
+        return f"{self.cancellations}{check_name('job', job)}"

@@ -353,6 +353,7 @@ class Failure:
     time: float = 0.0
     kind: str = ""  # equal for failures of the same kind; "": the kind is unknown
     lost_peer: bool = False  # the error only reports that another replica is gone
+    final: bool = False  # the job is to fail without restarts, because they would not help
 
 
 @dataclass(frozen=True, config=_CONFIG)

@@ -92,43 +92,43 @@ class MemoryLease(Lease):
         self.ttl = ttl
         self.lost = threading.Event()
         self.deadline: float | None = None
-        self._shared = shared
+        self.shared = shared
 
     def revoke(self) -> None:
         """End the lease and delete its keys; do nothing if it is lost already."""
-        with self._shared.changed:
-            if self in self._shared.leases:
-                self._shared.drop(self)
+        with self.shared.changed:
+            if self in self.shared.leases:
+                self.shared.drop(self)
 
     def abandon(self) -> None:
         """Let the lease expire after its time to live, as if this process had died."""
-        with self._shared.changed:
+        with self.shared.changed:
             if self.deadline is None:
-                self.deadline = self._shared.clock() + self.ttl
-                self._shared.changed.notify_all()
+                self.deadline = self.shared.clock() + self.ttl
+                self.shared.changed.notify_all()
 
     def renew(self) -> bool:
         """Let the lease expire after its time to live from now; return False if it is lost already."""
-        with self._shared.changed:
-            self._shared.expire()
-            if self not in self._shared.leases:
+        with self.shared.changed:
+            self.shared.expire()
+            if self not in self.shared.leases:
                 return False
-            self.deadline = self._shared.clock() + self.ttl
-            self._shared.changed.notify_all()
+            self.deadline = self.shared.clock() + self.ttl
+            self.shared.changed.notify_all()
             return True
 
     def remaining(self) -> float:
         """Return the seconds for which the lease is certain to last."""
         if self.lost.is_set():
             return 0.0
-        return self.ttl if self.deadline is None else max(0.0, self.deadline - self._shared.clock())
+        return self.ttl if self.deadline is None else max(0.0, self.deadline - self.shared.clock())
 
 
 class MemoryWatch(Watch):
     """A watch that reads the shared history from its own position on."""
 
     def __init__(self, shared: _Shared, prefix: str, start: int) -> None:
-        self._shared = shared
+        self.shared = shared
         self._prefix = prefix
         self._next = start
         self._closed = self._finishing = False
@@ -141,7 +141,7 @@ class MemoryWatch(Watch):
             yield from changes
 
     def _wait(self) -> list[Change] | None:
-        shared = self._shared
+        shared = self.shared
         with shared.changed:
             while not self._closed:
                 due = shared.expire()
@@ -162,15 +162,15 @@ class MemoryWatch(Watch):
 
     def finish(self) -> None:
         """End the iteration after it has yielded all changes made so far."""
-        with self._shared.changed:
+        with self.shared.changed:
             self._finishing = True
-            self._shared.changed.notify_all()
+            self.shared.changed.notify_all()
 
     def close(self) -> None:
         """End the iteration, even while another thread waits in it."""
-        with self._shared.changed:
+        with self.shared.changed:
             self._closed = True
-            self._shared.changed.notify_all()
+            self.shared.changed.notify_all()
 
 
 class MemoryStore(Store):
@@ -186,34 +186,34 @@ class MemoryStore(Store):
         clock: Clock = time.monotonic,
         *,
         most_changes: int | None = None,
-        _shared: _Shared | None = None,
+        shared: _Shared | None = None,
     ) -> None:
-        self._shared = _shared or _Shared(clock, most_changes=most_changes)
+        self.shared = shared or _Shared(clock, most_changes=most_changes)
         self._leases: list[MemoryLease] = []
         self._watches: list[MemoryWatch] = []
 
     def client(self) -> MemoryStore:
         """Return another client of the same store."""
-        return MemoryStore(_shared=self._shared)
+        return MemoryStore(shared=self.shared)
 
     def get(self, key: str) -> KeyValue | None:
         """Return the key, or None if it does not exist."""
-        with self._shared.changed:
-            self._shared.expire()
-            return self._shared.items.get(key)
+        with self.shared.changed:
+            self.shared.expire()
+            return self.shared.items.get(key)
 
     def range(self, prefix: str) -> Snapshot:
         """Return every key that begins with `prefix`, sorted, as of one revision."""
-        with self._shared.changed:
-            self._shared.expire()
-            found = [item for key, item in sorted(self._shared.items.items()) if key.startswith(prefix)]
-            return Snapshot(tuple(found), self._shared.revision)
+        with self.shared.changed:
+            self.shared.expire()
+            found = [item for key, item in sorted(self.shared.items.items()) if key.startswith(prefix)]
+            return Snapshot(tuple(found), self.shared.revision)
 
     def put(self, key: str, value: str, lease: Lease | None = None) -> int:
         """Write the key whatever it held before; return the new revision."""
-        with self._shared.changed:
-            self._shared.expire()
-            return self._shared.put(key, value, self._held(lease))
+        with self.shared.changed:
+            self.shared.expire()
+            return self.shared.put(key, value, self._held(lease))
 
     def compare_and_swap(
         self, key: str, value: str | None, expected_revision: int, lease: Lease | None = None
@@ -222,42 +222,42 @@ class MemoryStore(Store):
 
         Returns the new revision, or None if the comparison failed.
         """
-        with self._shared.changed:
-            self._shared.expire()
+        with self.shared.changed:
+            self.shared.expire()
             held = self._held(lease)
-            before = self._shared.items.get(key)
+            before = self.shared.items.get(key)
             if (before.mod_revision if before else 0) != expected_revision:
                 return None
             if value is not None:
-                return self._shared.put(key, value, held)
+                return self.shared.put(key, value, held)
             if before:
-                self._shared.delete([key])
-            return self._shared.revision
+                self.shared.delete([key])
+            return self.shared.revision
 
     def delete(self, key: str) -> bool:
         """Delete one key; return whether it existed."""
-        with self._shared.changed:
-            self._shared.expire()
-            return self._shared.delete([key] if key in self._shared.items else []) > 0
+        with self.shared.changed:
+            self.shared.expire()
+            return self.shared.delete([key] if key in self.shared.items else []) > 0
 
     def delete_prefix(self, prefix: str) -> int:
         """Delete every key that begins with `prefix`; return how many there were."""
-        with self._shared.changed:
-            self._shared.expire()
-            return self._shared.delete([key for key in self._shared.items if key.startswith(prefix)])
+        with self.shared.changed:
+            self.shared.expire()
+            return self.shared.delete([key for key in self.shared.items if key.startswith(prefix)])
 
     def lease(self, ttl: float) -> MemoryLease:
         """Return a new lease of `ttl` seconds, which lasts until it is revoked or abandoned."""
-        lease = MemoryLease(self._shared, ttl)
-        with self._shared.changed:
-            self._shared.leases.append(lease)
+        lease = MemoryLease(self.shared, ttl)
+        with self.shared.changed:
+            self.shared.leases.append(lease)
         self._leases.append(lease)
         return lease
 
     def watch(self, prefix: str, start_revision: int = 0) -> MemoryWatch:
         """Return the changes under `prefix` from `start_revision` on (0: from now on)."""
-        with self._shared.changed:
-            watch = MemoryWatch(self._shared, prefix, start_revision or self._shared.revision + 1)
+        with self.shared.changed:
+            watch = MemoryWatch(self.shared, prefix, start_revision or self.shared.revision + 1)
         self._watches.append(watch)
         return watch
 
@@ -271,18 +271,18 @@ class MemoryStore(Store):
 
     def compact(self) -> None:
         """Forget the history: a watch that is not up to date raises CompactedError."""
-        with self._shared.changed:
-            self._shared.compacted = self._shared.revision
-            self._shared.history.clear()
+        with self.shared.changed:
+            self.shared.compacted = self.shared.revision
+            self.shared.history.clear()
 
     def expire(self) -> None:
         """Drop leases that have expired by the clock; every operation does this, too."""
-        with self._shared.changed:
-            self._shared.expire()
+        with self.shared.changed:
+            self.shared.expire()
 
     def _held(self, lease: Lease | None) -> MemoryLease | None:
         if lease is None:
             return None
-        if not isinstance(lease, MemoryLease) or lease not in self._shared.leases:
+        if not isinstance(lease, MemoryLease) or lease not in self.shared.leases:
             raise LeaseLostError("the lease is lost: take a new one and put the key again")
         return lease

@@ -84,10 +84,10 @@ def divide(plan: Plan, name: str) -> tuple[Plan, tuple[PlanPart, ...]]:
     leaving: list[list[tuple[int, Leaving]]] = [[] for _ in range(count)]
     rank = 0
     for index, placement in enumerate(plan.placements):
-        placements[_part_of(placement.node, count)].append((index, rank, placement))
+        placements[part_of(placement.node, count)].append((index, rank, placement))
         rank += placement.replicas
     for index, leaver in enumerate(plan.leaving):
-        leaving[_part_of(leaver.node, count)].append((index, leaver))
+        leaving[part_of(leaver.node, count)].append((index, leaver))
     newest = sorted(plan.leaving, key=lambda leaver: -leaver.generation)[:1]
     head = replace(
         plan,
@@ -127,7 +127,8 @@ def excerpt(head: Plan, part: PlanPart, node: str) -> Plan:
     )
 
 
-def _part_of(node: str, count: int) -> int:
+def part_of(node: str, count: int) -> int:
+    """Return the number of the part that holds what concerns a node."""
     return zlib.crc32(node.encode()) % count
 
 
@@ -212,7 +213,7 @@ class PlanStore(Store):
                 items = self.driver.range(keys.parts(head.job, extent.name, "")).items
                 parts = [decode(PlanPart, item.value, item.key) for item in items]
                 return join(head, parts) if len(parts) == extent.parts else None
-            item = self.driver.get(keys.parts(head.job, extent.name, str(_part_of(node, extent.parts))))
+            item = self.driver.get(keys.parts(head.job, extent.name, str(part_of(node, extent.parts))))
             return None if item is None else excerpt(head, decode(PlanPart, item.value, item.key), node)
         except MalformedRecordError as error:
             logger.warning("a part of a plan cannot be read: %s", error)

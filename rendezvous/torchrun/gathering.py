@@ -95,7 +95,7 @@ class Gathering(threading.Thread):
             self._on_change()
 
     def _meet(self) -> None:
-        tcp = self._server or self._connect()
+        tcp = self._server or self.connect()
         store = PrefixStore(self._prefix, tcp)
         store.set(f"here/{self._rank}", "1")
         self.reached, self.problem = True, ""
@@ -110,7 +110,8 @@ class Gathering(threading.Thread):
             time.sleep(look)
             look = min(2 * look, _LONGEST_LOOK)
 
-    def _connect(self) -> TCPStore:
+    def connect(self) -> TCPStore:
+        """Connect to the TCPStore of the round."""
         host, port = self._address
         socket.create_connection((host, port), _CONNECT_SECONDS).close()
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS))

@@ -161,13 +161,13 @@ class AdaptdlEtcdHandler(RendezvousHandler):
             timeout=self._options.store_timeout,
         )
         secure = self._store_options.secure or self._options.https
-        self._urls = parse_endpoints(params.endpoint, secure)
+        self.urls = parse_endpoints(params.endpoint, secure)
         self._run_id = params.run_id
-        self._keys = Keys(self._options.cluster or os.environ.get("ADAPTDL_CLUSTER") or "default")
-        self._keys.torchrun(self._run_id)
+        self.keys = Keys(self._options.cluster or os.environ.get("ADAPTDL_CLUSTER") or "default")
+        self.keys.torchrun(self._run_id)
         self._host = params.local_addr
         self._id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._connection: _Connection | None = None
+        self.connection: _Connection | None = None
         self._round: m.MembershipRound | None = None
         self._takes_part = False  # in `_round`
         self._ended: m.Closed | None = None  # how the run has ended; final for this handler
@@ -203,7 +203,7 @@ class AdaptdlEtcdHandler(RendezvousHandler):
             last = roster.await_end_of_last_run(min(deadline.at, self._close_by()))
             if last is not None:
                 self._ended = last
-                self._leave()
+                self.leave()
                 raise RendezvousClosedError(
                     f"run {self._run_id} has ended, and not all of its nodes have left"
                 )
@@ -217,7 +217,7 @@ class AdaptdlEtcdHandler(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Return a number above 0 if another round is due because a node came, left or failed."""
-        connection = self._connection
+        connection = self.connection
         if connection is None or self._round is None:
             return 0
         view = connection.roster.view()
@@ -251,7 +251,7 @@ class AdaptdlEtcdHandler(RendezvousHandler):
         error = sys.exc_info()[1]
         told = self._ended is not None or self._close(ok=error is None)
         self._ended = self._ended or m.Closed(self._id, error is None)
-        self._leave()
+        self.leave()
         return told
 
     def _close(self, ok: bool) -> bool:
@@ -269,33 +269,34 @@ class AdaptdlEtcdHandler(RendezvousHandler):
 
     def _connected(self) -> Roster:
         with self._lock:
-            if self._connection is not None:
-                return self._connection.roster
+            if self.connection is not None:
+                return self.connection.roster
             api = cast(Api, self._options.api)
             store: Store | None = None
             try:
-                store = connect(",".join(self._urls), api=api, options=self._store_options)
-                self._host = self._host or address_towards(self._urls)
+                store = connect(",".join(self.urls), api=api, options=self._store_options)
+                self._host = self._host or address_towards(self.urls)
                 member = m.Member(self._id, self._host)
-                roster = Roster(store, self._keys, self._run_id, member, self._settings, self._options.lease)
+                roster = Roster(store, self.keys, self._run_id, member, self._settings, self._options.lease)
                 roster.start()
             except StoreError as error:
                 if store is not None:
                     store.close()
                 raise RendezvousConnectionError(str(error)) from error
-            self._connection = _Connection(store, roster)
-            weakref.finalize(self, self._connection.collected).atexit = False
+            self.connection = _Connection(store, roster)
+            weakref.finalize(self, self.connection.collected).atexit = False
             return roster
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Close the connection to the store, and so leave the run."""
         with self._lock:
-            connection, self._connection = self._connection, None
+            connection, self.connection = self.connection, None
         if connection is not None:
             connection.close()
 
     def _over(self, closed: m.Closed) -> NoReturn:
         self._ended = closed
-        self._leave()
+        self.leave()
         if closed.ok:
             raise RunEndedError(f"run {self._run_id} is done, and this node was not needed")
         raise RendezvousClosedError(f"run {self._run_id} was ended by {closed.by}, which failed")

@@ -60,7 +60,7 @@ class Roster:
         self._key = self._nodes + member.id
         self._wanted: m.Member | None = None  # what the entry should say; None: no entry yet
         self._written: m.Member | None = None
-        self._lease: Lease | None = None
+        self.lease: Lease | None = None
         self._closed_lease: Lease | None = None
         self._closed_revision = 0  # revision at which this node wrote the end of the run
         self._changed = threading.Condition()
@@ -174,7 +174,7 @@ class Roster:
 
     def publish_master(self, master: MasterRecord) -> None:
         """Publish where the members of a round meet; StoreError if it cannot be written now."""
-        self._store.put(f"{self._masters}{master.generation}/master", encode(master), self._lease)
+        self._store.put(f"{self._masters}{master.generation}/master", encode(master), self.lease)
 
     def master_of(self, round_: m.MembershipRound) -> MasterRecord | None:
         """Return where the members of a round meet, or None if that is unknown."""
@@ -210,9 +210,9 @@ class Roster:
             self._changed.notify_all()
         try:
             with self._writing:
-                if self._lease is not None and not self._lease.lost.is_set():
-                    self._store.put(self._key, encode(replace(self._member, leaving=True)), self._lease)
-                    self._lease.revoke()
+                if self.lease is not None and not self.lease.lost.is_set():
+                    self._store.put(self._key, encode(replace(self._member, leaving=True)), self.lease)
+                    self.lease.revoke()
             closed, ours = self._view.closed, self._closed_revision
             if ours and closed is not None and closed.held:
                 text = encode(replace(closed, held=False))
@@ -248,7 +248,7 @@ class Roster:
         while not self._closing.is_set():
             with self._changed:
                 wanted = self._wanted
-            lapsed = self._lease is not None and self._lease.lost.is_set()
+            lapsed = self.lease is not None and self.lease.lost.is_set()
             if wanted is None or (wanted == self._written and not lapsed):
                 self._wake.wait(_RETRY_SECONDS)
                 self._wake.clear()
@@ -268,9 +268,9 @@ class Roster:
         with self._writing:
             if self._closing.is_set():
                 return
-            if self._lease is None or self._lease.lost.is_set():
-                self._lease = self._store.lease(self._ttl)
-            self._store.put(self._key, encode(wanted), self._lease)
+            if self.lease is None or self.lease.lost.is_set():
+                self.lease = self._store.lease(self._ttl)
+            self._store.put(self._key, encode(wanted), self.lease)
             self._written = wanted
 
     def _follow(self) -> None:

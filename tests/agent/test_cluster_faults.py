@@ -47,7 +47,7 @@ def test_the_coordinators_node_is_killed_and_who_stood_by_leads(cluster: Cluster
     first.wait_for_event("generation")
     others = [cluster.start(name, TRAIN, *LONG) for name in names[1:]]
     cluster.scale(3, others[0])
-    keys = cluster._recorder.keys
+    keys = cluster.recorder.keys
     prefix = keys.coordinator_standby("")
     with cluster.store.watch(prefix, 1) as changes:  # from the first change that there was
         assert any(one.value is not None for one in changes)
@@ -119,7 +119,7 @@ def test_an_agent_of_an_earlier_run_is_harmless(cluster: Cluster) -> None:
     stale = cluster.start("first", TRAIN, *LONG)
     stale.wait_for_event("generation")
     stopped = [stale.process, *(child for child in _family(stale.process.pid))]
-    key = cluster._recorder.keys.node("first", "job")
+    key = cluster.recorder.keys.node("first", "job")
     with cluster.store.watch(key, cluster.store.range(key).revision + 1) as changes:
         for process in stopped:
             process.send_signal(signal.SIGSTOP)
@@ -141,7 +141,7 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 def test_garbage_under_our_prefix_is_ignored(cluster: Cluster) -> None:
-    keys = cluster._recorder.keys
+    keys = cluster.recorder.keys
     root, job = keys.root, keys.job("job")
 
     def litter() -> None:
@@ -184,7 +184,7 @@ def test_clocks_that_differ_by_minutes_decide_nothing(cluster: Cluster, wrong: s
     assert (began["time"] > theirs["time"] + 300) == (wrong == "first"), "the clocks do differ"
     cluster.finish(first, second)
     assert [g["cause"] for g in first.of("generation")] == ["start", "manual"]
-    told = cluster.store.get(cluster._recorder.keys.job("job", "status"))
+    told = cluster.store.get(cluster.recorder.keys.job("job", "status"))
     assert told is not None
     pauses = decode(JobStatus, told.value).pauses
     assert all(0 <= pause < 300 for pause in pauses), pauses
@@ -208,7 +208,7 @@ def test_a_node_that_does_not_get_ready_in_time_is_planned_without(cluster: Clus
     seen = len(first.events)
     # as `adaptdl scale` writes it, while the lease of the stopped agent still runs
     request = JobRequest(replicas=2, run=run)
-    cluster.store.put(cluster._recorder.keys.job("job", "request"), encode(request))
+    cluster.store.put(cluster.recorder.keys.job("job", "request"), encode(request))
     alone = first.wait_for_event("generation", replicas=1, after=seen)
     assert (alone["placements"], alone["cause"]) == ({"first": 1}, "node_lost")
     second.process.send_signal(signal.SIGCONT)

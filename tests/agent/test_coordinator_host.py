@@ -229,7 +229,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, starter: Starter, log: Path) -> Iterat
     try:
         yield said
     finally:
-        child._closing.set()  # before it ends: or it would be started again, and end, in a series
+        child.closing.set()  # before it ends: or it would be started again, and end, in a series
         starter.ends.set()
         child.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before

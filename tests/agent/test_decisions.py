@@ -78,6 +78,20 @@ def test_a_planned_change_saves_ends_and_starts_again() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("between", "starts"), [(Outcome.STOPPED, False), (Outcome.FAILED, True), (Outcome.ABORTED, True)]
+)
+def test_a_script_that_ended_before_a_plan_that_was_replaced_is_not_started_again(
+    between: Outcome, starts: bool
+) -> None:
+    agent = Agent()
+    agent(d.EndedSeen(0, "there", Outcome.DONE))
+    agent(d.EndedSeen(1, "third", between))
+    leaving = [Leaving("there", 1, "agent-there", 0), Leaving("third", 1, "agent-third", 1)]
+    actions = agent(d.PlanSeen(plan(2, ("here", 1), leaving=leaving)))
+    assert kinds(actions) == (["OpenMaster"] if starts else ["WriteEnded"])
+
+
 def test_a_script_without_the_library_is_stopped_by_signal_and_may_answer_as_it_likes() -> None:
     agent = Agent().running(library=False)
     assert agent(d.PlanSeen(plan(1, ("here", 1)))) == [d.AskToStop((), (0, 1), "why")]

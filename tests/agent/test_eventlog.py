@@ -49,8 +49,8 @@ def test_a_reader_that_stalls_holds_nobody_up_and_misses_nothing_that_fits(
         try:
             text += os.read(reader, 1 << 16)
         except BlockingIOError:
-            before = len(log._waiting)
-            log._carry()
+            before = len(log.waiting)
+            log.carry()
             if not before:
                 break
     assert [json.loads(line)["number"] for line in text.splitlines()] == list(range(4000))

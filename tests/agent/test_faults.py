@@ -380,3 +380,30 @@ def test_the_time_out_of_the_store_reaches_the_coordinator(tmp_path: Path) -> No
         assert child(run, "coordinator").environ()["ADAPTDL_ETCD_TIMEOUT"] == "17"
         hurry(run)
         assert run.wait() == 0
+
+
+ONE_SAMPLE = """
+import torch
+import adaptdl_elastic.torch as adl
+
+class Net(torch.nn.Linear):
+    def forward(self, inputs):
+        raise torch.OutOfMemoryError(f"no room for {len(inputs)}")
+
+adl.init_process_group("gloo")
+net = Net(1, 1)
+model = adl.AdaptiveDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1))
+for epoch in adl.remaining_epochs_until(1):
+    for batch in adl.AdaptiveDataLoader(torch.zeros(8, 1), batch_size=4):
+        model(batch)
+"""
+
+
+def test_a_script_of_which_not_one_sample_fits_into_memory_is_not_restarted(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ONE_SAMPLE)
+    done = run_agent(tmp_path, "--standalone", "--max-restarts=3", "script.py")
+    assert done.returncode == 1
+    assert "restart 1 of" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    what = "OneSampleError: not even one sample fits into memory (no room for 1)"
+    assert f"failed, and a restart would not help: rank 0: {what}" in last

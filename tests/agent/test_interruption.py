@@ -235,14 +235,14 @@ def test_a_service_that_hangs_is_asked_one_thing_at_a_look(imds: FakeImds) -> No
     client = MetadataClient(imds.endpoint, PATIENT)
     assert look(client, 0.0) == ((), None)
     imds.hang.set()
-    client._timeout = 0.1
+    client.timeout = 0.1
     before = imds.connections
     notices, failed = look(client, 0.0)
     assert notices == ()
     assert failed is not None
     assert "instance-action" in str(failed)
     imds.hang.clear()
-    client._timeout = PATIENT
+    client.timeout = PATIENT
     client.get("meta-data/instance-id")  # what came before it has been counted before it
     assert imds.connections == before + 2
 
@@ -277,8 +277,8 @@ def test_stop_ends_a_watch_that_hangs(imds: FakeImds) -> None:
     watcher = Watcher(MetadataClient(imds.endpoint, timeout=0.2), lambda _: None, interval=600).start()
     assert imds.hanging.wait(PATIENT)
     watcher.stop()
-    watcher._thread.join(PATIENT)
-    assert not watcher._thread.is_alive()
+    watcher.thread.join(PATIENT)
+    assert not watcher.thread.is_alive()
 
 
 @given(st.text())

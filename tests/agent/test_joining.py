@@ -189,7 +189,7 @@ def test_a_registration_that_was_lost_is_made_again(store: MemoryStore) -> None:
     registration = Registration(store, KEYS, NODE)
     registration.register()
     revision = store.range(registration.key).revision
-    lease = registration._lease
+    lease = registration.lease
     assert lease is not None
     with store.watch(registration.key, revision + 1) as watch:
         lease.revoke()  # as the store does after a pause that was too long

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from adaptdl_elastic.agent import cli
 from adaptdl_elastic.agent.launch import job_spec, store_environment
 from adaptdl_elastic.agent.runtime.replica_environment import SharePath
-from adaptdl_elastic.agent.terminal import run_options, torchrun_options
+from adaptdl_elastic.agent.terminal import run_options, run_parser, torchrun_options
 from adaptdl_elastic.agent.terminal.replica_output import StreamOptionError, Streams
 
 
@@ -94,14 +94,14 @@ HONOURED = {
     *("help", "nnodes", "nproc_per_node", "rdzv_endpoint", "rdzv_id", "standalone", "max_restarts", "role"),
     *("event_log_handler", "module", "no_python", "run_path", "log_dir", "redirects", "tee", "local_addr"),
     *("local_ranks_filter", "virtual_local_rank", "training_script", "training_script_args"),
-    *("master_addr", "master_port", "signals_to_handle"),
+    *("master_addr", "master_port", "signals_to_handle", "log_line_prefix_template"),
 }
 
 
 def test_every_option_of_torchrun_is_honoured_or_told_to_have_no_effect() -> None:
     theirs = {action.dest for action in torchrun_options.torchrun_parser()._actions}
-    assert theirs - HONOURED == theirs & set(run_options._NO_MEANING)
-    assert not HONOURED & set(run_options._NO_MEANING)
+    assert theirs - HONOURED == theirs & (set(run_parser.WITHOUT_MEANING) | run_parser.WITHDRAWN)
+    assert not HONOURED & set(run_parser.WITHOUT_MEANING)
 
 
 @pytest.mark.parametrize(
@@ -109,10 +109,23 @@ def test_every_option_of_torchrun_is_honoured_or_told_to_have_no_effect() -> Non
     ["--shutdown-timeout=5", "--numa-binding=node", "--duplicate-stdout-filters=a", "--logs_specs=x"],
 )
 def test_an_option_without_effect_is_told(option: str) -> None:
-    if option.partition("=")[0] not in run_options.parser().format_help():
+    if option.partition("=")[0] not in run_parser.parser().format_help():
         pytest.skip(f"this torch has no {option}")
     (note,) = parse(option).notes
     assert " has no effect: " in note
+
+
+def test_a_template_of_lines_is_taken_where_torchrun_takes_one() -> None:
+    assert parse().line_prefix is None
+    if "--log-line-prefix-template" not in run_parser.parser().format_help():
+        pytest.skip("this torch has no --log-line-prefix-template")
+    assert parse("--log-line-prefix-template=${rank}: ").line_prefix == "${rank}: "
+
+
+def test_completions_of_torchrun_are_not_printed_for_adaptdl_run() -> None:
+    assert "--print-completion" not in run_parser.parser().format_help()
+    with pytest.raises(run_parser.OptionError, match="print-completion"):
+        parse("--print-completion=bash")
 
 
 def test_a_variable_of_torchrun_without_effect_is_told() -> None:
@@ -148,13 +161,13 @@ def test_a_shortened_option_means_what_it_means_to_torchrun() -> None:
 
 
 def test_a_shortened_option_that_could_be_several_is_refused() -> None:
-    with pytest.raises(run_options.OptionError, match=r"ambiguous option: --log.* --log-dir, --logs-specs"):
+    with pytest.raises(run_parser.OptionError, match=r"ambiguous option: --log.* --log-dir, .*--logs-specs"):
         parse("--log=x")
 
 
 @pytest.mark.parametrize("word", ["--nodes=1", "--rdzv-endpont=e:1"])
 def test_what_no_option_begins_with_is_refused_with_the_likely_word(word: str) -> None:
-    with pytest.raises(run_options.OptionError, match="did you mean --"):
+    with pytest.raises(run_parser.OptionError, match="did you mean --"):
         parse(word)
 
 
@@ -207,7 +220,7 @@ def test_an_address_without_a_port_is_told_to_have_no_effect_on_one_node() -> No
 
 
 def test_the_help_says_what_holds_here() -> None:
-    text = " ".join(run_options.parser().format_help().split())
+    text = " ".join(run_parser.parser().format_help().split())
     for wrong in ("C10d", "supported values", "before failing", "explicitly set values are ignored"):
         assert wrong not in text
     for part in (
@@ -275,7 +288,7 @@ def test_everything_after_the_script_is_the_scripts() -> None:
 def test_what_can_not_be_used_is_refused_with_what_was_given(
     arguments: list[str], said: str, remedy: str
 ) -> None:
-    with pytest.raises(run_options.OptionError) as caught:
+    with pytest.raises(run_parser.OptionError) as caught:
         parse(*arguments)
     assert said in str(caught.value)
     assert remedy in str(caught.value)
@@ -283,7 +296,7 @@ def test_what_can_not_be_used_is_refused_with_what_was_given(
 
 
 def test_a_script_that_is_not_there_is_named_with_where_it_was_looked_for() -> None:
-    with pytest.raises(run_options.OptionError) as caught:
+    with pytest.raises(run_parser.OptionError) as caught:
         run_options.parse(["nothere.py"], {})
     assert str(caught.value) == f"there is no script 'nothere.py' in {Path.cwd()}: give its path"
 
@@ -293,7 +306,7 @@ def test_torchruns_variables_are_read_and_checked(monkeypatch: pytest.MonkeyPatc
     assert parse().max_restarts == 7
     assert parse("--max-restarts=2").max_restarts == 2
     monkeypatch.setenv("PET_MAX_RESTARTS", "many")
-    with pytest.raises(run_options.OptionError, match="many"):
+    with pytest.raises(run_parser.OptionError, match="many"):
         parse()
 
 
@@ -302,7 +315,7 @@ def test_no_text_crashes_the_small_parsers(text: str) -> None:
     for parser in (run_options.parse_ports, lambda t: run_options.parse_range("--nnodes", t)):
         try:
             low, high = parser(text)
-        except run_options.OptionError:
+        except run_parser.OptionError:
             continue
         assert 1 <= low <= high
     with suppress(StreamOptionError):
@@ -349,7 +362,7 @@ def test_the_name_of_the_cluster_may_come_from_the_environment() -> None:
     assert parse().cluster == "default"
     assert parse(ADAPTDL_CLUSTER="night").cluster == "night"
     assert parse("--cluster=day", ADAPTDL_CLUSTER="night").cluster == "day"
-    with pytest.raises(run_options.OptionError, match="a/b"):
+    with pytest.raises(run_parser.OptionError, match="a/b"):
         parse(ADAPTDL_CLUSTER="a/b")
 
 
@@ -363,14 +376,14 @@ def test_the_scripts_own_options_are_none_of_ours() -> None:
 @pytest.mark.parametrize("endpoint", ["a b:1", "host:port", "http://host/path", "host:0", "host:99999"])
 def test_a_malformed_endpoint_is_a_bad_option(endpoint: str) -> None:
     for arguments, environ in (([f"--etcd={endpoint}"], {}), (["--nnodes=1:2"], {"ADAPTDL_ETCD": endpoint})):
-        with pytest.raises(run_options.OptionError, match="endpoint"):
+        with pytest.raises(run_parser.OptionError, match="endpoint"):
             parse(*arguments, **environ)
 
 
 def test_a_script_below_a_directory_that_may_not_be_entered(tmp_path: Path) -> None:
     with (
         forbidden(tmp_path / "no") as folder,
-        pytest.raises(run_options.OptionError, match="cannot be read: Permission denied"),
+        pytest.raises(run_parser.OptionError, match="cannot be read: Permission denied"),
     ):
         run_options.parse([str(folder / "there")], {})
 

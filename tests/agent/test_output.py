@@ -99,13 +99,13 @@ def test_a_line_without_an_end_costs_no_more_than_its_length(monkeypatch: pytest
             self.searched += len(data)
             return found(data)
 
-    found, counting = replica_output._LINE_END.finditer, Counting()
-    monkeypatch.setattr(replica_output, "_LINE_END", counting)
+    found, counting = replica_output.LINE_END.finditer, Counting()
+    monkeypatch.setattr(replica_output, "LINE_END", counting)
     chunk, chunks, shown = b"x" * 65521, 305, list[bytes]()
     flow = Flow(None, shown.append)
     for _ in range(chunks):  # 20 MB
         flow.feed(chunk, 0.0)
-        assert sum(map(len, flow._rest)) <= LONGEST
+        assert sum(map(len, flow.unfinished)) <= LONGEST
     flow.feed(b"\n", 0.0)
     assert counting.searched == chunks * len(chunk) + 1
     assert b"".join(shown) == chunk * chunks

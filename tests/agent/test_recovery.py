@@ -284,6 +284,15 @@ def test_survivors_that_find_the_new_generation_broken_are_in_it() -> None:
     assert kinds(actions)[0] == "Adopt"
 
 
+def test_replicas_that_lose_a_peer_while_they_switch_go_on_though_they_are_not_resilient() -> None:
+    agent = Agent().running(count=1)
+    agent(d.PlanSeen(plan(1, ("here", 1), ("there", 1), transition=INPLACE)))
+    agent(master(1))
+    agent(d.ReplicaLostPeer(1, 0))
+    agent(d.PlanSeen(recover(2, 0)))
+    assert kinds(agent(master(2))) == ["TellPlan"]
+
+
 def test_a_leaver_that_dies_on_its_way_out_is_no_loss() -> None:
     agent = resilient(3)
     agent(d.PlanSeen(plan(1, ("here", 2), transition=INPLACE)))

@@ -76,7 +76,7 @@ def test_who_comes_back_to_find_its_name_taken_leaves(cluster: Cluster) -> None:
     other = cluster.start("second", TRAIN, *LONG)
     cluster.scale(2, stale)
     family = [stale.process, *psutil.Process(stale.process.pid).children(recursive=True)]
-    key = cluster._recorder.keys.node("first", JOB)
+    key = cluster.recorder.keys.node("first", JOB)
     with cluster.store.watch(key, cluster.store.range(key).revision + 1) as changes:
         for process in family:
             process.send_signal(signal.SIGSTOP)

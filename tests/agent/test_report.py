@@ -126,7 +126,7 @@ def test_the_live_line_is_the_same_above_the_lines_of_a_replica() -> None:
     for event in RUN:
         shown.event(event)
     text = io.StringIO()
-    Console(file=text, width=200).print(shown._line(), markup=False)
+    Console(file=text, width=200).print(shown.line(), markup=False)
     assert "[bold]" not in text.getvalue()
     assert text.getvalue().lstrip().startswith("job")
 

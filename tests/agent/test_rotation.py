@@ -52,7 +52,7 @@ class Job:
 
     def vanished(self) -> set[str]:
         """Return the nodes whose registration has vanished at some time so far."""
-        nodes = {self.cluster._recorder.keys.node(node, JOB): node for node in NODES}
+        nodes = {self.cluster.recorder.keys.node(node, JOB): node for node in NODES}
         gone = {change.key for change in self.cluster.history() if change.kind == "delete"}
         return {node for key, node in nodes.items() if key in gone}
 

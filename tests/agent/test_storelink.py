@@ -58,17 +58,17 @@ def test_who_comes_back_leaves_a_name_alone_that_another_has_taken(
     store: MemoryStore, registration: Registration
 ) -> None:
     theirs = store.client()
-    lease, lapsed = theirs.lease(60), registration._lease
+    lease, lapsed = theirs.lease(60), registration.lease
     assert lapsed is not None
-    with lapsed._shared.changed:  # type: ignore[attr-defined]
+    with lapsed.shared.changed:  # type: ignore[attr-defined]
         lapsed.revoke()  # as the store does after a pause that was too long
         theirs.put(registration.key, encode(OTHER), lease)
-    registration._register_again()
-    assert registration._lease is lapsed
+    registration.register_again()
+    assert registration.lease is lapsed
     assert holder(store) == OTHER
     with pytest.raises(StoreError, match="lapsed"):
         registration.update(draining=True)
-    registration._lease = store.lease(60)  # as if the store's word had not come yet
+    registration.lease = store.lease(60)  # as if the store's word had not come yet
     with pytest.raises(NameTakenError, match=r"'here' is taken by the agent at 10\.0\.0\.2, process 22"):
         registration.update(draining=True)
     assert holder(store) == OTHER
@@ -76,9 +76,9 @@ def test_who_comes_back_leaves_a_name_alone_that_another_has_taken(
 
 def test_a_name_that_is_free_again_is_taken_back(store: MemoryStore, registration: Registration) -> None:
     theirs = Registration(store.client(), KEYS, OTHER)
-    lapsed = registration._lease
+    lapsed = registration.lease
     assert lapsed is not None
-    with lapsed._shared.changed:  # type: ignore[attr-defined]
+    with lapsed.shared.changed:  # type: ignore[attr-defined]
         lapsed.revoke()
         theirs.register()
     with store.watch(registration.key, store.range(registration.key).revision + 1) as watch:

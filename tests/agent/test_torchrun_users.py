@@ -17,7 +17,7 @@ from cluster import Cluster
 from elastic_run import PATIENCE, ElasticRun, environment, run_agent
 from ports import free_port
 
-from adaptdl_elastic.agent.terminal import run_options
+from adaptdl_elastic.agent.terminal import run_options, run_parser
 
 SCRIPTS = Path(__file__).parent / "scripts"
 USER, TRAIN = str(SCRIPTS / "torchrun_user.py"), str(SCRIPTS / "train.py")
@@ -208,7 +208,7 @@ def test_as_many_replicas_as_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert run_options.parse(["--nproc-per-node=gpu", USER], {}).slots == 3
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(run_options.OptionError, match="--nproc-per-node=gpu: Cuda is not available"):
+    with pytest.raises(run_parser.OptionError, match="--nproc-per-node=gpu: Cuda is not available"):
         run_options.parse(["--nproc-per-node=gpu", USER], {})
 
 

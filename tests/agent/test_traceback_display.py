@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -172,7 +173,12 @@ def test_lines_have_the_rank_that_their_replica_has_by_then(node: Node) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "line"), [("${role_name}/${rank}/${local_rank} ", "default/3/0 x"), ("", "x")]
+    ("template", "line"),
+    [
+        ("${role_name}/${rank}/${local_rank} ", "default/3/0 x"),
+        ("${hostname}: ", f"{socket.gethostname()}: x"),
+        ("", "x"),
+    ],
 )
 def test_torchruns_variable_says_what_stands_before_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, line: str

@@ -32,6 +32,12 @@ def test_its_kind_is_its_type_and_the_innermost_line_of_the_users_code() -> None
     assert not found.lost_peer
 
 
+def test_an_error_may_say_that_restarts_do_not_help() -> None:
+    script = "class Hopeless(Exception):\n    ends_job = True\n\nraise Hopeless('x')\n"
+    assert raised(script).final
+    assert not raised(script.replace("True", "False")).final
+
+
 def test_messages_that_differ_are_of_one_kind() -> None:
     first, second = (raised(f"raise ValueError('tensor at {hex(n)} on rank {n}')") for n in (7, 8))
     assert first.message != second.message

@@ -54,7 +54,7 @@ def test_a_person_is_served_in_the_middle_of_a_burst_of_plans(stack: ExitStack) 
     keys, shared = Keys(), MemoryStore()
     order: list[str] = []
     all_written, offset = threading.Event(), [0.0]
-    store = Store(_shared=shared._shared)
+    store = Store(shared=shared.shared)
     coordinator = Coordinator(
         store,
         keys,
@@ -71,9 +71,7 @@ def test_a_person_is_served_in_the_middle_of_a_burst_of_plans(stack: ExitStack) 
             shared.put(keys.job("a", "request"), records.encode(JobRequest(replicas=1)))
         if len(order) >= 3:
             offset[0] += 1.0  # as if it took a second to write one
-            while (
-                not coordinator._follower.pending
-            ):  # the watch brings the request, and later writes after it
+            while not coordinator.follower.pending:  # the watch brings the request, and later writes after it
                 threading.Event().wait(0.001)
         if set(order) >= {f"j{i}" for i in range(CROWD)}:
             all_written.set()

@@ -115,6 +115,20 @@ def test_a_job_that_ends_while_it_is_to_change_is_done(pump: Pump, request_: dic
     assert (pump.status("a").state, agent.exit_code) == (JobState.DONE, 0)
 
 
+def test_a_job_that_ends_while_the_plan_for_its_change_is_replaced_is_done(pump: Pump) -> None:
+    pump.job("a", max_replicas=1)
+    agent = pump.node("n0", "a")
+    pump.settle()
+    other = pump.node("n1", "a")
+    for draining in (agent, other):
+        draining.register(draining=True)
+        pump.decide()
+    assert [one.generation for one in pump.plan("a").leaving] == [0, 1]
+    agent.finish()
+    pump.settle()
+    assert (pump.status("a").state, agent.exit_code) == (JobState.DONE, 0)
+
+
 # -- scripts without the library, and several jobs
 
 

@@ -181,6 +181,15 @@ def test_a_failure_that_comes_again_before_the_first_step_ends_the_job(pump: Pum
     assert {agent.exit_code for agent in pump.agents} == {1}
 
 
+def test_a_failure_that_no_restart_cures_ends_the_job_at_once(pump: Pump) -> None:
+    start(pump, max_restarts=3)
+    pump.agents[0].fail("not even one sample fits", final=True)
+    pump.later(3)
+    status = pump.status("a")
+    assert (status.state, status.exit_code, status.restarts_used) == (JobState.FAILED, 1, 0)
+    assert status.reason == "failed, and a restart would not help: rank 0: not even one sample fits"
+
+
 def test_a_successor_remembers_the_failure_before(pump: Pump) -> None:
     never_steps(pump)
     fail_again(pump, pump.agents[0])

@@ -14,7 +14,7 @@ from fake_agents import FakeAgent, spec_of, submit
 from adaptdl_elastic.autoscaler.cluster_view import View
 from adaptdl_elastic.autoscaler.coordinator.decision_types import CoordinatorSettings, Decided
 from adaptdl_elastic.autoscaler.coordinator.policy_adapter import Policy
-from adaptdl_elastic.autoscaler.coordinator.process import Coordinator, _Term
+from adaptdl_elastic.autoscaler.coordinator.process import Coordinator, Term
 from adaptdl_elastic.autoscaler.policy.policy_types import Decision
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import Plan, decode
@@ -63,12 +63,12 @@ class World:
         )
         submit(self.store, self.keys, spec_of("a"))
         self.agent = FakeAgent(self.store, self.keys, "n0", "a", 4, clock=self.clock).register()
-        self.term = _Term(self.owner, 1, self.store.lease(1e9))
-        self.owner._follower.load()
+        self.term = Term(self.owner, 1, self.store.lease(1e9))
+        self.owner.follower.load()
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
-            self.owner._follower.wake()  # nothing has happened, and nobody waits for it
+            self.owner.follower.wake()  # nothing has happened, and nobody waits for it
             self.term.step()
             while self.agent.step():
                 pass
@@ -84,7 +84,7 @@ class World:
         """Take in what the watch brings for what was written before: it comes from a thread."""
         self.store.put(self.keys.root + "mark", str(self.count.decisions))
         revision = self.store.range(self.keys.root).revision
-        while self.term._keeper.revision < revision:
+        while self.term.cache.revision < revision:
             self.term.step()
 
     def said(self) -> list[str]:
@@ -135,12 +135,12 @@ def test_a_policy_that_hangs_is_given_up_said_and_not_asked_twice_at_once(worlds
     assert most == [1]
     assert world.placed() == {"n0": 1}
     hangs.set()  # it goes on by itself: the next round is an ordinary one
-    assert world.owner._computing is not None
-    world.owner._computing.join(120)
+    assert world.owner.computing is not None
+    world.owner.computing.join(120)
     before = len(world.said())
     world.clock.now += 400
     world.step(3)
-    world.owner._computing.join(120)
+    world.owner.computing.join(120)
     world.step(3)
     assert len(world.said()) == before
     assert most == [1]
@@ -155,8 +155,8 @@ def test_a_policy_whose_thread_dies_is_noticed(worlds: list[World], death: type[
     world = World(dies)
     worlds.append(world)
     world.step(3)
-    assert world.owner._computing is not None
-    world.owner._computing.join(120)
+    assert world.owner.computing is not None
+    world.owner.computing.join(120)
     world.until(lambda: world.placed() == {"n0": 1})
     assert set(world.said()) == {"MemoryError" if death is MemoryError else "its thread was ended"}
 

@@ -242,7 +242,7 @@ def test_who_stands_by_has_seen_who_was_lost_with_the_leader(cluster: Cluster) -
     successor = cluster.coordinator(ttl=60.0, node_ttl=10_000.0, steady=0.0)
     assert successor.stands_by.wait(PATIENCE)
     (standby,) = cluster.store.range(cluster.keys.coordinator_standby("")).items
-    assert records.decode(LeaderRecord, standby.value).id == successor._identity
+    assert records.decode(LeaderRecord, standby.value).id == successor.identity
     first.send_signal(signal.SIGSTOP)
     agents[1].vanish()
     assert successor.leads.wait(PATIENCE)

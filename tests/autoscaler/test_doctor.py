@@ -104,8 +104,8 @@ def test_an_address_nobody_can_reach() -> None:
 
 
 def test_clocks_that_differ_are_told() -> None:
-    assert checks._skew("etcd", 1000.0, 1000.5, 0.1).level is Level.OK
-    ahead = checks._skew("etcd", 1000.0, 1300.0, 0.1)
+    assert checks.clock_skew("etcd", 1000.0, 1000.5, 0.1).level is Level.OK
+    ahead = checks.clock_skew("etcd", 1000.0, 1300.0, 0.1)
     assert ahead.level is Level.WARNING
     assert "is 300 s ahead of etcd" in ahead.detail
 

@@ -136,7 +136,7 @@ def test_a_job_that_ends_meanwhile_or_hangs_hides_no_other(
     jobs.start("runs")
     jobs.servers["ended"].close()  # its note is still there
     monkeypatch.setenv("ADAPTDL_ETCD_TIMEOUT", "0.3")
-    with jobs.servers["hangs"].store._shared.changed:
+    with jobs.servers["hangs"].store.shared.changed:
         result = jobs.run("ls", "--json")
     assert [row["job"] for row in json.loads(result.stdout)] == ["runs"]
     (line,) = result.stderr.splitlines()

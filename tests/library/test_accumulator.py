@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import insides
 import numpy as np
 import pytest
 import replicas
@@ -201,7 +202,7 @@ def test_every_kind_of_sum_survives_a_file(script: Script) -> None:
         "l": [1, 2],
         (1, "x"): 2,
     }
-    state = Accumulator(values)._state
+    state = insides.state(Accumulator(values))
     file = io.BytesIO()
     state.save(file)
     file.seek(0)
@@ -333,7 +334,7 @@ def test_who_joins_an_epoch_late_is_shown_what_the_others_were_shown(script: Scr
 def test_a_state_in_memory_holds_what_is_not_synchronized_yet(script: Script) -> None:
     sums = Accumulator()
     sums["a"] += 1
-    before = checkpoint.snapshot_states([sums._state.name])
+    before = checkpoint.snapshot_states([insides.state(sums).name])
     sums["a"] += 5
     checkpoint.restore_states(before)
     with sums.synchronized():
@@ -466,7 +467,7 @@ def test_an_addition_that_one_replica_has_made_is_known_to_all_of_them(tmp_path:
 
 
 def test_a_newcomer_keeps_only_additions_that_the_others_have_not_made(script: Script) -> None:
-    name = Accumulator()._state.name
+    name = insides.state(Accumulator()).name
     preview = checkpoint.snapshot_states([name])
     now: dict[str, Any] = {}
     for joins in (False, True):
@@ -482,7 +483,7 @@ def test_a_newcomer_keeps_only_additions_that_the_others_have_not_made(script: S
             checkpoint.restore_states(now)
             session.joining = False
         else:
-            sums._state.sync()
+            insides.state(sums).sync()
             now = checkpoint.snapshot_states([name])
     with sums.synchronized():
         assert dict(sums) == {"made while it came": 1, "by a newcomer": 1}

@@ -48,6 +48,8 @@ def test_every_module_that_a_script_can_import_is_on_the_page(generator: Any) ->
     modules = {path.stem for path in library.glob("*.py")} - {"__init__", "extensions"}
     there = modules | {"torch", "checkpoint"}
     there |= {f"torch.{path.stem}" for path in (library / "torch").glob("*.py")}
+    frameworks = {path.stem for path in (library / "torch" / "frameworks").glob("*.py")} - {"__init__"}
+    there |= {f"torch.frameworks.{name}" for name in frameworks}
     assert {name for name in there if "_" not in (name[0], name.rpartition(".")[2][0])} == {
         *generator.MODULES
     }

@@ -21,6 +21,7 @@ from adaptdl_elastic import _session, checkpoint
 from adaptdl_elastic import storage as storage_module
 from adaptdl_elastic._session import Identity
 from adaptdl_elastic.checkpoint import CheckpointError, CheckpointSaveError, TensorState
+from adaptdl_elastic.checkpoint.manager import CheckpointManager
 from adaptdl_elastic.checkpoint.state_copy import copy_to_host
 from adaptdl_elastic.storage import DirectoryStorage, Manifest
 
@@ -292,7 +293,7 @@ def test_trouble_with_the_disk_is_told_and_leaves_the_checkpoint_before(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage_module, "_write_all", full)
+        patch.setattr(storage_module, "write_all", full)
         checkpoint.save_all_states(kind="periodic", background=True)
         assert checkpoint.flush(60)
         with pytest.raises(CheckpointSaveError, match="No space left on device"):
@@ -316,9 +317,9 @@ def test_torch_reports_a_really_full_device_as_such(script: Script) -> None:
     state = Model(torch.nn.Linear(2000, 2000))
     with open("/dev/full", "wb", buffering=0) as full, pytest.raises((OSError, RuntimeError)) as caught:  # noqa: PTH123
         state.save(storage_module.ChecksumWriter(full))  # type: ignore[arg-type]
-    from adaptdl_elastic.checkpoint.manager import _root_cause
+    from adaptdl_elastic.checkpoint.manager import root_cause
 
-    cause = _root_cause(caught.value)
+    cause = root_cause(caught.value)
     assert isinstance(cause, OSError)
     assert cause.errno == errno.ENOSPC
 
@@ -815,3 +816,39 @@ def test_what_can_not_be_saved_is_named(script: Script) -> None:
 
 def test_logging_is_left_to_the_program() -> None:
     assert logging.getLogger("adaptdl_elastic").handlers == []
+
+
+class Arriving(DirectoryStorage):
+    """A directory in which a checkpoint arrives after it has been looked for so often."""
+
+    def __init__(self, path: Path, looks: int) -> None:
+        super().__init__(path / "saved")
+        self._elsewhere, self._here, self._looks = path / "elsewhere", path / "saved", looks
+
+    def ids(self) -> list[str]:
+        self._looks -= 1
+        if self._looks == 0:
+            self._elsewhere.rename(self._here)
+        return super().ids()
+
+
+def manager_without_its_checkpoint(tmp_path: Path, wait: float, looks: int) -> tuple[Any, str]:
+    Number("n", 7)
+    checkpoint.save_all_states()
+    (saved,) = saved_ids(tmp_path)
+    (tmp_path / "saved").rename(tmp_path / "elsewhere")
+    return CheckpointManager(Arriving(tmp_path, looks), recorded=saved, writes=False, wait=wait), saved
+
+
+@pytest.mark.parametrize("exactly", [True, False])
+def test_a_checkpoint_that_is_being_copied_is_waited_for(script: Any, tmp_path: Path, exactly: bool) -> None:
+    manager, saved = manager_without_its_checkpoint(tmp_path, wait=100.0, looks=3)
+    assert manager.open(saved if exactly else None) == saved
+    with manager.claim("n") as content:
+        assert content.read()
+
+
+def test_a_checkpoint_is_waited_for_no_longer_than_told(script: Any, tmp_path: Path) -> None:
+    manager, saved = manager_without_its_checkpoint(tmp_path, wait=0.0, looks=3)
+    with pytest.raises(CheckpointError, match=f"checkpoint {saved} is recorded for this job and is not in"):
+        manager.open()

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+import insides
 import pytest
 import torch
 from fresh import Script
@@ -86,7 +87,7 @@ def loader(batch: int, largest: int, bounds: tuple[int, int]) -> adl.AdaptiveDat
 def on(replicas: int, batch: int, largest: int, bounds: tuple[int, int]) -> int:
     """The batch size of a replica alone that takes itself for one of several."""
     made = loader(batch, largest, bounds)
-    made._elastic._atomic, made._elastic._accum = made._elastic._initial()
+    insides.start_at_initial_batch_size(made)
     return made.current_batch_size
 
 

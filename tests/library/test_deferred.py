@@ -109,10 +109,10 @@ def test_one_node_whose_self_test_failed_is_enough(
     loop = fake_agent.settings(size=SIZE, batch=BATCH, pace=0.01, autoscale=BATCH)
     variables = {"LOOP": loop, "OUT": str(tmp_path), "SCRIPT": str(loop_script_path.PATH), **PATH}
     with FakeAgent(SCRIPT, tmp_path, **variables) as job:
-        host, port = job._open()
+        host, port = job.open_store()
         for rank in range(2):
             given = failed if rank == unlucky else str(share)
-            job.running.append(job._launch(rank, 2, 0, host, port, ADAPTDL_SHARE_PATH=given))
+            job.running.append(job.launch(rank, 2, 0, host, port, ADAPTDL_SHARE_PATH=given))
         hints: dict[str, Any] = {}
         while not hints:
             _, message, _ = job.messages.get(timeout=200)

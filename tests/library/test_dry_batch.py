@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import insides
 import numpy as np
 import pytest
 import torch
@@ -63,7 +64,7 @@ def everything(optimizers: list[Any], states: list[Any], sums: Any) -> list[Any]
     """What a batch may change, as plain data."""
     average, counter = states
     values: list[Any] = [average.values.tolist(), counter.count, torch.get_rng_state().tolist()]
-    values += [random.getstate(), np.random.get_state()[1].tolist(), dict(sums._state.updates)]
+    values += [random.getstate(), np.random.get_state()[1].tolist(), dict(insides.state(sums).updates)]
     for model, optimizer, scheduler, scaler in optimizers:
         values += [{k: v.tolist() for k, v in model.state_dict().items()}, str(optimizer.state_dict())]
         values += [None if scheduler is None else scheduler.state_dict(), scaler and scaler.state_dict()]
@@ -175,7 +176,7 @@ def test_no_batch_is_made_up_where_there_is_none(script: Script) -> None:
 def test_is_optim_step_asks_the_loop_under_way(script: Script) -> None:
     loader = adl.AdaptiveDataLoader(range(8), batch_size=4)
     loader.autoscale_batch_size(4, local_bsz_bounds=(1, 2), gradient_accumulation=True)
-    loader._elastic.train()
+    insides.helper(loader).train()
     assert adl.is_optim_step()
     assert adl.batch_counts()
     found: list[bool] = []

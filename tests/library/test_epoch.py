@@ -11,7 +11,8 @@ import pytest
 from fresh import Script
 
 from adaptdl_elastic import _session, checkpoint
-from adaptdl_elastic.torch import current_epoch, finished_epochs, remaining_epochs_until
+from adaptdl_elastic.torch import AdaptiveDataLoader, current_epoch, finished_epochs, remaining_epochs_until
+from adaptdl_elastic.torch.epoch import continue_at
 
 
 @pytest.fixture(autouse=True)
@@ -87,3 +88,33 @@ def test_the_number_of_epochs_is_checked(bad: Any) -> None:
 def test_numpys_integers_are_integers() -> None:
     three: Any = np.int64(3)
     assert list(remaining_epochs_until(three)) == [0, 1, 2]
+
+
+def trained_epochs(until: int) -> dict[int, list[int]]:
+    loader = AdaptiveDataLoader(range(10), batch_size=2)  # type: ignore[arg-type]
+    return {
+        epoch: [int(number) for batch in loader for number in batch]
+        for epoch in remaining_epochs_until(until)
+    }
+
+
+def test_training_continues_at_the_position_of_another_checkpoint() -> None:
+    continue_at(2, samples=6)
+    assert trained_epochs(4) == {2: [6, 7, 8, 9], 3: [*range(10)]}
+
+
+def test_a_later_position_of_the_job_itself_counts_more(script: Script) -> None:
+    assert list(remaining_epochs_until(3)) == [0, 1, 2]
+    script.restart()
+    continue_at(1, samples=4)
+    assert trained_epochs(4) == {3: [*range(10)]}
+
+
+def test_a_position_is_given_before_the_first_epoch() -> None:
+    with pytest.raises(ValueError, match="samples=-1: give an integer of at least 0"):
+        continue_at(0, samples=-1)
+    for _ in remaining_epochs_until(1):
+        with pytest.raises(RuntimeError, match="call it before"):
+            continue_at(1)
+    with pytest.raises(RuntimeError, match="call it before"):
+        continue_at(1)

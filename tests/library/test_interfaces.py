@@ -17,7 +17,7 @@ from adaptdl_elastic.torch._process_group.interfaces import GLOO_VARIABLE, inter
 
 @pytest.fixture(autouse=True)
 def nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interfaces, "_chosen", None)
+    monkeypatch.setattr(interfaces, "chosen", None)
     monkeypatch.setenv(GLOO_VARIABLE, "")
     monkeypatch.delenv(GLOO_VARIABLE)
 

@@ -213,6 +213,15 @@ def test_a_loader_is_taken_over(options: dict[str, Any], batch_size: int, kind: 
     assert adl.AdaptiveDataLoader.from_loader(loader) is loader
 
 
+def test_a_loader_around_a_plain_batch_sampler_takes_another_batch_size() -> None:
+    batches = BatchSampler(SequentialSampler(range(7)), 3, drop_last=True)
+    given: DataLoader[Any] = DataLoader(torch.arange(7), batch_sampler=batches)  # type: ignore[arg-type]
+    loader = adl.AdaptiveDataLoader.from_loader(given, batch_size=2)
+    assert (loader.batch_size, loader.drop_last) == (2, True)
+    for _ in adl.remaining_epochs_until(1):
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
+
+
 def test_what_is_no_loader_or_makes_no_batches_is_not_taken_over() -> None:
     with pytest.raises(TypeError, match=r"from_loader\(3\): give a torch.utils.data.DataLoader"):
         adl.AdaptiveDataLoader.from_loader(3)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import insides
 import numpy as np
 import pytest
 import torch
@@ -146,7 +147,7 @@ def test_one_data_loop_at_a_time() -> None:
         for _ in outer:
             with pytest.raises(RuntimeError, match="data loop inside another"):
                 next(iter(inner))
-            assert adl.current_dataloader() is outer._elastic
+            assert adl.current_dataloader() is insides.helper(outer)
         assert adl.current_dataloader() is None
         assert len(list(inner)) == 10  # afterwards it works
 
@@ -180,7 +181,7 @@ def test_bounds_below_the_batch_are_fine_with_accumulation() -> None:
     loader.autoscale_batch_size(64, (1, 3), gradient_accumulation=True)
     for _ in adl.remaining_epochs_until(1):
         next(iter(loader))
-        assert (loader.current_local_bsz, loader._elastic._accum) == (3, 2)
+        assert (loader.current_local_bsz, insides.helper(loader).accumulation) == (3, 2)
 
 
 def test_only_one_loader_trains() -> None:
@@ -220,7 +221,7 @@ def test_a_batch_that_has_grown_beyond_the_data_set_is_not_dropped() -> None:
     for _ in adl.remaining_epochs_until(1):
         iterator = iter(loader)
         assert [len(next(iterator)[0]) for _ in range(2)] == [4, 4]
-        loader._elastic._change({"atomic": 16, "accumulation": 0})
+        insides.change_batch_size(loader, 16)
         _session.current().metrics.update_progress(1.0)
         assert len(next(iterator)[0]) == 10
 
@@ -239,7 +240,7 @@ def test_numpys_integers_are_integers() -> None:
     loader = adl.AdaptiveDataLoader(numbers(), batch_size=eight)
     loader.autoscale_batch_size(4 * eight, (eight // 4, 2 * eight))
     assert type(loader.batch_size) is int
-    assert loader._elastic.local_bsz_bounds == (2, 16)
+    assert insides.helper(loader).local_bsz_bounds == (2, 16)
 
 
 def test_an_epoch_with_autoscaling_ends_where_nobody_trains(caplog: pytest.LogCaptureFixture) -> None:
@@ -259,7 +260,7 @@ def test_a_loader_that_is_made_in_every_epoch_is_one_loader() -> None:
         loader.autoscale_batch_size(8)
         assert loader.training
         for _ in loader:
-            loader._elastic._change({"atomic": loader.current_local_bsz + 1, "accumulation": 0})
+            insides.change_batch_size(loader, loader.current_local_bsz + 1)
             break
         sizes.append(loader.current_local_bsz)
         second = adl.AdaptiveDataLoader(numbers(), batch_size=4)
@@ -296,7 +297,7 @@ def test_loaders_that_are_made_when_first_needed_are_not_taken_for_each_other(sc
     for epoch in adl.remaining_epochs_until(4):
         if epoch == 0:
             made["train"] = adl.AdaptiveDataLoader(numbers())
-            made["train"]._elastic.train()
+            insides.helper(made["train"]).train()
         for _ in made["train"]:
             pass
         if epoch == 1:
@@ -305,7 +306,7 @@ def test_loaders_that_are_made_when_first_needed_are_not_taken_for_each_other(sc
             for _ in made[name]:
                 assert not made[name].training
         assert made["train"].training
-    assert len({loader._elastic.key for loader in made.values()}) == 3
+    assert len({insides.helper(loader).key for loader in made.values()}) == 3
 
 
 def test_break_ends_a_data_loop_for_its_epoch() -> None:
@@ -521,7 +522,7 @@ def test_where_a_loader_of_ones_own_ends_is_known_after_a_restart(script: Script
         break
     script.restart()
     loader, other = Halves(), AdaptiveDataLoaderHelper(4)
-    assert (loader._elastic.end_index, other.end_index) == (12, 0)
+    assert (insides.helper(loader).end_index, other.end_index) == (12, 0)
     for _ in adl.remaining_epochs_until(1):
         assert list(loader) == [4, 8]
     with pytest.raises(ValueError, match="end_index=-1: give an integer of at least 0"):

@@ -13,7 +13,7 @@ from fresh import Script
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, collective
 from adaptdl_elastic._session import Identity
-from adaptdl_elastic.torch._startup import _checked_backend
+from adaptdl_elastic.torch._startup import checked_backend
 
 
 @pytest.fixture(autouse=True)
@@ -81,4 +81,4 @@ def test_backends_are_spelt_as_torch_spells_them(backend: str) -> None:
 
 
 def test_one_backend_for_each_kind_of_device() -> None:
-    assert _checked_backend("cpu:gloo,CUDA:nccl") == "cpu:gloo,cuda:nccl"
+    assert checked_backend("cpu:gloo,CUDA:nccl") == "cpu:gloo,cuda:nccl"

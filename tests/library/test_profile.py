@@ -132,7 +132,7 @@ def test_what_is_kept_is_bounded_and_forgets_no_size() -> None:
         for atomic in range(8, 128, 8):
             machine.train(atomic, 5)
     machine.train(64, 1000)
-    assert len(machine.times.spans()) <= step_times._MOST + 1
+    assert len(machine.times.spans()) <= step_times.MOST_SPANS + 1
     assert len(machine.times.entries()) == 15
     for atomic in (8, 56, 120):
         assert machine.ratio(atomic, 64) == pytest.approx(1.0, rel=0.1)

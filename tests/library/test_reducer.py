@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from adaptdl_elastic.reducer import (
     MAIN,
     CollectiveError,
     CollectiveMismatchError,
-    Future,
     PeerLostError,
     Reducer,
 )
@@ -44,7 +44,7 @@ class World:
     def _connect(self, rank: int, port: Future, secret: bytes | None, options: Any) -> None:
         replicas = len(self.reducers)
         if rank == 0:
-            self.reducers[0] = Reducer(0, replicas, secret=secret, publish=port._set, **options)
+            self.reducers[0] = Reducer(0, replicas, secret=secret, publish=port.set_result, **options)
         else:
             self.reducers[rank] = Reducer(
                 rank, replicas, "127.0.0.1", port.result(60), secret=secret, **options
@@ -160,7 +160,7 @@ def test_an_error_in_the_reduction_reaches_everybody(world: Any) -> None:
 def test_a_replica_that_is_gone_fails_what_waits_for_it_at_once(world: Any, victim: int) -> None:
     w = world(3)
     waiting = [w.reducers[rank].allreduce_async(1) for rank in range(3) if rank != victim]
-    for sock in w.reducers[victim]._peers.values():
+    for sock in w.reducers[victim].peers.values():
         sock.shutdown(socket.SHUT_RDWR)
     for future in waiting:
         with pytest.raises(PeerLostError, match=f"rank {victim} is gone"):
@@ -170,7 +170,7 @@ def test_a_replica_that_is_gone_fails_what_waits_for_it_at_once(world: Any, vict
 def test_who_asks_after_the_loss_is_told_too(world: Any) -> None:
     lost = threading.Event()
     w = world(2, on_lost=lambda rank: lost.set())
-    w.reducers[1]._peers[0].shutdown(socket.SHUT_RDWR)
+    w.reducers[1].peers[0].shutdown(socket.SHUT_RDWR)
     assert lost.wait(60)
     with pytest.raises(PeerLostError):
         w.reducers[0].allreduce(1)
@@ -206,7 +206,7 @@ def _listening(replicas: int, secret: bytes | None, results: list[Any]) -> tuple
 
     def root() -> None:
         try:
-            results.append(Reducer(0, replicas, secret=secret, timeout=60, publish=port._set))
+            results.append(Reducer(0, replicas, secret=secret, timeout=60, publish=port.set_result))
         except Exception as error:
             results.append(error)
 
@@ -244,7 +244,7 @@ def test_silent_connections_and_garbage_delay_nobody(monkeypatch: pytest.MonkeyP
     ]
     for rank in (1, 2):
         threading.Thread(
-            target=lambda rank=rank: peers[rank - 1]._set(
+            target=lambda rank=rank: peers[rank - 1].set_result(
                 Reducer(rank, 3, "127.0.0.1", port, secret=b"right")
             )
         ).start()
@@ -350,7 +350,7 @@ def test_replicas_that_do_not_come_are_named() -> None:
     results: list[Any] = []
     port: Future = Future()
     with pytest.raises(CollectiveError, match=r"ranks \[1, 2\] have not connected"):
-        Reducer(0, 3, timeout=0.2, publish=port._set)
+        Reducer(0, 3, timeout=0.2, publish=port.set_result)
     assert results == []
 
 
@@ -417,7 +417,7 @@ def test_a_forked_child_does_not_keep_a_killed_replicas_connections_open(world: 
     try:
         assert w.everywhere(lambda r: r.allreduce(1)) == [2, 2]  # nothing was closed for us
         waiting = w.reducers[0].allreduce_async(1)
-        os.close(w.reducers[1]._peers[0].detach())  # what the end of a process does
+        os.close(w.reducers[1].peers[0].detach())  # what the end of a process does
         with pytest.raises(PeerLostError):
             waiting.result(50)
     finally:

@@ -116,17 +116,17 @@ def proxy(script: Script, moto: Moto) -> Iterator[CuttingProxy]:
 @contextmanager
 def before_the_manifest(monkeypatch: pytest.MonkeyPatch, what: Callable[[], None]) -> Iterator[S3Storage]:
     """Call `what` before the next manifest is put, on a connection of its own."""
-    storage = checkpoint._manager(_session.current()).storage
+    storage = checkpoint.manager_of(_session.current()).storage
     assert isinstance(storage, S3Storage)
-    put = storage._put_new
+    put = storage.put_new
 
     def wrapped(key: str, data: bytes) -> None:
-        storage._client.close()
+        storage.client.close()
         what()
         put(key, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "_put_new", wrapped)
+        patch.setattr(storage, "put_new", wrapped)
         yield storage
 
 
@@ -139,7 +139,7 @@ def test_a_commit_whose_answer_is_lost_is_a_commit(
     number.value = 2
     said: list[int] = []
     with before_the_manifest(monkeypatch, lambda: proxy.lose(1)) as storage:
-        answered = storage._client.meta.events
+        answered = storage.client.meta.events
         answered.register(
             "response-received.s3.PutObject",
             lambda response_dict, **_: response_dict and said.append(response_dict["status_code"]),
@@ -160,7 +160,7 @@ def test_data_stays_while_nobody_knows_whether_it_was_committed(
     number.value = 2
     with before_the_manifest(monkeypatch, proxy.swallow if arrives else proxy.cut) as storage:
         impatient = Config(retries={"total_max_attempts": 2})
-        monkeypatch.setattr(storage, "_client", S3Storage(storage.path, {"config": impatient})._client)
+        monkeypatch.setattr(storage, "client", S3Storage(storage.path, {"config": impatient}).client)
         with pytest.raises(CheckpointSaveError, match="cannot write to s3"):
             checkpoint.save_all_states()
     proxy.heal()
@@ -197,15 +197,15 @@ def test_a_store_that_is_away_is_told_and_does_not_stop_training(
 ) -> None:
     number = Number("n", 1)
     assert checkpoint.save_all_states() is not None
-    storage = checkpoint._manager(_session.current()).storage
+    storage = checkpoint.manager_of(_session.current()).storage
     assert isinstance(storage, S3Storage)
-    good = storage._client
+    good = storage.client
     nobody = {"endpoint_url": "http://127.0.0.1:9", "config": Config(retries={"total_max_attempts": 1})}
-    storage._client = S3Storage(f"s3://{BUCKET}", nobody)._client
+    storage.client = S3Storage(f"s3://{BUCKET}", nobody).client
     number.value = 2
     with pytest.raises(CheckpointSaveError, match="Could not connect"):
         checkpoint.save_all_states()
-    storage._client = good
+    storage.client = good
     number.value = 3
     assert checkpoint.save_all_states() is not None
     script.restart()
@@ -276,7 +276,7 @@ def test_not_to_reach_the_newest_is_no_reason_to_take_an_older_one(
     def away(self: S3Storage, key: str) -> Any:
         raise StorageError("cannot read: 503 Slow Down")
 
-    monkeypatch.setattr(S3Storage, "_get", away)
+    monkeypatch.setattr(S3Storage, "get", away)
     with pytest.raises(CheckpointError, match="503 Slow Down: not going on from an older"):
         Number("n")
 
@@ -293,7 +293,7 @@ from adaptdl_elastic.storage import Manifest, new_id
 from adaptdl_elastic.storage.s3 import S3Storage
 storage = S3Storage(sys.argv[1])
 point = int(sys.argv[2])
-for name in ("_put", "_put_new"):
+for name in ("_put", "put_new"):
     def wrapped(self, *args, original=getattr(S3Storage, name)):
         global point
         if point == 0:

@@ -166,9 +166,9 @@ def test_the_group_of_another_cluster_is_refused_in_one_line(moto: Moto, store: 
     ],
 )
 def test_deadlines(text: str, expected: Any) -> None:
-    from adaptdl_elastic.autoscaler.commands.autoscale import _deadline
+    from adaptdl_elastic.autoscaler.commands.autoscale import parse_deadline
 
-    assert _deadline(text, 100.0) == expected
+    assert parse_deadline(text, 100.0) == expected
 
 
 @pytest.mark.processes
@@ -185,7 +185,7 @@ def test_a_deadline_that_has_passed_is_told(
 
 @pytest.mark.parametrize("text", ["", "train=", "2x", "5", "h"])
 def test_what_is_no_deadline(text: str) -> None:
-    from adaptdl_elastic.autoscaler.commands.autoscale import _deadline
+    from adaptdl_elastic.autoscaler.commands.autoscale import parse_deadline
 
     with pytest.raises(OptionError, match="2h30m"):
-        _deadline(text, 100.0)
+        parse_deadline(text, 100.0)

@@ -124,7 +124,7 @@ def test_ours_are_protected_and_the_reclaimed_are_replaced(world: World, moto: M
     after = world.provider.capacity()
     assert victim not in {i.id for i in after.instances}
     assert sum(pool.desired for pool in after.pools) == 2
-    assert world.ruler._memory.pools["spot"].interruptions == 1
+    assert world.ruler.memory.pools["spot"].interruptions == 1
 
 
 def _text(store: MemoryStore, key: str) -> str:

@@ -96,7 +96,7 @@ def test_of_two_that_begin_in_the_same_moment_one_ends(moto: Moto) -> None:
     both_have_read = threading.Barrier(2)
 
     def late(ours: Ec2Provider) -> Callable[[str, str, str], None]:
-        tag = ours._tag
+        tag = ours.tag
 
         def wait(name: str, key: str, value: str) -> None:
             if key == OWNER_TAG:
@@ -107,7 +107,7 @@ def test_of_two_that_begin_in_the_same_moment_one_ends(moto: Moto) -> None:
 
     ruling = []
     for ours in (first, second):
-        ours._tag = late(ours)  # type: ignore[method-assign]
+        ours.tag = late(ours)  # type: ignore[method-assign]
         ruling.append(threading.Thread(target=ours.take_over))
         ruling[-1].start()
     for thread in ruling:

@@ -70,7 +70,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., LocalProvider]]:
 
     yield build
     for provider in made:
-        provider._grace = 0.2
+        provider.grace = 0.2
         provider.hand_back()
     assert set(psutil.Process().children()) <= set(before)
 

@@ -77,7 +77,7 @@ def test_the_example_of_the_page_reads_what_is_in_a_bucket(
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_dataset, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(s3_dataset, "RETRY_SECONDS", 0.0)
 
 
 def first(data: bytes, key: str) -> int:
@@ -194,7 +194,7 @@ def test_worker_processes_have_clients_of_their_own(s3: Any) -> None:
     dataset = S3Dataset("s3://data/train/", first, suffix=".bin")
     assert dataset[0] == 0
     again = pickle.loads(pickle.dumps(dataset))
-    assert again._clients == {}
+    assert again.clients == {}
     loader = DataLoader(again, batch_size=4, num_workers=1, multiprocessing_context="fork")
     assert [x for batch in loader for x in batch.tolist()] == list(range(12))
 

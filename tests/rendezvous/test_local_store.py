@@ -169,7 +169,7 @@ def test_garbage_ends_its_own_connection_only(server: LocalServer, store: LocalS
 
 
 def test_a_request_is_bounded(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_server, "_MAX_REQUEST_BYTES", 1000)
+    monkeypatch.setattr(store_server, "MAX_REQUEST_BYTES", 1000)
     with LocalStore(socket_path(server.endpoint), 10.0) as store:
         store.put("/a", "x" * 900)
         with pytest.raises(StoreUnavailableError):

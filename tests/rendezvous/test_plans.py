@@ -51,7 +51,7 @@ def test_what_was_divided_can_be_joined_and_each_node_finds_its_own(nodes: int, 
     assert sum(len(part.placements) for part in parts) == nodes
     for placement in (*plan.placements, Placement("stranger", 1)):
         node = placement.node
-        seen = plan_store.excerpt(head, parts[plan_store._part_of(node, len(parts))], node)
+        seen = plan_store.excerpt(head, parts[plan_store.part_of(node, len(parts))], node)
         assert (seen.replicas, seen.nodes, seen.ranks(node)) == (plan.replicas, plan.nodes, plan.ranks(node))
         assert seen.placements == tuple(p for p in plan.placements if p.node == node)
         assert {one for one in seen.leaving if one.node == node} == {
@@ -120,7 +120,7 @@ class Stopped(MemoryStore):
 
 
 def test_an_old_leader_that_wakes_up_leaves_the_parts_of_its_successor_alone(raw: MemoryStore) -> None:
-    old = Stopped(_shared=raw._shared)
+    old = Stopped(shared=raw.shared)
     successor, agent = PlanStore(raw.client()), PlanStore(raw.client(), "n40")
     plan = plan_of(100)
 

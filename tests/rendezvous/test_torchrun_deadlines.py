@@ -69,7 +69,7 @@ class Group:
         self._pool = ThreadPoolExecutor(8)
 
     def _client(self) -> AwayStore:
-        client = AwayStore(_shared=self.store._shared)
+        client = AwayStore(shared=self.store.shared)
         client.away = self.away
         return client
 
@@ -251,14 +251,14 @@ def test_a_node_that_cannot_reach_rank_0_gives_up_so_that_others_go_on(
     (info,) = [entering.result(20) for entering in group.enter(alone)]
     assert info.world_size == 1
     monkeypatch.setattr(module, "REACH_SECONDS", 0.3)
-    connect = gathering_module.Gathering._connect
+    connect = gathering_module.Gathering.connect
 
     def refused(self: gathering_module.Gathering) -> TCPStore:
         if self._rank == 1:
             raise ConnectionRefusedError("behind a wall")
         return connect(self)
 
-    monkeypatch.setattr(gathering_module.Gathering, "_connect", refused)
+    monkeypatch.setattr(gathering_module.Gathering, "connect", refused)
     (entering,) = group.enter(misfit := group.handler((1, 2), read_timeout="1", timeout="60"))
     group.wait_for(lambda: alone.num_nodes_waiting() > 0, "the newcomer to be noticed")
     (again,) = group.enter(alone)
@@ -285,13 +285,13 @@ def test_rank_0_dies_between_saying_where_and_the_connection(group: Group):
 
 
 def test_a_slow_member_is_waited_for(group: Group, monkeypatch: pytest.MonkeyPatch):
-    release, connect = threading.Event(), gathering_module.Gathering._connect
+    release, connect = threading.Event(), gathering_module.Gathering.connect
 
     def slowly(self: gathering_module.Gathering) -> TCPStore:
         assert release.wait(30)
         return connect(self)
 
-    monkeypatch.setattr(gathering_module.Gathering, "_connect", slowly)
+    monkeypatch.setattr(gathering_module.Gathering, "connect", slowly)
     entering = group.enter(*(group.handler() for _ in range(2)))
     group.wait_for(lambda: group.round() is not None, "a round")
     assert not any(one.done() for one in entering)

@@ -57,7 +57,7 @@ class Group:
 
     def close(self) -> None:
         for handler in self.handlers:
-            handler._leave()
+            handler.leave()
         self._pool.shutdown()
 
 
@@ -92,7 +92,7 @@ def test_nodes_come_and_go_and_survivors_keep_their_ranks(group: Group):
     newcomer = group.enter(three)
     wait_until_waiting([one, two])
     assert group.ranks(group.enter(two, one) + newcomer) == [(1, 3), (0, 3), (2, 3)]
-    one._leave()  # as at a signal
+    one.leave()  # as at a signal
     wait_until_waiting([two, three])
     assert group.ranks(group.enter(three, two)) == [(1, 2), (0, 2)]
 
@@ -157,7 +157,7 @@ def test_a_range_of_ports_is_kept_to_and_named_when_it_is_full(group: Group):
         handler = group.handler((1, 1), port_range=str(port))
         with pytest.raises(RendezvousConnectionError, match=f"{port}.*port_range=FIRST-LAST"):
             group.enter(handler)[0].result(30)
-        handler._leave()
+        handler.leave()
     (info,) = [future.result(30) for future in group.enter(group.handler((1, 1), port_range=str(port)))]
     assert master_port(info) == port
 
@@ -224,12 +224,12 @@ def test_a_failed_job_is_closed_as_failed(group: Group):
 def test_a_lapsed_lease_disturbs_nobody(group: Group):
     handlers = [group.handler((2, 2), grace="5") for _ in range(2)]
     group.ranks(group.enter(*handlers))
-    roster = handlers[0]._connection.roster
-    lapsed = roster._lease
+    roster = handlers[0].connection.roster
+    lapsed = roster.lease
     lapsed.revoke()  # as the store does when it has not heard of us
     seen = threading.Event()
     deadline = time.monotonic() + 20
-    while roster._lease is lapsed or len(group.store.range(PREFIX + "nodes/").items) < 2:
+    while roster.lease is lapsed or len(group.store.range(PREFIX + "nodes/").items) < 2:
         assert time.monotonic() < deadline
         seen.wait(0.01)
     assert [handler.num_nodes_waiting() for handler in handlers] == [0, 0]
@@ -256,4 +256,4 @@ def test_the_cluster_may_come_from_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("ADAPTDL_CLUSTER", "night")
     for config, cluster in (({}, "night"), ({"cluster": "day"}, "day")):
         found = RendezvousParameters("adaptdl-etcd", "e:1", "job", 1, 1, **config)
-        assert torchrun.create_handler(found)._keys.cluster == cluster
+        assert torchrun.create_handler(found).keys.cluster == cluster

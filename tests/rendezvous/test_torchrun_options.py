@@ -79,4 +79,4 @@ def test_unknown_options_are_told_in_one_line_and_the_rest_counts(caplog: pytest
 
 def test_https_is_for_every_endpoint_that_has_no_scheme():
     found = RendezvousParameters("adaptdl-etcd", "a:1,b:2", "job", 1, 1, protocol="https")
-    assert torchrun.create_handler(found)._urls == ("https://a:1", "https://b:2")
+    assert torchrun.create_handler(found).urls == ("https://a:1", "https://b:2")

@@ -173,7 +173,7 @@ def test_nodes_beyond_what_somebody_asked_for_are_counted_and_go_when_they_are_n
     world.run(120)
 
     def lower(to: int) -> None:
-        world.provider._pools["demand"] = replace(world.provider._pools["demand"], desired=to)
+        world.provider.set_desired("demand", to)
 
     lower(2)
     world.run(30)

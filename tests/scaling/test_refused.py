@@ -24,7 +24,7 @@ def test_an_autoscaler_says_that_it_is_refused_and_goes_on_when_it_is_let_in_aga
 
         def look(first: bool = False) -> bool:
             cluster.now += 10
-            return cluster.ruler._tick(first)
+            return cluster.ruler.attempt(first)
 
         cluster.submit("first")
         assert not look(first=True)

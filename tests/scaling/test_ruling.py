@@ -53,12 +53,12 @@ class Recording(FakeProvider):
 def ruling(store: MemoryStore) -> Cluster:
     """An autoscaler that rules."""
     cluster = Cluster(store, provider=Recording({"workers": POOL}, lambda: 0.0, boot_seconds=0))
-    assert not cluster.ruler._tick(first=True)
+    assert not cluster.ruler.attempt(first=True)
     return cluster
 
 
 def lease_of(cluster: Cluster) -> Lease:
-    lease = cluster.ruler._lease
+    lease = cluster.ruler.lease
     assert lease is not None
     return lease
 
@@ -79,10 +79,10 @@ def test_what_goes_wrong_later_is_said_and_tried_again(store: MemoryStore, error
     cluster = ruling(store)
     cluster.submit()
     cluster.provider.errors["capacity"] = [error]
-    assert not cluster.ruler._tick(first=False)
+    assert not cluster.ruler.attempt(first=False)
     assert str(error) in cluster.events("warning")[-1]["message"]
     cluster.now += 60
-    assert not cluster.ruler._tick(first=False)
+    assert not cluster.ruler.attempt(first=False)
     assert len(cluster.instances) == 1
 
 
@@ -100,14 +100,14 @@ def test_when_there_is_nothing_left_to_rule_it_ends(store: MemoryStore) -> None:
     cluster = ruling(store)
     cluster.provider.errors["capacity"] = [UnknownPoolError("no auto-scaling group is left")]
     with pytest.raises(UnknownPoolError):
-        cluster.ruler._tick(first=False)
+        cluster.ruler.attempt(first=False)
 
 
 def test_when_another_cluster_has_taken_the_groups_it_ends(store: MemoryStore) -> None:
     cluster = ruling(store)
     cluster.provider.errors["capacity"] = [NotOursError("taken over by cluster two")]
     with pytest.raises(NotOursError):
-        cluster.ruler._tick(first=False)
+        cluster.ruler.attempt(first=False)
 
 
 @pytest.mark.parametrize(("interval", "said"), [(10.0, False), (11.0, True)])
@@ -117,7 +117,7 @@ def test_hooks_that_wait_shorter_than_it_looks_away_are_said(
     pool = replace(POOL, hook_timeout=30.0)
     provider = FakeProvider({"workers": pool}, lambda: 0.0, boot_seconds=0)
     cluster = Cluster(store, provider=provider, options=LoopOptions(interval=interval))
-    cluster.ruler._tick(first=True)
+    cluster.ruler.attempt(first=True)
     told = [event["message"] for event in cluster.events("warning")]
     assert any("workers: a termination hook waits 30 s" in text for text in told) == said
     assert all("--interval 10" in text for text in told)
@@ -140,8 +140,8 @@ def test_who_has_lost_the_rule_hands_nothing_back(store: MemoryStore) -> None:
     lose_lease(cluster)
     store.put(KEYS.autoscaler_leader, OTHER)
     cluster.ruler.stop()
-    assert not cluster.ruler._tick(first=False)
-    cluster.ruler._hand_back()
+    assert not cluster.ruler.attempt(first=False)
+    cluster.ruler.hand_back()
     assert cluster.provider.rule == ["take_over"]
 
 
@@ -153,12 +153,12 @@ def test_who_rules_again_takes_over_again_and_knows_what_the_other_one_did(store
     other.submit()
     for _ in range(2):
         other.tick()
-    assert len(other.ruler._memory.known) == 1
+    assert len(other.ruler.memory.known) == 1
     cluster.now = other.now
-    assert not cluster.ruler._tick(first=False)
+    assert not cluster.ruler.attempt(first=False)
     assert cluster.provider.rule == ["take_over", "take_over"]
-    assert cluster.ruler._memory.known.keys() == other.ruler._memory.known.keys()
-    cluster.ruler._hand_back()
+    assert cluster.ruler.memory.known.keys() == other.ruler.memory.known.keys()
+    cluster.ruler.hand_back()
     assert cluster.provider.rule[-1] == "hand_back"
 
 
@@ -169,7 +169,7 @@ def test_nothing_is_done_while_another_one_may_rule(
     cluster = ruling(store)
     cluster.submit()
     monkeypatch.setattr(lease_of(cluster), "remaining", lambda: 0.0)
-    assert not cluster.ruler._tick(first=False)
+    assert not cluster.ruler.attempt(first=False)
     assert cluster.instances == []
     assert "not certain" in cluster.events("warning")[-1]["message"]
 
@@ -183,7 +183,7 @@ def test_who_is_stopped_in_the_middle_of_a_look_leaves_the_rest(
     left = iter([15.0])  # until it looks
     monkeypatch.setattr(lease_of(cluster), "remaining", lambda: next(left, 0.0))
     events = len(list(store.range(KEYS.events).items))
-    assert not cluster.ruler._tick(first=False)
+    assert not cluster.ruler.attempt(first=False)
     assert cluster.instances == []
     assert cluster.events("request") == []
     assert "not certain" in cluster.events("warning")[-1]["message"]
@@ -206,10 +206,10 @@ def test_who_was_deposed_in_the_middle_of_a_look_does_not_write_over_his_success
 
     cluster.provider.capacity = hangs
     cluster.now += 10
-    assert not cluster.ruler._tick(first=False)
+    assert not cluster.ruler.attempt(first=False)
     assert cluster.status() == theirs
     assert "somebody else has written" in cluster.events("warning")[-1]["message"]
-    assert not cluster.ruler._tick(first=False)
+    assert not cluster.ruler.attempt(first=False)
     assert cluster.provider.rule == ["take_over", "take_over"]
     assert cluster.status().provider == "fake"
 
@@ -226,9 +226,9 @@ def test_a_takeover_that_failed_is_made_good(store: MemoryStore) -> None:
         take_over()
 
     cluster.provider.take_over = once
-    cluster.ruler._tick(first=False)
+    cluster.ruler.attempt(first=False)
     assert cluster.provider.rule == ["take_over"]
-    cluster.ruler._tick(first=False)
+    cluster.ruler.attempt(first=False)
     assert cluster.provider.rule == ["take_over", "take_over"]
 
 
@@ -248,7 +248,7 @@ def test_a_successor_deletes_the_drain_requests_of_the_dead(store: MemoryStore) 
     store.delete(KEYS.node(node, "train"))
     second = Cluster(store, provider=first.provider)
     second.now = first.now
-    second.ruler._memory = second.ruler._recall()
+    second.ruler.memory = second.ruler.recall()
     second.tick()
     assert store.get(KEYS.drain(node)) is None
     assert store.get(theirs) is not None
@@ -338,13 +338,12 @@ def test_an_instance_that_comes_back_from_standby_stays(store: MemoryStore) -> N
     cluster.tick()
 
     def state(value: InstanceState) -> None:
-        found = cluster.provider._instances[instance]
-        cluster.provider._instances[instance] = replace(found, state=value)
-        pool = cluster.provider._pools["workers"]
-        cluster.provider._pools["workers"] = replace(pool, desired=int(value is InstanceState.RUNNING))
+        found = cluster.provider.instances[instance]
+        cluster.provider.instances[instance] = replace(found, state=value)
+        cluster.provider.set_desired("workers", int(value is InstanceState.RUNNING))
 
     state(InstanceState.LEAVING)  # a person puts it on Standby, with one less desired
-    cluster.provider._advance()
+    cluster.provider.advance()
     cluster.tick(1)
     assert store.get(KEYS.drain(node)) is not None
     state(InstanceState.RUNNING)
@@ -353,4 +352,4 @@ def test_an_instance_that_comes_back_from_standby_stays(store: MemoryStore) -> N
     assert store.get(KEYS.drain(node)) is None
     assert instance in cluster.instances
     assert not [event for event in cluster.events("release") if event["instance"] == instance]
-    assert Release not in {type(action) for action in cluster.ruler._acted}
+    assert Release not in {type(action) for action in cluster.ruler.acted}

@@ -172,7 +172,7 @@ def test_what_it_paid_is_remembered_by_the_next_one(store: MemoryStore) -> None:
     paid = first.status().cost_so_far
     assert paid == pytest.approx(2.0)
     second = Cluster(store, provider=first.provider)
-    second.ruler._memory = second.ruler._recall()
+    second.ruler.memory = second.ruler.recall()
     second.now = first.now
     second.tick(3600)
     assert second.status().cost_so_far == pytest.approx(3.0)
@@ -180,7 +180,7 @@ def test_what_it_paid_is_remembered_by_the_next_one(store: MemoryStore) -> None:
 
 def test_a_garbled_memory_is_forgotten(store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
     store.put(KEYS.autoscaler_status, "{}")
-    assert Cluster(store).ruler._recall().cost == 0.0
+    assert Cluster(store).ruler.recall().cost == 0.0
     assert "forgotten" in caplog.text
 
 
@@ -229,12 +229,12 @@ def test_a_notice_that_comes_twice_or_late_changes_nothing(store: MemoryStore) -
     store.delete(KEYS.node(node, "train"))
     cluster.tick(60)
     (successor,) = cluster.instances
-    before = cluster.ruler._memory
+    before = cluster.ruler.memory
     cluster.provider.interrupt(victim, 120)  # it has long gone
     cluster.provider.interrupt("i-of-nobody", 120)
     cluster.tick(1)
     assert cluster.instances == [successor]
-    assert cluster.ruler._memory.known.keys() == before.known.keys()
+    assert cluster.ruler.memory.known.keys() == before.known.keys()
     assert len(cluster.events("drain")) == 1
 
 
@@ -397,15 +397,15 @@ def test_bills_go_by_run_and_are_forgotten_with_their_job(store: MemoryStore) ->
     cluster.plan(cluster.register(first))
     cluster.plan(cluster.register(second, "other"), job="other")
     cluster.tick(3600)
-    assert cluster.ruler._memory.job_costs == pytest.approx({"train": 1.0, "other": 1.0})
+    assert cluster.ruler.memory.job_costs == pytest.approx({"train": 1.0, "other": 1.0})
     spec = records.JobSpec("train", "again", min_nodes=1, max_nodes=4, min_replicas=1, max_replicas=4)
     store.put(KEYS.job("train", "spec"), records.encode(spec))
     cluster.tick(0)
-    assert cluster.ruler._memory.job_costs == pytest.approx({"train": 0.0, "other": 1.0})
+    assert cluster.ruler.memory.job_costs == pytest.approx({"train": 0.0, "other": 1.0})
     cluster.finish("other")
     cluster.end(f"node-{second}", 0, "other")
     cluster.tick(60)
-    assert "other" in cluster.ruler._memory.job_costs
+    assert "other" in cluster.ruler.memory.job_costs
     for _ in range(25):
         cluster.tick(3600)
-    assert "other" not in cluster.ruler._memory.job_costs
+    assert "other" not in cluster.ruler.memory.job_costs

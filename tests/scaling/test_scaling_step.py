@@ -380,7 +380,7 @@ def test_what_a_changing_job_has_or_is_to_have_stays(monkeypatch: pytest.MonkeyP
     world.jobs = (waiting("a", 4),)
     world.until(lambda: len(world.running) == 4)
     holds, waits, *_ = sorted(world.running)
-    works = world._nodes
+    works = world.nodes_in_use
 
     def nodes() -> dict[str, NodeUse]:
         found = works()
@@ -388,7 +388,7 @@ def test_what_a_changing_job_has_or_is_to_have_stays(monkeypatch: pytest.MonkeyP
         found[waits] = replace(found[waits], replicas={}, planned=frozenset({"c"}))
         return found
 
-    monkeypatch.setattr(world, "_nodes", nodes)
+    monkeypatch.setattr(world, "nodes_in_use", nodes)
     world.jobs, world.unsettled = (waiting("a", 1), waiting("c", 1)), frozenset({"c"})
     world.run(1200)
     assert sorted(world.running) == [holds, waits]
@@ -498,7 +498,7 @@ def test_what_is_gone_after_nobody_looked_for_long_was_not_interrupted() -> None
     world.jobs = (waiting(replicas=8),)
     world.run(1800)
     for name in list(world.running):
-        world.provider._instances.pop(name)
+        world.provider.instances.pop(name)
     world.now += 3600
     world.tick()
     assert world.memory.pools["spot"].interruptions == 0

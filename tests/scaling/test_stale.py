@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -27,7 +26,7 @@ class Stale(FakeProvider):
     def release(self, instance: str, replace: bool = False) -> None:
         if instance in self._ghosts:
             return  # as the EC2 provider does
-        found = self._instances.get(instance)
+        found = self.instances.get(instance)
         super().release(instance, replace)
         if found is not None:
             self._ghosts[instance] = (found, self.looks)
@@ -76,8 +75,7 @@ def test_a_group_lowered_by_hand_while_what_was_released_is_shown_keeps_its_node
     world.run(120)
     world.jobs = (waiting(replicas=3),)
     world.until(lambda: bool(world.of(Release)))
-    pool = world.provider._pools["demand"]
-    world.provider._pools["demand"] = replace(pool, desired=1)
+    world.provider.set_desired("demand", 1)
     world.run(60)
     assert world.desired == {"demand": 3}
     assert world.provider.launched == 4

@@ -168,7 +168,7 @@ PLANTED: tuple[Planted, ...] = (
         "no-second-registration",
         "a lapsed registration is not made again",
         "agent/cluster/store_link.py",
-        "            self._register_again()\n",
+        "            self.register_again()\n",
         "            return\n",
     ),
     Planted(

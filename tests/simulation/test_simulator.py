@@ -88,6 +88,7 @@ def test_an_event_log_names_a_replica_that_died_before_the_others_were_forked() 
     assert begun == [[0, 1, 2], [0, 1, 2]]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", [1, 1001])
 def test_no_defect_is_found_in_half_a_minute(first: int) -> None:

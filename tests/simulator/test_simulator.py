@@ -134,14 +134,20 @@ def test_every_policy_finishes_every_job_and_fits(apps: dict[str, Application], 
     assert report.finish_time_fairness["median"] > 0
 
 
-def test_the_same_again_is_the_same(apps: dict[str, Application]) -> None:
-    first, second = run(apps), run(apps)
+@pytest.fixture(scope="module")
+def plain(apps: dict[str, Application]) -> Simulation:
+    """The workload with all the usual settings, run to its end."""
+    return run(apps)
+
+
+def test_the_same_again_is_the_same(apps: dict[str, Application], plain: Simulation) -> None:
+    first, second = plain, run(apps)
     assert [job.completed for job in first.jobs] == [job.completed for job in second.jobs]
     assert first.outcome.samples == second.outcome.samples
 
 
-def test_work_is_conserved(apps: dict[str, Application]) -> None:
-    for job in run(apps).jobs:
+def test_work_is_conserved(plain: Simulation) -> None:
+    for job in plain.jobs:
         assert job.progress == pytest.approx(job.app.total_progress)
         assert job.epoch == job.app.epochs
 
@@ -222,8 +228,8 @@ def test_a_job_gains_nothing_by_declaring_less_than_others_of_its_kind(apps: dic
     assert declaring(apps, "medium-9", 0.5, kin=True) == declaring(apps, "medium-9", 1.0, kin=True)
 
 
-def test_the_cheaper_the_change_the_shorter_the_jobs(apps: dict[str, Application]) -> None:
-    cheap = summarize(run(apps).outcome, fairness=False)
+def test_the_cheaper_the_change_the_shorter_the_jobs(apps: dict[str, Application], plain: Simulation) -> None:
+    cheap = summarize(plain.outcome, fairness=False)
     dear = summarize(run(apps, pause=30.0, events=False).outcome, fairness=False)
     assert cheap.average_jct < dear.average_jct
 

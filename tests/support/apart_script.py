@@ -65,7 +65,7 @@ def pause():
 
 def awaited():
     """Whether the other replica has come to the end, and waits for this one, which is rank 0."""
-    calls = _session.current().reducer._calls
+    calls = _session.current().reducer.calls
     return any(sequence >> 56 == LOOPS and call.contributions for sequence, call in list(calls.items()))
 
 

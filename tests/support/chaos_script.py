@@ -17,6 +17,7 @@ import signal
 import time
 from pathlib import Path
 
+import insides
 import torch
 import torch.distributed as dist
 from signs import sign
@@ -64,7 +65,7 @@ def faulty(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]
 
 
 def tear(tag, left):
-    combine, spread = Reducer._combine, Reducer._spread
+    combine, spread = Reducer.combine, Reducer.spread
 
     def combined(self, call):
         nonlocal left
@@ -77,7 +78,7 @@ def tear(tag, left):
         self._send(1, kind, sequence.to_bytes(8, "big") + payload)
         die()
 
-    Reducer._combine, Reducer._spread = combined, spread_to_one
+    Reducer.combine, Reducer.spread = combined, spread_to_one
 
 
 def die_in(name, left, module=state_transfer):
@@ -142,7 +143,7 @@ def main():
     if S["accumulate"]:
         high = -(-S["batch"] // (S["accumulate"] + 1))
         data.autoscale_batch_size(S["batch"], local_bsz_bounds=(1, high), gradient_accumulation=True)
-        data._elastic._max_batch_size = None  # accumulate, and stay at this batch size
+        insides.keep_batch_size(data)  # accumulate, and stay at this batch size
     if S["autoscale"]:
         data.autoscale_batch_size(S["autoscale"], local_bsz_bounds=(1, S["autoscale"]))
     evaluation = adl.AdaptiveDataLoader(numbers, batch_size=20)

@@ -39,8 +39,8 @@ class Cluster:
         self.agents: dict[str, ElasticRun] = {}  # by node, or node#2 for its second agent
         self.saved = directory / "saved"
         self.store: Store = stack.enter_context(connect(etcd.endpoint, options=options))
-        self._recorder = Recorder(self.store)
-        stack.callback(self._recorder.close)
+        self.recorder = Recorder(self.store)
+        stack.callback(self.recorder.close)
 
     def start(
         self,
@@ -134,9 +134,9 @@ class Cluster:
 
     def history(self) -> list[Change]:
         """Every change that there was in the store so far."""
-        return self._recorder.changes()
+        return self.recorder.changes()
 
     def violations(self, keys: Keys | None = None) -> list[str]:
         """What the history checker finds."""
         logs: dict[str, Sequence[dict[str, object]]] = {name: run.events for name, run in self.agents.items()}
-        return violations(self._recorder.changes(), keys, JOB, logs)
+        return violations(self.recorder.changes(), keys, JOB, logs)

@@ -38,7 +38,7 @@ class Countdown:
 def arm(point: int, below: str) -> Countdown:
     """From now on: before each call that changes the directory, around fsync, in the middle of a write."""
     countdown = Countdown(point, below)
-    fsync, write = os.fsync, storage._write_all
+    fsync, write = os.fsync, storage.write_all
 
     def slow_fsync(fd: int) -> None:
         countdown.tick()
@@ -51,7 +51,7 @@ def arm(point: int, below: str) -> Countdown:
         countdown.tick()
         write(file, view[len(view) // 2 :])
 
-    os.fsync, storage._write_all = slow_fsync, torn_write
+    os.fsync, storage.write_all = slow_fsync, torn_write
     sys.addaudithook(countdown.audit)
     return countdown
 

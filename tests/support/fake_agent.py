@@ -95,8 +95,8 @@ class FakeAgent:
             each.channel.close()
 
     def start(self, replicas: int) -> None:
-        host, port = self._open()
-        self.running = [self._launch(rank, replicas, 0, host, port) for rank in range(replicas)]
+        host, port = self.open_store()
+        self.running = [self.launch(rank, replicas, 0, host, port) for rank in range(replicas)]
 
     def first_to_end(self) -> Process:
         """Whichever of the running replicas ends first."""
@@ -105,7 +105,7 @@ class FakeAgent:
         assert ended, f"all of them still run:\n{self.outputs()}"
         return next(by_sentinel[one] for one in ended if isinstance(one, int))
 
-    def _open(self) -> tuple[str, int]:
+    def open_store(self) -> tuple[str, int]:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.stores.append(store)
         return "127.0.0.1", store.port
@@ -125,21 +125,19 @@ class FakeAgent:
             "ADAPTDL_SECRET": "secret",
         }
 
-    def _launch(
-        self, rank: int, replicas: int, generation: int, host: str, port: int, **more: str
-    ) -> Process:
+    def launch(self, rank: int, replicas: int, generation: int, host: str, port: int, **more: str) -> Process:
         given = self.variables(rank, replicas, generation, host, port)
         return Process(self, rank, {**self.environment, **given, **more})
 
     def plan(self, replicas: int, leave: Sequence[int] = (), **more: str) -> None:
         """Begin generation g + 1 with so many replicas, without these: survivors first, in their order."""
         generation, old = self.generation + 1, self.running
-        host, port = self._open()
+        host, port = self.open_store()
         self.staying = [each for rank, each in enumerate(old) if rank not in leave][:replicas]
         ranks = [self.staying.index(each) if each in self.staying else None for each in old]
         newcomers = list(range(len(self.staying), replicas))
         self.pending = [
-            self._launch(rank, replicas, generation, host, port, ADAPTDL_JOIN="1", **more)
+            self.launch(rank, replicas, generation, host, port, ADAPTDL_JOIN="1", **more)
             for rank in newcomers
         ]
         for rank, each in zip(ranks, old, strict=True):
@@ -164,6 +162,16 @@ class FakeAgent:
             if message["type"] == kind:
                 found.append(sender)
         return found
+
+    def wait_for_event(self, name: str) -> dict[str, Any]:
+        """Until a replica has sent an event of that name; the message."""
+        while True:
+            try:
+                message = self.messages.get(timeout=PATIENCE)[1]
+            except queue.Empty:
+                raise AssertionError(f"no event {name}:\n{self.outputs()}") from None
+            if message["type"] == "event" and message["event"] == name:
+                return message
 
     def wait_for_file(self, name: str) -> None:
         """Until a replica has made a file of that name, as a sign."""
@@ -220,7 +228,7 @@ class FakeAgent:
     def plan_recovery(self) -> None:
         """Tell those who live to go on as generation g + 1."""
         self.generation += 1
-        host, port = self._open()
+        host, port = self.open_store()
         replicas = len(self.running)
         for rank, each in enumerate(self.running):
             environ = self.variables(rank, replicas, self.generation, host, port)

@@ -223,10 +223,15 @@ class FakeAgent:
         self._end(Outcome.DONE)
 
     def fail(
-        self, message: str = "boom", exit_code: int = 1, kind: str = "", lost_peer: bool = False
+        self,
+        message: str = "boom",
+        exit_code: int = 1,
+        kind: str = "",
+        lost_peer: bool = False,
+        final: bool = False,
     ) -> None:
         """Let a replica of it fail."""
-        self._end(Outcome.FAILED, Failure(0, exit_code, message, kind=kind, lost_peer=lost_peer))
+        self._end(Outcome.FAILED, Failure(0, exit_code, message, kind=kind, lost_peer=lost_peer, final=final))
 
     def lose(self, *slots: int) -> None:
         """Replicas of it are killed; the others live on if they can."""

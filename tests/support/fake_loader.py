@@ -23,6 +23,8 @@ class FakeLoader:
     sample_dimension: int | None = None
     key: str = "0"
     may_accumulate: bool = False
+    max_batch_size: int | None = None
+    local_bsz_bounds: tuple[int, int] | None = None
 
     def train(self) -> None:
         self.training = True

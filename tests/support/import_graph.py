@@ -7,6 +7,7 @@ prints one line for each tree: files, lines, most files in one folder, and the l
 from __future__ import annotations
 
 import ast
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,7 +38,12 @@ class Module:
     text: str
 
     def parsed(self) -> ast.Module:
-        return ast.parse(self.text)
+        return _tree(self.text)
+
+
+@functools.cache
+def _tree(text: str) -> ast.Module:
+    return ast.parse(text)
 
 
 def product() -> dict[str, Module]:
@@ -131,16 +137,19 @@ def private_uses(paths: Iterable[Path], modules: Mapping[str, Module]) -> list[R
     A name that the file defines itself counts as its own. A name that no module of the product defines is
     another project's, such as torch's. Modules whose file name begins with an underscore may be imported.
     """
-    defined = {path: set(_definitions(ast.parse(path.read_text(encoding="utf-8")))) for path in paths}
-    elsewhere: Counter[str] = Counter()
-    for module in modules.values():
-        elsewhere.update(set(_definitions(module.parsed())))
+    elsewhere = set[str]().union(*(_defined(module.text) for module in modules.values()))
     found = []
-    for path, own in defined.items():
-        for line, name in _uses(ast.parse(path.read_text(encoding="utf-8")), modules):
-            if name not in own and elsewhere[name]:
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        for line, name in _uses(_tree(text), modules):
+            if name in elsewhere and name not in _defined(text):
                 found.append(Reach(path, line, name))
     return found
+
+
+@functools.cache
+def _defined(text: str) -> frozenset[str]:
+    return frozenset(_definitions(_tree(text)))
 
 
 def _is_private(name: str) -> bool:

@@ -60,6 +60,8 @@ class Job(FakeAgent):
         )
         self._case, self._choose = case, random.Random(case.spec.seed)
         self._signs: dict[Place, set[int]] = {}  # which replicas have come to each place of an event
+        self._switched: set[int] = set()  # which replicas have reported the change under way
+        self._over: set[int] = set()  # which replicas have ended
 
     def drive(self) -> None:
         """From the start to the end of the script."""
@@ -75,8 +77,8 @@ class Job(FakeAgent):
         self._until(lambda: False)
 
     def _start(self, replicas: int) -> None:
-        host, port = self._open()
-        self.running = [self._launch(rank, replicas, self.generation, host, port) for rank in range(replicas)]
+        host, port = self.open_store()
+        self.running = [self.launch(rank, replicas, self.generation, host, port) for rank in range(replicas)]
 
     def _hold(self, generation: int) -> None:
         new = self.folder / "hold.new"
@@ -119,12 +121,17 @@ class Job(FakeAgent):
         if one in self.running:
             self.running.remove(one)
             assert code in (0, 143, -signal.SIGKILL), self.outputs()
-            if code == 0 and not self.running:
+            if code == 0 and not self.running and id(one) in self._switched:
+                self.running, self.pending = self.pending, []  # they have joined, and end by themselves
+            elif code == 0 and not self.running:
                 for each in self.pending:
                     self._end(each)
                 self.pending = []
-        else:
-            assert one not in self.pending, self.outputs()
+        elif one in self.pending:  # it has joined and ended; others' reports of the change are not read yet
+            assert code == 0, self.outputs()
+            assert id(one) in self._switched, self.outputs()
+            self.pending.remove(one)
+        self._over.add(id(one))
 
     def _end(self, each: Process) -> None:
         if each.process.is_alive():
@@ -134,19 +141,20 @@ class Job(FakeAgent):
 
     def _change(self, place: Place, replicas: int, leave: list[int]) -> None:
         self.plan(replicas, leave)
-        wanted, switched = [*self.running, *self.pending], set[int]()
+        wanted, self._switched = [*self.running, *self.pending], set()
         leavers = [each for each in self.running if each not in self.staying]
+        members = [each for each in (*self.staying, *self.pending) if each not in leavers]
 
         def heard(sender: Process, message: Any) -> None:
             if message["type"] == "switched":
-                switched.add(id(sender))
+                self._switched.add(id(sender))
 
         self._act(place, self.generation + 1)
-        self._until(lambda: len(switched) == len(wanted), heard=heard)
-        if len(switched) < len(wanted):
+        self._until(lambda: len(self._switched) == len(wanted), heard=heard)
+        if len(self._switched) < len(wanted):
             return  # the script has ended before
         self.generation += 1
-        self.running = [each for each in (*self.staying, *self.pending) if each not in leavers]
+        self.running = [each for each in members if id(each) not in self._over]
         self.pending = []
 
     def _do_grow(self, place: Place) -> None:

@@ -12,6 +12,8 @@ import signal
 import time
 from pathlib import Path
 
+import insides
+import small_memory
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
@@ -19,6 +21,7 @@ import adaptdl_elastic.torch as adl
 from adaptdl_elastic import _session, collective
 from adaptdl_elastic.reducer import Reducer
 from adaptdl_elastic.torch._elastic import regroup, state_transfer
+from adaptdl_elastic.torch._gradient import out_of_memory
 from adaptdl_elastic.torch.scaling_rules import LinearScale
 
 S = {
@@ -26,6 +29,11 @@ S = {
     "stop": None, "seed": 5, "drop_last": False, "stream": False, "persistent": False, "pace": 0.0,
     "autoscale": 0, "torn": None, "torn then": None, "die": None, "fresh": False, "outside": False,
     "mortal": False, "evaluation pace": 0.0,
+    # samples that fit into memory: in which pass, on which rank (None: all), how many
+    "fits": None,
+    "search": False,  # look for the largest batch that fits
+    "nan": None,  # the batch of an epoch whose loss is nan
+    "leave": None,  # the batch of an epoch after which the body leaves the loop
     **json.loads(os.environ.get("LOOP", "{}")),
 }  # fmt: skip
 OUT = Path(os.environ["OUT"])
@@ -50,6 +58,8 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 class Model(torch.nn.Module):
+    nan = False
+
     def __init__(self):
         super().__init__()
         self.w = torch.nn.Parameter(torch.zeros(S["size"], dtype=torch.float64))
@@ -57,6 +67,14 @@ class Model(torch.nn.Module):
             self.register_buffer("mean", torch.zeros(()))
 
     def forward(self, index):
+        where, rank, most = S["fits"] or (None, None, 0)
+        here = rank in (None, adl.rank()) and self.training == (where != "evaluation")
+        if here and where in ("forward", "evaluation"):
+            small_memory.check(len(index), most)
+        if here and where == "backward" and self.training:
+            return small_memory.in_backward(self.w[index], most)
+        if self.nan:
+            return self.w[index] + self.w.sum() * float("nan")
         return self.w[index]
 
 
@@ -93,7 +111,7 @@ def work(steps):
 
 def tear(tag, count, how="SIGKILL"):
     """Send ourselves a signal when rank 1 alone has the result of the `count`-th collective `tag`."""
-    combine, spread, left = Reducer._combine, Reducer._spread, [count]
+    combine, spread, left = Reducer.combine, Reducer.spread, [count]
 
     def combined(self, call):
         left[0] -= tag in call.tag
@@ -105,7 +123,7 @@ def tear(tag, count, how="SIGKILL"):
         self._send(1, kind, sequence.to_bytes(8, "big") + payload)
         os.kill(os.getpid(), getattr(signal, how))
 
-    Reducer._combine, Reducer._spread = combined, spread_to_one
+    Reducer.combine, Reducer.spread = combined, spread_to_one
 
 
 def main():
@@ -122,12 +140,15 @@ def main():
     loader = adl.AdaptiveDataLoader(
         data, batch_size=S["batch"], shuffle=S["shuffle"] and not S["stream"], **options
     )
+    if S["search"]:
+        out_of_memory.SEARCHED = ("cpu",)
     if S["accumulate"]:
         high = -(-S["batch"] // (S["accumulate"] + 1))
         loader.autoscale_batch_size(S["batch"], local_bsz_bounds=(1, high), gradient_accumulation=True)
-        loader._elastic._max_batch_size = None  # accumulate, and stay at this batch size
+        insides.keep_batch_size(loader)  # accumulate, and stay at this batch size
     if S["autoscale"]:
-        loader.autoscale_batch_size(S["autoscale"], local_bsz_bounds=(1, S["autoscale"]))
+        bounds = None if S["search"] else (1, S["autoscale"])
+        loader.autoscale_batch_size(S["autoscale"], local_bsz_bounds=bounds)
     evaluation = adl.AdaptiveDataLoader(Numbers(), batch_size=10)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -159,8 +180,15 @@ def main():
                 window=helper.window_samples, optim=helper.is_optim_step(), index=helper.current_index,
             )  # fmt: skip
             optimizer.zero_grad()
-            model(batch).mean().backward()
+            model.module.nan = count == S["nan"]
+            outputs = model(batch)
+            where, rank, most = S["fits"] or (None, None, 0)
+            if where == "loss" and rank in (None, adl.rank()):
+                outputs = small_memory.in_backward(outputs, most)
+            outputs.mean().backward()
             optimizer.step()
+            if count == S["leave"]:
+                break
             work(S["epochs"] * S["size"] // S["batch"])
         model.eval()
         sums, others = adl.Accumulator(), adl.Accumulator(kept=1)

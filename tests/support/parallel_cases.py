@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import insides
 import torch
 import torch.distributed as dist
 from fake_loader import FakeLoader
@@ -95,7 +96,7 @@ def same_as_ddp(optimizer: str, unused: bool, kwargs: dict[str, Any]) -> tuple[b
     measure_always(adp)
     steps(DistributedDataParallel(plain, **kwargs), theirs, 6)
     steps(adp, ours, 6)
-    adp._sampler.collect()
+    insides.collect(adp)
     return bool(torch.equal(flat(plain), flat(adaptive))), adp.gns.sqr_avg(), adp.gns.var_avg()
 
 
@@ -122,7 +123,7 @@ def sparse_as_ddp(kind: str, accumulate: bool = False) -> tuple[bool, float, flo
                 ours.zero_grad()
                 adp(part).square().mean().backward()
                 ours.step()
-    adp._sampler.collect()
+    insides.collect(adp)
     close = torch.allclose(flat(plain), flat(adaptive), rtol=1e-5, atol=1e-7)
     return close, adp.gns.sqr_avg(), adp.gns.var_avg()
 
@@ -308,7 +309,7 @@ def gan_in_windows(
 
     plain, _ = train(lambda model, *_: DistributedDataParallel(model), [[24], [24], [21], [24]])
     ours, judge = train(adaptive, [[8, 8, 8], [8, 8, 8], [8, 8, 5], [8, 8, 8]])
-    judge._sampler.collect()
+    insides.collect(judge)
     return plain, ours, judge.gns.var_avg()
 
 
@@ -340,7 +341,7 @@ def a_replica_dies(folder: str) -> tuple[bool, bool, list[float], int]:
     assert adp.failure is None
     steps(adp, optimizer, 3, first=3)
     adp.sync_buffers()
-    adp._sampler.collect()
+    insides.collect(adp)
     return unchanged, finite, flat(model).tolist(), adp.gns.steps
 
 
@@ -377,7 +378,7 @@ def uneven_passes(options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
                 x, y = samples(count or 1, start + sum(sizes[:rank]) if count else 100)
                 (adp(x) - y).square().mean().backward()
                 (adp(3 * x) - y).square().mean().backward()
-                adp._optimizer.step()
+                adp.optimizer.step()
                 start += sum(sizes)
         ours = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     x, y = samples(9)
@@ -447,7 +448,7 @@ def by_hand(plans: Sequence[Plan], options: dict[str, Any]) -> list[tuple[torch.
                     (adp(x) - y).square().mean().backward()
                     start += sum(sizes)
         found.append((_gradient(model), _gradient(whole)))
-        adp._optimizer.step()
+        adp.optimizer.step()
     return found
 
 

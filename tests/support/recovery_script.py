@@ -251,9 +251,9 @@ def main():
             else:
                 step(model, optimizer, scheduler, scaler, x, y)
             if other is not None:
-                other._optimizer.zero_grad()
+                other.optimizer.zero_grad()
                 torch.nn.functional.mse_loss(other(x), y).backward()
-                other._optimizer.step()
+                other.optimizer.step()
             sums["seen"] += len(x)
             counter.count += 1
             mean.add(net.layers[-1].bias.detach())

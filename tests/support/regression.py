@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import insides
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -117,7 +118,7 @@ def train(run: Run, seed: int) -> dict[str, Any]:
     optimizer = (torch.optim.Adam if run.adam else torch.optim.SGD)(params, lr=run.lr)
     scaler = torch.amp.GradScaler("cpu", init_scale=run.loss_scale or 1.0, enabled=run.loss_scale is not None)
     adp = AdaptiveDataParallel(model, optimizer, mp_scaler=scaler, name=f"seed {seed}")
-    adp._sampler._generator.manual_seed(seed)
+    insides.seed_signs(adp, seed)
     if run.every_step:
         adp.gns.cheap_schedule = adp.gns.costly_schedule = Schedule(longest=1)
     batch = run.local * replicas * run.micro_batches
@@ -153,7 +154,7 @@ def train(run: Run, seed: int) -> dict[str, Any]:
                     truth[step] = {"sqr": sqr, "var": var, "gain": gain}
                 scaler.step(optimizer)
                 scaler.update()
-    adp._sampler.collect()
+    insides.collect(adp)
     steps = [step for step in measured if step >= run.settle]
     told = {name: np.mean([measured[step][name] for step in steps], axis=0) for name in measured[steps[0]]}
     told |= {f"true_{name}": np.mean([truth[step][name] for step in steps], axis=0) for name in truth[0]}
@@ -164,7 +165,7 @@ def _divisor(adp: AdaptiveDataParallel, model: Halves) -> torch.Tensor | None:
     """Adam's P of all parameters; None where there is none."""
     if adp.gns.preconditioner is None:
         return None
-    groups = adp._optimizer.param_groups
+    groups = adp.optimizer.param_groups
     divisors = [
         adp.gns.preconditioner(param, groups[index % len(groups)])
         for index, param in enumerate(model.parameters())

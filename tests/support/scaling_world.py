@@ -72,7 +72,7 @@ class World:
     def tick(self, seconds: float = 10.0) -> Step:
         self.now += seconds
         capacity = self.look()
-        nodes = {} if self.broken else self._nodes()
+        nodes = {} if self.broken else self.nodes_in_use()
         seen = Observation(
             self.now, capacity, nodes, self.jobs, self.provider.signals(), unsettled=self.unsettled
         )
@@ -108,7 +108,7 @@ class World:
     def of(self, *kinds: type) -> list[object]:
         return [action for action in self.log if isinstance(action, kinds)]
 
-    def _nodes(self) -> dict[str, NodeUse]:
+    def nodes_in_use(self) -> dict[str, NodeUse]:
         up: Iterable[str] = [
             i.id for i in self.provider.capacity().instances if i.state is not InstanceState.PENDING
         ]

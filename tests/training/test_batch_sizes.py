@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import insides
 import parallel_cases as cases
 import pytest
 import torch
@@ -33,8 +34,8 @@ def train(adp: AdaptiveDataParallel, sizes: Sizes) -> None:
                 x, _ = cases.samples(size, step * size)
                 adp.zero_grad()
                 (adp(x) - 3.0).square().mean().backward()
-                adp._optimizer.step()
-    adp._sampler.collect()
+                adp.optimizer.step()
+    insides.collect(adp)
 
 
 def run(*sizes: Sizes, kind: Any = "request") -> AdaptiveDataParallel:

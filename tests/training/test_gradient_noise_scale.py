@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import insides
 import numpy as np
 import parallel_cases as cases
 import pytest
@@ -112,7 +113,7 @@ def short_batches(
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
     adp = AdaptiveDataParallel(model, sgd)
     cases.measure_always(adp)
-    adp._sampler._generator.manual_seed(0)
+    insides.seed_signs(adp, 0)
     record, seen = adp.gns.record, dict[int, list[tuple[float, float]]]()
 
     def keep(measurement: Measurement, step: int) -> bool:
@@ -129,7 +130,7 @@ def short_batches(
             sgd.zero_grad()
             (adp(x, y) if returns_loss else (0.5 * (adp(x) - y) ** 2).mean()).backward()
             sgd.step()
-    adp._sampler.collect()
+    insides.collect(adp)
     return adp, seen
 
 

@@ -207,3 +207,14 @@ def test_tensors_of_dicts_in_another_order_are_not_taken_for_each_other() -> Non
 
     assert state_transfer.same_skeleton(skeleton("a", "b"), skeleton("a", "b"))
     assert not state_transfer.same_skeleton(skeleton("a", "b"), skeleton("b", "a"))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("declared", "copied"), [(False, []), (True, ["kept"])])
+def test_a_state_of_an_adapter_is_put_back_if_it_says_that_steps_change_it(
+    declared: bool, copied: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Kept, "__module__", "adaptdl_elastic.torch.frameworks.huggingface")
+    monkeypatch.setattr(Kept, "part_of_step", declared)
+    Kept("kept").tensor = torch.zeros(3)
+    assert [*user_state.copies_of_script(_session.current())] == copied

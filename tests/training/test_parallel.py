@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import insides
 import numpy as np
 import parallel_cases as cases
 import pytest
@@ -264,14 +265,14 @@ def test_the_loss_scale_does_not_show_in_the_statistics() -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
         adp = AdaptiveDataParallel(model, optimizer, mp_scaler=scaler, name=f"scale {scale}")
         cases.measure_always(adp)
-        adp._sampler._generator.manual_seed(0)
+        insides.seed_signs(adp, 0)
         for step in range(6):
             x, y = cases.samples(16, 16 * step)
             optimizer.zero_grad()
             scaler.scale(((adp(x) - y) ** 2).mean()).backward()
             scaler.step(optimizer)
             scaler.update()
-        adp._sampler.collect()
+        insides.collect(adp)
         return adp.gns.var_avg()
 
     assert variance(1.0) == pytest.approx(variance(1024.0), rel=1e-4)
@@ -292,7 +293,7 @@ def test_steps_with_inf_are_skipped_and_said(caplog: pytest.LogCaptureFixture) -
         scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
-    adp._sampler.collect()
+    insides.collect(adp)
     assert adp.gns.steps == 3
     assert adp.gns.get_progress() == 3.0
     assert adp.gns.skipped == 1
@@ -329,13 +330,13 @@ def test_statistics_are_kept_by_parameter_group() -> None:
         optimizer = torch.optim.SGD([{"params": list(params)} for params in split], lr=0.0)
         adp = AdaptiveDataParallel(model, optimizer, name=f"{groups} groups")
         cases.measure_always(adp)
-        adp._sampler._generator.manual_seed(0)
+        insides.seed_signs(adp, 0)
         for step in range(5):
             x, y = cases.samples(16, 16 * step)
             optimizer.zero_grad()
             ((adp(x) - y) ** 2).mean().backward()
             optimizer.step()
-        adp._sampler.collect()
+        insides.collect(adp)
         return adp.gns.raw_sqr_avg, adp.gns.raw_var_avg
 
     (sqr, var), (one_sqr, one_var) = moments(2), moments(1)
@@ -385,8 +386,8 @@ def test_as_many_time_steps_as_samples_are_not_taken_for_samples(batch_first: bo
             x = torch.randn(8, 1, 6, generator=draw).expand(8, 8, 6)
             adp.zero_grad()
             (adp(x if batch_first else x.transpose(0, 1)) - 1.0).square().mean().backward()
-            adp._optimizer.step()
-    adp._sampler.collect()
+            adp.optimizer.step()
+    insides.collect(adp)
     one = torch.stack([2 * (model(v) - 1.0) * v for v in torch.randn(4000, 6, generator=draw)])
     assert adp.gns.var_avg() == pytest.approx(one.var(0).sum().item() / 8, rel=0.3)
 
@@ -549,7 +550,7 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(
 
     adp, optimizer = build()
     cases.steps(adp, optimizer, 4)
-    adp._lr_scheduler.step()
+    adp.lr_scheduler.step()
     checkpoint.save_all_states(kind="request")
     cases.steps(adp, optimizer, 3, first=4)
     resumed, resumed_optimizer = build()
@@ -575,8 +576,8 @@ def test_another_initial_batch_size_than_the_checkpoints_is_told_and_reckoned_wi
                 x, _ = cases.samples(batch_size, step * batch_size)
                 adp.zero_grad()
                 (adp(x) - 3.0).square().mean().backward()
-                adp._optimizer.step()
-        adp._sampler.collect()
+                adp.optimizer.step()
+        insides.collect(adp)
         checkpoint.save_all_states(kind="request")
         return adp
 
@@ -704,7 +705,7 @@ def test_adamscale_for_an_optimizer_without_second_moments_is_said_once(
         optimizer.zero_grad()
         ((adp(x) - y) ** 2).mean().backward()
         optimizer.step()
-    adp._sampler.collect()
+    insides.collect(adp)
     assert not adp.gns.known
     assert adp.gns.lr_gain(8.0).tolist() == [1.0]
     assert caplog.text.count("SGD keeps no second moment") == 1
@@ -725,7 +726,7 @@ def test_factors_of_several_groups_are_told_apart_and_their_mean_by_adaptdls_tag
     adp = AdaptiveDataParallel(model, torch.optim.SGD(groups, lr=0.1))
     sqr, var = np.array([1.0, 0.0]), np.array([0.0, 1.0])
     adp.gns.record(Measurement(sqr + var, var, 1.0), 0)
-    adp._batch = type(adp._batch)(scale=3.0)
+    insides.scale_next_batch(adp, 3.0)
     adp.to_tensorboard(Writer(), 7)
     factors = {tag: value for tag, value in seen.items() if tag.startswith("Learning_Rate_Factor")}
     assert factors == {
@@ -818,7 +819,7 @@ def test_progress_is_that_of_the_model_that_has_come_furthest() -> None:
     for step in range(6):
         for adp in made if step % 3 == 2 else made[:1]:
             adp(cases.samples(4)[0]).square().mean().backward()
-            adp._optimizer.step()
+            adp.optimizer.step()
             told.append(_session.current().metrics.get_progress())
     assert told == sorted(told)
     assert told[-1] == 6.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import insides
 import parallel_cases as cases
 import pytest
 import replicas
@@ -123,7 +124,7 @@ def test_a_pass_behind_step_counts_unless_zero_grad_comes(zero: bool, scaled: bo
             scaler.scale(adp(part).square().mean()).backward()
             if loader.chunk == 2:
                 break
-            scaler.step(adp._optimizer)
+            scaler.step(adp.optimizer)
             scaler.update()
             scaler.scale(adp(part).mean()).backward()
     torch.testing.assert_close(gradient(model), gradient(whole))
@@ -267,9 +268,9 @@ def stepped(loader: Any, leave: Callable[[int], None]) -> list[list[torch.Tensor
             for number, batch in enumerate(loader):
                 adp.zero_grad()
                 adp(batch).square().mean().backward()
-                if loader._elastic.is_optim_step():
+                if insides.helper(loader).is_optim_step():
                     found.append(gradient(model).clone())
-                adp._optimizer.step()
+                adp.optimizer.step()
                 leave(number)
         except KeyError:
             continue
@@ -324,7 +325,7 @@ def test_with_autoscaling_accumulation_by_hand_does_not_make_epochs_longer(every
             (adp(batch).square().mean() / every).backward()
             samples += len(batch)
             if (number + 1) % every == 0:
-                adp._optimizer.step()
+                adp.optimizer.step()
                 adp.zero_grad()
         assert samples == 160
         assert adp.gns.steps == 20 / every * (epoch + 1)
@@ -339,7 +340,7 @@ def variance(backward: Backward, twice: bool = False) -> tuple[float, float]:
     model = nn.Linear(6, 1, bias=False)
     adp = AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.0), name=f"{backward} {twice}")
     cases.measure_always(adp)
-    adp._sampler._generator.manual_seed(0)
+    insides.seed_signs(adp, 0)
     for _ in range(400):
         x = torch.randn(16, 6, requires_grad=True)
         adp.zero_grad()
@@ -347,8 +348,8 @@ def variance(backward: Backward, twice: bool = False) -> tuple[float, float]:
         if twice:
             torch.autograd.grad(output.sum(), x, retain_graph=True)
         backward((output - torch.randn(16, 1)).square().mean())
-        adp._optimizer.step()
-    adp._sampler.collect()
+        adp.optimizer.step()
+    insides.collect(adp)
     return adp.gns.sqr_avg(), adp.gns.var_avg()
 
 
@@ -366,8 +367,8 @@ def test_a_gradient_penalty_is_measured_by_successive_gradients(caplog: pytest.L
     for _ in range(6):
         adp.zero_grad()
         penalised(adp, torch.randn(16, 6)).backward()
-        adp._optimizer.step()
-    adp._sampler.collect()
+        adp.optimizer.step()
+    insides.collect(adp)
     assert adp.gns.var_avg() > 0.0
     assert caplog.text.count("its derivatives are part of the loss") == 1
 
@@ -388,14 +389,14 @@ def test_the_first_micro_batch_is_all_of_its_passes() -> None:
                     losses = [
                         (0.5 * (adp(torch.randn(16, 32)) - torch.randn(16, 1)) ** 2).mean() for _ in range(2)
                     ]
-                    adp._optimizer.zero_grad()
+                    adp.optimizer.zero_grad()
                     if joint:
                         sum(losses).backward()  # type: ignore[union-attr]
                     else:
                         losses[0].backward()
                         losses[1].backward()
-                    adp._optimizer.step()
-        adp._sampler.collect()
+                    adp.optimizer.step()
+        insides.collect(adp)
         return adp.gns.sqr_avg(), adp.gns.var_avg()
 
     together, apart = moments(True), moments(False)

@@ -38,7 +38,8 @@ from adaptdl_elastic.torch._data.registry import registry
 from adaptdl_elastic.torch._data.unequal_shares import UnequalShares
 from adaptdl_elastic.torch._runtime.position import ScriptPosition, script_position
 from adaptdl_elastic.torch._runtime.step_clock import Stage
-from adaptdl_elastic.torch._tuning.batch_size import Limits, initial, local_batch, misfit
+from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Limits, initial, local_batch, misfit
+from adaptdl_elastic.torch._tuning.memory_limit import limited, memory_limit, split
 from adaptdl_elastic.torch._tuning.shares import Shares
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class AdaptiveDataLoaderHelper:
         self._atomic = local_batch(batch_size, self.replicas)
         self._accum = 0
         self._generation: int | None = None  # generation whose batch size has been settled
+        self._repeats = 0  # how often the batches have become smaller, or have been repeated, in this process
         self._reported_for: tuple[int, int] | None = None  # (generation, epoch) of the eligibility report
         self._loops: ScriptPosition | None = None
         self._skipped = False
@@ -148,12 +150,30 @@ class AdaptiveDataLoaderHelper:
     @property
     def current_batch_size(self) -> int:
         """Samples of a full optimizer step, over all replicas."""
+        known = self.step_samples
+        if known is not None:
+            return known
         return self.replicas * self._atomic * (self._accum + 1 if self.training else 1)
 
     @property
+    def largest_pass(self) -> int | None:
+        """Samples of one replica that fit into memory in training; None: not known."""
+        return memory_limit().largest if self.training else None
+
+    @property
+    def step_samples(self) -> int | None:
+        """Samples of a full step, if they are fewer than its full batches have; else None.
+
+        Without autoscaling the batch of a step stays what it is when memory forces a smaller local batch.
+        """
+        if self.adaptive or not (self.training and self._accum):
+            return None
+        return self.replicas * local_batch(self.batch_size, self.replicas)
+
+    @property
     def may_accumulate(self) -> bool:
-        """Whether autoscaling may accumulate the gradients of several batches before a step."""
-        return self._accumulation
+        """Whether the gradients of several batches may be accumulated before a step."""
+        return self._limits.accumulation
 
     @property
     def accumulation(self) -> int:
@@ -228,12 +248,13 @@ class AdaptiveDataLoaderHelper:
         return self._registry.training is None and script_position().trainer is None
 
     @property
-    def settled(self) -> tuple[int, int, int, Shares | None]:
-        """Generation, batch of one replica, accumulation steps, and shares of the replicas if not equal.
+    def settled(self) -> tuple[int, int, int, int, Shares | None]:
+        """Generation, batch of one replica, accumulation steps, count of repeated steps, unequal shares.
 
-        If this value changes, the replicas' shares have changed, and the iterator must be made again.
+        If this value changes, the replicas' shares or the position have changed, and the iterator must be
+        made again.
         """
-        return _session.current().generation, self._atomic, self._accum, self.unequal.shares
+        return _session.current().generation, self._atomic, self._accum, self._repeats, self.unequal.shares
 
     def train(self) -> None:
         """Make this the loader that models are trained with.
@@ -253,12 +274,25 @@ class AdaptiveDataLoaderHelper:
         self._registry.training = self
         self._trained = True  # if several loaders train in turn, this one will train again
         script_position().trainer = self.key
-        self._announce_limits()
+        self._announce()
 
     def _announce_limits(self) -> None:
-        metrics = _session.current().metrics
-        metrics.set_batch_size(self.batch_size, self._max_batch_size, self._local_bounds, self._accumulation)
-        metrics.set_current_batch_size(self._atomic, self._accum)
+        limits = self._limits
+        _session.current().metrics.set_batch_size(
+            limits.init, limits.maximum, limits.bounds, limits.accumulation
+        )
+
+    def _announce(self) -> None:
+        self._announce_limits()
+        _session.current().metrics.set_current_batch_size(self._atomic, self._accum)
+
+    def fit_memory(self) -> None:
+        """Keep to the limit of the memory, which has become smaller. On all replicas at the same boundary."""
+        fitting = split(BatchSize(self._atomic, self._accum), memory_limit().largest)
+        self._atomic, self._accum = fitting.atomic_bsz, fitting.accumulation_steps
+        self.unequal.share_equally(self._limits.bounds, self._accum + 1)
+        self._repeats += 1
+        self._announce()
 
     def autoscale_batch_size(
         self,
@@ -308,7 +342,7 @@ class AdaptiveDataLoaderHelper:
         self._max_batch_size, self._local_bounds = largest, bounds
         self._accumulation = gradient_accumulation
         self._registry.training = self
-        self._announce_limits()
+        self._announce()
 
     def _replaces(self, known: ElasticLoader) -> bool:
         """Return whether the script has made this loader to replace `known`, e.g. one loader per epoch."""
@@ -332,6 +366,8 @@ class AdaptiveDataLoaderHelper:
         if self._generation != session.generation:
             self._generation = session.generation
             self._atomic, self._accum = self._initial()
+            if self.training:
+                self._announce_limits()
             if self.adaptive:
                 problem = misfit(self._limits, self.replicas)
                 if problem is not None and session.rank == 0:
@@ -349,7 +385,7 @@ class AdaptiveDataLoaderHelper:
                     session.consensus.poll_soon()
             if self.training:
                 session.metrics.set_current_batch_size(self._atomic, self._accum)
-            self.unequal.begin_generation(self._local_bounds, self._accum + 1)
+            self.unequal.share_equally(self._limits.bounds, self._accum + 1)
         return self._atomic
 
     def _initial(self) -> tuple[int, int]:
@@ -359,7 +395,8 @@ class AdaptiveDataLoaderHelper:
 
     @property
     def _limits(self) -> Limits:
-        return Limits(self.batch_size, self._max_batch_size, self._local_bounds, self._accumulation)
+        given = Limits(self.batch_size, self._max_batch_size, self._local_bounds, self._accumulation)
+        return limited(given, memory_limit().largest) if self.training else given
 
     def _poll(self) -> Command | None:
         """Return a command to change to a better batch size, if there is one. Runs in the control thread."""
@@ -374,7 +411,11 @@ class AdaptiveDataLoaderHelper:
 
     def _change(self, command: Command) -> None:
         """Change the batch size, as `command` says. Runs on every replica at the same boundary."""
+        largest = memory_limit().largest
+        if largest is not None and command["atomic"] > largest:
+            return  # it was chosen before the limit was known
         self._atomic, self._accum = command["atomic"], command["accumulation"]
+        self.unequal.limit(self._limits.bounds, self._accum + 1)
         _session.current().metrics.set_current_batch_size(self._atomic, self._accum)
 
     # -- the data loop -----------------------------------------------------------------------------
@@ -541,8 +582,7 @@ class AdaptiveDataLoaderHelper:
             if self._window is None and self.end_index:
                 full = self.replicas * self._atomic
                 self._left = -(-(self.end_index - index % self.end_index) // full)
-            trains = self.training or self.training_loader_undecided or self._trained
-            if trains and not self._running().outside:
+            if self.training or self.training_loader_undecided or self._trained:
                 _session.current().recovery.begin_window(index)
         if self.training:
             _session.current().metrics.profile_step_start(self._atomic)
@@ -559,7 +599,7 @@ class AdaptiveDataLoaderHelper:
         accumulating, safe, speed = self.is_accum_step(), session.recovery, self._registry.speed
         speed.clock.enter(Stage.DATA if accumulating else Stage.BOUNDARY)
         if training:
-            if commit and even and not safe.broken:
+            if commit and even and not (safe.broken or safe.failed):
                 session.metrics.profile_step_commit(accumulating)
             else:
                 session.metrics.pause()
@@ -579,6 +619,8 @@ class AdaptiveDataLoaderHelper:
             session.last_step_time = time.time()
             if training:
                 self._report_position(session, state)
+        if safe.repeat_step(self):
+            return
         if safe.broken and not state.outside:
             safe.recover("a replica is gone", self)
             return

@@ -120,15 +120,18 @@ def loader_arguments(loader: Any, batch_size: int | None) -> dict[str, Any]:
     found |= {"dataset": loader.dataset, "batch_size": batch_size or loader.batch_size or 1}
     if isinstance(loader.dataset, IterableDataset):
         return found | {"drop_last": bool(loader.drop_last)}
-    if not isinstance(loader.batch_sampler, BatchSampler) or loader.batch_size is None:
-        if batch_size is not None and loader.batch_sampler is not None:
+    batches: Any = loader.batch_sampler
+    drop_last, sampler = loader.drop_last, loader.sampler
+    if batch_size is not None and loader.batch_size is None and type(batches) is BatchSampler:
+        drop_last, sampler = batches.drop_last, batches.sampler  # as in the loaders that Accelerate makes
+    elif not isinstance(batches, BatchSampler) or loader.batch_size is None:
+        if batch_size is not None and batches is not None:
             raise ValueError(
                 "from_loader with a batch_size, of a loader whose batch_sampler decides about it"
             )
-        if loader.batch_sampler is not None:
-            return found | {"batch_sampler": loader.batch_sampler, "batch_size": 1}
-    found["drop_last"] = bool(loader.drop_last)
-    sampler = loader.sampler
+        if batches is not None:
+            return found | {"batch_sampler": batches, "batch_size": 1}
+    found["drop_last"] = bool(drop_last)
     if type(sampler) is SequentialSampler:
         return found
     if type(sampler).__name__ == "RandomSampler" and _draws_each_once(sampler, loader.dataset):

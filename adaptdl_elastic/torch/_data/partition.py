@@ -25,7 +25,9 @@ Window = tuple[int, ...]
 """Sizes of the chunks of one optimizer step, in samples over all replicas."""
 
 
-def plan_window(left: int, replicas: int, local: int, accumulation: int = 0) -> Window:
+def plan_window(
+    left: int, replicas: int, local: int, accumulation: int = 0, step: int | None = None
+) -> Window:
     """Return the chunks of the next optimizer step when `left` samples of the pass are left.
 
     Args:
@@ -33,20 +35,26 @@ def plan_window(left: int, replicas: int, local: int, accumulation: int = 0) -> 
         replicas: Number of replicas R.
         local: Samples of one replica in a full chunk, at least 1.
         accumulation: Accumulation steps A; a full window has A + 1 chunks.
+        step: Samples of a full window; None: R · `local` · (A + 1), which is the most.
 
     Returns:
         Chunk sizes, which sum up to at most `left`.
     """
-    full = replicas * local * (accumulation + 1)
+    full = _full(replicas, local, accumulation, step)
     rest = left - full
     if rest >= replicas or rest == 0:
-        return (replicas * local,) * (accumulation + 1)
+        return split(full, replicas, local)
     if rest > 0 and left >= 2 * replicas:
-        return _split(left - left // 2, replicas, local)
-    return _split(left, replicas, local)
+        return split(left - left // 2, replicas, local)
+    return split(left, replicas, local)
 
 
-def _split(samples: int, replicas: int, local: int) -> Window:
+def _full(replicas: int, local: int, accumulation: int, step: int | None) -> int:
+    """Return the samples of a full window."""
+    return replicas * local * (accumulation + 1) if step is None else step
+
+
+def split(samples: int, replicas: int, local: int) -> Window:
     """Split `samples` into the fewest chunks, as equal as possible, of at least R samples if possible."""
     count = min(-(-samples // (replicas * local)), max(1, samples // replicas))
     each, more = divmod(samples, count)
@@ -54,7 +62,13 @@ def _split(samples: int, replicas: int, local: int) -> Window:
 
 
 def windows(
-    start: int, total: int, replicas: int, local: int, accumulation: int = 0, drop_last: bool = False
+    start: int,
+    total: int,
+    replicas: int,
+    local: int,
+    accumulation: int = 0,
+    drop_last: bool = False,
+    step: int | None = None,
 ) -> Iterator[Window]:
     """Yield the windows of the rest of a pass.
 
@@ -65,15 +79,16 @@ def windows(
         local: Samples of one replica in a full chunk.
         accumulation: Accumulation steps A; a full window has A + 1 chunks.
         drop_last: Whether to leave out a last window that would not be full.
+        step: Samples of a full window, see `plan_window`.
     """
-    full = replicas * local * (accumulation + 1)
+    full = _full(replicas, local, accumulation, step)
     while start < total:
         if drop_last:
             if total - start < full:
                 return
-            window: Window = (replicas * local,) * (accumulation + 1)
+            window = split(full, replicas, local)
         else:
-            window = plan_window(total - start, replicas, local, accumulation)
+            window = plan_window(total - start, replicas, local, accumulation, step)
         yield window
         start += sum(window)
 
@@ -84,15 +99,22 @@ def share(chunk: int, replicas: int, rank: int) -> int:
 
 
 def count_chunks(
-    start: int, total: int, replicas: int, local: int, accumulation: int = 0, drop_last: bool = False
+    start: int,
+    total: int,
+    replicas: int,
+    local: int,
+    accumulation: int = 0,
+    drop_last: bool = False,
+    step: int | None = None,
 ) -> int:
     """Return the number of chunks from `start` to the end of a pass; arguments as for `windows`."""
     each = accumulation + 1
-    full = replicas * local * each
+    full = _full(replicas, local, accumulation, step)
     if drop_last:
         return max(total - start, 0) // full * each
     last = _skip(start, total, full)
-    return (last - start) // full * each + sum(map(len, windows(last, total, replicas, local, accumulation)))
+    rest = windows(last, total, replicas, local, accumulation, step=step)
+    return (last - start) // full * each + sum(map(len, rest))
 
 
 def _skip(start: int, total: int, full: int) -> int:

@@ -191,6 +191,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self.drop_last = drop_last
         self.local = 1  # samples of one replica in a full batch
         self.accumulation = 0  # batches without an optimizer step in a full window
+        self.step: int | None = None  # samples of a full window; None: those of its full batches
+        self.largest: int | None = None  # most samples of a given batch that fit into memory; None: not known
         self.read_by_loader = False  # True while the AdaptiveDataLoader that owns this makes an iterator
         self.first_only = False  # yield only the first batch of the pass, with at least one sample
         # how many samples of a chunk each replica takes, by (chunk, replicas); None: every R-th sample
@@ -207,7 +209,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         size = self.sampler.size
         start, given = self.sampler.index % size if size else 0, self.sampler.batch_sizes()
         if given is not None:
-            return _given_windows(given, start)
+            return _given_windows(given, start, self.sampler.num_replicas, self.largest)
         return partition.windows(
             start,
             size,
@@ -215,6 +217,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
             self.local,
             self.accumulation,
             self.drop_last,
+            self.step,
         )
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -255,13 +258,19 @@ class ElasticBatchSampler(Sampler[list[int]]):
         if given is not None:
             return len(given)
         replicas = self.sampler.num_replicas
-        return partition.count_chunks(0, size, replicas, self.local, self.accumulation, self.drop_last)
+        return partition.count_chunks(
+            0, size, replicas, self.local, self.accumulation, self.drop_last, self.step
+        )
 
 
-def _given_windows(sizes: list[int], start: int) -> Iterator[Window]:
-    """Yield one window per batch from sample `start` on; the first may be the rest of a batch."""
+def _given_windows(sizes: list[int], start: int, replicas: int, largest: int | None) -> Iterator[Window]:
+    """Yield one window per batch from sample `start` on; the first may be the rest of a batch.
+
+    A window has one chunk, or as many as needed for `largest` samples of one replica in each.
+    """
     end = 0
     for size in sizes:
         end += size
         if end > start:
-            yield (min(size, end - start),)
+            left = min(size, end - start)
+            yield (left,) if largest is None else partition.split(left, replicas, largest)

@@ -39,17 +39,24 @@ class UnequalShares:
             return tuple(partition.share(chunk, replicas, rank) for rank in range(replicas))
         return _cached(chunk, self.shares, *self._bounds)
 
-    def begin_generation(self, bounds: tuple[int, int] | None, passes: int) -> None:
-        """Share equally from now on, until speeds have been measured.
+    def limit(self, bounds: tuple[int, int] | None, passes: int) -> None:
+        """Keep to these bounds from now on. On all replicas at the same boundary.
 
         Args:
             bounds: Smallest and largest batch of one replica; None: no bounds.
             passes: Batches of one replica in an optimizer step.
         """
-        self.shares = None
         self._bounds = (1, None) if bounds is None else bounds
         least, most = self._bounds
         self._speed.bounds = least * passes, None if most is None else most * passes
+
+    def share_equally(self, bounds: tuple[int, int] | None, passes: int) -> None:
+        """Share equally from now on, until speeds have been measured; arguments as for `limit`.
+
+        Used when a generation begins, or when the memory has turned out to be smaller.
+        """
+        self.shares = None
+        self.limit(bounds, passes)
         if not self.enabled:
             return
         consensus = _session.current().consensus

@@ -47,7 +47,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from adaptdl_elastic import env
-from adaptdl_elastic._interfaces import ElasticLoader, Place, RetryDataLoop
+from adaptdl_elastic._interfaces import ElasticLoader, Place, RetryDataLoop, StepOutOfMemory
 from adaptdl_elastic._session import Session
 from adaptdl_elastic.protocol.messages import PeerLost, RecoveryPlan, Resilient
 from adaptdl_elastic.reducer import LOOPS, Future, PeerLostError
@@ -69,6 +69,7 @@ from adaptdl_elastic.torch._process_group import backends
 from adaptdl_elastic.torch._process_group.setup import disconnect_torch
 from adaptdl_elastic.torch._process_group.store import FOREVER, generation_store
 from adaptdl_elastic.torch._runtime.position import script_position
+from adaptdl_elastic.torch._tuning.memory_limit import memory_limit
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -105,6 +106,7 @@ class SurvivorReport:
     mark: int | None = None  # index of its Mark in the running data loop
     seeds: dict[str, int] = field(default_factory=dict)  # loader's key → seed of its order
     announced: Place = (0, 0)  # last data loop that the others were told
+    largest: int | None = None  # largest local batch that fits into memory
 
 
 class Recovery:
@@ -161,13 +163,60 @@ class Recovery:
 
     def begin_window(self, index: int) -> None:
         """Take a snapshot before the first batch of a training window, at sample `index`."""
-        if self.armed and self._session.replicas > 1:
+        if self._session.models and not registry().unrepeatable:
             self._before = StepSnapshot(self._session, index, self._before)
 
     def before_step(self, left_out: bool) -> None:
         """Prepare for a call of `optimizer.step()`; `left_out` if the call will not step."""
-        if self._before is not None and self.armed and self._session.replicas > 1:
+        if self._before is not None:
             self._before.before_step(left_out)
+
+    def why_not_repeatable(self) -> str | None:
+        """Return why the current step could not be repeated on all replicas; None if it could."""
+        helper = current_dataloader()
+        if helper is None or not (helper.training or helper.training_loader_undecided):
+            return "it is in no data loop of this library that trains"
+        if registry().unrepeatable:
+            return "only AdaptiveDataLoader can hand out the samples of a step again"
+        if self._before is None:
+            return "nothing is known of its beginning"
+        return self._before.why_irreparable(self._session)
+
+    def repeat_step(self, helper: ElasticLoader) -> bool:
+        """Go back to the beginning of the current step if it did not fit into memory.
+
+        Returns:
+            Whether it did not fit.
+
+        All replicas know the same (`StepOutOfMemory`), so all go back, without a word between them. If a peer
+        has died as well, `recover` goes back.
+
+        Raises:
+            RuntimeError: the step cannot be undone.
+        """
+        failure = next((m.failure for m in self._session.models if m.failure is not None), None)
+        if not isinstance(failure, StepOutOfMemory):
+            return False
+        memory_limit(self._session).lower(failure.largest, str(failure))
+        if self.broken and self._session.consensus.lost is not None and not script_position().outside:
+            return False
+        why = self.why_not_repeatable()
+        if why is not None or self._before is None:
+            raise RuntimeError(f"{failure}, and the step cannot be repeated: {why}") from failure
+        self._before.put_back(self._session)
+        for model in self._session.models:
+            model.clear_failure()
+        script_position().index = self._before.index
+        helper.fit_memory()
+        return True
+
+    def _give_up_step(self, helper: ElasticLoader) -> None:
+        """Forget a step that did not fit into memory, in a loop that its body has left."""
+        for model in self._session.models:
+            if isinstance(model.failure, StepOutOfMemory):
+                memory_limit(self._session).lower(model.failure.largest, str(model.failure))
+                model.clear_failure()
+                helper.fit_memory()
 
     def dry_batch(self) -> AbstractContextManager[None]:
         """Enclose a batch that does not count, and undo what the loop's body changes."""
@@ -239,6 +288,7 @@ class Recovery:
 
     def loop_left(self, helper: ElasticLoader) -> None:
         """Record that this replica has left a loop by `break`, so that no peer waits at the loop's end."""
+        self._give_up_step(helper)
         # After a failed step the next boundary ends this replica with an error. A recovery is not possible
         # here, while the loader's generator is being closed.
         inside = not script_position().outside
@@ -433,6 +483,8 @@ class Recovery:
             if one.position[0] == mine.position[0]:
                 script_position().seeds = {**one.seeds, **script_position().seeds}
             script_position().announced = max(script_position().announced, one.announced)
+        known = [one.largest for one in everybody if one.largest is not None]
+        memory_limit(session).largest = min(known, default=None)
         self._same_sums(everybody)
         where = max(one.position for one in everybody)
         here = [one for one in everybody if one.position == where]
@@ -482,6 +534,7 @@ class Recovery:
             marked=mark is not None and any(own for _, own, _ in mark.sums.values()),
             seeds=dict(state.seeds),
             announced=state.announced,
+            largest=memory_limit(session).largest,
         )
 
     def _heal(self, mine: SurvivorReport, top: int, behind: list[int]) -> None:

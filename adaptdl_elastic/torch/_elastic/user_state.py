@@ -168,7 +168,7 @@ def copies_of_script(session: Session) -> dict[str, Any]:
 
 
 def _of_script(state: SavedState) -> bool:
-    return not type(state).__module__.startswith(_LIBRARY)
+    return state.part_of_step or not type(state).__module__.startswith(_LIBRARY)
 
 
 def _synchronised(state: SavedState) -> bool:

@@ -8,6 +8,7 @@ not sampled the hook only weighs and averages.
 # no `from __future__ import annotations`: DDP reads the hook's annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -181,6 +182,9 @@ class HookState:
     kept: dict[int, torch.Tensor] | None = None  # buckets of the previous step; None: not needed
     absorb: bool = False  # a failed all-reduce leaves zeros and sets `failure` instead of raising
     failure: BaseException | None = None
+    awaited: bool = False  # a forward pass was made whose gradients have not all come to the hook yet
+    spoilt: bool = False  # send nan: this replica's gradients of this step are not known
+    suspect: bool = False  # nan arrived in the last bucket: a replica's gradients may not be known
     lost: BaseException | None = None  # a replica is gone: sums fail at once from now on
     # all-reduces of this backward pass; only with `absorb`
     under_way: "list[_Reduction]" = field(default_factory=list)
@@ -196,6 +200,21 @@ class HookState:
         True if the backend completes futures when a collective is enqueued (NCCL).
         """
         return self.absorb and self.link is not None and self.link.completion_is_unreliable
+
+    @property
+    def tells_of_memory(self) -> bool:
+        """Whether all replicas would find out that one of them has sent nan. The same on all of them.
+
+        NCCL's results are looked at only where the host waits for them, to survive the death of a peer.
+        """
+        if self.world_size == 1:
+            return True
+        return self.link is not None and (self.absorb or not self.link.completion_is_unreliable)
+
+    def examine(self, buffer: torch.Tensor) -> None:
+        """Look at a number of the last bucket that has arrived, which is the same on all replicas."""
+        if self.tells_of_memory and not buffer.is_sparse and bool(buffer.view(-1)[-1].isnan()):
+            self.suspect = True
 
     def queue(self, tensor: torch.Tensor) -> Any:
         """Begin to sum `tensor` over all replicas."""
@@ -258,6 +277,8 @@ def reduce_bucket(state: HookState, bucket: GradBucket) -> Future:
     """DDP communication hook: buffer ← Σ_r weight_r · buffer_r."""
     buffer = bucket.buffer()
     state.reduced = True
+    if bucket.is_last():
+        state.awaited = False
     if state.instead is not None:
         _replace(bucket, state.instead)
     elif state.weight != 1.0:
@@ -275,6 +296,8 @@ def reduce_bucket(state: HookState, bucket: GradBucket) -> Future:
             _compare(state.norms, state.kept, recording, bucket)
     if state.world_size == 1:
         return _finished(buffer)
+    if state.spoilt:
+        buffer.fill_(math.nan)
     if bucket.is_last():  # before the call below: a slow peer may let it wait
         state.clock.computed(buffer.is_cuda)
     begun = time.monotonic()
@@ -319,6 +342,7 @@ def _arrived(
         state.fail(error)
         return _given_up(state, bucket)
     state.queued.clear()
+    state.examine(bucket.buffer())
     return done
 
 
@@ -390,10 +414,13 @@ def _measure(state: HookState, bucket: GradBucket, recording: Recording | None) 
 def _chained(state: HookState, bucket: GradBucket, recording: Recording | None, future: Any) -> Future:
     """Return a future that ends, or fails, with the all-reduce."""
     buffer, measure, last = bucket.buffer(), _measure(state, bucket, recording), bucket.is_last()
+    examines = last and state.tells_of_memory and not state.completion_is_unreliable
 
     def finish(done: Any) -> torch.Tensor:
         done.value()  # raises the all-reduce's error; torch's fake backend has no value
         measure()
+        if examines:
+            state.examine(buffer)
         if last:
             state.clock.arrived()
         return buffer
@@ -406,13 +433,15 @@ def _finish(state: HookState, bucket: GradBucket, recording: Recording | None, f
     if not state.absorb:
         return _chained(state, bucket, recording, future)
     measure, reduction = _measure(state, bucket, recording), _Reduction(bucket.buffer(), future)
-    last = bucket.is_last()
     state.under_way.append(reduction)
+    buffer, last = bucket.buffer(), bucket.is_last()
 
     def arrived(done: Any) -> None:
         try:
             done.value()
             measure()
+            if last:
+                state.examine(buffer)
         except Exception as error:
             reduction.settle(partial(state.fail, error))
         else:

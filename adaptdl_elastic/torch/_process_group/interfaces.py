@@ -19,7 +19,7 @@ _ENTRY, _NAME = 40, 16  # bytes of one `struct ifreq` on 64-bit Linux, and of th
 _MOST = 256  # most addresses of one machine
 _IPV6 = Path("/proc/net/if_inet6")
 
-_chosen: str | None = None  # value that this module has set GLOO_VARIABLE to
+chosen: str | None = None  # value that this module has set GLOO_VARIABLE to
 
 
 def listen_on(address: str) -> None:
@@ -28,12 +28,12 @@ def listen_on(address: str) -> None:
     Otherwise gloo listens at the address of the machine's name, which may be in another network. If the
     interface cannot be found, that is not changed.
     """
-    global _chosen
-    if os.environ.get(GLOO_VARIABLE, _chosen) != _chosen:
+    global chosen
+    if os.environ.get(GLOO_VARIABLE, chosen) != chosen:
         return
     found = interface_of(address)
     if found is not None:
-        os.environ[GLOO_VARIABLE] = _chosen = found
+        os.environ[GLOO_VARIABLE] = chosen = found
 
 
 def interface_of(address: str) -> str | None:

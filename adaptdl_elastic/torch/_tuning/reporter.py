@@ -344,6 +344,7 @@ class Metrics:
             max_batch_size=limits.maximum if limits else None,
             local_bsz_bounds=limits.bounds if limits else None,
             gradient_accumulation=limits.accumulation if limits else False,
+            memory_limit=None if session.memory is None else session.memory.largest,
             max_profiled_replicas=self._max_profiled,
             grad_params=None if grads is None else (grads.sqr, grads.var),
             perf_params=self._perf_params,

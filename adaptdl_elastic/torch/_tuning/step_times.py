@@ -52,7 +52,7 @@ steps out, which are rare among short steps and common among long ones, would fa
 """
 
 _LONGEST = 4096  # most measurements of a span
-_MOST = 96  # most spans that are kept: `levels` then takes a millisecond
+MOST_SPANS = 96  # most spans that are kept: `levels` then takes a millisecond
 # noise of a span (logarithms); its correlation time (seconds); smallest noise
 _JITTER, _CORRELATED, _FLOOR = 0.15, 0.5, 0.02
 _DRIFT = 0.4  # standard deviation of g after a second
@@ -220,8 +220,8 @@ class StepTimes:
 
 
 def thinned(spans: list[Span]) -> list[Span]:
-    """Return at most `_MOST` spans: the ends of long stays, and the latest stay at each configuration."""
-    while len(spans) > _MOST:
+    """Return at most `MOST_SPANS` spans: the ends of long stays, and the latest at each configuration."""
+    while len(spans) > MOST_SPANS:
         same = [one.key == other.key for one, other in pairwise(spans)]
         inner = next((i for i in range(1, len(same) - 1) if all(same[i - 1 : i + 2])), None)
         place = same.index(True) if inner is None and any(same[:-1]) else inner

@@ -431,10 +431,10 @@ class Ec2Provider(Provider):
         for name, group in groups.items():
             tags = tags_of(group)
             if self._owner and tags.get(OWNER_TAG) != self._owner:
-                self._tag(name, OWNER_TAG, self._owner)
+                self.tag(name, OWNER_TAG, self._owner)
             # otherwise a former autoscaler could not restore them, and its note is still valid
             if RULED_TAG not in tags:
-                self._tag(name, RULED_TAG, _before(group))
+                self.tag(name, RULED_TAG, _before(group))
             if not _suspended(group):
                 with explained("autoscaling:SuspendProcesses", name):
                     self._autoscaling.suspend_processes(
@@ -480,7 +480,8 @@ class Ec2Provider(Provider):
         with explained("autoscaling:DeleteTags", name):
             self._autoscaling.delete_tags(Tags=tags)
 
-    def _tag(self, group: str, key: str, value: str) -> None:
+    def tag(self, group: str, key: str, value: str) -> None:
+        """Set a tag of an auto-scaling group."""
         with explained("autoscaling:CreateOrUpdateTags", group):
             self._autoscaling.create_or_update_tags(Tags=[tag(group, key, value)])
 

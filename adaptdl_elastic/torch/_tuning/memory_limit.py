@@ -1,0 +1,95 @@
+"""Remember the largest local batch that fits into the memory of every replica.
+
+The limit is unknown until a batch did not fit, or until a search at the start has found it. It only ever
+becomes smaller. It is part of every checkpoint, replicas that join receive it, and the scheduling hints tell
+it to the coordinator.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from adaptdl_elastic import _session, checkpoint
+from adaptdl_elastic._session import Session
+from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Limits, local_batch
+
+log = logging.getLogger(__name__)
+
+LIMIT = "memory_limit"
+"""Kind of the command by which all replicas take over a lower limit at the same boundary."""
+
+
+class MemoryLimit(checkpoint.TensorState):
+    """Hold the limit, in samples of one replica. One per session: `memory_limit()`."""
+
+    required = False
+
+    def __init__(self, session: Session) -> None:
+        super().__init__("adaptdl-memory")
+        self._session = session
+        self.largest: int | None = None  # None: not known
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the limit for checkpoints and newcomers."""
+        return {"largest": self.largest}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Take over the limit in `state_dict`."""
+        self.largest = state_dict["largest"]
+
+    def lower(self, largest: int, why: str) -> bool:
+        """Lower the limit to `largest`, and tell the user; return False if it is not above that.
+
+        Args:
+            largest: Samples of one replica that fit.
+            why: What has shown it, for the message.
+        """
+        if self.largest is not None and self.largest <= largest:
+            return False
+        self.largest = largest
+        session = self._session
+        if session.rank == 0:
+            log.warning(
+                "%s: from now on the batch of one replica has at most %d samples in a pass, and larger "
+                "batches are accumulated (the batch of a step stays as it is)",
+                why,
+                largest,
+            )
+            session.emit("memory_limit", largest=largest, message=why, step=session.step)
+        return True
+
+
+def memory_limit(session: Session | None = None) -> MemoryLimit:
+    """Return the limit of this process's session; the first call restores it from the checkpoint."""
+    session = session or _session.current()
+    found = session.memory
+    if found is None:
+        found = session.memory = MemoryLimit(session)
+        checkpoint.load_state(found)
+    assert isinstance(found, MemoryLimit)
+    return found
+
+
+def limited(limits: Limits, largest: int | None) -> Limits:
+    """Return a loader's limits with the limit of the memory, if it is known.
+
+    If the initial batch does not fit on one replica, accumulation is allowed even if the script did not allow
+    it, because the batch size is to stay the same.
+    """
+    if largest is None:
+        return limits
+    low, high = limits.bounds or (1, largest)
+    bounds = min(low, largest), min(high, largest)
+    return Limits(
+        limits.init, limits.maximum, bounds, limits.accumulation or local_batch(limits.init, 1) > largest
+    )
+
+
+def split(now: BatchSize, largest: int | None) -> BatchSize:
+    """Return the same batch of one replica in passes of at most `largest` samples, rounded up."""
+    if largest is None or now.atomic_bsz <= largest:
+        return now
+    samples = now.atomic_bsz * (now.accumulation_steps + 1)
+    passes = -(-samples // largest)
+    return BatchSize(-(-samples // passes), passes - 1)

@@ -1,0 +1,15 @@
+"""The node service: one process per node and cluster that does what a person at a terminal of the node did.
+
+| question | module |
+|---|---|
+| How is it started, kept and stopped? | `lifecycle`, `__main__` |
+| What does it do all the time? | `supervisor` |
+| Which agents does it start and stop? | `decisions` (pure) |
+| How does an agent get its files, and outlive the service? | `agents`, `blobs`, `kept_process` |
+| How does a node get the checkpoints of another one? | `checkpoint_copies` |
+| Who may ask it for what? | `http_server`, `access` |
+| How is the cluster's etcd started, with users and passwords? | `etcd` |
+
+An agent that it starts is `adaptdl-run` as a person would start it: the service decides nothing about a
+generation. Killing the service ends neither an agent nor etcd; the next service finds them.
+"""

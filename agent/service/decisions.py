@@ -1,0 +1,94 @@
+"""Decide which agents a node service starts and stops. Pure: the clock is passed in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from adaptdl_elastic.rendezvous.services.admission import Request, admit
+
+MOST_FAILURES = 5
+"""Failures in a row after which an agent is not started again."""
+
+STEADY_SECONDS = 60.0
+"""Seconds after whose passing an agent's end is no failure to start."""
+
+LONGEST_PAUSE_SECONDS = 60.0
+"""Longest pause between two attempts to start an agent."""
+
+STOP_SECONDS = 150.0
+"""Seconds that an agent may take to save and leave before it is killed."""
+
+
+class Step(str, Enum):
+    """What is done about an agent."""
+
+    START = "start"
+    TERMINATE = "terminate"
+    KILL = "kill"
+
+
+@dataclass(frozen=True)
+class AgentState:
+    """What the service knows of one job's agent here. Times are those of the service's clock.
+
+    Attributes:
+        alive: Whether the agent runs, or is being prepared.
+        since: When it was started last.
+        failures: How often in a row it has ended soon after its start.
+        not_before: When it may be started again.
+        terminated: When it was told to leave; None: it was not.
+    """
+
+    alive: bool = False
+    since: float = 0.0
+    failures: int = 0
+    not_before: float = 0.0
+    terminated: float | None = None
+
+    def started(self, now: float) -> AgentState:
+        """Return the state after a start."""
+        return replace(self, alive=True, since=now, terminated=None)
+
+    def ended(self, now: float, exit_code: int | None) -> AgentState:
+        """Return the state after the agent's end.
+
+        An exit with 0 while the job goes on is one of a node that is drained: it is tried again, without end.
+        """
+        if exit_code == 0 or now - self.since > STEADY_SECONDS:
+            return replace(self, alive=False, failures=0, not_before=now + LONGEST_PAUSE_SECONDS / 10)
+        pause = min(LONGEST_PAUSE_SECONDS, 2.0**self.failures)
+        return replace(self, alive=False, failures=self.failures + 1, not_before=now + pause)
+
+
+def decide(
+    requests: Iterable[Request], slots: int, agents: Mapping[str, AgentState], now: float
+) -> dict[str, Step]:
+    """Return what is to be done now, by job.
+
+    Args:
+        requests: The submissions of the cluster whose signatures are valid.
+        slots: How many replicas fit on all nodes.
+        agents: The agents of this node.
+        now: The time of the service's clock.
+    """
+    known = {one.submission.job: one for one in requests}
+    verdicts = admit(known.values(), slots)
+    steps: dict[str, Step] = {}
+    for job, agent in agents.items():
+        request = known.get(job)
+        unwanted = request is None or request.cancelled_by is not None
+        if not agent.alive or not unwanted:
+            continue
+        if agent.terminated is None:
+            steps[job] = Step.TERMINATE
+        elif now - agent.terminated > STOP_SECONDS:
+            steps[job] = Step.KILL
+    for job, verdict in verdicts.items():
+        agent = agents.get(job, AgentState())
+        if not verdict.admitted or agent.alive:
+            continue
+        if agent.failures < MOST_FAILURES and now >= agent.not_before:
+            steps[job] = Step.START
+    return steps

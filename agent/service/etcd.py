@@ -1,0 +1,183 @@
+"""Run the cluster's etcd on this node: TLS, client certificates, a user for the cluster's keys only."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import signal
+import socket
+import time
+from typing import Any
+
+import urllib3
+
+from adaptdl_elastic.agent.service.kept_process import KeptProcess, last_line
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.services.service_config import (
+    ETCD_USER,
+    EtcdConfig,
+    ServiceConfig,
+    ServiceDirectory,
+)
+from adaptdl_elastic.rendezvous.store.etcd_v3 import range_end
+from adaptdl_elastic.rendezvous.store.store_options import read_password
+
+ROOT = "root"
+
+_READY_SECONDS = 60.0  # that etcd may take to serve, with its history to be read
+_REQUEST_SECONDS = 10.0
+_LOOK_SECONDS = 0.05
+
+
+class EtcdError(Exception):
+    """etcd does not start, or refuses what it is asked; the message says why."""
+
+
+class EtcdServer:
+    """The etcd of this node. A service that finds it running leaves it as it is."""
+
+    def __init__(self, config: ServiceConfig, etcd: EtcdConfig, directory: ServiceDirectory) -> None:
+        self._config, self._etcd, self._directory = config, etcd, directory
+        self._log = directory.path / "etcd.log"
+        self._note = directory.state / "etcd.json"
+        self._process = KeptProcess.find(self._note)
+
+    def ensure(self) -> None:
+        """Start etcd unless it runs, and wait until it serves, with its users.
+
+        Raises:
+            EtcdError: it does not start.
+        """
+        if self._process is None or not self._process.alive:
+            self._start()
+        self._wait()
+        self._make_users()
+
+    @property
+    def alive(self) -> bool:
+        """Whether etcd runs."""
+        return self._process is not None and self._process.alive
+
+    def stop(self) -> None:
+        """Stop etcd in an orderly way."""
+        if self._process is not None:
+            self._process.signal(signal.SIGTERM)
+            if not self._process.wait(10.0):
+                self._process.kill_group()
+            self._process.forget()
+
+    def _start(self) -> None:
+        host = self._config.host
+        name = f"[{host}]" if ":" in host else host
+        url = f"https://{name}:{self._etcd.port}"
+        with contextlib.closing(_free_socket()) as free:
+            peer = f"http://127.0.0.1:{free.getsockname()[1]}"
+        try:
+            with contextlib.closing(socket.create_server((host, self._etcd.port))):
+                pass
+        except OSError as error:
+            raise EtcdError(
+                f"etcd cannot listen on {host}:{self._etcd.port} ({error.strerror}): "
+                f"end what listens there, or choose another port with --etcd-port"
+            ) from None
+        directory = self._directory
+        options = {
+            "name": "adaptdl",
+            "data-dir": str(directory.path / "etcd"),
+            "listen-client-urls": url,
+            "advertise-client-urls": url,
+            "listen-peer-urls": peer,  # one member: nobody connects
+            "initial-advertise-peer-urls": peer,
+            "initial-cluster": f"adaptdl={peer}",
+            "cert-file": str(directory.cert),
+            "key-file": str(directory.key),
+            "trusted-ca-file": str(directory.ca),
+            "client-cert-auth": "true",
+            "auto-compaction-mode": "revision",
+            "auto-compaction-retention": "10000",
+            "logger": "zap",
+            "log-level": "warn",
+        }
+        # ETCD_* variables would be taken as options
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("ETCD_")}
+        command = [self._etcd.binary, *(f"--{key}={value}" for key, value in options.items())]
+        try:
+            self._process = KeptProcess.start(command, self._note, self._log, directory.path, environment)
+        except OSError as error:
+            raise EtcdError(f"{self._etcd.binary} cannot be started: {error.strerror}") from None
+
+    def _wait(self) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + _READY_SECONDS
+        while time.monotonic() < deadline:
+            if not self._process.alive:
+                raise EtcdError(f"etcd ended: {last_line(self._log)}")
+            try:
+                socket.create_connection((self._config.host, self._etcd.port), 1.0).close()
+                return
+            except OSError:
+                time.sleep(_LOOK_SECONDS)
+        raise EtcdError(f"etcd does not serve after {_READY_SECONDS:g} s: {last_line(self._log)}")
+
+    def _make_users(self) -> None:
+        """Make root and the cluster's user, and demand passwords from now on; do nothing if that was done."""
+        passwords = {
+            ROOT: read_password(self._directory.path / "root-password"),
+            ETCD_USER: read_password(self._directory.path / "password"),
+        }
+        with urllib3.PoolManager(
+            ssl_context=self._directory.store_options().ssl_context(), retries=False
+        ) as pool:
+            gateway = _Gateway(pool, self._config.endpoint)
+            status, said = gateway.ask("authenticate", name=ROOT, password=passwords[ROOT])
+            if status == 200:
+                return
+            if "not enabled" not in said:
+                raise EtcdError(f"etcd refuses root's password ({said}): its data are of another cluster")
+            for user, password in passwords.items():
+                gateway.must("role/add", name=user)
+                gateway.must("user/add", name=user, password=password)
+                gateway.must("user/changepw", name=user, password=password)
+                gateway.must("user/grant", user=user, role=user)
+            prefix = Keys(self._config.cluster).root
+            permission = {
+                "permType": "READWRITE",
+                "key": base64.b64encode(prefix.encode()).decode(),
+                "range_end": base64.b64encode(range_end(prefix)).decode(),
+            }
+            gateway.must("role/grant", name=ETCD_USER, perm=permission)
+            gateway.must("enable")
+
+
+class _Gateway:
+    """etcd's requests about users."""
+
+    def __init__(self, pool: urllib3.PoolManager, endpoint: str) -> None:
+        self._pool, self._endpoint = pool, endpoint
+
+    def ask(self, path: str, **body: Any) -> tuple[int, str]:
+        """Return status and text of the answer."""
+        url = f"{self._endpoint}/v3/auth/{path}"
+        deadline = time.monotonic() + _READY_SECONDS
+        while True:
+            try:
+                answer = self._pool.request("POST", url, json=body, timeout=_REQUEST_SECONDS)
+            except urllib3.exceptions.HTTPError as error:
+                status, text = 503, str(error)
+            else:
+                status, text = answer.status, answer.data.decode(errors="replace")
+            # a server that has just begun to listen has no leader yet
+            if status != 503 or time.monotonic() > deadline:
+                return status, text
+            time.sleep(_LOOK_SECONDS)
+
+    def must(self, path: str, **body: Any) -> None:
+        """Ask; EtcdError unless it is done now or was done before."""
+        status, said = self.ask(path, **body)
+        if status != 200 and "already" not in said:
+            raise EtcdError(f"etcd refuses {path}: {said}")
+
+
+def _free_socket() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0))

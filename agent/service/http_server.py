@@ -1,0 +1,261 @@
+"""The port of a node service: archives, output and state, over TLS, for nodes and people of the cluster."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from adaptdl_elastic.agent.service.access import Caller, DeniedError, identify
+from adaptdl_elastic.agent.service.blobs import BlobError, Blobs
+from adaptdl_elastic.agent.service.checkpoint_copies import files_of
+from adaptdl_elastic.rendezvous.schema.keys import check_name
+from adaptdl_elastic.rendezvous.services import signatures
+from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
+from adaptdl_elastic.rendezvous.services.signatures import People, SignatureError
+
+logger = logging.getLogger(__name__)
+
+MOST_CONNECTIONS = 64
+"""Connections that are served at a time; further ones wait."""
+
+MOST_BLOB_BYTES = 20 << 30
+"""Largest archive that is accepted."""
+
+_IDLE_SECONDS = 60.0  # after which a connection that sends nothing is closed
+_LONGEST_WAIT_SECONDS = 20.0  # of a request for output that is not there yet
+_LOOK_SECONDS = 0.1  # between two looks at a file for new output
+_MOST_OUTPUT_BYTES = 1 << 20  # in one answer
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the port serves.
+
+    Attributes:
+        config: Of the service.
+        directory: Of the service.
+        blobs: The archives of this node.
+        owner: Returns who owns a job; None: no valid submission of it is known.
+        running: Returns the jobs that have an agent here.
+        state: Returns what `adaptdl cluster status` shows of this node.
+    """
+
+    config: ServiceConfig
+    directory: ServiceDirectory
+    blobs: Blobs
+    owner: Callable[[str], str | None]
+    running: Callable[[], list[str]]
+    state: Callable[[], dict[str, Any]]
+
+    def people(self) -> People:
+        """Return who may use the cluster now."""
+        try:
+            return signatures.decode_people(self.directory.people.read_text())
+        except (OSError, SignatureError) as error:
+            raise DeniedError(f"the list of people cannot be read: {error}", 500) from None
+
+
+class ServicePort(ThreadingHTTPServer):
+    """The listening socket and its threads.
+
+    Args:
+        listening: A socket that listens already.
+        served: What it serves.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, listening: socket.socket, served: Served) -> None:
+        address = listening.getsockname()[:2]
+        super().__init__(address, _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
+        self.served = served
+        self.closing = threading.Event()
+        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._tls.load_cert_chain(str(served.directory.cert), str(served.directory.key))
+        self._tls.load_verify_locations(str(served.directory.ca))
+        self._tls.verify_mode = ssl.CERT_OPTIONAL
+
+    def start(self) -> None:
+        """Serve in a thread."""
+        threading.Thread(target=self.serve_forever, name="port", daemon=True).start()
+
+    def close(self) -> None:
+        """End the requests that wait, and stop to listen."""
+        self.closing.set()
+        self.shutdown()
+        self.server_close()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Shake hands in the connection's own thread, so that a slow client delays nobody else."""
+        with self._places:
+            request.settimeout(_IDLE_SECONDS)
+            try:
+                encrypted = self._tls.wrap_socket(request, server_side=True)
+            except (OSError, ssl.SSLError) as error:
+                logger.info("no connection from %s: %s", client_address, error)
+                return
+            try:
+                _Handler(encrypted, client_address, self)
+            except (OSError, ssl.SSLError) as error:
+                logger.info("the connection from %s broke: %s", client_address, error)
+            finally:
+                encrypted.close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: ServicePort
+
+    def version_string(self) -> str:
+        return "adaptdl"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug(format, *args)
+
+    def do_GET(self) -> None:
+        self._serve(self._get)
+
+    def do_HEAD(self) -> None:
+        self._serve(self._head)
+
+    def do_PUT(self) -> None:
+        self._serve(self._put)
+
+    def _serve(self, action: Callable[[list[str], Mapping[str, str]], None]) -> None:
+        parts = urlsplit(self.path)
+        query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        path = parts.path.strip("/").split("/")
+        try:
+            action(path, query)
+        except DeniedError as error:
+            self._answer(error.status, str(error).encode())
+        except (BlobError, ValueError) as error:
+            self._answer(400, str(error).encode())
+
+    def _caller(self, body_digest: str = "") -> Caller:
+        served = self.server.served
+        assert isinstance(self.connection, ssl.SSLSocket)
+        digest = body_digest or signatures.digest(b"")
+        request = (served.config.cluster_id, served.config.node, self.command, self.path, digest)
+        return identify(self.connection.getpeercert(), self.headers, served.people(), request)  # type: ignore[arg-type]
+
+    def _get(self, path: list[str], query: Mapping[str, str]) -> None:
+        match path:
+            case ["v1", "status"]:
+                self._caller()
+                self._json(self.server.served.state())
+            case ["v1", "blobs", digest]:
+                self._caller().require_node()
+                self._file(self.server.served.blobs.path(digest))
+            case ["v1", "checkpoints", job, checkpoint_id]:
+                self._caller().require_node()
+                self._json({"files": self._checkpoint(job, checkpoint_id)})
+            case ["v1", "checkpoints", job, checkpoint_id, quoted]:
+                self._caller().require_node()
+                name = unquote(quoted)
+                if name not in self._checkpoint(job, checkpoint_id):
+                    self._nothing_here()
+                self._file(self.server.served.directory.checkpoints(job) / checkpoint_id / name)
+            case ["v1", "logs", job]:
+                caller = self._caller()
+                caller.require_owner(job, self.server.served.owner(check_name("job", job)))
+                self._json(self._output(job, int(query.get("after", 0)), float(query.get("wait", 0))))
+            case _:
+                self._nothing_here()
+
+    def _head(self, path: list[str], query: Mapping[str, str]) -> None:
+        match path:
+            case ["v1", "blobs", digest]:
+                self._caller()
+                self._answer(200 if self.server.served.blobs.has(digest) else 404, b"")
+            case _:
+                self._nothing_here()
+
+    def _put(self, path: list[str], query: Mapping[str, str]) -> None:
+        self.close_connection = True  # the body may not be read to its end
+        match path:
+            case ["v1", "blobs", digest]:
+                self._caller(digest)
+                size = int(self.headers.get("Content-Length") or -1)
+                if not 0 <= size <= MOST_BLOB_BYTES:
+                    raise BlobError(f"an archive of {size} bytes is not accepted")
+                self.server.served.blobs.receive(digest, size, self.rfile.read)
+                self._answer(201, b"")
+            case _:
+                self._nothing_here()
+
+    def _nothing_here(self) -> None:
+        raise DeniedError("this version of adaptdl-elastic does not serve that", 404)
+
+    def _checkpoint(self, job: str, checkpoint_id: str) -> list[str]:
+        root = self.server.served.directory.checkpoints(check_name("job", job))
+        if not (files := files_of(root, checkpoint_id)):
+            raise DeniedError("the checkpoint is not on this node", 404)
+        return files
+
+    def _output(self, job: str, after: int, wait: float) -> dict[str, Any]:
+        """Return whole lines of a job's output from an offset on; wait for some if there are none."""
+        path = self.server.served.directory.log(job)
+        deadline = time.monotonic() + min(wait, _LONGEST_WAIT_SECONDS)
+        while True:
+            running = (
+                job in self.server.served.running()
+            )  # before the file: what it has written is there then
+            data = read_lines(path, after)
+            if data or time.monotonic() >= deadline or self.server.closing.wait(_LOOK_SECONDS):
+                text = data.decode(errors="replace")
+                return {"offset": after + len(data), "text": text, "running": running}
+
+    def _file(self, path: Path) -> None:
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            raise DeniedError("it is not on this node", 404) from None
+        with file:
+            self.send_response(200)
+            self.send_header("Content-Length", str(path.stat().st_size))
+            self.end_headers()
+            shutil.copyfileobj(file, self.wfile, _CHUNK)
+
+    def _json(self, value: Any) -> None:
+        self._answer(200, json.dumps(value).encode(), "application/json")
+
+    def _answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def read_lines(path: Path, after: int) -> bytes:
+    """Return whole lines of a file from an offset on, at most `_MOST_OUTPUT_BYTES`; b"" if there are none.
+
+    A line longer than that is returned in pieces.
+    """
+    if after < 0:
+        raise ValueError(f"offset {after} is negative")
+    try:
+        with path.open("rb") as file:
+            file.seek(after)
+            data = file.read(_MOST_OUTPUT_BYTES)
+    except FileNotFoundError:
+        return b""
+    end = data.rfind(b"\n") + 1
+    return data[:end] if end or len(data) < _MOST_OUTPUT_BYTES else data

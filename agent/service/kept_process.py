@@ -1,0 +1,132 @@
+"""A process that outlives the service that has started it, and that the next service finds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass
+class KeptProcess:
+    """A process and the file that remembers it.
+
+    Attributes:
+        pid: Its process id, and its process group's.
+        note: The file.
+        child: The process if this service has started it, else None.
+    """
+
+    pid: int
+    note: Path
+    child: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def start(
+        cls, command: Sequence[str], note: Path, log: Path, cwd: Path, env: Mapping[str, str]
+    ) -> KeptProcess:
+        """Start a command in a session of its own; its output is appended to `log`.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        note.parent.mkdir(parents=True, exist_ok=True)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            child = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        made = cls(child.pid, note, child)
+        temporary = note.with_suffix(".new")
+        temporary.write_text(
+            json.dumps({"pid": child.pid, "created": psutil.Process(child.pid).create_time()})
+        )
+        temporary.replace(note)
+        return made
+
+    @classmethod
+    def find(cls, note: Path) -> KeptProcess | None:
+        """Return the process that a note remembers if it is alive; delete the note if it is not."""
+        try:
+            noted = json.loads(note.read_text())
+            pid, created = int(noted["pid"]), float(noted["created"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError):
+            note.unlink(missing_ok=True)
+            return None
+        if not _is_alive(pid, created):
+            note.unlink(missing_ok=True)
+            return None
+        return cls(pid, note)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        if self.child is not None:
+            return self.child.poll() is None
+        return KeptProcess.find(self.note) is not None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code; None while it runs, and for a process that an earlier service has started."""
+        return None if self.child is None else self.child.poll()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process, if it is there."""
+        with contextlib.suppress(ProcessLookupError):
+            if self.alive:
+                os.kill(self.pid, number)
+
+    def kill_group(self) -> None:
+        """Kill the process and all of its group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end of the process; return False if it has not ended after so many seconds."""
+        try:
+            if self.child is not None:
+                self.child.wait(seconds)
+            else:
+                psutil.Process(self.pid).wait(seconds)
+        except (subprocess.TimeoutExpired, psutil.TimeoutExpired):
+            return False
+        except psutil.NoSuchProcess:
+            pass
+        return True
+
+    def forget(self) -> None:
+        """Delete the note."""
+        self.note.unlink(missing_ok=True)
+
+
+def _is_alive(pid: int, created: float) -> bool:
+    try:
+        process = psutil.Process(pid)
+        # the time of the start tells a process from a later one with the same number
+        return abs(process.create_time() - created) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def last_line(path: Path) -> str:
+    """Return the last line of a log that is not empty, for messages."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return "it has written nothing"
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it has written nothing")

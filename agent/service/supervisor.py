@@ -1,0 +1,254 @@
+"""What a node service does all the time: stay registered, read what is asked for, start and stop agents."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import adaptdl_elastic
+from adaptdl_elastic.agent.service.agents import Agents
+from adaptdl_elastic.agent.service.blobs import Blobs
+from adaptdl_elastic.agent.service.checkpoint_copies import CheckpointCopies
+from adaptdl_elastic.agent.service.decisions import decide
+from adaptdl_elastic.agent.service.etcd import EtcdError, EtcdServer
+from adaptdl_elastic.agent.service.http_server import Served, ServicePort
+from adaptdl_elastic.rendezvous.local.addresses import listen
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import (
+    CheckpointRecord,
+    MalformedRecordError,
+    decode,
+    encode,
+)
+from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
+from adaptdl_elastic.rendezvous.services import signatures
+from adaptdl_elastic.rendezvous.services.service_client import ServiceClient, node_context
+from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
+from adaptdl_elastic.rendezvous.services.signatures import SignatureError
+from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, Submitted
+from adaptdl_elastic.rendezvous.store.base import CompactedError, Lease, LeaseLostError, Store, StoreError
+from adaptdl_elastic.rendezvous.store.connect import connect
+
+logger = logging.getLogger(__name__)
+
+LEASE_SECONDS = 5.0
+"""Seconds after which a service that has vanished is not registered any more."""
+
+_LOOK_SECONDS = 0.5  # between two looks at the agents
+_READ_SECONDS = 2.0  # between two readings of the store if nothing is written there that concerns the service
+_RETRY_SECONDS = 1.0  # until a store that failed is tried again
+
+
+class Supervisor:
+    """The node service."""
+
+    def __init__(self, config: ServiceConfig, directory: ServiceDirectory) -> None:
+        self._config, self._directory = config, directory
+        self._keys = Keys(config.cluster)
+        self._etcd = EtcdServer(config, config.etcd, directory) if config.etcd is not None else None
+        self._blobs = Blobs(directory.blobs)
+        client = ServiceClient(node_context(directory.ca, directory.cert, directory.key))
+        self._gpus, model = gpus()
+        slots = config.slots or self._gpus or 1
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._agents = Agents(config, directory, slots, self._blobs, client, self._wake.set)
+        self._copies = CheckpointCopies(directory, client)
+        self._peers: list[ServiceRecord] = []
+        self._copied: set[str] = set()  # jobs whose checkpoints lie on the nodes
+        self._owners: dict[str, str] = {}
+        self._refused: dict[str, str] = {}
+        listening = listen(config.host, self._ports())
+        served = Served(config, directory, self._blobs, self._owners.get, self._running, self._state)
+        self._port = ServicePort(listening, served)
+        self._record = ServiceRecord(
+            node=config.node,
+            host=config.host,
+            port=listening.getsockname()[1],
+            slots=slots,
+            gpus=self._gpus,
+            gpu_model=model,
+            cores=os.cpu_count() or 1,
+            memory=psutil.virtual_memory().total,
+            version=adaptdl_elastic.__version__,
+            pid=os.getpid(),
+            started=time.time(),
+        )
+
+    def _ports(self) -> tuple[int, int] | None:
+        if not self._config.port_range:
+            return None
+        low, _, high = self._config.port_range.partition(":")
+        return int(low), int(high)
+
+    @property
+    def record(self) -> ServiceRecord:
+        """The registration of this service."""
+        return self._record
+
+    def stop(self) -> None:
+        """End the service; its agents and etcd go on."""
+        self._stopping.set()
+        self._wake.set()
+
+    def prepare(self) -> None:
+        """Have etcd serve, if it runs on this node; EtcdError if it does not."""
+        if self._etcd is not None:
+            self._etcd.ensure()
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        self._port.start()
+        try:
+            while not self._stopping.is_set():
+                try:
+                    self.prepare()
+                    with connect(
+                        self._config.endpoint, api="v3", options=self._directory.store_options()
+                    ) as store:
+                        self._serve(store)
+                except (StoreError, EtcdError) as error:
+                    logger.warning("%s", error)
+                    self._stopping.wait(_RETRY_SECONDS)
+        finally:
+            self._port.close()
+
+    def _serve(self, store: Store) -> None:
+        """Serve with one connection to the store; StoreError if it fails."""
+        reader = SubmissionReader(store, self._keys, self._config.cluster_id)
+        with contextlib.ExitStack() as stack:
+            for prefix in (self._keys.submissions, self._keys.cancellations):
+                _follow(store, prefix, self._wake, stack)
+            registration = _Registration(store, self._keys.service(self._config.node))
+            stack.callback(registration.close)
+            read_at = float("-inf")
+            while not self._stopping.is_set():
+                if self._etcd is not None and not self._etcd.alive:
+                    return  # `run` starts it again
+                problems = {**self._refused, **self._agents.problems}
+                registration.write(ServiceRecord(**{**vars(self._record), "problems": problems}))
+                self._copy_checkpoints(store)
+                woken = self._wake.wait(_LOOK_SECONDS)
+                self._wake.clear()
+                if woken or time.monotonic() - read_at > _READ_SECONDS or self._some_agent_ended():
+                    read_at = time.monotonic()
+                    self._act(reader)
+
+    def _copy_checkpoints(self, store: Store) -> None:
+        newest = {}
+        for job in self._copied.intersection(self._agents.running):
+            found = store.get(self._keys.job(job, "checkpoint"))
+            with contextlib.suppress(MalformedRecordError):
+                if found is not None:
+                    newest[job] = decode(CheckpointRecord, found.value, found.key).id
+        self._copies.look(newest, self._peers)
+
+    def _some_agent_ended(self) -> bool:
+        before = set(self._agents.running)
+        self._agents.states()
+        return set(self._agents.running) != before
+
+    def _act(self, reader: SubmissionReader) -> None:
+        try:
+            people = signatures.decode_people(self._directory.people.read_text())
+        except (OSError, SignatureError) as error:
+            logger.warning("the list of people cannot be read: %s", error)
+            return
+        agents = self._agents.states()  # before the store: what ended an agent is written there by then
+        found = reader.read(people)
+        self._refused = dict(found.refused)
+        for one in found.requests:
+            self._owners[one.submission.job] = one.submission.owner
+        peers = [service for node, service in sorted(found.services.items()) if node != self._config.node]
+        self._peers = peers
+        self._copied = {one.submission.job for one in found.requests if not one.submission.checkpoint_path}
+        by_job = {one.submission.job: one.submission for one in found.requests}
+        for job, step in decide(found.requests, found.slots, agents, time.monotonic()).items():
+            if job in by_job:
+                self._agents.carry_out(step, job, by_job[job], peers)
+        self._forget_problems(found)
+
+    def _forget_problems(self, found: Submitted) -> None:
+        for one in found.requests:
+            if one.over:
+                self._agents.problems.pop(one.submission.job, None)
+
+    def _running(self) -> list[str]:
+        return self._agents.running
+
+    def _state(self) -> dict[str, Any]:
+        disk = shutil.disk_usage(self._directory.path)
+        return {
+            "node": self._config.node,
+            "version": self._record.version,
+            "slots": self._record.slots,
+            "gpus": self._gpus,
+            "agents": self._agents.running,
+            "problems": {**self._refused, **self._agents.problems},
+            "disk_free": disk.free,
+            "etcd": None if self._etcd is None else self._etcd.alive,
+        }
+
+
+class _Registration:
+    """The service's key, under a lease that is taken again when it was lost."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store, self._key = store, key
+        self._lease: Lease | None = None
+        self._written: ServiceRecord | None = None
+
+    def write(self, record: ServiceRecord) -> None:
+        """Write the record unless it stands there already."""
+        if self._lease is not None and self._lease.lost.is_set():
+            self._lease = self._written = None
+        if record == self._written:
+            return
+        if self._lease is None:
+            self._lease = self._store.lease(LEASE_SECONDS)
+        try:
+            self._store.put(self._key, encode(record), self._lease)
+        except LeaseLostError:
+            self._lease = self._written = None
+            return
+        self._written = record
+
+    def close(self) -> None:
+        """Take the key out of the store, if the store answers."""
+        if self._lease is not None:
+            with contextlib.suppress(StoreError):
+                self._lease.revoke()
+
+
+def _follow(store: Store, prefix: str, wake: threading.Event, stack: contextlib.ExitStack) -> None:
+    """Set `wake` at every change under a prefix until the stack is closed."""
+    watch = store.watch(prefix)
+    stack.callback(watch.close)
+
+    def follow() -> None:
+        with contextlib.suppress(CompactedError, StoreError):  # the service reads everything every 2 s anyway
+            for _ in watch:
+                wake.set()
+
+    threading.Thread(target=follow, name="watch", daemon=True).start()
+
+
+def gpus(folder: Path = Path("/proc/driver/nvidia/gpus")) -> tuple[int, str]:
+    """Return how many GPUs the driver knows, and the model of the first, without a CUDA context."""
+    found = sorted(folder.glob("*")) if folder.is_dir() else []
+    model = ""
+    for one in found[:1]:
+        with contextlib.suppress(OSError):
+            for line in (one / "information").read_text().splitlines():
+                name, _, value = line.partition(":")
+                if name.strip() == "Model":
+                    model = value.strip()
+    return len(found), model

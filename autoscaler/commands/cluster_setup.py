@@ -1,0 +1,294 @@
+"""The commands `adaptdl cluster up`, `add`, `remove`, `status`, `down`, `grant` and `revoke`."""
+
+from __future__ import annotations
+
+import functools
+import getpass
+import json
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, json_option
+from adaptdl_elastic.autoscaler.commands.tables import show_table
+from adaptdl_elastic.autoscaler.provisioning import bring_up
+from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials
+from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.services import context as contexts
+from adaptdl_elastic.rendezvous.services import signatures
+from adaptdl_elastic.rendezvous.services.context import ClusterContext, ContextError
+from adaptdl_elastic.rendezvous.services.service_client import (
+    ServiceClient,
+    ServiceError,
+    Signer,
+    person_context,
+)
+from adaptdl_elastic.rendezvous.services.signatures import Person, SignatureError
+from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, Submitted
+from adaptdl_elastic.rendezvous.store.connect import connect
+from adaptdl_elastic.rendezvous.store.store_options import StoreOptions, parse_endpoints
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def cluster_option(command: F) -> F:
+    """Add `--cluster`, as the parameter `name`; print errors of clusters and nodes as one line."""
+
+    @functools.wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except (ProvisionError, ContextError, SignatureError, ServiceError) as error:
+            raise CommandError(str(error)) from error
+
+    option = click.option(
+        "--cluster",
+        "name",
+        metavar="NAME",
+        envvar="ADAPTDL_CLUSTER",
+        show_envvar=True,
+        help="Name of the cluster. [default: the only one that this machine knows]",
+    )
+    return option(wrapped)  # type: ignore[return-value]
+
+
+def open_cluster(context: ClusterContext) -> tuple[SubmissionReader, Any, Keys]:
+    """Return a reader of the cluster's store, the store, and its keys; the caller closes the store."""
+    if not context.endpoint:
+        raise ContextError(f"cluster {context.name} is not up yet: adaptdl cluster up NODE...")
+    store = connect(
+        context.endpoint, api="v3", options=StoreOptions.from_environment(context.store_environment())
+    )
+    keys = Keys(context.name)
+    return SubmissionReader(store, keys, context.cluster_id), store, keys
+
+
+def client_of(context: ClusterContext) -> ServiceClient:
+    """Return a client that signs as this user."""
+    signer = Signer(context.cluster_id, context.person, context.identity)
+    return ServiceClient(person_context(context.ca), signer)
+
+
+@click.group()
+def cluster() -> None:
+    """Run jobs on machines of your own that are reached over ssh.
+
+    No root, no container and no shared folder is needed.
+    """
+
+
+@cluster.command()
+@click.argument("nodes", nargs=-1, metavar="[NODE]...")
+@click.option("--python", metavar="PATH", help="Interpreter on the nodes that has adaptdl-elastic already.")
+@click.option("--etcd", "etcd_binary", metavar="PATH", help="etcd on the first node. [default: on its PATH]")
+@click.option("--etcd-port", type=click.IntRange(1, 65535), help="Port of etcd. [default: 2379]")
+@click.option(
+    "--port-range", metavar="LOW:HIGH", help="Ports that services and jobs listen on. [default: any]"
+)
+@click.option(
+    "--slots",
+    type=click.IntRange(0, 1024),
+    help="Replicas that fit on a node; 0: one for each GPU, or one. [default: 0]",
+)
+@click.option("-F", "--ssh-config", metavar="FILE", type=click.Path(exists=True), help="As `ssh -F`.")
+@click.option("--person", metavar="NAME", help="Name by which you sign. [default: your user's]")
+@cluster_option
+def up(name: str | None, nodes: tuple[str, ...], **options: Any) -> None:
+    """Bring a cluster up on NODEs, or bring it to the same state again.
+
+    The first NODE runs etcd. A NODE that belongs to the cluster already stays in it. Without a NODE those of
+    the last time are meant.
+    """
+    name = name or (contexts.names()[0] if len(contexts.names()) == 1 else "default")
+    with contexts.locked(name):
+        known = contexts.load(name)
+        context = known or ClusterContext(name, secrets.token_hex(8), person=getpass.getuser())
+        wanted = with_options(context, known is None, nodes, options)
+        if known is None:
+            contexts.save(replace(wanted, nodes=()))  # the look at a node claims it for this identifier
+        _bring_up(wanted)
+
+
+def with_options(
+    context: ClusterContext, fresh: bool, nodes: tuple[str, ...], options: dict[str, Any]
+) -> ClusterContext:
+    """Return the cluster as the command line asks for it.
+
+    Raises:
+        OptionError: an option is invalid.
+    """
+    given = {key: value for key, value in options.items() if value is not None}
+    if "ssh_config" in given:
+        given["ssh_config"] = str(Path(given["ssh_config"]).absolute())
+    if "port_range" in given:
+        low, _, high = given["port_range"].partition(":")
+        if not (low.isdigit() and high.isdigit() and 1024 <= int(low) <= int(high) <= 65535):
+            raise OptionError(f"--port-range {given['port_range']}: give LOW:HIGH, as in 29500:29600")
+    if not fresh and given.get("person", context.person) != context.person:
+        raise OptionError(f"--person {given['person']}: you are {context.person} in this cluster already")
+    every = (*context.nodes, *(node for node in dict.fromkeys(nodes) if node not in context.nodes))
+    if not every:
+        raise OptionError("name the nodes, as in adaptdl cluster up node1 node2 node3")
+    return replace(context, nodes=every, **given)
+
+
+def _bring_up(context: ClusterContext) -> None:
+    reports = bring_up.bring_up(context, lambda text: click.echo(text, err=True))
+    for one in reports:
+        what = "etcd, " if one.etcd else ""
+        state = "started" if one.changed else "unchanged"
+        slots = f"{one.slots} slot{'s' if one.slots != 1 else ''}"
+        click.echo(f"{one.node}: {state} at {one.host}, {what}{slots}, kept by {one.kept_by}")
+    click.echo(f"cluster {context.name} is up; adaptdl submit SCRIPT runs a job on it")
+
+
+@cluster.command()
+@click.argument("nodes", nargs=-1, required=True, metavar="NODE...")
+@cluster_option
+def add(name: str | None, nodes: tuple[str, ...]) -> None:
+    """Add NODEs to a cluster."""
+    context = contexts.choose(name)
+    with contexts.locked(context.name):
+        _bring_up(with_options(contexts.choose(context.name), False, nodes, {}))
+
+
+@cluster.command()
+@click.argument("nodes", nargs=-1, required=True, metavar="NODE...")
+@click.option("--purge", is_flag=True, help="Delete what is there: output, files and checkpoints of jobs.")
+@cluster_option
+def remove(name: str | None, nodes: tuple[str, ...], purge: bool) -> None:
+    """Take NODEs out of a cluster; their replicas save and leave first."""
+    context = contexts.choose(name)
+    with contexts.locked(context.name):
+        context = contexts.choose(context.name)
+        unknown = [node for node in nodes if node not in context.nodes]
+        if unknown:
+            raise CommandError(
+                f"cluster {context.name} has no node {unknown[0]}; its nodes are: {', '.join(context.nodes)}"
+            )
+        if context.nodes[0] in nodes:
+            raise CommandError(f"{context.nodes[0]} runs etcd: adaptdl cluster down ends the cluster")
+        bring_up.take_down(context, nodes, purge)
+        contexts.save(replace(context, nodes=tuple(node for node in context.nodes if node not in nodes)))
+    for node in nodes:
+        click.echo(f"{node} is not in cluster {context.name} any more")
+
+
+@cluster.command()
+@click.option("--purge", is_flag=True, help="Delete what is there, too: output, checkpoints, keys.")
+@cluster_option
+def down(name: str | None, purge: bool) -> None:
+    """Stop a cluster; `adaptdl cluster up` brings it back, and its jobs go on from their checkpoints."""
+    context = contexts.choose(name)
+    with contexts.locked(context.name):
+        bring_up.take_down(context, context.nodes, purge)
+        if purge:
+            contexts.forget(context.name)
+            _delete_files(context)
+    click.echo(f"cluster {context.name} is down" + (", and nothing of it is left" if purge else ""))
+
+
+def _delete_files(context: ClusterContext) -> None:
+    for path in context.directory.glob("*"):
+        path.unlink()
+    context.directory.rmdir()
+
+
+@cluster.command()
+@json_option
+@cluster_option
+def status(name: str | None, as_json: bool) -> None:
+    """Show the nodes of a cluster and what runs on them."""
+    context = contexts.choose(name)
+    reader, store, _ = open_cluster(context)
+    with store:
+        found = reader.read(None)
+    rows = [_row(context, found, node) for node in sorted({*context.nodes, *found.services})]
+    if as_json:
+        click.echo(
+            json.dumps({"cluster": context.name, "endpoint": context.endpoint, "nodes": rows}, indent=2)
+        )
+        return
+    click.echo(f"cluster {context.name}, etcd at {parse_endpoints(context.endpoint)[0]}")
+    show_table(
+        ("NODE", "STATE", "SLOTS", "GPUS", "VERSION", "DISK FREE", "JOBS", "PROBLEM"),
+        [
+            (
+                row["node"],
+                row["state"],
+                row["slots"],
+                row["gpu_model"] or row["gpus"],
+                row["version"],
+                None if row["disk_free"] is None else f"{row['disk_free'] / 2**30:.0f} GiB",
+                ", ".join(row["jobs"]) or "-",
+                row["problem"],
+            )
+            for row in rows
+        ],
+    )
+
+
+def _row(context: ClusterContext, found: Submitted, node: str) -> dict[str, Any]:
+    service = found.services.get(node)
+    row: dict[str, Any] = {
+        "node": node,
+        "state": "up",
+        "slots": service.slots if service else None,
+        "gpus": service.gpus if service else None,
+        "gpu_model": service.gpu_model if service else "",
+        "version": service.version if service else None,
+        "disk_free": None,
+        "jobs": [],
+        "problem": "",
+    }
+    if service is None:
+        return {
+            **row,
+            "state": "down",
+            "problem": f"no service is registered: adaptdl cluster up, or ssh {node}",
+        }
+    try:
+        said = client_of(context).get_json(service, "/v1/status")
+    except ServiceError as error:
+        return {**row, "state": "unreachable", "problem": str(error)}
+    problems = "; ".join(f"{job}: {text}" for job, text in sorted(said["problems"].items()))
+    return {**row, "disk_free": said["disk_free"], "jobs": said["agents"], "problem": problems}
+
+
+@cluster.command()
+@click.argument("person")
+@click.argument("key", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="KEY.pub")
+@click.option("--admin", is_flag=True, help="PERSON may see and cancel other people's jobs.")
+@cluster_option
+def grant(name: str | None, person: str, key: Path, admin: bool) -> None:
+    """Let PERSON use the cluster, who signs with the key of KEY.pub."""
+    granted = Person(person, signatures.public_key(key.read_text(errors="replace")), admin)
+    context = contexts.choose(name)
+    with contexts.locked(context.name):
+        credentials = Credentials(context)
+        credentials.write_people({**credentials.people(), person: granted})
+        bring_up.send_people(context)
+    click.echo(f"{person} may use cluster {context.name}" + (" as an administrator" if admin else ""))
+
+
+@cluster.command()
+@click.argument("person")
+@cluster_option
+def revoke(name: str | None, person: str) -> None:
+    """Take PERSON's right to use the cluster away; jobs of PERSON are not started any more."""
+    context = contexts.choose(name)
+    with contexts.locked(context.name):
+        credentials = Credentials(context)
+        people = credentials.people()
+        if person == context.person:
+            raise CommandError("you cannot take your own right away")
+        if people.pop(person, None) is None:
+            raise CommandError(f"{person} has no right to use cluster {context.name}")
+        credentials.write_people(people)
+        bring_up.send_people(context)
+    click.echo(f"{person} may not use cluster {context.name} any more")

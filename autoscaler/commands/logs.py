@@ -1,0 +1,177 @@
+"""The command `adaptdl logs`: what a submitted job's replicas have written, from every node."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import click
+
+from adaptdl_elastic.autoscaler.cli import CommandError
+from adaptdl_elastic.autoscaler.commands.cluster_setup import client_of, cluster_option, open_cluster
+from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
+from adaptdl_elastic.rendezvous.services import context as contexts
+from adaptdl_elastic.rendezvous.services.admission import admit
+from adaptdl_elastic.rendezvous.services.service_client import (
+    ServiceClient,
+    ServiceError,
+    ServiceRefusedError,
+)
+from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, Submitted, why_not_started
+
+_WAIT_SECONDS = 5
+"""Seconds for which a node keeps a request for output that is not there yet."""
+
+_LOOK_SECONDS = 1.0  # between two looks at the job's state
+_LAST_LOOK_SECONDS = 0.1  # the same, at the output of processes that are about to end
+_RETRY_SECONDS = 2.0  # until a node that does not answer is asked again
+
+_RANK = re.compile(r"\[rank(\d+)\]: ")
+
+
+@click.command()
+@click.argument("job", required=False)
+@click.option("-f", "--follow", is_flag=True, help="Until the job has ended.")
+@click.option(
+    "--rank", type=click.IntRange(min=0), multiple=True, help="Only this replica; may be given again."
+)
+@cluster_option
+def logs(name: str | None, job: str | None, follow: bool, rank: tuple[int, ...]) -> None:
+    """Show what JOB's replicas have written, on every node; the last job that you submitted without JOB."""
+    context = contexts.choose(name)
+    reader, store, _ = open_cluster(context)
+    client = client_of(context)
+    with store:
+        found = reader.read(None)
+        job = job or _newest(found, context.person)
+        if found.find(job) is None:
+            raise CommandError(
+                f"no job {job!r} was submitted to cluster {context.name}; see adaptdl ls --all"
+            )
+        if not found.services:
+            raise CommandError("no node service is registered: adaptdl cluster status")
+        followers = Followers(client, job, rank, follow)
+        followers.start(found)
+        if follow:
+            _watch(reader, job, followers)
+        followers.finish()
+
+
+def _newest(found: Submitted, person: str) -> str:
+    own = [one.submission.job for one in found.requests if one.submission.owner == person]
+    if not own:
+        raise CommandError("you have submitted no job: adaptdl submit SCRIPT, or name another person's job")
+    return own[-1]
+
+
+def _watch(reader: SubmissionReader, job: str, followers: Followers) -> None:
+    """Return when the job is over; meanwhile follow nodes that come, and say why the job waits."""
+    waits = ""
+    while True:
+        found = reader.read(None)
+        followers.start(found)
+        request = found.find(job)
+        if request is None or request.over:
+            return
+        verdict = admit(found.requests, found.slots)[job]
+        problem = "" if request.run.agents else why_not_started(found, job)
+        reason = (verdict.reason if not verdict.admitted else problem) or ""
+        if reason != waits:
+            waits = reason
+            if reason:
+                click.echo(f"adaptdl: {job} waits: {reason}", err=True)
+        followers.wait(_LOOK_SECONDS)
+
+
+class Followers:
+    """One thread per node that prints the node's output of a job, line by line.
+
+    Args:
+        client: Asks the nodes.
+        job: Name of the job.
+        ranks: Whose lines are shown; none: all lines.
+        to_the_end: Whether what is written later is shown, too, until the job's processes have ended.
+    """
+
+    def __init__(self, client: ServiceClient, job: str, ranks: Sequence[int], to_the_end: bool) -> None:
+        self._client, self._job, self._ranks, self._to_the_end = client, job, ranks, to_the_end
+        self._threads: dict[str, threading.Thread] = {}
+        self._services: dict[str, ServiceRecord] = {}
+        self._over = threading.Event()
+        if not to_the_end:
+            self._over.set()
+        self._refusal = ""
+        self._refused = threading.Event()
+        self._printing = threading.Lock()
+
+    def start(self, found: Submitted) -> None:
+        """Follow every node that is not followed yet."""
+        self._services.update(found.services)
+        for node in found.services:
+            if node not in self._threads:
+                thread = threading.Thread(target=self._follow, args=(node,), name=node, daemon=True)
+                self._threads[node] = thread
+                thread.start()
+
+    def wait(self, seconds: float) -> None:
+        """Wait; CommandError if a node refuses to show the output."""
+        if self._refused.wait(seconds):
+            raise CommandError(self._refusal)
+
+    def finish(self) -> None:
+        """Print what is there, and what processes write that are about to end, and return."""
+        self._over.set()
+        for thread in self._threads.values():
+            thread.join()
+        self.wait(0)
+
+    def _follow(self, node: str) -> None:
+        offset = 0
+        silent = False
+        while True:
+            over = self._over.is_set()
+            try:
+                answer = self._client.get_json(
+                    self._services[node],
+                    f"/v1/logs/{self._job}",
+                    after=offset,
+                    wait=0 if over else _WAIT_SECONDS,
+                )
+            except ServiceRefusedError as error:
+                if error.status == 404 and not over:  # the node has not read the submission yet
+                    self._over.wait(_LOOK_SECONDS)
+                    continue
+                if error.status != 404:
+                    self._refusal = str(error)
+                    self._refused.set()
+                return
+            except ServiceError as error:
+                if not silent:
+                    click.echo(f"adaptdl: {error}; what it has of the output is not shown", err=True)
+                    silent = True
+                if over:
+                    return
+                self._over.wait(_RETRY_SECONDS)
+                continue
+            silent = False
+            offset = int(answer["offset"])
+            with self._printing:
+                for line in chosen(str(answer["text"]).splitlines(), self._ranks, node):
+                    click.echo(line)
+            if over and not answer["text"]:
+                if not (self._to_the_end and answer["running"]):
+                    return
+                time.sleep(_LAST_LOOK_SECONDS)
+
+
+def chosen(lines: Sequence[str], ranks: Sequence[int], node: str) -> Iterator[str]:
+    """Return the lines of these replicas; without a choice all, those of no replica with their node."""
+    for line in lines:
+        match = _RANK.match(line)
+        if match is None:
+            if not ranks:
+                yield f"[{node}]: {line}"
+        elif not ranks or int(match[1]) in ranks:
+            yield line

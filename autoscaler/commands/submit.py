@@ -1,0 +1,313 @@
+"""The commands `adaptdl submit` and `adaptdl cancel`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, json_option
+from adaptdl_elastic.autoscaler.commands.cluster_setup import client_of, cluster_option, open_cluster
+from adaptdl_elastic.autoscaler.provisioning import bundle as bundles
+from adaptdl_elastic.autoscaler.provisioning.bundle import Bundle
+from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
+from adaptdl_elastic.rendezvous.schema.submissions import (
+    MOST_PRIORITY,
+    Cancellation,
+    ServiceRecord,
+    Submission,
+)
+from adaptdl_elastic.rendezvous.services import context as contexts
+from adaptdl_elastic.rendezvous.services import signatures
+from adaptdl_elastic.rendezvous.services.admission import JobState, Request, admit
+from adaptdl_elastic.rendezvous.services.context import ClusterContext
+from adaptdl_elastic.rendezvous.services.service_client import ServiceClient, ServiceError
+from adaptdl_elastic.rendezvous.services.submitted import Submitted, sign_record
+from adaptdl_elastic.rendezvous.store.base import Store
+from adaptdl_elastic.rendezvous.text import pluralize
+
+_COPIES = 2
+"""On how many nodes an archive is put: one of them may be lost before the others have fetched it."""
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENT]...")
+@click.option(
+    "--replicas", default="1", show_default=True, metavar="MIN:MAX", help="How many, of the whole job."
+)
+@click.option("--name", "job", metavar="NAME", help="Name of the job. [default: that of the script]")
+@click.option(
+    "--priority",
+    type=click.IntRange(-MOST_PRIORITY, MOST_PRIORITY),
+    default=0,
+    show_default=True,
+    help="Jobs that wait begin in this order, the highest first.",
+)
+@click.option("--after", multiple=True, metavar="JOB", help="Begin when JOB is done; may be given again.")
+@click.option(
+    "--retry",
+    type=click.IntRange(min=0),
+    default=3,
+    show_default=True,
+    help="Failures after which it goes on.",
+)
+@click.option(
+    "--env",
+    "variables",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="A variable of the job, or one of this shell; it is never in the store.",
+)
+@click.option(
+    "--workdir",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    metavar="DIR",
+    help="What travels to the nodes, without what .gitignore names. [default: this directory]",
+)
+@click.option("--max-size", type=click.IntRange(min=1), default=512, show_default=True, help="MiB of it.")
+@click.option(
+    "--checkpoint-path",
+    default="",
+    metavar="DIR",
+    help="A folder or s3:// that all nodes see. [default: a folder of each node]",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would happen.")
+@json_option
+@cluster_option
+def submit(
+    name: str | None,
+    command: tuple[str, ...],
+    replicas: str,
+    job: str | None,
+    priority: int,
+    after: tuple[str, ...],
+    retry: int,
+    variables: tuple[str, ...],
+    workdir: Path,
+    max_size: int,
+    checkpoint_path: str,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Run SCRIPT, or any command after `--`, on the cluster; the working directory travels with it."""
+    context = contexts.choose(name)
+    mode, words = command_of(command, workdir)
+    least, most = replicas_of(replicas)
+    if checkpoint_path and "://" not in checkpoint_path and not checkpoint_path.startswith("/"):
+        raise OptionError(
+            f"--checkpoint-path {checkpoint_path}: give an absolute path, nodes have other directories"
+        )
+    draft = Submission(
+        job=name_of(job, words[0] if mode != "module" else words[0].rpartition(".")[2]),
+        owner=context.person,
+        mode=mode,  # type: ignore[arg-type]
+        command=words,
+        bundle="0" * 64,
+        min_replicas=least,
+        max_replicas=most,
+        priority=priority,
+        after=after,
+        max_restarts=retry,
+        checkpoint_path=checkpoint_path,
+        created=time.time(),
+    )
+    given = variables_of(variables, os.environ)
+    reader, store, keys = open_cluster(context)
+    with store, tempfile.TemporaryDirectory(prefix="adaptdl-submit-") as folder:
+        found = reader.read(None)
+        draft = _named(draft, found, job is not None)
+        _check_after(draft, found)
+        packed = bundles.pack(workdir, Path(folder) / "bundle", max_size << 20)
+        if dry_run:
+            _tell(draft, packed, found, as_json, dry_run=True)
+            return
+        archives = [packed]
+        if given:
+            archives.append(bundles.pack_variables(given, Path(folder) / "variables"))
+            draft = replace(draft, environment=archives[1].digest)
+        draft = replace(draft, bundle=packed.digest)
+        _send(client_of(context), found.services, archives)
+        draft = _write(store, keys, context, draft, fixed=job is not None)
+        _tell(draft, packed, reader.read(None), as_json, dry_run=False)
+
+
+def command_of(command: Sequence[str], workdir: Path) -> tuple[str, tuple[str, ...]]:
+    """Return how the command is run, and its words without the interpreter.
+
+    Raises:
+        OptionError: there is nothing to run.
+    """
+    words = list(command)
+    if words and words[0] == "--":
+        words.pop(0)
+    named_python = bool(words) and re.fullmatch(r"python(3(\.\d+)?)?", words[0]) is not None
+    if named_python:
+        words.pop(0)
+    if not words:
+        raise OptionError("there is nothing to run: give a script, or a command after --")
+    if named_python and words[0] == "-m" and len(words) > 1:
+        return "module", tuple(words[1:])
+    if not (named_python or words[0].endswith(".py")):
+        if words[0].startswith("-"):
+            raise OptionError(f"there is no option {words[0]}; options of the script stand behind the script")
+        return "exec", tuple(words)
+    if words[0].startswith("-"):
+        raise OptionError(f"python {words[0]} cannot be submitted: give a script or -m MODULE")
+    if not (workdir / words[0]).is_file() or Path(words[0]).is_absolute():
+        raise OptionError(
+            f"there is no script {words[0]} in {workdir.absolute()}: give its path relative to that"
+        )
+    return "script", tuple(words)
+
+
+def replicas_of(text: str) -> tuple[int, int]:
+    """Return the bounds in `N` or `MIN:MAX`."""
+    match = re.fullmatch(r"(\d{1,5})(?::(\d{1,5}))?", text)
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= low <= high:
+        raise OptionError(f"--replicas {text}: give N or MIN:MAX with 1 <= MIN <= MAX, as in 1:8")
+    return low, high
+
+
+def name_of(given: str | None, command: str) -> str:
+    """Return the job's name as given, or made of its command."""
+    if given is None:
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(command).stem).strip("-._") or "job"
+    try:
+        return check_name("--name", given)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+
+
+def variables_of(given: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables in `NAME=VALUE`, or `NAME` of this shell."""
+    found = {}
+    for text in given:
+        name, sign, value = text.partition("=")
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise OptionError(f"--env {name}: is no name of a variable")
+        if name.startswith("ADAPTDL_ETCD"):
+            raise OptionError(f"--env {name}: a job does not get access to the store")
+        if not sign and name not in environ:
+            raise OptionError(f"--env {name}: this shell has no such variable; give {name}=VALUE")
+        found[name] = value if sign else environ[name]
+    return found
+
+
+def _named(draft: Submission, found: Submitted, fixed: bool) -> Submission:
+    """Return the draft with a name that no job has yet."""
+    taken = {one.submission.job: one for one in found.requests}
+    if draft.job not in taken:
+        return draft
+    if fixed:
+        raise CommandError(f"there is a job {draft.job} already: choose another --name (adaptdl ls --all)")
+    number = 2
+    while f"{draft.job}-{number}" in taken:
+        number += 1
+    return replace(draft, job=f"{draft.job}-{number}")
+
+
+def _check_after(draft: Submission, found: Submitted) -> None:
+    for job in draft.after:
+        if found.find(job) is None:
+            known = ", ".join(one.submission.job for one in found.requests[-5:])
+            raise CommandError(
+                f"--after {job}: no such job was submitted; the last ones are: {known or 'none'}"
+            )
+
+
+def _send(client: ServiceClient, services: Mapping[str, ServiceRecord], archives: Sequence[Bundle]) -> None:
+    """Put each archive on two nodes, or on the only one."""
+    if not services:
+        raise CommandError("no node service is registered: adaptdl cluster status, adaptdl cluster up")
+    for archive in archives:
+        placed = 0
+        problems = []
+        for _, service in sorted(services.items()):
+            try:
+                if not client.has_blob(service, archive.digest):
+                    with archive.path.open("rb") as file:
+                        client.put_blob(service, archive.digest, file, archive.size)
+                placed += 1
+            except ServiceError as error:
+                problems.append(str(error))
+            if placed == _COPIES:
+                break
+        if not placed:
+            raise CommandError(f"no node takes the working directory: {'; '.join(problems)}")
+
+
+def _write(store: Store, keys: Keys, context: ClusterContext, draft: Submission, fixed: bool) -> Submission:
+    """Write the submission under its name; under another if somebody has taken that meanwhile."""
+    stem, number = draft.job, 2
+    while True:
+        signed = sign_record(
+            context.cluster_id, draft, context.person, lambda text: signatures.sign(context.identity, text)
+        )
+        if store.compare_and_swap(keys.submission(draft.job), signed, 0) is not None:
+            return draft
+        if fixed:
+            raise CommandError(f"there is a job {draft.job} already: choose another --name")
+        draft = replace(draft, job=f"{stem}-{number}")
+        number += 1
+
+
+def _tell(draft: Submission, packed: Bundle, found: Submitted, as_json: bool, dry_run: bool) -> None:
+    requests = [one for one in found.requests if one.submission.job != draft.job]
+    verdict = admit([*requests, Request(draft, None, JobState())], found.slots)[draft.job]
+    if as_json:
+        answer: dict[str, Any] = {
+            "job": draft.job,
+            "starts": verdict.admitted,
+            "reason": verdict.reason,
+            "replicas": [draft.min_replicas, draft.max_replicas],
+            "files": packed.files,
+            "bytes": packed.size,
+            "submitted": not dry_run,
+        }
+        click.echo(json.dumps(answer, indent=2))
+        return
+    size = f"{pluralize(packed.files, 'file')}, {max(1, packed.size >> 10)} KiB"
+    if dry_run:
+        when = "would begin now" if verdict.admitted else f"would wait: {verdict.reason}"
+        most = min(draft.max_replicas, found.slots)
+        click.echo(
+            f"{draft.job} {when}; at most {pluralize(most, 'replica')} of {draft.max_replicas}; {size}"
+        )
+        return
+    waits = "" if verdict.admitted else f"; it waits: {verdict.reason}"
+    click.echo(f"submitted {draft.job} ({size}){waits}")
+    click.echo(f"adaptdl logs -f {draft.job}", err=True)
+
+
+@click.command()
+@click.argument("job")
+@cluster_option
+def cancel(name: str | None, job: str) -> None:
+    """End a submitted JOB, or take it out of the queue; its checkpoints stay."""
+    context = contexts.choose(name)
+    reader, store, keys = open_cluster(context)
+    with store:
+        request = reader.read(None).find(job)
+        if request is None:
+            raise CommandError(
+                f"no job {job!r} was submitted to cluster {context.name}; see adaptdl ls --all"
+            )
+        if request.run.ended:
+            assert request.run.state is not None
+            raise CommandError(f"{job} has already ended: {request.run.state.value}")
+        record = Cancellation(job, context.person, time.time())
+        signed = sign_record(
+            context.cluster_id, record, context.person, lambda text: signatures.sign(context.identity, text)
+        )
+        store.put(keys.cancellation(job), signed)
+    click.echo(f"{job} is cancelled")

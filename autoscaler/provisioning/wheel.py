@@ -1,0 +1,85 @@
+"""The wheel of the installed adaptdl-elastic, which `cluster up` ships to nodes."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.metadata as metadata
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import adaptdl_elastic
+from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
+
+_PACKAGE = "adaptdl-elastic"
+
+
+def own_wheel(folder: Path) -> Path:
+    """Make a wheel of this very program in a folder: of its checkout, or of its installed files.
+
+    Raises:
+        ProvisionError: it cannot be made.
+    """
+    checkout = Path(adaptdl_elastic.__file__).resolve().parents[1]
+    if (checkout / "setup.cfg").is_file() and (checkout / "pyproject.toml").is_file():
+        return _of_checkout(checkout, folder)
+    return _of_installation(folder)
+
+
+def _of_checkout(checkout: Path, folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps"]
+    done = subprocess.run(
+        [*command, "-w", str(folder), str(checkout)], capture_output=True, text=True, check=False
+    )
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        said = (done.stderr.strip().splitlines() or ["pip says nothing"])[-1]
+        raise ProvisionError(f"no wheel can be made of {checkout}: {said}")
+    return wheels[-1]
+
+
+def _of_installation(folder: Path) -> Path:
+    """Pack the installed files again; scripts and compiled files are made by the installation there."""
+    distribution = metadata.distribution(_PACKAGE)
+    path = folder / f"{_PACKAGE.replace('-', '_')}-{distribution.version}-py3-none-any.whl"
+    rows = []
+    record = ""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for file in sorted(distribution.files or ()):
+            name = file.as_posix()
+            if (
+                name.startswith("..")
+                or file.suffix == ".pyc"
+                or file.name in ("INSTALLER", "direct_url.json")
+            ):
+                continue
+            if file.name == "RECORD":
+                record = name
+                continue
+            data = file.read_binary()
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            rows.append(f"{name},sha256={digest},{len(data)}")
+            # a fixed time: the same files make the same wheel
+            wheel.writestr(zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0)), data)
+        if not record:
+            raise ProvisionError(f"the installation of {_PACKAGE} lists no files: install it from a wheel")
+        wheel.writestr(zipfile.ZipInfo(record, (2020, 1, 1, 0, 0, 0)), "\n".join([*rows, f"{record},,", ""]))
+    return path
+
+
+def constraints() -> str:
+    """Return pip constraints by which nodes get the versions of this environment."""
+    lines = []
+    for requirement in metadata.requires(_PACKAGE) or ():
+        name = re.match(r"[\w.-]+", requirement)
+        if name is None or "extra ==" in requirement:
+            continue
+        try:
+            version = metadata.version(name[0])
+        except metadata.PackageNotFoundError:
+            continue
+        lines.append(f"{name[0]}=={version.partition('+')[0]}")  # builds for CPU and GPU differ behind the +
+    return "\n".join(sorted(lines)) + "\n"

@@ -1,0 +1,82 @@
+"""The records of a cluster that has node services: the services, and the jobs submitted to them.
+
+A submission is signed by the person who made it, because everybody with the store's password can write the
+store. A node service checks the signature before it acts on a submission.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from adaptdl_elastic.rendezvous.schema.records import MOST_SLOTS
+
+_CONFIG = ConfigDict(extra="ignore", strict=False, allow_inf_nan=False)
+
+_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_Replicas = Annotated[int, Field(ge=1, le=64 * MOST_SLOTS)]
+
+MOST_PRIORITY = 1000
+"""Largest absolute value of a submission's priority."""
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class ServiceRecord:
+    """The registration of one node's service."""
+
+    node: str
+    host: str  # address at which the service listens
+    port: int
+    slots: int  # how many replicas fit
+    gpus: int = 0
+    gpu_model: str = ""
+    cores: int = 0
+    memory: int = 0  # bytes
+    version: str = ""  # of adaptdl-elastic
+    pid: int = 0
+    started: float = 0.0
+    problems: dict[str, str] = field(default_factory=dict)  # job → why this node cannot run it
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Submission:
+    """What a person asked for with `adaptdl submit`.
+
+    The store holds no file and no variable of the job: only the digests by which node services fetch them
+    from each other.
+    """
+
+    job: str
+    owner: str
+    mode: Literal["script", "module", "exec"]
+    command: tuple[str, ...]
+    bundle: _Digest  # of the working directory's archive
+    environment: _Digest | None = None  # of the archive of variables
+    min_replicas: _Replicas = 1
+    max_replicas: _Replicas = 1
+    priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] = 0
+    after: tuple[str, ...] = ()  # jobs that have to be done first
+    max_restarts: int = 3
+    checkpoint_path: str = ""  # "": a directory of each node
+    created: float = 0.0
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Cancellation:
+    """The wish of a person that a submitted job ends, or does not begin."""
+
+    job: str
+    person: str
+    created: float = 0.0
+
+
+@dataclass(frozen=True, config=_CONFIG)
+class Signed:
+    """A record as text, and the signature of the person who wrote it."""
+
+    text: str
+    person: str
+    signature: str

@@ -1,0 +1,198 @@
+"""Read the submissions of a cluster and the registrations of its node services from the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from adaptdl_elastic.rendezvous.schema.keys import Keys
+from adaptdl_elastic.rendezvous.schema.records import (
+    JobSpec,
+    JobStatus,
+    MalformedRecordError,
+    NodeRecord,
+    decode,
+    encode,
+)
+from adaptdl_elastic.rendezvous.schema.submissions import Cancellation, ServiceRecord, Signed, Submission
+from adaptdl_elastic.rendezvous.services import signatures
+from adaptdl_elastic.rendezvous.services.admission import JobState, Request, admit
+from adaptdl_elastic.rendezvous.services.signatures import People, SignatureError
+from adaptdl_elastic.rendezvous.store.base import Store
+
+R = TypeVar("R", Submission, Cancellation)
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """What the store says about submitted jobs, as of one reading.
+
+    Attributes:
+        services: The registrations, by node.
+        requests: One per submission that can be read, in the order in which they were submitted.
+        refused: Why a submission or cancellation is not valid, by job.
+    """
+
+    services: Mapping[str, ServiceRecord]
+    requests: tuple[Request, ...]
+    refused: Mapping[str, str]
+
+    @property
+    def slots(self) -> int:
+        """How many replicas fit on all nodes together."""
+        return sum(service.slots for service in self.services.values())
+
+    def find(self, job: str) -> Request | None:
+        """Return one job's request, or None."""
+        return next((one for one in self.requests if one.submission.job == job), None)
+
+
+def sign_record(
+    cluster_id: str, record: Submission | Cancellation, person: str, sign: Callable[[str], str]
+) -> str:
+    """Return a record as the store holds it, with a person's signature.
+
+    Args:
+        cluster_id: Identifier of the cluster.
+        record: The record.
+        person: Name of the person.
+        sign: Returns the signature of a text.
+    """
+    text = encode(record)
+    return encode(Signed(text, person, sign(signatures.record_text(cluster_id, type(record).__name__, text))))
+
+
+def verify_record(cluster_id: str, people: People, kind: type[R], value: str, key: str) -> R:
+    """Return the record that a person has signed.
+
+    Raises:
+        SignatureError: the signature is not valid, or the record is not the person's own.
+        MalformedRecordError: the value is no record of this kind.
+    """
+    signed = decode(Signed, value, key)
+    text = signatures.record_text(cluster_id, kind.__name__, signed.text)
+    person = signatures.verify(people, signed.person, text, signed.signature)
+    record = decode(kind, signed.text, key)
+    if record.job != key.rpartition("/")[2]:
+        raise SignatureError(f"{key}: was signed for job {record.job!r}")
+    claimed = record.owner if isinstance(record, Submission) else record.person
+    if claimed != person.name:
+        raise SignatureError(f"{key}: was signed by {person.name} for {claimed}")
+    return record
+
+
+class SubmissionReader:
+    """Reads what the store holds, and verifies each signature once.
+
+    Args:
+        store: The store of the cluster.
+        keys: Its keys.
+        cluster_id: Identifier of the cluster.
+    """
+
+    def __init__(self, store: Store, keys: Keys, cluster_id: str) -> None:
+        self._store, self._keys, self._cluster_id = store, keys, cluster_id
+        self._verified: dict[tuple[str, int, str], Submission | Cancellation | str] = {}
+
+    def read(self, people: People | None) -> Submitted:
+        """Return what is there now.
+
+        Args:
+            people: Whose signatures count; None: none is checked, for commands that only show.
+        """
+        services = {}
+        for item in self._store.range(self._keys.services).items:
+            try:
+                service = decode(ServiceRecord, item.value, item.key)
+            except MalformedRecordError:
+                continue
+            services[service.node] = service
+        agents = self._agents()
+        cancellations, refused = self._records(Cancellation, self._keys.cancellations, people)
+        submissions, more = self._records(Submission, self._keys.submissions, people)
+        requests = []
+        for job, submission in submissions.items():
+            cancellation = cancellations.get(job)
+            person = cancellation.person if cancellation is not None else None
+            if people is not None and not _may_cancel(person, submission, people):
+                refused[job] = f"{person} may not cancel it: it belongs to {submission.owner}"
+                person = None
+            requests.append(Request(submission, person, self._state(job, agents.get(job, 0))))
+        requests.sort(key=lambda one: (one.submission.created, one.submission.job))
+        return Submitted(services, tuple(requests), {**refused, **more})
+
+    def _agents(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for item in self._store.range(self._keys.nodes).items:
+            try:
+                job = decode(NodeRecord, item.value, item.key).job
+            except MalformedRecordError:
+                continue
+            found[job] = found.get(job, 0) + 1
+        return found
+
+    def _state(self, job: str, agents: int) -> JobState:
+        spec_item = self._store.get(self._keys.job(job, "spec"))
+        status_item = self._store.get(self._keys.job(job, "status"))
+        try:
+            spec = None if spec_item is None else decode(JobSpec, spec_item.value)
+            status = None if status_item is None else decode(JobStatus, status_item.value)
+        except MalformedRecordError:
+            return JobState(agents=agents)
+        if spec is None or status is None or status.run != spec.run:
+            return JobState(agents=agents)
+        return JobState(agents, status.state, status.reason)
+
+    def _records(
+        self, kind: type[R], prefix: str, people: People | None
+    ) -> tuple[dict[str, R], dict[str, str]]:
+        good: dict[str, R] = {}
+        bad: dict[str, str] = {}
+        for item in self._store.range(prefix).items:
+            job = item.key.rpartition("/")[2]
+            try:
+                if people is None:
+                    good[job] = decode(kind, decode(Signed, item.value, item.key).text, item.key)
+                else:
+                    good[job] = self._verify(kind, item.key, item.value, item.mod_revision, people)
+            except (SignatureError, MalformedRecordError) as error:
+                bad[job] = str(error)
+        return good, bad
+
+    def _verify(self, kind: type[R], key: str, value: str, revision: int, people: People) -> R:
+        mark = (key, revision, signatures.digest(signatures.encode_people(people).encode()))
+        if mark not in self._verified:
+            try:
+                self._verified[mark] = verify_record(self._cluster_id, people, kind, value, key)
+            except (SignatureError, MalformedRecordError) as error:
+                self._verified[mark] = str(error)
+        found = self._verified[mark]
+        if isinstance(found, str):
+            raise SignatureError(found)
+        assert isinstance(found, kind)
+        return found
+
+
+def _may_cancel(person: str | None, submission: Submission, people: People) -> bool:
+    return person in (None, submission.owner) or (person in people and people[person].admin)
+
+
+def why_not_started(found: Submitted, job: str) -> str:
+    """Return what nodes say about a job that has no agent; "" if they say nothing."""
+    problems = [
+        f"{node}: {service.problems[job]}"
+        for node, service in sorted(found.services.items())
+        if job in service.problems
+    ]
+    return "; ".join(problems)
+
+
+def state_of(request: Request, found: Submitted) -> tuple[str, str]:
+    """Return state and reason of a submitted job that no coordinator knows yet."""
+    if request.cancelled_by is not None:
+        return "cancelled", f"by {request.cancelled_by}"
+    verdict = admit(found.requests, found.slots).get(request.submission.job)
+    if verdict is not None and not verdict.admitted:
+        return "queued", verdict.reason
+    return "starting", why_not_started(found, request.submission.job) or "nodes fetch its files"

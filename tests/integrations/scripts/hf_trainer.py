@@ -1,0 +1,79 @@
+"""A Trainer on made data, whose records tell which samples were trained with; see framework_runs.
+
+SETTINGS are arguments of TrainingArguments as JSON. Until OUT/hurry exists a step takes OUT's "pace".
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from step_records import record
+from torch.utils.data import Dataset
+
+import adaptdl_elastic.torch as adl
+
+PLAIN = "PLAIN" in os.environ
+if PLAIN:
+    from transformers import Trainer, TrainingArguments
+else:
+    from adaptdl_elastic.torch.frameworks.huggingface import Trainer, TrainingArguments
+
+OUT, SIZE = Path(os.environ["OUT"]), int(os.environ["SIZE"])
+SETTINGS = json.loads(os.environ["SETTINGS"])
+
+
+class Sequences(Dataset):
+    def __init__(self, first, size):
+        self.first, self.size = first, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        number = self.first + index
+        words = torch.tensor([number, number % 7 + 1, number % 11 + 1, 3])
+        return {"input_ids": words, "labels": torch.tensor(number % 2)}
+
+
+class Pace(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        if not (OUT / "hurry").exists():
+            time.sleep(float(os.environ.get("PACE", "0")))
+
+
+class Recording(Trainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        helper = adl.current_dataloader()
+        if helper is not None and model.training:
+            record(
+                epoch=adl.finished_epochs(), samples=inputs["input_ids"][:, 0].tolist(),
+                local=helper.local_samples, index=helper.current_index, step=self.state.global_step,
+            )  # fmt: skip
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def main():
+    args = TrainingArguments(output_dir=str(OUT / "trainer"), use_cpu=True, report_to=[], seed=3, **SETTINGS)
+    transformers.set_seed(7)
+    config = transformers.BertConfig(
+        vocab_size=SIZE + 200, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=2,
+    )  # fmt: skip
+    model = transformers.BertForSequenceClassification(config)
+    trainer = Recording(
+        model, args, train_dataset=Sequences(0, SIZE), eval_dataset=Sequences(SIZE, 20), callbacks=[Pace()]
+    )
+    result = trainer.train(resume_from_checkpoint=os.environ.get("RESUME"))
+    metrics = trainer.evaluate()
+    if trainer.is_world_process_zero():
+        torch.save(model.state_dict(), OUT / "final.pt")
+        log = [{name: line.get(name) for name in ("loss", "eval_loss", "step", "epoch", "learning_rate")}
+               for line in trainer.state.log_history]  # fmt: skip
+        summary = {"global_step": result.global_step, "train_loss": result.training_loss}
+        (OUT / "summary.json").write_text(json.dumps({**summary, "log": log, "eval": metrics["eval_loss"]}))
+
+
+main()

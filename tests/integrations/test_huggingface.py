@@ -1,0 +1,86 @@
+"""The Trainer of Hugging Face: resized in place, a replica killed, each sample used once."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import framework_runs
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "hf_trainer.py"
+SIZE = 480
+SETTINGS = {
+    "per_device_train_batch_size": 4, "num_train_epochs": 2, "learning_rate": 1e-3, "logging_steps": 10,
+    "eval_strategy": "steps", "eval_steps": 40, "save_steps": 40, "disable_tqdm": True,
+}  # fmt: skip
+
+pytestmark = [
+    pytest.mark.needs("transformers", "accelerate"),
+    pytest.mark.slow,
+    pytest.mark.processes,
+    pytest.mark.timeout(900),
+]
+
+
+def settings(**changes: object) -> str:
+    return json.dumps({**SETTINGS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("killed", "changes"),
+    [(1, {}), (0, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2})],
+    ids=["the last is killed", "accumulation, rank 0 is killed"],
+)
+def test_resized_and_killed_trainer_ends_as_an_undisturbed_one(
+    tmp_path: Path, killed: int, changes: dict[str, int]
+) -> None:
+    given = {"SIZE": str(SIZE), "SETTINGS": settings(**changes)}
+    plain = framework_runs.undisturbed(SCRIPT, tmp_path / "plain", **given)
+    framework_runs.resized_and_killed(SCRIPT, tmp_path / "run", killed=killed, **given)
+    assert framework_runs.used(tmp_path / "run") == {epoch: Counter(range(SIZE)) for epoch in range(2)}
+    summary = framework_runs.summary(tmp_path / "run")
+    assert summary["global_step"] == plain["global_step"] == 240
+    for name in ("step", "epoch", "learning_rate"):
+        assert [line[name] for line in summary["log"]] == [line[name] for line in plain["log"]]
+    assert summary["eval"] == pytest.approx(plain["eval"], abs=1e-4)
+    framework_runs.assert_same_weights(tmp_path / "run", tmp_path / "plain")
+
+
+def test_restarted_trainer_continues_from_the_checkpoint_of_the_job(tmp_path: Path) -> None:
+    given = {"SIZE": str(SIZE), "SETTINGS": settings()}
+    plain = framework_runs.undisturbed(SCRIPT, tmp_path / "plain", **given)
+    framework_runs.restarted(SCRIPT, tmp_path / "run", **given)
+    assert framework_runs.used(tmp_path / "run") == {epoch: Counter(range(SIZE)) for epoch in range(2)}
+    summary = framework_runs.summary(tmp_path / "run")
+    for name in ("step", "epoch", "learning_rate"):
+        assert [line[name] for line in summary["log"]] == [line[name] for line in plain["log"]]
+    framework_runs.assert_same_weights(tmp_path / "run", tmp_path / "plain")
+
+
+def test_trainer_resumes_from_its_own_checkpoint_in_mid_epoch(tmp_path: Path) -> None:
+    given = {"SIZE": str(SIZE), "SETTINGS": settings()}
+    framework_runs.undisturbed(SCRIPT, tmp_path / "first", **given)
+    resume = str(tmp_path / "first" / "trainer" / "checkpoint-80")
+    summary = framework_runs.undisturbed(SCRIPT, tmp_path / "second", RESUME=resume, **given)
+    assert summary["global_step"] == 240
+    used = framework_runs.used(tmp_path / "second")
+    assert (used[0].total(), max(used[0].values())) == (SIZE - 320, 1)
+    assert used[1] == Counter(range(SIZE))
+    framework_runs.assert_same_weights(tmp_path / "second", tmp_path / "first")
+
+
+def test_max_steps_ends_two_replicas_in_mid_epoch(tmp_path: Path) -> None:
+    given = {"SIZE": str(SIZE), "SETTINGS": settings(max_steps=50)}
+    framework_runs.replicas(SCRIPT, tmp_path / "run", 2, **given)
+    assert framework_runs.summary(tmp_path / "run")["global_step"] == 50
+    used = framework_runs.used(tmp_path / "run")
+    assert (used.keys(), used[0].total(), max(used[0].values())) == ({0}, 200, 1)
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    said = framework_runs.example(
+        "huggingface_trainer.py", tmp_path, "--epochs=1", "--samples=64", f"--output={tmp_path}"
+    )
+    assert "loss on the evaluation set: " in said

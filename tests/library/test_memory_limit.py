@@ -1,0 +1,56 @@
+"""What follows from the largest local batch that fits into memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from adaptdl_elastic.torch._data.partition import count_chunks, plan_window, windows
+from adaptdl_elastic.torch._tuning.batch_size import BatchSize, Limits, initial
+from adaptdl_elastic.torch._tuning.memory_limit import limited, split
+
+
+@pytest.mark.parametrize(
+    ("now", "largest", "then"),
+    [
+        ((24, 0), None, (24, 0)),
+        ((24, 0), 24, (24, 0)),
+        ((24, 0), 12, (12, 1)),
+        ((10, 0), 4, (4, 2)),
+        ((12, 1), 6, (6, 3)),
+        ((3, 0), 1, (1, 2)),
+    ],
+)
+def test_a_batch_is_split_and_stays_as_large(
+    now: tuple[int, int], largest: int | None, then: tuple[int, int]
+) -> None:
+    assert split(BatchSize(*now), largest) == BatchSize(*then)
+
+
+def test_without_bounds_a_batch_is_accumulated_where_it_does_not_fit() -> None:
+    given = Limits(32, None, None, False)
+    assert limited(given, None) == given
+    assert limited(given, 32) == Limits(32, None, (1, 32), False)
+    known = limited(given, 8)
+    assert known == Limits(32, None, (1, 8), True)
+    assert [initial(known, replicas) for replicas in (1, 2, 4)] == [
+        BatchSize(8, 3),
+        BatchSize(8, 1),
+        BatchSize(8, 0),
+    ]
+
+
+def test_bounds_of_the_script_become_smaller_only() -> None:
+    given = Limits(32, 256, (16, 64), True)
+    assert limited(given, 100) == given
+    assert limited(given, 40).bounds == (16, 40)
+    assert limited(given, 8).bounds == (8, 8)
+
+
+def test_a_step_has_the_same_samples_in_more_passes() -> None:
+    assert plan_window(100, 2, 2, 2, step=10) == (4, 3, 3)
+    assert plan_window(100, 2, 2, 2) == (4, 4, 4)
+    found = list(windows(0, 25, 1, 4, 2, step=10))
+    assert found[0] == (4, 3, 3)
+    assert sum(map(sum, found)) == 25
+    assert count_chunks(0, 25, 1, 4, 2, step=10) == sum(map(len, found))
+    assert list(windows(0, 25, 1, 4, 2, drop_last=True, step=10)) == [(4, 3, 3)] * 2

@@ -1,0 +1,110 @@
+"""A working directory becomes an archive and, on another node, a directory again."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from adaptdl_elastic.agent.service.agents import read_variables
+from adaptdl_elastic.agent.service.blobs import BlobError, Blobs, unpack
+from adaptdl_elastic.autoscaler.provisioning import bundle
+from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
+
+pytestmark = pytest.mark.processes  # git
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="there is no git here")
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    made = tmp_path / "work"
+    for name in ("train.py", "src/model.py", "data/big.bin", "__pycache__/x.pyc", "note.txt"):
+        (made / name).parent.mkdir(parents=True, exist_ok=True)
+        (made / name).write_text(name)
+    (made / ".gitignore").write_text("data/\n*.txt\n")
+    (made / "link").symlink_to("train.py")
+    return made
+
+
+@needs_git
+@pytest.mark.parametrize("repository", [True, False])
+def test_gitignore_is_respected_in_a_repository_and_outside(work: Path, repository: bool) -> None:
+    if repository:
+        subprocess.run(["git", "init", "-q", str(work)], check=True)
+    assert bundle.list_files(work) == [".gitignore", "link", "src/model.py", "train.py"]
+
+
+@needs_git
+def test_the_same_files_make_the_same_archive(work: Path, tmp_path: Path) -> None:
+    first = bundle.pack(work, tmp_path / "a")
+    (work / "train.py").touch()
+    assert bundle.pack(work, tmp_path / "b").digest == first.digest
+    (work / "train.py").write_text("other")
+    assert bundle.pack(work, tmp_path / "c").digest != first.digest
+
+
+@needs_git
+def test_a_directory_that_is_too_large_names_its_largest_files(work: Path, tmp_path: Path) -> None:
+    (work / "src" / "weights.bin").write_bytes(b"x" * (3 << 20))
+    message = r"has 3 MiB in 5 files, and 2 MiB may travel: .*\.gitignore.*--max-size.*weights\.bin \(3 MiB\)"
+    with pytest.raises(ProvisionError, match=message):
+        bundle.pack(work, tmp_path / "a", 2 << 20)
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ProvisionError, match="--workdir"):
+        bundle.list_files(tmp_path / "gone")
+
+
+@needs_git
+def test_an_archive_is_stored_by_its_digest_and_unpacked(work: Path, tmp_path: Path) -> None:
+    packed = bundle.pack(work, tmp_path / "archive")
+    blobs = Blobs(tmp_path / "blobs")
+    with packed.path.open("rb") as file:
+        blobs.receive(packed.digest, packed.size, file.read)
+    assert blobs.has(packed.digest)
+    for _ in range(2):  # again is the same
+        unpack(blobs.path(packed.digest), tmp_path / "there")
+    assert (tmp_path / "there" / "src" / "model.py").read_text() == "src/model.py"
+    assert (tmp_path / "there" / "link").readlink() == Path("train.py")
+
+
+@pytest.mark.parametrize("data", [b"something else", b"cut"])
+def test_an_archive_that_is_not_what_was_announced_is_not_kept(tmp_path: Path, data: bytes) -> None:
+    blobs = Blobs(tmp_path / "blobs")
+    with pytest.raises(BlobError):
+        blobs.receive("0" * 64, 14, io.BytesIO(data).read)
+    assert list((tmp_path / "blobs").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["../outside", "/outside"])
+def test_an_archive_cannot_write_outside_of_its_directory(tmp_path: Path, name: str) -> None:
+    with tarfile.open(tmp_path / "evil", "w") as tar:
+        tar.addfile(tarfile.TarInfo(name), io.BytesIO())
+    if name.startswith("/"):  # taken as relative
+        unpack(tmp_path / "evil", tmp_path / "there")
+        assert (tmp_path / "there" / "outside").exists()
+        return
+    with pytest.raises(BlobError, match="cannot be unpacked"):
+        unpack(tmp_path / "evil", tmp_path / "there")
+    assert not (tmp_path / "outside").exists()
+    assert not (tmp_path / "there").exists()
+
+
+def test_variables_travel_in_an_archive_whose_digest_tells_nothing(tmp_path: Path) -> None:
+    packed = [bundle.pack_variables({"TOKEN": "s"}, tmp_path / str(number)) for number in range(2)]
+    assert packed[0].digest != packed[1].digest
+    assert read_variables(packed[0].path) == {"TOKEN": "s"}
+    assert packed[0].path.stat().st_mode & 0o077 == 0
+    with pytest.raises(BlobError, match="variables cannot be read"):
+        read_variables(tmp_path / "gone")
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BlobError, match=r"is full: .* MiB are needed; make room there"):
+        Blobs(tmp_path).receive("0" * 64, 1 << 60, io.BytesIO().read)

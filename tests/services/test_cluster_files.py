@@ -1,0 +1,204 @@
+"""What `adaptdl cluster up` and `submit` read and write on the user's machine, without any other process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from adaptdl_elastic.agent.service.agents import agent_environment, command_line
+from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, Place, Where
+from adaptdl_elastic.autoscaler.commands.cluster_setup import with_options
+from adaptdl_elastic.autoscaler.commands.logs import chosen
+from adaptdl_elastic.autoscaler.commands.submit import command_of, name_of, replicas_of, variables_of
+from adaptdl_elastic.autoscaler.provisioning import wheel
+from adaptdl_elastic.autoscaler.provisioning.nodes import Wanted, etcd_warning, parse_probe
+from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
+from adaptdl_elastic.rendezvous.schema.submissions import Submission
+from adaptdl_elastic.rendezvous.services import context as contexts
+from adaptdl_elastic.rendezvous.services.context import ClusterContext, ContextError
+from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
+
+PROBE = {
+    "claimed": "abc",
+    "directory": "/home/a/.local/share/adaptdl/lab",
+    "host": "10.0.0.5",
+    "free": "9999999",
+    "python": "/usr/bin/python3",
+    "version": "3.11.7",
+    "package": "1.0",
+    "venv": "yes",
+    "etcd": "/usr/bin/etcd",
+    "etcd_version": "3.5.9",
+    "gpus": "2",
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    return tmp_path / "adaptdl"
+
+
+def test_a_context_is_read_as_it_was_written_and_by_its_user_only(config: Path) -> None:
+    made = ClusterContext("lab", "abc", "https://h:1", 'eve "x"', ("n1", "n2"), ssh_config="/c", slots=3)
+    path = contexts.save(made)
+    assert path == config / "lab.toml"
+    assert path.stat().st_mode & 0o077 == 0
+    assert contexts.load("lab") == made
+    assert contexts.choose(None) == made
+    contexts.save(ClusterContext("other", "def"))
+    with pytest.raises(ContextError, match="clusters lab, other: say which with --cluster NAME"):
+        contexts.choose(None)
+    with pytest.raises(ContextError, match=r"no cluster 'x'; known are: lab, other: adaptdl cluster up"):
+        contexts.choose("x")
+
+
+@pytest.mark.parametrize("line", ["slots = 'x'", "colour = 1", "slots", "nodes = [1]", "endpoint = 3"])
+def test_a_context_that_was_edited_wrongly_names_the_line(line: str) -> None:
+    with pytest.raises(ContextError, match=r"f\.toml, line 3: .* is not what adaptdl writes there"):
+        contexts.parse(f'name = "lab"\ncluster_id = "a"\n{line}\n', "f.toml")
+
+
+def test_two_commands_do_not_change_a_cluster_at_the_same_time(config: Path) -> None:
+    with (
+        contexts.locked("lab"),
+        pytest.raises(ContextError, match="wait until it ends"),
+        contexts.locked("lab"),
+    ):
+        pass
+    with contexts.locked("lab"):
+        pass
+
+
+def test_commands_find_the_cluster_of_the_context(config: Path) -> None:
+    lab = ClusterContext("lab", "a", "https://h:1")
+    contexts.save(lab)
+    assert Where().locate() == Where(cluster="lab").locate() == Place("https://h:1", "lab", context=lab)
+    assert Where(etcd="e:1", cluster="lab").locate() == Place("e:1", "lab")
+    contexts.save(ClusterContext("other", "b", "https://i:1"))
+    assert Where(cluster="lab").locate().cluster == "lab"
+    with pytest.raises(CommandError, match="clusters lab, other: say which with --cluster"):
+        Where().locate()
+
+
+def test_up_keeps_what_the_cluster_has_and_adds_nodes() -> None:
+    known = ClusterContext("lab", "a", person="eve", nodes=("n1", "n2"), slots=2)
+    assert with_options(known, False, (), {"slots": None}) == known
+    assert with_options(known, False, ("n3", "n1", "n3"), {}).nodes == ("n1", "n2", "n3")
+    assert with_options(known, False, (), {"slots": 0}).slots == 0
+    with pytest.raises(OptionError, match="you are eve in this cluster already"):
+        with_options(known, False, (), {"person": "bob"})
+    with pytest.raises(OptionError, match="name the nodes"):
+        with_options(ClusterContext("lab", "a"), True, (), {})
+    with pytest.raises(OptionError, match="--port-range 5: give LOW:HIGH"):
+        with_options(known, False, (), {"port_range": "5"})
+
+
+def probe(wanted: Wanted | None = None, **found: str) -> object:
+    text = "\n".join(f"{name}={value}" for name, value in {**PROBE, **found}.items())
+    return parse_probe("n1", text, wanted or Wanted("lab", "abc", package="1.0"))
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (
+            {"claimed": "zzz"},
+            "runs cluster 'lab' of another `adaptdl cluster up`: choose another name with --clus",
+        ),
+        ({"host": ""}, "does not tell the address"),
+        ({"python": ""}, "there is no python3: install Python 3.10 or later"),
+        (
+            {"version": "3.9.2"},
+            "is Python 3.9.2: 3.10.12, 3.11.4, 3.12 or later is needed; install one, or give",
+        ),
+        ({"version": "3.11.2 old"}, "is Python 3.11.2: 3.10.12"),
+        ({"version": ""}, r"is Python \?"),
+        ({"free": "1024"}, "is full: 1 MiB are free, 200 MiB are needed"),
+    ],
+)
+def test_a_node_that_cannot_be_used_says_why(found: dict[str, str], message: str) -> None:
+    with pytest.raises(ProvisionError, match=f"^n1: .*{message}"):
+        probe(**found)
+
+
+def test_an_interpreter_that_was_named_has_to_have_the_same_version() -> None:
+    wanted = Wanted("lab", "abc", python="/opt/python", package="1.0")
+    assert probe(wanted)
+    for package, has in (("0.9", "adaptdl-elastic 0.9"), ("", "no adaptdl-elastic")):
+        with pytest.raises(ProvisionError, match=f"/opt/python has {has}, this machine 1.0"):
+            probe(wanted, package=package)
+
+
+@pytest.mark.parametrize(
+    ("version", "warned"),
+    [((3, 5, 1), True), ((3, 5, 6), False), ((3, 4, 21), True), ((3, 4, 22), False), ((3, 6, 0), False)],
+)
+def test_versions_of_etcd_that_lose_data(version: tuple[int, ...], warned: bool) -> None:
+    assert bool(etcd_warning(version)) is warned
+
+
+def test_constraints_name_the_versions_of_this_environment() -> None:
+    lines = wheel.constraints().splitlines()
+    assert any(line.startswith("torch==") and "+" not in line for line in lines)
+    assert not any(line.startswith("pytest==") for line in lines)
+
+
+def test_commands_that_can_be_submitted(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    for words, expected in {
+        ("train.py", "--lr", "1"): ("script", ("train.py", "--lr", "1")),
+        ("--", "python", "train.py"): ("script", ("train.py",)),
+        ("python3.11", "-m", "pkg.train", "x"): ("module", ("pkg.train", "x")),
+        ("--", "bash", "-c", "x"): ("exec", ("bash", "-c", "x")),
+    }.items():
+        assert command_of(words, tmp_path) == expected
+    for words, message in {
+        ("--",): "there is nothing to run",
+        ("gone.py",): "there is no script gone.py in",
+        (str(tmp_path / "train.py"),): "give its path relative to that",
+        ("--replica", "1"): "there is no option --replica",
+        ("python", "-c", "x"): "cannot be submitted",
+    }.items():
+        with pytest.raises(OptionError, match=message):
+            command_of(words, tmp_path)
+
+
+def test_options_of_submit_are_checked() -> None:
+    assert [replicas_of(text) for text in ("3", "1:8")] == [(3, 3), (1, 8)]
+    for text in ("0", "8:1", "x", "1:", "-1:2"):
+        with pytest.raises(OptionError, match="--replicas"):
+            replicas_of(text)
+    assert name_of(None, "src/my train.py") == "my-train"
+    with pytest.raises(OptionError, match="--name 'a/b' cannot be used"):
+        name_of("a/b", "x")
+    assert variables_of(["A=1=2", "B"], {"B": "b"}) == {"A": "1=2", "B": "b"}
+    for text in ("C", "9=1", "ADAPTDL_ETCD_USER=x"):
+        with pytest.raises(OptionError, match="--env"):
+            variables_of([text], {})
+
+
+def test_output_is_chosen_by_rank() -> None:
+    lines = ["[rank0]: a", "adaptdl-run: b", "[rank12]: c"]
+    assert list(chosen(lines, (), "n1")) == ["[rank0]: a", "[n1]: adaptdl-run: b", "[rank12]: c"]
+    assert list(chosen(lines, (12,), "n1")) == ["[rank12]: c"]
+
+
+def test_an_agent_is_started_as_a_person_would_start_it(tmp_path: Path) -> None:
+    from adaptdl_elastic.agent.launch import job_spec
+    from adaptdl_elastic.agent.terminal.run_options import parse
+
+    (tmp_path / "train.py").write_text("")
+    config = ServiceConfig("lab", "abc", "n1", "10.0.0.5", "https://h:1", port_range="29500:29600")
+    wanted = Submission("job", "eve", "script", (str(tmp_path / "train.py"), "--x"), "0" * 64, None, 2, 6)
+    words = command_line(config, wanted, 4, "/saved")
+    options = parse(words[words.index("adaptdl_elastic.agent") + 1 :], {})
+    assert (options.job, options.cluster, options.node_name, options.slots) == ("job", "lab", "n1", 4)
+    assert (options.replicas, options.once, options.port_range) == ((2, 6), True, (29500, 29600))
+    assert options.script_args == ("--x",)
+    spec = job_spec(options)
+    assert (spec.min_replicas, spec.max_replicas, spec.min_nodes) == (2, 6, 1)
+    directory = ServiceDirectory(tmp_path)
+    found = agent_environment({"A": "own", "ADAPTDL_ETCD_USER": "x", "B": "own"}, {"B": "job"}, directory)
+    assert (found["A"], found["B"], found["ADAPTDL_ETCD_USER"]) == ("own", "job", "adaptdl")

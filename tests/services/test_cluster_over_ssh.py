@@ -1,0 +1,197 @@
+"""`adaptdl cluster up`, `submit`, `logs` and `cancel` on nodes that are reached by a real ssh."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+from click.testing import CliRunner
+from etcd_server import find_etcd
+from ports import free_port
+from ssh_nodes import NoSshError, SshNodes
+
+from adaptdl_elastic.autoscaler.cli import adaptdl
+from adaptdl_elastic.rendezvous.services.service_config import ServiceDirectory
+from adaptdl_elastic.rendezvous.store.connect import connect
+from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
+
+pytestmark = [pytest.mark.etcd, pytest.mark.slow]
+
+TRAIN = Path(__file__).parents[1] / "agent" / "scripts" / "train.py"
+PATIENCE = 200.0  # seconds that a slow and busy machine may need for anything
+
+
+class Lab:
+    """The cluster `lab` of the nodes node1 and node2, and the commands of its user."""
+
+    def __init__(self, nodes: SshNodes, folder: Path) -> None:
+        self.nodes, self.work = nodes, folder / "work"
+        self.work.mkdir()
+        shutil.copy(TRAIN, self.work)
+        self.etcd_port = free_port()
+
+    def run(self, *arguments: str, code: int = 0) -> str:
+        """Run `adaptdl` in the working directory, and return what it said."""
+        done = CliRunner().invoke(adaptdl, arguments, prog_name="adaptdl")
+        if done.exception is not None and not isinstance(done.exception, SystemExit):
+            raise done.exception
+        assert done.exit_code == code, done.output + self.logs()
+        return done.output
+
+    def up(self, *nodes: str, code: int = 0) -> str:
+        """Run `adaptdl cluster up` with this test's ssh, interpreter and etcd."""
+        options = ["--cluster", "lab", "-F", str(self.nodes.config), "--python", sys.executable]
+        options += ["--etcd", str(find_etcd()), "--etcd-port", str(self.etcd_port), "--person", "eve"]
+        return self.run("cluster", "up", *nodes, *options, code=code)
+
+    def directory(self, node: str) -> ServiceDirectory:
+        return ServiceDirectory(self.nodes.home(node) / ".local" / "share" / "adaptdl" / "lab")
+
+    def service(self, node: str) -> int:
+        """The process of a node's service."""
+        return int(json.loads((self.directory(node).state / "service.json").read_text())["pid"])
+
+    def output(self, node: str, job: str) -> str:
+        path = self.directory(node).log(job)
+        return path.read_text() if path.exists() else ""
+
+    def job(self, name: str) -> dict[str, object]:
+        (row,) = (row for row in json.loads(self.run("ls", "--all", "--json")) if row["job"] == name)
+        return row
+
+    def wait_for(self, what: Callable[[], object]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not what():
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.05)
+
+    def processes(self) -> list[psutil.Process]:
+        """Processes that belong to this cluster's nodes, by their home directory."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                home = process.environ().get("HOME", "")
+            except psutil.Error:
+                continue
+            if home.startswith(str(self.nodes.folder)):
+                found.append(process)
+        return found
+
+    def kill(self) -> None:
+        """Kill what a test that has failed leaves behind."""
+        while left := self.processes():  # a keeper may just have started another service
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(left, PATIENCE)
+
+    def logs(self) -> str:
+        files = sorted(self.nodes.folder.glob("*/home/.local/share/adaptdl/lab/**/*.log"))
+        return "".join(f"--- {file}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    with ExitStack() as stack:
+        try:
+            nodes = stack.enter_context(SshNodes(tmp_path / "nodes", "node1", "node2"))
+        except NoSshError as error:
+            pytest.skip(str(error))
+        made = Lab(nodes, tmp_path)
+        monkeypatch.chdir(made.work)
+        stack.callback(made.kill)
+        yield made
+
+
+def test_three_commands_from_machines_to_a_watched_job(lab: Lab) -> None:
+    refused = lab.up("node1", "node9", code=1)
+    assert refused.count("\n") == 1
+    assert "node9: ssh cannot log in" in refused
+    assert "cluster lab is not up yet" in lab.run("cluster", "status", code=1)
+    assert lab.processes() == []
+    assert "node2: started" in lab.up("node1", "node2")
+    again = lab.up()
+    assert "node1: unchanged at 127.0.0.1, etcd, 1 slot" in again
+    assert "node2: unchanged" in again
+
+    dry = lab.run("submit", "--dry-run", "--replicas", "3", "train.py")
+    assert "train would wait: needs 3 slots, the cluster has 2" in dry
+    secret = "not-in-the-store"
+    submitted = lab.run("submit", "--replicas", "1:2", "--env", f"TOKEN={secret}", "train.py", "60", "0.05")
+    assert submitted.startswith("submitted train (1 file")
+    after = lab.run("submit", "--name", "then", "--after", "train", "train.py", "1", "0")
+    assert "it waits: waits for train" in after
+    assert (lab.job("then")["state"], lab.job("then")["reason"]) == ("queued", "waits for train")
+    lab.wait_for(lambda: any("epoch 0" in lab.output(node, "train") for node in ("node1", "node2")))
+
+    assert "then is cancelled" in lab.run("cancel", "then")
+    assert (lab.job("then")["state"], lab.job("then")["reason"]) == ("cancelled", "by eve")
+    assert "there is a job then already" in lab.run("submit", "--name", "then", "train.py", code=1)
+
+    # a service that is killed comes back, and finds its agent
+    before = lab.service("node1")
+    agents = {process.pid for process in lab.processes() if "--rdzv-id=train" in process.cmdline()}
+    assert agents
+    os.kill(before, signal.SIGKILL)
+    lab.wait_for(lambda: lab.service("node1") != before)
+    for node in ("node1", "node2"):
+        lab.wait_for(lambda node=node: lab.directory(node).work("train").is_dir())
+        (lab.directory(node).work("train") / "hurry").touch()
+    followed = lab.run("logs", "-f", "train")
+    assert "[rank0]: epoch 59 had 200" in followed
+    assert "rank1" not in lab.run("logs", "--rank", "0", "train")
+    assert lab.job("train")["state"] == "done"
+    assert lab.job("train")["owner"] == "eve"
+    options = StoreOptions.from_environment(lab.directory("node1").store_environment())
+    with connect(f"https://127.0.0.1:{lab.etcd_port}", api="v3", options=options) as store:
+        values = [item.value for item in store.range("/adaptdl/v1/lab/").items]
+    assert values
+    assert not any(secret in value for value in values)
+    status = json.loads(lab.run("cluster", "status", "--json"))
+    assert [(row["node"], row["state"], row["problem"]) for row in status["nodes"]] == [
+        ("node1", "up", ""),
+        ("node2", "up", ""),
+    ]
+    assert "nothing of it is left" in lab.run("cluster", "down", "--purge")
+    assert lab.processes() == []
+    assert not lab.directory("node1").path.exists()
+    assert "knows no cluster" in lab.run("cluster", "status", code=1)
+
+
+def test_a_node_lost_with_its_disk_costs_no_step_of_a_checkpoint(lab: Lab) -> None:
+    lab.up("node1", "node2")
+    lab.run("submit", "--name", "job", "train.py", "60", "0.05")
+    lab.wait_for(lambda: any("epoch 1" in lab.output(node, "job") for node in ("node1", "node2")))
+    lost, other = ("node1", "node2") if lab.output("node1", "job") else ("node2", "node1")
+    lab.run("checkpoint", "job", "--wait")
+    copies = lab.directory(other).checkpoints("job")
+    lab.wait_for(lambda: list(copies.glob("*/manifest.json")))
+    lab.wait_for(lambda: lab.directory(other).work("job").is_dir())
+    (lab.directory(other).work("job") / "hurry").touch()
+    for process in lab.processes():  # the keeper of the service among them; etcd is the cluster's
+        with contextlib.suppress(psutil.Error):
+            if process.environ()["HOME"] == str(lab.nodes.home(lost)) and process.name() != "etcd":
+                process.kill()
+    shutil.rmtree(lab.directory(lost).path / "checkpoints")
+    lab.run("logs", "-f", "job")
+    assert lab.job("job")["state"] == "done"
+    first = re.search(r"epoch (\d+) had", lab.output(other, "job"))
+    assert first is not None
+    assert int(first[1]) >= 1
+    (down,) = (
+        row for row in json.loads(lab.run("cluster", "status", "--json"))["nodes"] if row["node"] == lost
+    )
+    assert (down["state"], "no service is registered" in down["problem"]) == ("down", True)
+    assert f"{lost}: started" in lab.up()  # it comes back by the command that brought it up

@@ -1,0 +1,128 @@
+"""Which submitted jobs begin, why others wait, and which agents a node starts and stops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from adaptdl_elastic.agent.service.decisions import (
+    LONGEST_PAUSE_SECONDS,
+    MOST_FAILURES,
+    STEADY_SECONDS,
+    STOP_SECONDS,
+    AgentState,
+    Step,
+    decide,
+)
+from adaptdl_elastic.rendezvous.schema.records import JobState as State
+from adaptdl_elastic.rendezvous.schema.submissions import Submission
+from adaptdl_elastic.rendezvous.services.admission import JobState, Request, admit
+
+IDLE, BUSY = JobState(), JobState(agents=2, state=State.RUNNING)
+
+
+def request(
+    job: str, least: int = 1, *, run: JobState = IDLE, cancelled: str | None = None, **options: object
+) -> Request:
+    made = Submission(job, "alice", "script", ("train.py",), "0" * 64, None, least, max(8, least))
+    return Request(replace(made, **options), cancelled, run)  # type: ignore[arg-type]
+
+
+def reasons(*requests: Request, slots: int) -> dict[str, str]:
+    return {job: verdict.reason for job, verdict in admit(requests, slots).items()}
+
+
+def test_jobs_begin_in_the_order_of_their_submission_while_there_is_room() -> None:
+    first, second, third = (request(name, 2, created=n) for n, name in enumerate(("c", "b", "a")))
+    assert reasons(third, first, second, slots=4) == {
+        "c": "",
+        "b": "",
+        "a": "needs 2 slots, jobs before it need 4 of 4",
+    }
+
+
+def test_a_small_job_begins_beside_a_large_one_that_waits() -> None:
+    running, large, small = (
+        request("running", 2, run=BUSY),
+        request("large", 3, created=1),
+        request("small", 1, created=2),
+    )
+    assert reasons(running, large, small, slots=3) == {
+        "running": "",
+        "large": "needs 3 slots, jobs before it need 2 of 3",
+        "small": "",
+    }
+
+
+def test_a_higher_priority_goes_first_and_displaces_nothing_that_runs() -> None:
+    running = request("running", 2, run=BUSY, priority=-5)
+    plain, urgent = request("plain", 1, created=1), request("urgent", 1, created=2, priority=5)
+    verdicts = admit([running, plain, urgent], 3)
+    assert {job: verdict.admitted for job, verdict in verdicts.items()} == {
+        "running": True,
+        "urgent": True,
+        "plain": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("run", "cancelled", "reason"),
+    [
+        (JobState(state=State.DONE), None, ""),
+        (BUSY, None, "waits for first"),
+        (JobState(state=State.FAILED), None, "waits for first, which is failed; adaptdl cancel then ends it"),
+        (IDLE, "bob", "waits for first, which is cancelled; adaptdl cancel then ends it"),
+    ],
+)
+def test_a_job_waits_for_its_predecessor(run: JobState, cancelled: str | None, reason: str) -> None:
+    first = request("first", run=run, cancelled=cancelled)
+    assert reasons(first, request("then", after=("first",), created=1), slots=8)["then"] == reason
+
+
+def test_the_reasons_of_a_cluster_that_is_too_small() -> None:
+    assert reasons(request("job", 3), slots=2) == {"job": "needs 3 slots, the cluster has 2"}
+    assert reasons(request("job"), slots=0) == {
+        "job": "no node service is registered; see adaptdl cluster status"
+    }
+
+
+def test_jobs_that_are_over_are_neither_admitted_nor_counted() -> None:
+    over = [request("done", 4, run=JobState(state=State.DONE)), request("away", 4, cancelled="alice")]
+    assert reasons(*over, request("job", 4), slots=4) == {"job": ""}
+
+
+def test_an_agent_is_started_once_and_stopped_when_its_job_is_cancelled() -> None:
+    wanted = request("job")
+    assert decide([wanted], 1, {}, 0.0) == {"job": Step.START}
+    running = AgentState().started(0.0)
+    assert decide([wanted], 1, {"job": running}, 1.0) == {}
+    cancelled = request("job", cancelled="alice", run=BUSY)
+    assert decide([cancelled], 1, {"job": running}, 1.0) == {"job": Step.TERMINATE}
+    told = replace(running, terminated=1.0)
+    assert decide([cancelled], 1, {"job": told}, 1.0 + STOP_SECONDS) == {}
+    assert decide([cancelled], 1, {"job": told}, 1.1 + STOP_SECONDS) == {"job": Step.KILL}
+    assert decide([], 1, {"job": running}, 1.0) == {"job": Step.TERMINATE}
+
+
+def test_an_agent_of_a_job_that_ends_is_left_to_end_by_itself() -> None:
+    ended = request("job", run=JobState(agents=1, state=State.DONE))
+    assert decide([ended], 1, {"job": AgentState().started(0.0)}, 1.0) == {}
+
+
+def test_an_agent_that_fails_at_once_is_tried_again_later_and_later_and_then_no_more() -> None:
+    wanted, state, now, pauses = request("job"), AgentState(), 0.0, []
+    while decide([wanted], 1, {"job": state}, now):
+        state = state.started(now).ended(now + 1.0, 1)
+        pauses.append(state.not_before - now - 1.0)
+        assert decide([wanted], 1, {"job": state}, now + 1.0) == {}
+        now = state.not_before
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0]
+    assert len(pauses) == MOST_FAILURES
+
+
+@pytest.mark.parametrize(("lived", "code"), [(STEADY_SECONDS + 1.0, 1), (1.0, 0)])
+def test_an_agent_that_ran_long_or_was_drained_is_tried_without_end(lived: float, code: int) -> None:
+    state = AgentState(failures=MOST_FAILURES - 1).started(0.0).ended(lived, code)
+    assert state.failures == 0
+    assert 0 < state.not_before - lived <= LONGEST_PAUSE_SECONDS

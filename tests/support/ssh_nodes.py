@@ -1,0 +1,122 @@
+"""Nodes that are reached over ssh: one unprivileged sshd for each, with a home directory of its own."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+from types import TracebackType
+
+from etcd_server import tied
+from ports import free_port
+
+_SECONDS = 30.0
+
+
+class NoSshError(Exception):
+    """This machine has no sshd, and why."""
+
+
+def find_sshd() -> str:
+    """Return the path of sshd; as root install Debian's package where there is none."""
+    for attempt in range(2):
+        for path in (shutil.which("sshd"), "/usr/sbin/sshd"):
+            if path is not None and os.access(path, os.X_OK) and shutil.which("ssh"):
+                return path
+        if attempt == 0 and os.geteuid() == 0 and shutil.which("apt-get"):
+            environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+            install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "openssh-server"]
+            if subprocess.run(install, env=environment, capture_output=True, check=False).returncode:
+                subprocess.run(["apt-get", "update", "-qq"], capture_output=True, check=False)
+                subprocess.run(install, env=environment, capture_output=True, check=False)
+    raise NoSshError("there is no sshd here: apt-get install openssh-server")
+
+
+class SshNodes:
+    """`with SshNodes(folder, "node1", "node2") as nodes`: `ssh -F nodes.config node1` logs in there.
+
+    Every node is this machine, as this user, with a home directory of its own: `nodes.home("node1")`.
+    """
+
+    def __init__(self, folder: Path, *names: str) -> None:
+        self.folder, self.names = folder, names
+        self.config = folder / "ssh_config"
+        self._servers: dict[str, subprocess.Popen[bytes]] = {}
+        self._ports: dict[str, int] = {}
+
+    def home(self, name: str) -> Path:
+        """Return the home directory of a node."""
+        return self.folder / name / "home"
+
+    def __enter__(self) -> SshNodes:
+        sshd = find_sshd()
+        if os.geteuid() == 0:
+            Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd asks for it where it is root
+        self.folder.mkdir(parents=True, exist_ok=True)
+        key = self.folder / "client_key"
+        for path in (key, self.folder / "host_key"):
+            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)]
+            subprocess.run(command, check=True, capture_output=True)
+        authorized = self.folder / "authorized_keys"
+        authorized.write_text(key.with_suffix(".pub").read_text())
+        authorized.chmod(0o600)
+        lines = ["Host *", f"  IdentityFile {key}", "  IdentitiesOnly yes", "  UserKnownHostsFile /dev/null"]
+        lines += ["  StrictHostKeyChecking no", "  LogLevel ERROR", f"  User {getpass.getuser()}"]
+        try:
+            for name in self.names:
+                self.start(name, sshd)
+                lines += [f"Host {name}", "  HostName 127.0.0.1", f"  Port {self._ports[name]}"]
+        except BaseException:
+            self.close()
+            raise
+        self.config.write_text("\n".join(lines) + "\n")
+        return self
+
+    def start(self, name: str, sshd: str = "") -> None:
+        """Start the sshd of a node, again on the same port."""
+        self.home(name).mkdir(parents=True, exist_ok=True)
+        port = self._ports.setdefault(name, free_port())
+        config = self.folder / name / "sshd_config"
+        path = os.environ.get("PATH", "/usr/bin:/bin")
+        config.write_text(
+            f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {self.folder / 'host_key'}\n"
+            f"AuthorizedKeysFile {self.folder / 'authorized_keys'}\nStrictModes no\nUsePAM no\n"
+            f"PasswordAuthentication no\nPidFile none\nPermitRootLogin prohibit-password\n"
+            f'SetEnv "HOME={self.home(name)}" "XDG_DATA_HOME=" "XDG_RUNTIME_DIR=" "PATH={path}"\n'
+        )
+        log = (self.folder / name / "sshd.log").open("ab")
+        with log:
+            self._servers[name] = subprocess.Popen(
+                tied([sshd or find_sshd(), "-D", "-e", "-f", str(config)]), stdout=log, stderr=log
+            )
+        deadline = time.monotonic() + _SECONDS
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1.0).close()
+                return
+            except OSError:
+                said = (self.folder / name / "sshd.log").read_text()
+                if self._servers[name].poll() is not None:
+                    raise NoSshError(f"sshd does not start: {said.strip()[-300:]}") from None
+                assert time.monotonic() < deadline, said
+                time.sleep(0.01)
+
+    def stop(self, name: str) -> None:
+        """End the sshd of a node: nobody can log in any more."""
+        server = self._servers.pop(name)
+        server.kill()
+        server.wait()
+
+    def close(self) -> None:
+        """End every sshd."""
+        for name in list(self._servers):
+            self.stop(name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
