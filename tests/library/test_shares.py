@@ -125,7 +125,7 @@ def test_every_sample_is_handed_out_once_whatever_the_shares(
         windows = list(batches.plan())[:count]
         for rank in range(len(shares)):
             sampler.rank = rank
-            mine, place = iter(batches._batches()), position
+            mine, place = iter(batches), position
             for chunk in (chunk for window in windows for chunk in window):
                 taken = allocate(chunk, shares)[rank]
                 batch = next(mine) if taken else []
