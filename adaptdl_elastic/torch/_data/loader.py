@@ -75,7 +75,7 @@ class AdaptiveDataLoaderHelper:
         self._reported_for: tuple[int, int] | None = None  # (generation, epoch) of the eligibility report
         self._loops: ScriptPosition | None = None
         self._skipped = False
-        self.unequal = UnequalShares(self._registry.speed)
+        self.unequal = UnequalShares(self._registry.speed, self.key)
         self._mark = (0.0, 0, 0)  # progress, attempted steps and index when progress was last made
         self._entered: tuple[int, list[int]] = (0, [])  # at loop start: session step, attempts of each model
         # the current window

@@ -18,17 +18,20 @@ from adaptdl_elastic.torch._data import partition
 from adaptdl_elastic.torch._tuning.replica_speed import ReplicaSpeed
 from adaptdl_elastic.torch._tuning.shares import Shares, allocate
 
-_COMMAND = "shares"
-"""Kind of the command by which all replicas change their shares."""
-
 _cached = lru_cache(maxsize=64)(allocate)
 
 
 class UnequalShares:
-    """The shares of one loader."""
+    """The shares of one loader.
 
-    def __init__(self, speed: ReplicaSpeed) -> None:
-        self._speed = speed
+    Args:
+        speed: Measured speeds of the replicas in training.
+        key: Key of the loader.
+    """
+
+    def __init__(self, speed: ReplicaSpeed, key: str) -> None:
+        self._speed, self._key = speed, key
+        self._command = f"shares of loader {key}"  # by which all replicas change them
         self.enabled = False  # the script has called share_by_speed()
         self.shares: Shares | None = None  # None: equal
         self._bounds: tuple[int, int | None] = (1, None)
@@ -60,17 +63,20 @@ class UnequalShares:
         if not self.enabled:
             return
         consensus = _session.current().consensus
-        consensus.handlers[_COMMAND] = self._change
+        consensus.handlers[self._command] = self._change
         if self._poll not in consensus.polls:
             consensus.polls.append(self._poll)
             consensus.poll_soon()
 
     def _poll(self) -> Command | None:
         """Return a command to change the shares, if that pays. Runs in the control thread of rank 0."""
+        loaders = _session.current().loaders
+        if loaders is None or loaders.training is None or loaders.training.key != self._key:
+            return None  # speeds are measured in training
         state, suggestion = self._speed.suggestion
         if suggestion is None or state != self._speed.state or suggestion == self.shares:
             return None
-        return {"kind": _COMMAND, "shares": list(suggestion)}
+        return {"kind": self._command, "shares": list(suggestion)}
 
     def _change(self, command: Command) -> None:
         """Change the shares, as `command` says. Runs on every replica at the same boundary."""
