@@ -63,10 +63,10 @@ class UnequalShares:
         if not self.enabled:
             return
         consensus = _session.current().consensus
-        consensus.handlers[self._command] = self._change
-        if self._poll not in consensus.polls:
+        if self._command not in consensus.handlers:  # the script may make the loader again in every epoch
             consensus.polls.append(self._poll)
             consensus.poll_soon()
+        consensus.handlers[self._command] = self._change
 
     def _poll(self) -> Command | None:
         """Return a command to change the shares, if that pays. Runs in the control thread of rank 0."""
@@ -74,11 +74,13 @@ class UnequalShares:
         if loaders is None or loaders.training is None or loaders.training.key != self._key:
             return None  # speeds are measured in training
         state, suggestion = self._speed.suggestion
-        if suggestion is None or state != self._speed.state or suggestion == self.shares:
+        if suggestion is None or state != self._speed.state:
             return None
         return {"kind": self._command, "shares": list(suggestion)}
 
     def _change(self, command: Command) -> None:
         """Change the shares, as `command` says. Runs on every replica at the same boundary."""
-        self.shares = tuple(command["shares"])
-        _session.current().metrics.shares_changed()
+        shares = tuple(command["shares"])
+        if shares != self.shares:
+            self.shares = shares
+            _session.current().metrics.shares_changed()
