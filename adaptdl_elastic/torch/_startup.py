@@ -129,7 +129,7 @@ def _meet(session: Session, backend: str, init_method: str | None) -> None:
     if session.replicas == 1:
         _alone(session, backend, init_method)
     elif os.environ.get(environment.MASTER_PORT) and environment.RANK in os.environ:
-        _launched(session, backend, init_method)
+        meet_launched(session, backend, init_method)
     else:
         _by_hand(session, backend, init_method)
     session.start()
@@ -145,14 +145,14 @@ def _alone(session: Session, backend: str, init_method: str | None) -> None:
     session.reducer = session.reducer or Reducer(0, 1)
 
 
-def _launched(session: Session, backend: str, init_method: str | None) -> None:
+def meet_launched(session: Session, backend: str, init_method: str | None) -> None:
     """Connect replicas of this project's agent or torchrun's, by its store at MASTER_ADDR:MASTER_PORT."""
     store, _, _ = next(dist.rendezvous(init_method or "env://", session.rank, session.replicas))
     store = dist.PrefixStore(f"adaptdl/{session.generation}", store)
+    find_secret(session)
     if os.environ.get(environment.ADAPTDL_MASTER_PORT):
         _connect(session, env.master_addr(), env.master_port())
     else:
-        _find_secret(session)
         _connect_through(session, store)
     connect_torch(session, backend, store)
 
@@ -190,7 +190,7 @@ def _by_hand(session: Session, backend: str, init_method: str | None) -> None:
     connect_torch(session, backend, store)
 
 
-def _find_secret(session: Session) -> None:
+def find_secret(session: Session) -> None:
     """Set `ADAPTDL_SECRET` for replicas of torchrun's agents, if it is not set.
 
     The secret is derived from this user's secret on this machine. A replica on another machine derives

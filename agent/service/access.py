@@ -9,7 +9,7 @@ from typing import Any
 from adaptdl_elastic.rendezvous.services import signatures
 from adaptdl_elastic.rendezvous.services.service_client import PERSON_HEADER, SIGNATURE_HEADER
 from adaptdl_elastic.rendezvous.services.service_config import NODE_SUBJECT
-from adaptdl_elastic.rendezvous.services.signatures import People, SignatureError
+from adaptdl_elastic.rendezvous.services.signatures import People, SignatureError, UncheckedError
 
 
 class DeniedError(Exception):
@@ -67,6 +67,8 @@ def identify(
         raise DeniedError("the request is not signed: use the command adaptdl", 401)
     try:
         person = signatures.verify(people, name, signatures.request_text(*request), signature)
+    except UncheckedError as error:
+        raise DeniedError(str(error), 503) from None
     except SignatureError as error:
         raise DeniedError(str(error), 401) from None
     return Caller(person=person.name, admin=person.admin)

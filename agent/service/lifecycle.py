@@ -227,14 +227,15 @@ def unit_path(directory: ServiceDirectory) -> Path:
 
 def unit_text(directory: ServiceDirectory) -> str:
     """Return the unit that keeps the service."""
-    words = " ".join(f'"{word}"' for word in service_command("run", directory))
+    words = " ".join(f'"{word}"' for word in service_command("run", directory)).replace("%", "%%")
+    log = str(directory.service_log).replace("%", "%%")
     return f"""[Unit]
 Description=adaptdl node service of cluster {directory.path.name}
 
 [Service]
 ExecStart={words}
-StandardOutput=append:{directory.service_log}
-StandardError=append:{directory.service_log}
+StandardOutput=append:{log}
+StandardError=append:{log}
 Restart=always
 RestartSec={_AGAIN_SECONDS:g}
 # agents and etcd outlive the service, and the next one finds them

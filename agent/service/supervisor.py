@@ -32,7 +32,7 @@ from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services import signatures
 from adaptdl_elastic.rendezvous.services.service_client import ServiceClient, node_context
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
-from adaptdl_elastic.rendezvous.services.signatures import SignatureError
+from adaptdl_elastic.rendezvous.services.signatures import SignatureError, UncheckedError
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, Submitted
 from adaptdl_elastic.rendezvous.store.base import CompactedError, Lease, LeaseLostError, Store, StoreError
 from adaptdl_elastic.rendezvous.store.connect import connect
@@ -163,7 +163,11 @@ class Supervisor:
             logger.warning("the list of people cannot be read: %s", error)
             return
         agents = self._agents.states()  # before the store: what ended an agent is written there by then
-        found = reader.read(people)
+        try:
+            found = reader.read(people)
+        except UncheckedError as error:  # an agent is not ended because of that
+            logger.warning("submissions are not read: %s", error)
+            return
         self._refused = dict(found.refused)
         for one in found.requests:
             self._owners[one.submission.job] = one.submission.owner

@@ -17,6 +17,7 @@ from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, json_optio
 from adaptdl_elastic.autoscaler.commands.tables import show_table
 from adaptdl_elastic.autoscaler.provisioning import bring_up
 from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials
+from adaptdl_elastic.autoscaler.provisioning.nodes import private_archive
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.services import context as contexts
@@ -30,6 +31,7 @@ from adaptdl_elastic.rendezvous.services.service_client import (
 )
 from adaptdl_elastic.rendezvous.services.signatures import Person, SignatureError
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, Submitted
+from adaptdl_elastic.rendezvous.store.base import StoreError
 from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptions, parse_endpoints
 
@@ -72,6 +74,17 @@ def client_of(context: ClusterContext) -> ServiceClient:
     """Return a client that signs as this user."""
     signer = Signer(context.cluster_id, context.person, context.identity)
     return ServiceClient(person_context(context.ca), signer)
+
+
+def complete_job(context: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
+    """Return the names of submitted jobs that begin with what was typed, for the shell's completion."""
+    try:
+        reader, store, _ = open_cluster(contexts.choose(context.params.get("name")))
+        with store:
+            names = [one.submission.job for one in reader.read(None).requests]
+    except (ContextError, StoreError):
+        return []
+    return [name for name in names if name.startswith(typed)]
 
 
 @click.group()
@@ -264,8 +277,14 @@ def _row(context: ClusterContext, found: Submitted, node: str) -> dict[str, Any]
 @click.argument("person")
 @click.argument("key", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="KEY.pub")
 @click.option("--admin", is_flag=True, help="PERSON may see and cancel other people's jobs.")
+@click.option(
+    "--archive",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.tar",
+    help="Write what PERSON unpacks in ~/.config/adaptdl, the store's password among it.",
+)
 @cluster_option
-def grant(name: str | None, person: str, key: Path, admin: bool) -> None:
+def grant(name: str | None, person: str, key: Path, admin: bool, archive: Path | None) -> None:
     """Let PERSON use the cluster, who signs with the key of KEY.pub."""
     granted = Person(person, signatures.public_key(key.read_text(errors="replace")), admin)
     context = contexts.choose(name)
@@ -273,6 +292,9 @@ def grant(name: str | None, person: str, key: Path, admin: bool) -> None:
         credentials = Credentials(context)
         credentials.write_people({**credentials.people(), person: granted})
         bring_up.send_people(context)
+        if archive is not None:
+            archive.touch(mode=0o600)
+            archive.write_bytes(private_archive(credentials.person_files(person)))
     click.echo(f"{person} may use cluster {context.name}" + (" as an administrator" if admin else ""))
 
 

@@ -10,7 +10,12 @@ from collections.abc import Iterator, Sequence
 import click
 
 from adaptdl_elastic.autoscaler.cli import CommandError
-from adaptdl_elastic.autoscaler.commands.cluster_setup import client_of, cluster_option, open_cluster
+from adaptdl_elastic.autoscaler.commands.cluster_setup import (
+    client_of,
+    cluster_option,
+    complete_job,
+    open_cluster,
+)
 from adaptdl_elastic.rendezvous.schema.submissions import ServiceRecord
 from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services.admission import admit
@@ -32,7 +37,7 @@ _RANK = re.compile(r"\[rank(\d+)\]: ")
 
 
 @click.command()
-@click.argument("job", required=False)
+@click.argument("job", required=False, shell_complete=complete_job)
 @click.option("-f", "--follow", is_flag=True, help="Until the job has ended.")
 @click.option(
     "--rank", type=click.IntRange(min=0), multiple=True, help="Only this replica; may be given again."

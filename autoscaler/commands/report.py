@@ -25,7 +25,8 @@ def report(events: Path, html: Path | None, price: float | None, as_json: bool) 
     if price is not None and not price >= 0:
         raise CommandError(f"--price {price}: give what one replica costs for an hour, 0 or more")
     try:
-        found = run_report.report(run_report.read_events(events), price)
+        logged = run_report.read_events(events, lambda line: click.echo(line, err=True))
+        found = run_report.report(logged, price)
     except run_report.ReportError as error:
         raise CommandError(str(error)) from None
     if html is not None:

@@ -15,7 +15,12 @@ from typing import Any
 import click
 
 from adaptdl_elastic.autoscaler.cli import CommandError, OptionError, json_option
-from adaptdl_elastic.autoscaler.commands.cluster_setup import client_of, cluster_option, open_cluster
+from adaptdl_elastic.autoscaler.commands.cluster_setup import (
+    client_of,
+    cluster_option,
+    complete_job,
+    open_cluster,
+)
 from adaptdl_elastic.autoscaler.provisioning import bundle as bundles
 from adaptdl_elastic.autoscaler.provisioning.bundle import Bundle
 from adaptdl_elastic.rendezvous.schema.keys import Keys, check_name
@@ -290,7 +295,7 @@ def _tell(draft: Submission, packed: Bundle, found: Submitted, as_json: bool, dr
 
 
 @click.command()
-@click.argument("job")
+@click.argument("job", shell_complete=complete_job)
 @cluster_option
 def cancel(name: str | None, job: str) -> None:
     """End a submitted JOB, or take it out of the queue; its checkpoints stay."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -121,12 +121,16 @@ class Report:
     missing: tuple[str, ...]  # what the log does not tell, and why
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
+def read_events(path: Path, warn: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
     """Read the last run in an event log.
 
+    Args:
+        path: The log.
+        warn: Called with one line if the log was cut in the middle. The other lines are read all the same. A
+            last line that was cut short is left out.
+
     Raises:
-        ReportError: there is no such file, it is empty, or a line in its middle is no event. A last line
-            that was cut short is left out.
+        ReportError: there is no such file, it is empty, or it is no event log.
     """
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -134,24 +138,45 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         raise ReportError(
             f"{path}: {error.strerror}; start a job with adaptdl-run --event-log FILE to get a log"
         ) from None
-    events: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            event = json.loads(line)
-            if not isinstance(event["event"], str) or not isinstance(event["time"], int | float):
-                raise TypeError
-        except (ValueError, TypeError, KeyError):
-            if number == len(lines):
-                break  # the writer was stopped in the middle of it
-            raise ReportError(f"{path}: line {number} is no event of adaptdl-run") from None
-        events.append(event)
+    found = [(number, _event(line)) for number, line in enumerate(lines, 1) if line.strip()]
+    events = [event for _, event in found if event is not None]
+    damaged = [number for number, event in found if event is None and number < len(lines)]
+    if len(damaged) >= max(len(events), 1):
+        raise ReportError(f"{path}: line {damaged[0]} is no event of adaptdl-run")
     if not events:
         raise ReportError(f"{path}: the log is empty; has the job begun to train?")
-    starts = [i for i, event in enumerate(events) if event["event"] == "exit"]
-    first = next((i + 1 for i in reversed(starts) if i + 1 < len(events)), 0)  # after the last exit but one
-    return events[first:]
+    if damaged:
+        which = "line" if len(damaged) == 1 else f"{len(damaged)} lines, the first of them line"
+        warn(f"{path}: left out {which} {damaged[0]}, no event of adaptdl-run (a log that was cut there?)")
+    return events[_begin_of_last_run(events) :]
+
+
+def _event(line: str) -> dict[str, Any] | None:
+    """Return the event in a line of a log; None if there is none."""
+    try:
+        event = json.loads(line)
+        valid = isinstance(event["event"], str) and isinstance(event["time"], int | float)
+    except (ValueError, TypeError, KeyError):
+        return None
+    return event if valid else None
+
+
+def _begin_of_last_run(events: list[dict[str, Any]]) -> int:
+    """Return the index of the first event of the last run.
+
+    A run follows an `exit`. It also begins where generations are counted from the beginning again: the run
+    before was killed, and the same log was used again.
+    """
+    begin, newest = 0, -1
+    for index, event in enumerate(events):
+        if event["event"] == "exit":
+            if index + 1 < len(events):
+                begin, newest = index + 1, -1
+        elif event["event"] == "started" and isinstance(generation := event.get("generation"), int):
+            if generation <= newest:
+                begin = index
+            newest = generation
+    return begin
 
 
 def samples_of(events: Iterable[dict[str, Any]]) -> list[Sample]:

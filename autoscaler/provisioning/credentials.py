@@ -12,9 +12,11 @@ import os
 import secrets
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
+from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services import signatures
 from adaptdl_elastic.rendezvous.services.context import ClusterContext
 from adaptdl_elastic.rendezvous.services.service_config import NODE_SUBJECT
@@ -43,11 +45,15 @@ class Credentials:
         """
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._directory.chmod(0o700)
+        if self._context.ca.exists() and not self._authority.exists():
+            raise ProvisionError(
+                f"cluster {self._context.name} was brought up by another user, who alone adds nodes to it"
+            )
         if not self._context.ca.exists():
             key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
             self._openssl(
                 *("req", "-x509", *key, "-days", str(_CA_DAYS), "-subj", "/CN=adaptdl CA"),
-                *("-keyout", str(self._directory / "ca-key.pem"), "-out", str(self._context.ca)),
+                *("-keyout", str(self._authority), "-out", str(self._context.ca)),
             )
         # without a common name: etcd's gateway refuses a client certificate that has one while it has users
         self._certificate(_CLIENT, f"/O={_CLIENT}", "DNS:localhost")
@@ -64,6 +70,19 @@ class Credentials:
             key_text = self._context.identity.with_suffix(".pub").read_text()
             person = Person(self._context.person, signatures.public_key(key_text), admin=True)
             self.write_people({person.name: person})
+
+    @property
+    def _authority(self) -> Path:
+        return self._directory / "ca-key.pem"
+
+    def person_files(self, person: str) -> dict[str, bytes]:
+        """Return what another person needs, by its path below that person's configuration directory."""
+        name = self._context.name
+        own = replace(self._context, person=person, nodes=(), ssh_config="")
+        files = {f"{name}.toml": contexts.encode(own).encode()}
+        for file in ("ca.pem", f"{_CLIENT}.pem", f"{_CLIENT}-key.pem", "password"):
+            files[f"{name}/{file}"] = (self._directory / file).read_bytes()
+        return files
 
     @property
     def people_file(self) -> Path:
@@ -115,7 +134,7 @@ class Credentials:
             self._openssl("req", *kind, "-subj", subject, "-keyout", str(key), "-out", str(request))
             self._openssl(
                 *("x509", "-req", "-in", str(request), "-CA", str(self._context.ca)),
-                *("-CAkey", str(self._directory / "ca-key.pem"), "-set_serial", str(secrets.randbits(120))),
+                *("-CAkey", str(self._authority), "-set_serial", str(secrets.randbits(120))),
                 *("-days", str(_DAYS), "-extfile", str(extension), "-out", str(cert)),
             )
         key.chmod(0o600)

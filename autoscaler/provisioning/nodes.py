@@ -211,14 +211,19 @@ def make_environment(ssh: Ssh, facts: NodeFacts, wheel: Path, constraints: str) 
 
 def send_files(ssh: Ssh, facts: NodeFacts, files: Mapping[str, bytes]) -> None:
     """Write files below the service's directory on a node, readable by its user only."""
+    script = f"umask 077; tar -x -f - -C {shlex.quote(facts.directory)}"
+    ssh.run(facts.node, ["sh", "-c", script], private_archive(files))
+
+
+def private_archive(files: Mapping[str, bytes]) -> bytes:
+    """Return a tar archive of files that only their owner may read."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for name, data in sorted(files.items()):
             entry = tarfile.TarInfo(name)
             entry.size, entry.mode = len(data), 0o600
             tar.addfile(entry, io.BytesIO(data))
-    script = f"umask 077; tar -x -f - -C {shlex.quote(facts.directory)}"
-    ssh.run(facts.node, ["sh", "-c", script], buffer.getvalue())
+    return buffer.getvalue()
 
 
 def install_files(ssh: Ssh, facts: NodeFacts, files: Mapping[str, bytes]) -> None:

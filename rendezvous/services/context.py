@@ -142,13 +142,18 @@ def parse(text: str, where: str) -> ClusterContext:
         raise ContextError(f"{where}: the name and the cluster_id are missing") from None
 
 
+def encode(context: ClusterContext) -> str:
+    """Return the content of a context's file."""
+    lines = [f"{name} = {json.dumps(value)}" for name, value in asdict(context).items()]
+    return "# written by adaptdl cluster up\n" + "\n".join(lines) + "\n"
+
+
 def save(context: ClusterContext) -> Path:
     """Write the context over an older one, and return the path of its file."""
     path = _path(context.name)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lines = [f"{name} = {json.dumps(value)}" for name, value in asdict(context).items()]
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text("# written by adaptdl cluster up\n" + "\n".join(lines) + "\n")
+    temporary.write_text(encode(context))
     temporary.chmod(0o600)
     temporary.replace(path)
     return path

@@ -28,6 +28,10 @@ class SignatureError(Exception):
     """A text cannot be signed, or a signature is not valid; the message says why."""
 
 
+class UncheckedError(SignatureError):
+    """Nothing is known about the signature, because ssh-keygen could not be run; later it may be possible."""
+
+
 @dataclass(frozen=True)
 class Person:
     """A person who may use the cluster.
@@ -111,6 +115,7 @@ def verify(people: People, name: str, text: str, signature: str) -> Person:
 
     Raises:
         SignatureError: there is no such person, or the person has not signed the text.
+        UncheckedError: that cannot be found out now.
     """
     person = people.get(name)
     if person is None:
@@ -121,13 +126,16 @@ def verify(people: People, name: str, text: str, signature: str) -> Person:
         armored = base64.b64decode(signature, validate=True)
     except ValueError:
         raise SignatureError("the signature is damaged") from None
-    with tempfile.TemporaryDirectory(prefix="adaptdl-verify-") as folder:
-        signers, signed = Path(folder) / "signers", Path(folder) / "signature"
-        signers.write_text(f'{person.name} namespaces="{NAMESPACE}" {person.key}\n')
-        signed.write_bytes(armored)
-        command = ["ssh-keygen", "-q", "-Y", "verify", "-f", str(signers), "-I", person.name]
-        command += ["-n", NAMESPACE, "-s", str(signed)]
-        _run(command, text, f"the signature is not one of {person.name}'s key")
+    try:
+        with tempfile.TemporaryDirectory(prefix="adaptdl-verify-") as folder:
+            signers, signed = Path(folder) / "signers", Path(folder) / "signature"
+            signers.write_text(f'{person.name} namespaces="{NAMESPACE}" {person.key}\n')
+            signed.write_bytes(armored)
+            command = ["ssh-keygen", "-q", "-Y", "verify", "-f", str(signers), "-I", person.name]
+            command += ["-n", NAMESPACE, "-s", str(signed)]
+            _run(command, text, f"the signature is not one of {person.name}'s key")
+    except OSError as error:  # a full disk
+        raise UncheckedError(f"the signature of {person.name} cannot be checked: {error}") from None
     return person
 
 
@@ -137,9 +145,13 @@ def _run(command: list[str], text: str, problem: str) -> str:
             command, input=text, capture_output=True, text=True, timeout=_SECONDS, check=False
         )
     except FileNotFoundError:
-        raise SignatureError("ssh-keygen is not installed: install OpenSSH's client (8.1 or later)") from None
+        raise UncheckedError("ssh-keygen is not installed: install OpenSSH's client (8.1 or later)") from None
+    except OSError as error:  # no process can be started
+        raise UncheckedError(f"ssh-keygen cannot be run: {error}") from None
     except subprocess.TimeoutExpired:
-        raise SignatureError(f"{problem}: ssh-keygen has not answered after {_SECONDS:g} s") from None
+        raise UncheckedError(f"ssh-keygen has not answered after {_SECONDS:g} s") from None
+    if done.returncode < 0:
+        raise UncheckedError(f"ssh-keygen was ended by signal {-done.returncode}")
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())
         raise SignatureError(f"{problem}: {said or f'ssh-keygen exits with {done.returncode}'}")

@@ -18,7 +18,7 @@ from adaptdl_elastic.rendezvous.schema.records import (
 from adaptdl_elastic.rendezvous.schema.submissions import Cancellation, ServiceRecord, Signed, Submission
 from adaptdl_elastic.rendezvous.services import signatures
 from adaptdl_elastic.rendezvous.services.admission import JobState, Request, admit
-from adaptdl_elastic.rendezvous.services.signatures import People, SignatureError
+from adaptdl_elastic.rendezvous.services.signatures import People, SignatureError, UncheckedError
 from adaptdl_elastic.rendezvous.store.base import Store
 
 R = TypeVar("R", Submission, Cancellation)
@@ -100,6 +100,10 @@ class SubmissionReader:
 
         Args:
             people: Whose signatures count; None: none is checked, for commands that only show.
+
+        Raises:
+            UncheckedError: a signature cannot be checked now.
+            StoreError: the store fails.
         """
         services = {}
         for item in self._store.range(self._keys.services).items:
@@ -156,6 +160,8 @@ class SubmissionReader:
                     good[job] = decode(kind, decode(Signed, item.value, item.key).text, item.key)
                 else:
                     good[job] = self._verify(kind, item.key, item.value, item.mod_revision, people)
+            except UncheckedError:
+                raise
             except (SignatureError, MalformedRecordError) as error:
                 bad[job] = str(error)
         return good, bad
@@ -165,6 +171,8 @@ class SubmissionReader:
         if mark not in self._verified:
             try:
                 self._verified[mark] = verify_record(self._cluster_id, people, kind, value, key)
+            except UncheckedError:
+                raise  # not remembered: the next reading tries again
             except (SignatureError, MalformedRecordError) as error:
                 self._verified[mark] = str(error)
         found = self._verified[mark]

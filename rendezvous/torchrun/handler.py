@@ -362,7 +362,7 @@ class AdaptdlEtcdHandler(RendezvousHandler):
         def coming() -> bool:
             return m.is_coming(roster.view(), round_, self._settings, time.monotonic())
 
-        rank, size = round_.members.index(self._id), len(round_.members)
+        rank = round_.members.index(self._id)
         server = self._serve(roster, round_, coming, deadline) if rank == 0 else None
         roster.wait_until(lambda: roster.master_of(round_) is not None or not coming(), deadline.at)
         master = roster.master_of(round_)
@@ -372,7 +372,7 @@ class AdaptdlEtcdHandler(RendezvousHandler):
         gathering = Gathering(
             f"/adaptdl/{self._run_id}/{round_.number}",
             rank,
-            size,
+            round_.members,
             (master.host, master.port),
             server,
             self._options.read_timeout,
@@ -387,13 +387,18 @@ class AdaptdlEtcdHandler(RendezvousHandler):
         if store is None:
             gathering.give_up()
             problem = gathering.problem or _absent(roster, round_, gathering.missing)
+            if gathering.forged:
+                ranks = ", ".join(map(str, gathering.forged))
+                problem += (
+                    f"; a stranger has written the keys of ranks {ranks} into the store at {master.host}"
+                )
             attempts.failed(round_.number, problem, unreachable=not gathering.reached and coming())
             return None
         if not self.use_agent_store:
             where = RendezvousStoreInfo.build(rank, store, local_addr=self._host)
         else:
             where = RendezvousStoreInfo(master.host, master.port)
-        return RendezvousInfo(store, rank, size, where)
+        return RendezvousInfo(store, rank, len(round_.members), where)
 
     def _serve(
         self, roster: Roster, round_: m.MembershipRound, coming: Callable[[], bool], deadline: _Deadline

@@ -141,6 +141,9 @@ def test_ls_and_status_show_what_runs(world: World) -> None:
         "2 replicas on 1 node  ",
     ):
         assert part in text
+    assert "memory" not in text
+    world.agent.report(records.decode(Plan, world.value("plan")), memory_limit=8)
+    assert "memory        at most 8 samples of one replica fit" in world.says("status", "mnist")
     (node,) = world.json("nodes")
     assert (node["node"], node["slots"], node["free"], node["jobs"]) == ("n0", 4, 2, {"mnist": 2})
     assert "n0" in world.says("nodes")

@@ -123,6 +123,32 @@ def test_the_command_reports_on_the_last_of_several_runs(tmp_path: Path) -> None
     assert {round(one["critical_batch_size"]) for one in found["periods"]} == {300}
 
 
+def test_a_run_that_was_killed_is_not_merged_with_the_next_one_in_its_log(tmp_path: Path) -> None:
+    second = [{**event, "time": event["time"] + 1000.0} for event in log([300.0] * 10)]
+    done = ask(written(tmp_path, [*log([100.0] * 10)[:-1], *second]), "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    assert found["seconds"] == 30.0
+    assert {round(one["critical_batch_size"]) for one in found["periods"]} == {300}
+
+
+def test_generations_that_follow_each_other_are_one_run(tmp_path: Path) -> None:
+    events = log([100.0] * 10)
+    again = {"time": 9.0, "event": "started", "generation": 2, "pids": {}}
+    done = ask(written(tmp_path, [*events[:4], again, *events[4:]]), "--json")
+    assert json.loads(done.output)["seconds"] == 30.0
+
+
+def test_what_can_be_read_of_a_log_that_was_cut_in_the_middle_is_reported(tmp_path: Path) -> None:
+    whole = ask(path := written(tmp_path, log([100.0] * 10)), "--json").stdout
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:6], '{"time": 11, "ev' + lines[6], *lines[6:]]) + "\n")
+    done = ask(path, "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout) == json.loads(whole)
+    assert done.stderr == f"{path}: left out line 7, no event of adaptdl-run (a log that was cut there?)\n"
+
+
 class _Page(HTMLParser):
     """Collects what a page needs from elsewhere, and checks that every element is closed."""
 

@@ -35,6 +35,7 @@ from adaptdl_elastic.rendezvous.torchrun import membership as m
 
 PREFIX = "/adaptdl/v1/default/torchrun/job/"
 SLACK = 10.0  # seconds that a busy machine may be late
+MASTER = PREFIX + "rounds/1/master"
 NODES, ROUND = PREFIX + "nodes/", PREFIX + "round"
 
 
@@ -223,6 +224,21 @@ def test_a_member_that_never_comes(group: Group):
     error = outcome(entering, 3, started)
     assert isinstance(error, RendezvousTimeoutError)
     assert "rank 1 (10.9.9.9) did not come" in str(error)
+
+
+def test_a_stranger_who_writes_the_keys_of_an_absent_member_is_not_taken_for_it(group: Group):
+    handler, started = group.handler(timeout="3"), time.monotonic()
+    (entering,) = group.enter(handler)
+    group.wait_for(lambda: len(group.members()) == 1, "the handler to come")
+    lease = group.store.lease(60)
+    group.store.put(NODES + "late", encode(m.Member("late", "10.9.9.9")), lease)
+    group.wait_for(lambda: group.store.get(MASTER) is not None, "the handler to serve a store")
+    master = decode(MasterRecord, group.store.get(MASTER).value, MASTER)
+    stranger = TCPStore(master.host, master.port, is_master=False, wait_for_workers=False)
+    stranger.set("/adaptdl/job/1/here/1", "1")
+    error = outcome(entering, 3, started)
+    assert isinstance(error, RendezvousTimeoutError)
+    assert "rank 1 (10.9.9.9) did not come; a stranger has written the keys of ranks 1" in str(error)
 
 
 def test_a_port_behind_a_wall_ends_all_members_in_time(

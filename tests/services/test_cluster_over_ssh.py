@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from adaptdl_elastic.rendezvous.services.service_config import ServiceDirectory
 from adaptdl_elastic.rendezvous.store.connect import connect
 from adaptdl_elastic.rendezvous.store.store_options import StoreOptions
 
-pytestmark = [pytest.mark.etcd, pytest.mark.slow]
+pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TRAIN = Path(__file__).parents[1] / "agent" / "scripts" / "train.py"
 PATIENCE = 200.0  # seconds that a slow and busy machine may need for anything
@@ -41,9 +41,9 @@ class Lab:
         shutil.copy(TRAIN, self.work)
         self.etcd_port = free_port()
 
-    def run(self, *arguments: str, code: int = 0) -> str:
+    def run(self, *arguments: str, code: int = 0, env: Mapping[str, str] | None = None) -> str:
         """Run `adaptdl` in the working directory, and return what it said."""
-        done = CliRunner().invoke(adaptdl, arguments, prog_name="adaptdl")
+        done = CliRunner().invoke(adaptdl, arguments, prog_name="adaptdl", env=env)
         if done.exception is not None and not isinstance(done.exception, SystemExit):
             raise done.exception
         assert done.exit_code == code, done.output + self.logs()
@@ -136,6 +136,9 @@ def test_three_commands_from_machines_to_a_watched_job(lab: Lab) -> None:
     assert (lab.job("then")["state"], lab.job("then")["reason"]) == ("queued", "waits for train")
     lab.wait_for(lambda: any("epoch 0" in lab.output(node, "train") for node in ("node1", "node2")))
 
+    typed = {"COMP_WORDS": "adaptdl logs t", "COMP_CWORD": "2"}
+    completed = lab.run(env={"_ADAPTDL_COMPLETE": "bash_complete", **typed})
+    assert completed.split() == ["plain,train", "plain,then"]
     assert "then is cancelled" in lab.run("cancel", "then")
     assert (lab.job("then")["state"], lab.job("then")["reason"]) == ("cancelled", "by eve")
     assert "there is a job then already" in lab.run("submit", "--name", "then", "train.py", code=1)

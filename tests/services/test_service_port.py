@@ -17,10 +17,14 @@ import pytest
 from adaptdl_elastic.agent.service.blobs import Blobs
 from adaptdl_elastic.agent.service.checkpoint_copies import KEPT, copy
 from adaptdl_elastic.agent.service.http_server import Served, ServicePort, read_lines
+from adaptdl_elastic.agent.service.lifecycle import unit_text
+from adaptdl_elastic.autoscaler.commands.cluster_setup import client_of
 from adaptdl_elastic.autoscaler.provisioning.credentials import Credentials
+from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
 from adaptdl_elastic.rendezvous.schema.keys import Keys
 from adaptdl_elastic.rendezvous.schema.records import encode
 from adaptdl_elastic.rendezvous.schema.submissions import Cancellation, ServiceRecord, Signed, Submission
+from adaptdl_elastic.rendezvous.services import context as contexts
 from adaptdl_elastic.rendezvous.services import signatures
 from adaptdl_elastic.rendezvous.services.context import ClusterContext
 from adaptdl_elastic.rendezvous.services.service_client import (
@@ -32,7 +36,7 @@ from adaptdl_elastic.rendezvous.services.service_client import (
     person_context,
 )
 from adaptdl_elastic.rendezvous.services.service_config import ServiceConfig, ServiceDirectory
-from adaptdl_elastic.rendezvous.services.signatures import Person, SignatureError
+from adaptdl_elastic.rendezvous.services.signatures import Person, SignatureError, UncheckedError
 from adaptdl_elastic.rendezvous.services.submitted import SubmissionReader, sign_record, verify_record
 from adaptdl_elastic.rendezvous.store.memory import MemoryStore
 
@@ -249,6 +253,49 @@ def test_only_the_owner_or_an_administrator_cancels(world: World) -> None:
         )
     del people["alice"]
     assert reader.read(people).requests == ()
+
+
+def test_a_signature_that_cannot_be_checked_now_is_checked_again(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, store, people = Keys("lab"), MemoryStore(), world.people()
+    hers = Submission("job", "alice", "script", ("train.py",), "0" * 64)
+    signed = sign_record(ID, hers, "alice", lambda text: signatures.sign(world.keys["alice"], text))
+    store.put(keys.submission("job"), signed)
+    reader = SubmissionReader(store, keys, ID)
+    with monkeypatch.context() as patched:
+        patched.setenv("PATH", str(tmp_path))  # no ssh-keygen
+        with pytest.raises(UncheckedError, match="ssh-keygen is not installed"):
+            reader.read(people)
+    assert [one.submission for one in reader.read(people).requests] == [hers]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    directory = ServiceDirectory(tmp_path / "a 50% lab")
+    directory.path.mkdir()
+    unit = tmp_path / "adaptdl-lab.service"
+    unit.write_text(unit_text(directory))
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)
+    assert (done.returncode, str(unit) in done.stderr) == (0, False), done.stderr
+
+
+def test_another_person_gets_what_is_needed_and_no_authority(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contexts.save(replace(world.context, endpoint="https://h:1", nodes=("n1",)))
+    files = Credentials(contexts.choose("lab")).person_files("alice")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "hers"))
+    for name, data in files.items():
+        path = contexts.config_directory() / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    hers = contexts.choose(None)
+    assert (hers.person, hers.endpoint, hers.cluster_id) == ("alice", "https://h:1", ID)
+    shutil.copy(world.keys["alice"], hers.identity)
+    assert client_of(hers).get_json(world.record, "/v1/status") == {"node": "n1"}
+    with pytest.raises(ProvisionError, match="brought up by another user, who alone adds nodes"):
+        Credentials(hers).prepare()
 
 
 def test_credentials_are_kept_and_renewed_for_another_address(world: World) -> None:

@@ -1,0 +1,100 @@
+"""A step that does not fit is repeated: everything is as if it had fitted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_memory
+import torch
+from fresh import Script
+
+import adaptdl_elastic.torch as adl
+from adaptdl_elastic import _session
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Script]:
+    yield Script(
+        monkeypatch,
+        ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "checkpoints"),
+        ADAPTDL_CHECKPOINT_INTERVAL="0",
+        ADAPTDL_EVENT_LOG=str(tmp_path / "events"),
+    )
+    _session.current().close()
+    _session.reset()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+class Net(torch.nn.Linear):
+    most = 10**9
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return small_memory.in_backward(super().forward(inputs), self.most)
+
+
+def train(most: int, set_to_none: bool, **ddp: Any) -> list[Any]:
+    """Train with everything that a step changes; what is left of it."""
+    torch.manual_seed(1)
+    adl.init_process_group("gloo")
+    data = torch.utils.data.TensorDataset(torch.randn(40, 2), torch.randn(40, 1))
+    loader = adl.AdaptiveDataLoader(data, batch_size=8, shuffle=True)
+    net = Net(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    model = adl.AdaptiveDataParallel(net, optimizer, scheduler, scaler, **ddp)
+    kept: list[Any] = []
+    for epoch in adl.remaining_epochs_until(2):
+        sums = adl.Accumulator()
+        for step, (inputs, targets) in enumerate(loader):
+            net.most = most if (epoch, step) >= (0, 2) else 10**9
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss = torch.nn.functional.mse_loss(model(inputs), targets)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1e3, error_if_nonfinite=True)
+            scaler.step(optimizer)
+            scaler.update()
+            if adl.is_optim_step():
+                scheduler.step()
+            sums["seen"] += len(inputs)
+        with sums.synchronized():
+            kept.append(sums["seen"])
+    torch.distributed.destroy_process_group()
+    return [*kept, scheduler.last_epoch, scaler.get_scale(), _session.current().step, net.weight.detach()]
+
+
+@pytest.mark.parametrize(
+    ("set_to_none", "ddp"), [(True, {}), (False, {}), (True, {"gradient_as_bucket_view": True})]
+)
+def test_the_result_is_that_of_batches_that_fit(
+    script: Script, tmp_path: Path, set_to_none: bool, ddp: dict[str, Any]
+) -> None:
+    *expected, weights = train(10**9, set_to_none, **ddp)
+    script.restart(ADAPTDL_CHECKPOINT_PATH=str(tmp_path / "others"))
+    *found, repeated = train(4, set_to_none, **ddp)
+    assert found == expected
+    assert found[:2] == [40, 40]
+    torch.testing.assert_close(repeated, weights)
+    events = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    assert [event["largest"] for event in events if event["event"] == "memory_limit"] == [4]
+
+
+@pytest.mark.parametrize(
+    ("ddp", "set_to_none", "why"),
+    [
+        ({"static_graph": True}, True, "static_graph=True"),
+        ({"find_unused_parameters": True}, True, "find_unused_parameters=True"),
+        ({"gradient_as_bucket_view": True}, False, "gradient_as_bucket_view=True without"),
+    ],
+)
+def test_settings_of_ddp_with_which_a_step_cannot_be_repeated(
+    script: Script, ddp: dict[str, Any], set_to_none: bool, why: str
+) -> None:
+    with pytest.raises(torch.OutOfMemoryError, match=f"cannot be repeated in smaller batches: {why}"):
+        train(4, set_to_none, **ddp)
