@@ -29,7 +29,7 @@ Shares = tuple[int, ...]
 
 
 def allocate(samples: int, shares: Sequence[int], least: int = 1, most: int | None = None) -> tuple[int, ...]:
-    """Divide `samples` in proportion to `shares`, by the largest remainder.
+    """Divide `samples` in proportion to `shares`, so that the last replica is done as early as possible.
 
     Args:
         samples: Number of samples.
@@ -48,8 +48,10 @@ def allocate(samples: int, shares: Sequence[int], least: int = 1, most: int | No
     while (left := samples - sum(found)) != 0:
         step = 1 if left > 0 else -1
         open_ = [r for r in range(replicas) if low <= found[r] + step <= high]
-        # give to (or take from) the replica that is furthest below (or above) its exact part
-        rank = max(open_, key=lambda r: (step * (samples * shares[r] - found[r] * total), -r))
+        if step > 0:  # the one that would be done first
+            rank = min(open_, key=lambda r: ((found[r] + 1) / shares[r], r))
+        else:  # the one that would be done last
+            rank = max(open_, key=lambda r: (found[r] / shares[r], -r))
         found[rank] += step
     return tuple(found)
 
