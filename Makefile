@@ -71,10 +71,10 @@ $(INTEGRATIONS)/.installed: setup.cfg $(REQUIRED) | $(BIN)/python
 		-r tests/integrations/requirements.txt -e .
 	@touch $@
 
-test-integrations: $(INTEGRATIONS)/.installed ## the tests with packages of others: torchdata, datasets, accelerate
+test-integrations: $(INTEGRATIONS)/.installed ## the tests with packages of others: torchdata, datasets, transformers, accelerate, lightning
 	@$(INTEGRATIONS)/bin/python -m pytest tests/integrations
 
-# PYTHON-TORCH, the combinations that were run; setup.cfg claims no others (tests/test_packaging.py). An environment is
+# PYTHON-TORCH; setup.cfg claims no others, and of these the ones whose tests have passed (CONTRIBUTING.md). An environment is
 # 7 GB where torch is a CUDA build, so it is removed when its tests have passed; KEEP=1 keeps it.
 MATRIX := 3.10-2.13.0 3.11-2.13.0 3.11-2.14.1 3.11-2.15.0 3.12-2.13.0 3.13-2.15.0
 

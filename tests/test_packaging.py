@@ -47,8 +47,9 @@ def test_no_version_is_claimed_that_is_not_in_the_matrix() -> None:
     assert found
     pythons, torches = zip(*(pair.split("-") for pair in found[1].split()), strict=True)
     claims = re.findall(r"Python :: (3\.\d+)$", declared()["metadata"]["classifiers"], re.MULTILINE)
-    assert sorted(claims) == sorted(set(pythons))
-    assert declared()["options"]["python_requires"] == f">={min(claims, key=_number)}"
+    assert claims
+    assert set(claims) <= set(pythons)
+    assert declared()["options"]["python_requires"] == f">={min(pythons, key=_number)}"
     least = min(torches, key=_number).removesuffix(".0")
     assert f"torch >= {least}" in declared()["options"]["install_requires"].splitlines()
 

@@ -78,7 +78,7 @@ class EtcdServer:
                 pass
         except OSError as error:
             raise EtcdError(
-                f"etcd cannot listen on {host}:{self._etcd.port} ({error.strerror}): "
+                f"etcd cannot listen on {host}:{self._etcd.port} ({os.strerror(error.errno or 0)}): "
                 f"end what listens there, or choose another port with --etcd-port"
             ) from None
         directory = self._directory

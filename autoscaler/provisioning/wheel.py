@@ -6,6 +6,7 @@ import base64
 import hashlib
 import importlib.metadata as metadata
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -15,6 +16,8 @@ import adaptdl_elastic
 from adaptdl_elastic.autoscaler.provisioning.ssh import ProvisionError
 
 _PACKAGE = "adaptdl-elastic"
+_FOLDERS = ("adaptdl_elastic", "agent", "rendezvous", "autoscaler")
+_SOURCES = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", *_FOLDERS)
 
 
 def own_wheel(folder: Path) -> Path:
@@ -30,15 +33,32 @@ def own_wheel(folder: Path) -> Path:
 
 
 def _of_checkout(checkout: Path, folder: Path) -> Path:
+    copied = copy_sources(checkout, folder / "checkout")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps"]
     done = subprocess.run(
-        [*command, "-w", str(folder), str(checkout)], capture_output=True, text=True, check=False
+        [*command, "-w", str(folder), str(copied)], capture_output=True, text=True, check=False
     )
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or not wheels:
         said = (done.stderr.strip().splitlines() or ["pip says nothing"])[-1]
         raise ProvisionError(f"no wheel can be made of {checkout}: {said}")
     return wheels[-1]
+
+
+def copy_sources(checkout: Path, target: Path) -> Path:
+    """Copy what the wheel is made of.
+
+    The build writes into the directory that it builds: in the checkout two builds at a time would mix.
+    """
+    target.mkdir()
+    for name in _SOURCES:
+        source = checkout / name
+        if source.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, target / name, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy2(source, target / name)
+    return target
 
 
 def _of_installation(folder: Path) -> Path:

@@ -17,11 +17,11 @@ def test_a_replica_that_died_at_once_is_named(monkeypatch: Any) -> None:
     for name in ("_loop", "_recorder", "_view", "_config", "_torch_events", "_worker_group", "_decide"):
         setattr(agent, name, MagicMock())
     handles = [ReplicaHandle(number, 0, number, number, "") for number in (0, 1)]
-    agent._plan = Plan("job", "run", 0, (Placement("a", 2),), Cause.START, Transition.RESTART, "")
+    plan = agent._plan = Plan("job", "run", 0, (Placement("a", 2),), Cause.START, Transition.RESTART, "")
     agent._replicas, agent._last_exits = dict(enumerate(handles)), []
     agent._spawned(handles[0], 100)
     agent._exited(handles[0], 0)
     agent._spawned(handles[1], 101)
     handles[1].close()
-    (plan, pids, _), _ = agent._recorder.started.call_args
-    assert (plan, pids) == (agent._plan, {0: 100, 1: 101})
+    (begun, pids, _), _ = agent._recorder.started.call_args
+    assert (begun, pids) == (plan, {0: 100, 1: 101})

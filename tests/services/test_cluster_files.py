@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,17 @@ def test_constraints_name_the_versions_of_this_environment() -> None:
     lines = wheel.constraints().splitlines()
     assert any(line.startswith("torch==") and "+" not in line for line in lines)
     assert not any(line.startswith("pytest==") for line in lines)
+
+
+def test_a_wheel_is_made_of_a_copy_of_the_checkout(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    copied = wheel.copy_sources(root, tmp_path / "copy")
+    config = configparser.ConfigParser()
+    config.read(copied / "setup.cfg")
+    for package in config["options"]["packages"].split():
+        assert (copied / package.replace(".", "/") / "__init__.py").is_file()
+    assert not list(copied.rglob("__pycache__"))
+    assert (copied / "adaptdl_elastic" / "agent").is_symlink()
 
 
 def test_commands_that_can_be_submitted(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from adaptdl_elastic.torch._gradient.accumulation import Batch
+
 
 def helper(loader: Any) -> Any:
     """Return what a loader keeps about its passes and its batch size."""
@@ -39,6 +41,16 @@ def seed_signs(adp: Any, seed: int) -> None:
     adp._sampler._generator.manual_seed(seed)
 
 
+def run_halves(adp: Any) -> None:
+    """Let one replica measure its gradient by running the model on half of a batch."""
+    adp._sampler.can_not_split("for a test")
+
+
+def compare_successive_gradients(adp: Any) -> None:
+    """Let one replica measure its gradient by comparing it with its predecessor."""
+    adp._sampler.can_not_halve("for a test")
+
+
 def measure_no_more(adp: Any) -> None:
     """Put the next measurement of the gradient off beyond the end of the test."""
     adp.gns._next = 1 << 60
@@ -46,7 +58,7 @@ def measure_no_more(adp: Any) -> None:
 
 def scale_next_batch(adp: Any, scale: float) -> None:
     """Let a model take its present batch for `scale` times the initial one."""
-    adp._batch = type(adp._batch)(scale=scale)
+    adp._batch = Batch(scale=scale)
 
 
 def state(accumulator: Any) -> Any:

@@ -21,7 +21,7 @@ class Kept(checkpoint.TensorState):
 
     def digest(self, tensor: torch.Tensor) -> Hashable:
         self.tensor = tensor
-        return user_state._digest(self)
+        return user_state.digest(self)
 
 
 def counts() -> torch.Tensor:
@@ -61,17 +61,17 @@ def test_the_digest_depends_on_the_position(
     change: Callable[[torch.Tensor], torch.Tensor], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if where == "elsewhere":  # as on a GPU, in blocks
-        monkeypatch.setattr(user_state, "_BLOCK", 1000)
-        monkeypatch.setattr(user_state, "_fingerprint", user_state._block_sums)
+        monkeypatch.setattr(user_state, "BLOCK", 1000)
+        monkeypatch.setattr(user_state, "fingerprint", user_state.block_sums)
     kept, before = Kept("kept"), counts()
     assert kept.digest(before) == kept.digest(before.clone())
     assert kept.digest(before) != kept.digest(change(before))
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("how", ["_fingerprint", "_block_sums"])
+@pytest.mark.parametrize("how", ["fingerprint", "block_sums"])
 def test_every_kind_of_tensor_has_a_digest(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_state, "_fingerprint", getattr(user_state, how))
+    monkeypatch.setattr(user_state, "fingerprint", getattr(user_state, how))
     kept, plain = Kept("kept"), torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     tensors = {
         "transposed": plain.t(),

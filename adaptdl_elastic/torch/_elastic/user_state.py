@@ -37,7 +37,7 @@ COPY_SHARE = 0.01
 
 _TIMED_WINDOWS = 8  # number of windows of a loop after which their average time is used
 _LIBRARY = "adaptdl_elastic."
-_BLOCK = 1 << 18  # elements of a block of `_block_sums`
+BLOCK = 1 << 18  # elements of a block of `block_sums`
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -97,7 +97,7 @@ class UserStates:
         if large is not None:
             large.begin_window()
         else:
-            self._digests[name] = _digest(state)
+            self._digests[name] = digest(state)
 
     def before_step(self, left_out: bool) -> None:
         """Check or copy large States at a call of `optimizer.step()`.
@@ -122,7 +122,7 @@ class UserStates:
         for name, before in self._digests.items():
             state = session.states.get(name)
             try:
-                same = state is None or _digest(state) == before
+                same = state is None or digest(state) == before
             except Exception:
                 same = False
             if not same:
@@ -219,12 +219,12 @@ def _bytes(value: Any) -> int:
     return int(getattr(value, "nbytes", 8))
 
 
-def _digest(state: SavedState) -> Hashable:
+def digest(state: SavedState) -> Hashable:
     """Return a value that differs when the State differs."""
     if isinstance(state, checkpoint.TensorState):
         tensors: list[torch.Tensor] = []
         rest = pickle.dumps(strip(state.state_dict(), tensors))
-        prints = [_fingerprint(tensor) for tensor in tensors]  # start all on the device, then wait for them
+        prints = [fingerprint(tensor) for tensor in tensors]  # start all on the device, then wait for them
         return hashlib.blake2b(rest).digest(), tuple(
             one if isinstance(one, int) else tuple(one.tolist()) for one in prints
         )
@@ -232,15 +232,15 @@ def _digest(state: SavedState) -> Hashable:
     return hashlib.blake2b(copy).digest() if isinstance(copy, bytes) else repr(copy)
 
 
-def _fingerprint(tensor: torch.Tensor) -> torch.Tensor | int:
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor | int:
     """Return a checksum of a tensor's bits and their order, computed on the tensor's device."""
     if tensor.device.type != "cpu":
-        return _block_sums(tensor)
+        return block_sums(tensor)
     flat = _flat(tensor)
     return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
 
 
-def _block_sums(tensor: torch.Tensor) -> torch.Tensor:
+def block_sums(tensor: torch.Tensor) -> torch.Tensor:
     """Return a weighted sum of each block of elements, read as integers, modulo 2^64.
 
     The weights are odd, so that a change of a single element always changes the sum. They are random and
@@ -248,8 +248,8 @@ def _block_sums(tensor: torch.Tensor) -> torch.Tensor:
     """
     flat = _flat(tensor)
     flat = flat.view(_WHOLE.get(flat.element_size(), torch.uint8))
-    weights = _weights(_BLOCK, flat.device)
-    sums = [(block * weights[: len(block)]).sum(dtype=torch.int64) for block in torch.split(flat, _BLOCK)]
+    weights = _weights(BLOCK, flat.device)
+    sums = [(block * weights[: len(block)]).sum(dtype=torch.int64) for block in torch.split(flat, BLOCK)]
     return torch.stack(sums)
 
 
