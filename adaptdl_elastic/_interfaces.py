@@ -439,8 +439,8 @@ class Reporter(Protocol):
     def pause(self) -> None:
         """Exclude the time until the next pass from the measured step times."""
 
-    def update_grad_params(self, key: str, sqr: float, var: float) -> None:
-        """Take the gradient statistics of one model."""
+    def update_grad_params(self, key: str, sqr: float, var: float, sqr_error: float = 0.0) -> None:
+        """Take the gradient statistics of one model, and the standard error of `sqr`."""
 
     def update_gain(self, key: str, gain: float, lr_factor: float) -> None:
         """Take the gain and the learning-rate factor of one model."""

@@ -17,6 +17,7 @@ from adaptdl_elastic.torch._data.registry import current_dataloader, registry
 from adaptdl_elastic.torch._gradient import comm_hook, grad_scaler
 from adaptdl_elastic.torch._gradient.accumulation import Batch, Window, accumulates, on_backward, watch
 from adaptdl_elastic.torch._gradient.estimator import Array
+from adaptdl_elastic.torch._gradient.half_pass import ForwardPass
 from adaptdl_elastic.torch._gradient.measurement import Sampler
 from adaptdl_elastic.torch._gradient.model_snapshot import DataParallelSnapshot
 from adaptdl_elastic.torch._gradient.model_state import BatchSizes, ModelState
@@ -322,7 +323,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if self._buffers_wait:  # the broadcast was skipped: let DDP do it in the next forward pass
             self._buffers_wait, self.require_forward_param_sync = False, True
-        return output if begun is None else self._watch(output, *begun)
+        return output if begun is None else self._watch(output, *begun, (inputs, kwargs))
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Override DDP's method: run the module, in parts if the batch does not fit into memory."""
@@ -360,7 +361,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         # The first pass of a static graph does its all-reduce in a callback of the outermost backward.
         if self.static_graph and not getattr(self, "_static_graph_delay_allreduce_enqueued", True):
             split = False
-        return (batch, split) if split or batch.micro_batches > 1 or batch.weight != 1.0 else None
+        watched = split or self._sampler.halves or batch.micro_batches > 1 or batch.weight != 1.0
+        return (batch, split) if watched else None
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Override DDP's method, and handle its failure.
@@ -471,16 +473,20 @@ class AdaptiveDataParallel(DistributedDataParallel):
             state.start_progress *= self.gns.get_progress() / progress
             session.metrics.update_progress(self.gns.get_progress())
 
-    def _watch(self, output: Any, batch: Batch, split: bool) -> Any:
+    def _watch(
+        self, output: Any, batch: Batch, split: bool, inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    ) -> Any:
         """Return `output`, extended by hooks that run in backward passes through it.
 
         Args:
             output: Output of the module.
             batch: The current batch.
             split: Whether gradient noise is measured from parts of the batch (one replica, no accumulation).
+            inputs: Positional and named arguments of the forward pass.
         """
-        if split:  # one replica, no accumulation
-            so_far: list[torch.Tensor | None] = []
+        if split or self._sampler.halves:  # one replica, no accumulation
+            again = ForwardPass(self.module, inputs, batch.local, batch.dimension)
+            so_far = again.gradients
             key = object()
 
             def whole() -> None:
@@ -491,9 +497,12 @@ class AdaptiveDataParallel(DistributedDataParallel):
                     if so_far:  # a further backward pass through this output: DDP does not call its hook
                         torch.autograd.Variable._execution_engine.queue_callback(whole)
                     so_far[:] = _added(so_far, gradients)
-                    self._sampler.split(key, edges, so_far, batch.local)
+                    if split:
+                        self._sampler.split(key, edges, so_far, batch.local)
+                    else:
+                        self._sampler.forward_pass(key, again)
                 elif torch.is_grad_enabled():
-                    self._sampler.can_not_split("its derivatives are part of the loss")
+                    self._sampler.can_not_halve("its derivatives are part of the loss")
 
             watched = watch(output, arrived)
             return output if watched is None else watched
@@ -593,6 +602,7 @@ class AdaptiveDataParallel(DistributedDataParallel):
         if loader is not None and not loader.training:  # the model is in eval(), e.g. to freeze BatchNorm
             loader.train()
         self._sampler.collect()
+        self._sampler.before_step()
         current_session().recovery.before_step(left_out=False)
         return True
 
@@ -616,7 +626,8 @@ class AdaptiveDataParallel(DistributedDataParallel):
         metrics.report_problem(f"the variance of the gradients of {self.name}", self.gns.health.equal)
         if self._sampler.news:
             self._sampler.news = False
-            metrics.update_grad_params(self.name, self.gns.sqr_avg(), self.gns.var_avg())
+            gns = self.gns
+            metrics.update_grad_params(self.name, gns.sqr_avg(), gns.var_avg(), gns.sqr_error())
         metrics.update_gain(self.name, self.gain, _mean(factor))
 
     def _look_for_scheduler(self) -> None:
@@ -680,8 +691,10 @@ def _uncompiled_begin(adp: AdaptiveDataParallel) -> tuple[Batch, bool] | None:
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
-def _uncompiled_watch(adp: AdaptiveDataParallel, output: Any, batch: Batch, split: bool) -> Any:
-    return adp._watch(output, batch, split)
+def _uncompiled_watch(
+    adp: AdaptiveDataParallel, output: Any, batch: Batch, split: bool, inputs: tuple[Any, dict[str, Any]]
+) -> Any:
+    return adp._watch(output, batch, split, inputs)
 
 
 @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
@@ -692,7 +705,7 @@ def _compiled_forward(adp: AdaptiveDataParallel, inputs: tuple[Any, ...], kwargs
     output = DistributedDataParallel.forward(adp, *inputs, **kwargs)  # type: ignore[no-untyped-call]
     if adp._buffers_wait:
         adp._buffers_wait, adp.require_forward_param_sync = False, True
-    return output if begun is None else _uncompiled_watch(adp, output, *begun)
+    return output if begun is None else _uncompiled_watch(adp, output, *begun, (inputs, kwargs))
 
 
 class _NoSync:

@@ -194,6 +194,18 @@ def test_with_one_size_measured_a_larger_one_is_tried_where_it_could_pay(script:
     assert len(machine.metrics.entries()) == 2
 
 
+@pytest.mark.parametrize(("error", "grows"), [(0.0, True), (0.05, True), (100.0, False), (math.inf, False)])
+def test_the_batch_grows_only_where_that_pays_in_spite_of_the_error_of_the_noise(
+    script: Script, error: float, grows: bool
+) -> None:
+    machine = Machine(lambda atomic: 0.01)
+    limits(machine)
+    machine.metrics.update_grad_params("model", 1.0, 10.0, error)
+    machine.train(20, 32)
+    machine.metrics.refresh()
+    assert (machine.metrics.suggestion() is not None) == grows
+
+
 def test_measurements_overrule_the_model(script: Script) -> None:
     """A cliff (memory, a cache) that no model of Pollux' form knows is stepped back from, once."""
     machine = Machine(lambda atomic: 0.01 if atomic <= 40 else 0.5)

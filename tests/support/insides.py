@@ -41,6 +41,16 @@ def seed_signs(adp: Any, seed: int) -> None:
     adp._sampler._generator.manual_seed(seed)
 
 
+def run_halves(adp: Any) -> None:
+    """Let one replica measure its gradient by running the model on half of a batch."""
+    adp._sampler.can_not_split("for a test")
+
+
+def compare_successive_gradients(adp: Any) -> None:
+    """Let one replica measure its gradient by comparing it with its predecessor."""
+    adp._sampler.can_not_halve("for a test")
+
+
 def measure_no_more(adp: Any) -> None:
     """Put the next measurement of the gradient off beyond the end of the test."""
     adp.gns._next = 1 << 60

@@ -100,6 +100,7 @@ def short_batches(
     batch_size: int = 64,
     returns_loss: bool = False,
     known: bool = True,
+    successive: bool = False,
 ) -> tuple[AdaptiveDataParallel, dict[int, list[tuple[float, float]]]]:
     """Train at a learning rate of 0 on batches of `sizes` in turn; sqr and var measured, by size."""
     problem = regression.Problem(features=64)
@@ -114,6 +115,8 @@ def short_batches(
     adp = AdaptiveDataParallel(model, sgd)
     cases.measure_always(adp)
     insides.seed_signs(adp, 0)
+    if successive:
+        insides.compare_successive_gradients(adp)
     record, seen = adp.gns.record, dict[int, list[tuple[float, float]]]()
 
     def keep(measurement: Measurement, step: int) -> bool:
@@ -165,8 +168,18 @@ def test_batches_of_one_sample_are_compared_with_their_predecessors() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_successive_gradients_of_different_sizes_are_not_compared() -> None:
-    _, seen = short_batches([64, 64, 64, 40], 41, returns_loss=True)
+    _, seen = short_batches([64, 64, 64, 40], 41, returns_loss=True, successive=True)
     assert set(seen) == {64}
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_loss_computed_in_forward_is_measured_on_half_of_the_batch() -> None:
+    """Of an even and of an odd batch; a single step's estimates have no bias."""
+    _, seen = short_batches([64, 33], 800, returns_loss=True)
+    truth = regression.Problem(features=64).truth(torch.full((64,), 0.5))
+    for size in (64, 33):
+        sqr, var = np.mean(seen[size], axis=0)
+        assert (sqr, var) == (pytest.approx(truth[0], rel=0.1), pytest.approx(truth[1], rel=0.1)), size
 
 
 def optimizer(groups: int = 1) -> torch.optim.Optimizer:

@@ -190,6 +190,58 @@ def test_the_window_is_bounded() -> None:
     assert len(moments.cells) < 60
 
 
+def test_the_standard_error_of_the_noise_scale_is_that_of_repeated_runs() -> None:
+    """|G|² by the exact variance of repeated runs: two thirds of them lie within one standard error."""
+    rng, away = np.random.default_rng(0), []
+    for _ in range(150):
+        moments = Moments(1)
+        for _ in range(200):
+            moments.add(noisy(2.0, 5.0, rng))
+        away.append((moments.sqr[0] - 0.4 * moments.var[0]) / moments.sqr_error())
+    assert 0.8 < np.sqrt(np.mean(np.square(away))) < 1.5
+
+
+def test_few_measurements_have_no_standard_error() -> None:
+    rng, moments = np.random.default_rng(0), Moments(1)
+    assert moments.sqr_error() == float("inf")
+    for _ in range(3):
+        moments.add(noisy(2.0, 5.0, rng))
+    assert moments.sqr_error() == float("inf")
+    moments.add(noisy(2.0, 5.0, rng))
+    assert 0.0 < moments.sqr_error() < float("inf")
+
+
+def test_a_long_window_takes_measurements_in_groups() -> None:
+    rng, moments = np.random.default_rng(0), Moments(1)
+    changed = [moments.add(noisy(2.0, 5.0, rng)) for _ in range(512)]
+    assert all(changed[:64])
+    assert sum(changed[-256:]) == 32, "groups of 8"
+    assert len(moments) == 512
+
+
+def test_a_replica_that_joins_within_a_group_tells_what_the_others_tell() -> None:
+    """Scaling rules need the same statistics on all replicas."""
+    rng, before, after = np.random.default_rng(0), Moments(1), Moments(1)
+    for _ in range(515):
+        before.add(noisy(2.0, 5.0, rng))
+    after.load_state_dict(before.state_dict())
+    assert after.state_dict() == before.state_dict()
+    for _ in range(20):
+        one = noisy(2.0, 5.0, rng)
+        assert before.add(one) == after.add(one)
+        assert (after.sqr, after.var) == (before.sqr, before.var)
+
+
+def test_a_checkpoint_without_a_group_is_read() -> None:
+    moments = Moments(1)
+    moments.add(measurement(3.0, 1.0))
+    state = moments.state_dict()
+    del state["group"]
+    after = Moments(1)
+    after.load_state_dict(state)
+    assert after.sqr.tolist() == moments.sqr.tolist()
+
+
 def test_moments_survive_a_checkpoint() -> None:
     before, after = Moments(2), Moments(2)
     for _ in range(40):

@@ -393,7 +393,7 @@ def test_as_many_time_steps_as_samples_are_not_taken_for_samples(batch_first: bo
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_model_that_returns_its_loss_is_measured_by_successive_gradients(
+def test_a_model_whose_inputs_have_no_samples_is_measured_by_successive_gradients(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Model(nn.Module):
@@ -402,6 +402,7 @@ def test_a_model_that_returns_its_loss_is_measured_by_successive_gradients(
             self.layer = nn.Linear(6, 1)
 
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            assert len(x) == 8, "this model knows one batch size"
             return (self.layer(x) - y).square().mean()
 
     model = Model()

@@ -356,7 +356,7 @@ def on_backward(output: Any, callback: Callable[[], None]) -> Any:
     The call comes before the pass enters the module, and perhaps several times per pass. Nothing is copied.
     Returns None if no tensor needs a gradient.
     """
-    tensors = _tensors(output)
+    tensors = tensors_with_gradients(output)
     if not tensors:
         return None
     if any(tensor.is_leaf for tensor in tensors):  # leaves outlast the pass, and so would a hook on them
@@ -398,7 +398,7 @@ def watch(output: Any, callback: Callable[[list[torch.autograd.graph.GradientEdg
     `edges` are where it continues, `gradients` are those of the outputs (None: not part of the loss). Returns
     None if there is no tensor to watch.
     """
-    tensors = _tensors(output)
+    tensors = tensors_with_gradients(output)
     if not tensors:
         return None
     edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in tensors]
@@ -418,24 +418,24 @@ def _parts(leaf: Any) -> dict[Any, Any]:
     return {}
 
 
-def _tensors(output: Any) -> list[torch.Tensor]:
-    """Return the tensors in `output` that need a gradient."""
+def tensors_with_gradients(output: Any) -> list[torch.Tensor]:
+    """Return the tensors in `output` that need a gradient, in the order of torch's pytree."""
     found = []
     for leaf in pytree.tree_leaves(output):
         if not isinstance(leaf, torch.Tensor):
-            found += [tensor for part in _parts(leaf).values() for tensor in _tensors(part)]
+            found += [tensor for part in _parts(leaf).values() for tensor in tensors_with_gradients(part)]
         elif leaf.requires_grad:
             found.append(leaf)
     return found
 
 
 def _replaced(output: Any, others: Iterator[torch.Tensor]) -> Any:
-    """Return `output` with `_tensors(output)` replaced by others, in the same order."""
+    """Return `output` with `tensors_with_gradients(output)` replaced by others, in the same order."""
     leaves, structure = pytree.tree_flatten(output)
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             leaves[place] = next(others) if leaf.requires_grad else leaf
-        elif _tensors(list(_parts(leaf).values())):
+        elif tensors_with_gradients(list(_parts(leaf).values())):
             leaves[place] = copy.copy(leaf)
             for name, part in _parts(leaf).items():
                 if isinstance(leaf, dict):

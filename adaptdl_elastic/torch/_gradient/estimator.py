@@ -11,7 +11,7 @@ so an unbiased estimate V of the variance of the mean, E V = tr Σ / m, gives bo
     tr Σ / m₀  ≈  S·V                    `var`: the variance of a gradient at the initial batch size
 
 (McCandlish, Kaplan, Amodei et al., *An Empirical Model of Large-Batch Training*, 2018, appendix A.1, with
-B_small and B_big.) There are three ways to V, depending on what a step computes anyway:
+B_small and B_big.) There are four ways to V, depending on what a step computes anyway:
 
 * **Parts** (`variance_from_parts`). ḡ is the mean of n part-gradients of equal size, whose mean squared norm
   is Q = mean |gᵢ|²: V = (Q − |ḡ|²)/(n − 1). The parts are the replicas' gradients; with one replica and
@@ -23,10 +23,12 @@ B_small and B_big.) There are three ways to V, depending on what a step computes
   between the halves. Several backward passes through one forward pass are measured as one; V of several
   forward passes is the sum of theirs, which is right if their samples' gradients are uncorrelated (a GAN's
   real and generated ones).
-* **Successive gradients**, V = |g₁ − g₂|²/2. If the graph cannot be walked twice, or derivatives of the
-  outputs are part of the loss (a gradient penalty), which no walk from the outputs sees, the gradients of two
-  successive steps are taken as parts of one batch of twice the size, as in AdaptDL's differenced estimator.
-  This is biased when weights move: the step −η·g₁ shifts G by −η·H·g₁, which makes g₁·g₂ too small by
+* **Half of the batch** (`half_pass`). If the graph cannot be walked twice, or the loss is computed in the
+  forward pass, so that the output has no dimension of samples, the model runs once more on half of the batch.
+* **Successive gradients**, V = |g₁ − g₂|²/2. If the inputs have no dimension of samples, or derivatives of
+  the outputs are part of the loss (a gradient penalty), which no walk from the outputs sees, the gradients of
+  two successive steps are taken as parts of one batch of twice the size, as AdaptDL's differenced estimator
+  does. This is biased when weights move: the step −η·g₁ shifts G by −η·H·g₁, which makes g₁·g₂ too small by
   η·tr(HΣ)/m, and with it |G|². It is a last resort, and logged.
 
 `gain` and AdaScale's learning-rate factor are the same quotient: Johnson, Agrawal, Gu, Guestrin, *AdaScale
@@ -36,6 +38,7 @@ SGD: A User-Friendly Algorithm for Distributed Training*, ICML 2020, section 3. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +54,8 @@ SMOOTHING = 0.999
 
 _LEAST = 8  # least measurements on either side of a change
 _ENOUGH = 64  # measurements that are kept for any batch size
+_FEWEST = 4  # cells from which their spread tells a standard error
+_LARGEST_GROUP = 8  # measurements that are summed up before they enter the window, at most
 # most cells of a size before two become one of twice the size; borders are 1/12 of the window apart
 _CELLS = 6
 # standard errors; seldom exceeded by chance, with ~30 borders and spreads of 8 measurements
@@ -149,6 +154,17 @@ class _Cell:
         far = np.log(_NOTHING)
         return bool((mean < far)[:2].any() or (spread > far**2)[:2].any())
 
+    def as_list(self) -> list[Any]:
+        """Return the attributes in order, as plain numbers and lists."""
+        arrays = (self.sqr, self.var, self.seen, self.seen_sqr)
+        return [self.count, self.weight, *(array.tolist() for array in arrays)]
+
+    @classmethod
+    def of_list(cls, values: list[Any]) -> _Cell:
+        """Return the cell whose `as_list` is `values`."""
+        count, weight, *arrays = values
+        return cls(int(count), float(weight), *(as_array(array) for array in arrays))
+
     def add(self, other: _Cell) -> None:
         self.count += other.count
         self.weight += other.weight
@@ -171,14 +187,20 @@ class Moments:
     standard errors and by more than `_RELEVANT`. While training is stationary the window grows to `1/(1 −
     smoothing)` steps of the initial batch size. The result is the mean of the window, moved to its end along
     its `trend`.
+
+    To search the window costs more than a measurement. So once it is long, measurements enter it in groups of
+    2, 4 and at last `_LARGEST_GROUP`, at most a 32nd of the window. Until a group is complete, its
+    measurements do not count.
     """
 
     groups: int
     smoothing: float = SMOOTHING
     cells: list[_Cell] = field(default_factory=list, init=False)  # oldest first
+    _group: _Cell | None = field(default=None, init=False)  # measurements that are not in the window yet
+    _averages: tuple[Array, Array] | None = field(default=None, init=False)  # (sqr, var) of the window
 
-    def add(self, measurement: Measurement) -> None:
-        """Add a measurement; one with a zero gradient is left out."""
+    def add(self, measurement: Measurement) -> bool:
+        """Add a measurement; return whether the means have changed. One with a zero gradient is left out."""
         scale, sqr, var = measurement.scale, measurement.sqr, measurement.var
         total, variance = float(measurement.mean_sqr.sum()), float(measurement.variance.sum())
         least = 1e-3 * abs(total)  # estimates of positive quantities may be negative, and have no logarithm
@@ -186,11 +208,28 @@ class Moments:
         known = max(float(sqr.sum()) + scale * variance, least)
         floor = max(scale * variance, scale * least)
         if min(known, floor) < _NOTHING:
-            return
-        seen = np.array([np.log(known), np.log(floor), float(sqr.sum())])
-        self.cells.append(_Cell(1, scale, scale * sqr, scale * var, seen, seen**2))
+            return False
+        seen = np.array([math.log(known), math.log(floor), float(sqr.sum())])
+        cell = _Cell(1, scale, scale * sqr, scale * var, seen, seen**2)
+        if self._group is None:
+            self._group = cell
+        else:
+            self._group.add(cell)
+        if self._group.count < self._group_size:
+            return False
+        self.cells.append(self._group)
+        self._group = self._averages = None
         self._cut()
         self._merge()
+        return True
+
+    @property
+    def _group_size(self) -> int:
+        """Measurements that enter the window together, a power of two as the counts of cells are."""
+        size, length = 1, len(self)
+        while 2 * size <= min(_LARGEST_GROUP, length // 32):
+            size *= 2
+        return size
 
     def __len__(self) -> int:
         """Return the number of measurements in the window."""
@@ -243,12 +282,47 @@ class Moments:
     @property
     def sqr(self) -> Array:
         """Estimate of |G|², shape [groups]; not clipped. Zero before the first measurement."""
-        return self._now([cell.sqr for cell in self.cells], _KNOWN)
+        return self._both[0]
 
     @property
     def var(self) -> Array:
         """Estimate of tr Σ / m₀, shape [groups]; not clipped."""
-        return self._now([cell.var for cell in self.cells], _VARIANCE)
+        return self._both[1]
+
+    @property
+    def _both(self) -> tuple[Array, Array]:
+        if self._averages is None:
+            sqr, var = ([getattr(cell, name) for cell in self.cells] for name in ("sqr", "var"))
+            self._averages = (self._now(sqr, _KNOWN), self._now(var, _VARIANCE))
+        return self._averages
+
+    def sqr_error(self) -> float:
+        """Return the standard error of |G|² of all groups together, if tr Σ / m₀ were exact; inf: unknown.
+
+        It is var times the standard error of sqr/var, on which every gain depends. Cells are the batches of a
+        mean by batches. With their shares w of the window and the deviations z of their ratios from the
+        window's, to first order (sqr_c − ratio · var_c)/var, the squared error is Σ w²z² / (1 − Σ w²)
+        (Cochran, *Sampling Techniques*, 1977, section 6.3: the variance of a ratio).
+        """
+        if len(self.cells) < _FEWEST:
+            return math.inf
+        weight = np.array([cell.weight for cell in self.cells])
+        sqr, var = (
+            np.array([getattr(cell, name).sum() for cell in self.cells]) / weight for name in ("sqr", "var")
+        )
+        share = self.recency() * weight
+        share /= share.sum()
+        _, ages = self._ages()
+        sqr, var = (
+            values * np.exp(np.clip(self.trend(which) * ages, -3.0, 3.0))
+            for values, which in ((sqr, _KNOWN), (var, _VARIANCE))
+        )
+        mean = share @ var
+        if mean <= 0.0:
+            return math.inf
+        deviation = sqr - (share @ sqr) / mean * var
+        squares = share**2
+        return float(np.sqrt(squares @ deviation**2 / (1.0 - squares.sum())))
 
     def _ages(self) -> tuple[Array, Array]:
         """Return the measurements of each cell, and their distance from its middle to the end.
@@ -304,11 +378,8 @@ class Moments:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers."""
-        cells = [
-            [cell.count, cell.weight, *(a.tolist() for a in (cell.sqr, cell.var, cell.seen, cell.seen_sqr))]
-            for cell in self.cells
-        ]
-        return {"groups": self.groups, "cells": cells}
+        group = [] if self._group is None else [self._group.as_list()]
+        return {"groups": self.groups, "cells": [cell.as_list() for cell in self.cells], "group": group}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; ValueError if the number of groups differs."""
@@ -317,11 +388,10 @@ class Moments:
                 f"the saved gradient statistics are of {state['groups']} parameter groups, the "
                 f"optimizer has {self.groups}: build it as it was when the checkpoint was written"
             )
-        cells = [
-            _Cell(int(count), float(weight), *(as_array(values) for values in arrays))
-            for count, weight, *arrays in state["cells"]
-        ]
+        cells = [_Cell.of_list(values) for values in state["cells"]]
         self.cells = [cell for cell in cells if not cell.holds_nothing]
+        group = [_Cell.of_list(values) for values in state.get("group", [])]  # older checkpoints have none
+        self._group, self._averages = group[0] if group else None, None
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from adaptdl_elastic.torch._gradient import grad_scaler
+from adaptdl_elastic.torch._gradient import grad_scaler, half_pass
 from adaptdl_elastic.torch._gradient.accumulation import Batch
 from adaptdl_elastic.torch._gradient.chunked_forward import is_out_of_memory
 from adaptdl_elastic.torch._gradient.comm_hook import HookState, Recording
 from adaptdl_elastic.torch._gradient.estimator import Measurement, balanced_signs
+from adaptdl_elastic.torch._gradient.half_pass import ForwardPass
 from adaptdl_elastic.torch._gradient.noise_scale import GradientNoiseScale
 
 logger = logging.getLogger(__name__)
@@ -55,16 +56,18 @@ class Sampler:
         self._mean: torch.Tensor | None = None  # |ḡ|², if the hook has not seen all of ḡ
         self._pending: _Pending | None = None
         self._generator = torch.Generator()  # not the global one: the run must not depend on sampling
-        self._split_works = True
+        self._split_works = self._half_works = True
+        self._passes: dict[object, ForwardPass] = {}  # to be made again on half of their samples
         self._kept_step, self._kept_size = -1, 0.0  # the step whose gradient the hook has kept
         self._singles = 0  # successive batches that seemed to have one sample
         self._said = False  # a warning was given that the optimizer has no preconditioner
+        self._halves = False  # the current step's passes are to be made again
         self.news = False  # something was measured since this was last reset
 
     def begin(self, batch: Batch, synchronised: bool) -> bool:
         """Begin a forward pass; return whether its gradient is to be split by signs."""
         self._batch = batch
-        self._sampled = batch.even and self._gns.due()
+        self._sampled, self._halves = batch.even and self._gns.due(), False
         self._hook.recording = None
         if not self._sampled:
             return False
@@ -75,7 +78,8 @@ class Sampler:
         single = batch.replicas == 1 and batch.micro_batches == 1
         # if all are 1, the window would not be even
         split = single and self._split_works and batch.local != 1
-        if not single or split:
+        self._halves = single and not split and self._half_works and batch.local != 1
+        if not single or split or self._halves:
             self._hook.kept = None
         elif (
             self._hook.kept is None
@@ -118,16 +122,58 @@ class Sampler:
         pairs = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
         self._variances[key] = self._hook.norms.squares(pairs)
 
+    @property
+    def halves(self) -> bool:
+        """Whether this step's forward passes are to be made again on half of their samples."""
+        return self._halves
+
+    def forward_pass(self, key: object, one: ForwardPass) -> None:
+        """Keep a forward pass with the gradients of its outputs, to make it again; see `half_pass`."""
+        self._passes[key] = one
+
     def can_not_split(self, reason: str) -> None:
-        """Compare successive gradients instead, from the next step on."""
+        """Run the model on half of a batch instead, from the next step on."""
         if not self._split_works:
             return
         self._split_works = self._sampled = False
+        logger.info(
+            "gradient noise is measured by running the model again on half of a batch, on few steps, while "
+            "there is one replica and no accumulation: the batch's gradient cannot be split (%s)",
+            reason,
+        )
+
+    def can_not_halve(self, reason: str) -> None:
+        """Compare successive gradients instead, from the next step on."""
+        if not self._half_works:
+            return
+        self._split_works = self._half_works = self._halves = self._sampled = False
         logger.warning(
             "gradient noise is estimated from successive steps, less well at high learning rates, "
             "while there is one replica and no accumulation: the batch cannot be split (%s)",
             reason,
         )
+
+    def before_step(self) -> None:
+        """Make the forward passes of a sampled step again, on half of their samples."""
+        if not (self._sampled and self._halves and self._passes):
+            return
+        own = [row for r in self._recordings[-1:] for row in r.own]
+        pairs = [(p, p.grad) for group in self._gns.optimizer.param_groups for p in group["params"]]
+        mean = [(p, grad) for p, grad in pairs if grad is not None]
+        if not own or self._hook.norms.lacking:
+            return
+        sqr = _total(own) if self._mean is None else self._mean
+        passes = list(self._passes.values())
+        self._singles = self._singles + 1 if min(one.count for one in passes) == 1 else 0
+        if 0 < self._singles < _SINGLES:
+            self._sampled = False  # the next step is due instead
+            return
+        try:
+            found = half_pass.variance(passes, mean, sqr, self._hook.norms, self._generator)
+        except Exception as error:  # the script's own model runs, on a batch of another size
+            self.can_not_halve(str(error).partition("\n")[0] or type(error).__name__)
+            return
+        self._variances["halves"] = found
 
     def _signed(self, gradients: list[torch.Tensor], local: int | None) -> list[torch.Tensor]:
         count = local if local is not None else gradients[0].shape[0] if gradients[0].ndim else 0
@@ -171,7 +217,7 @@ class Sampler:
         """Do the same, but keep the measurement of the window's first micro-batch."""
         coming = self._hook.recording
         self._recordings = [coming] if coming is not None and not coming.own else []
-        self._variances, self._mean = {}, None
+        self._variances, self._passes, self._mean = {}, {}, None
 
     def close(self, scale: float) -> None:
         """Start to collect the measurements of a step that was taken."""

@@ -48,7 +48,7 @@ class GradientNoiseScale:
     """
 
     #: Longest gap, in steps, between two measurements that cost two passes over the gradient …
-    cheap_schedule = Schedule(longest=8)
+    cheap_schedule = Schedule(longest=4)
     #: … and between two that cost another backward pass (one replica, no accumulation).
     costly_schedule = Schedule(longest=40)
     #: Steps before the first measurement.
@@ -98,6 +98,10 @@ class GradientNoiseScale:
     def var_avg(self) -> float:
         """Return tr Σ / m₀ of the whole model, ≥ 0."""
         return float(np.maximum(self.raw_var_avg, 0.0).sum())
+
+    def sqr_error(self) -> float:
+        """Return the standard error of |G|² relative to an exact tr Σ: that of every gain. inf: unknown."""
+        return self._moments.sqr_error()
 
     @property
     def groups(self) -> int:
@@ -197,14 +201,18 @@ class GradientNoiseScale:
         self._next = self._steps + schedule.gap(self._steps)
 
     def record(self, measurement: Measurement, step: int) -> bool:
-        """Add the measurement of `step`; return False if it was inf or nan, which is skipped."""
+        """Add the measurement of `step`; return whether the means have changed.
+
+        They do not if it was inf or nan, which is skipped, and until its group is complete (see `Moments`).
+        """
         self.health.measured(step, measurement.finite)
         if not measurement.finite:
             self.skipped += 1
             logger.info("the gradient of step %d is inf or nan: not counted in its statistics", step)
             return False
         self.health.varied(step, float(measurement.mean_sqr.sum()), float(measurement.variance.sum()))
-        self._moments.add(measurement)
+        if not self._moments.add(measurement):
+            return False
         self._factors = None
         return True
 
@@ -275,6 +283,8 @@ class AdamGradientNoiseScale(GradientNoiseScale):
     scale in its metric: Pollux (OSDI 2021), section 3.1, and its implementation.
     """
 
+    #: A norm of preconditioned gradients costs as much as a step of the optimizer.
+    cheap_schedule = Schedule(longest=8)
     #: Steps before the first measurement: P² is then within a fifth of its later value, on average.
     settles_after = 10
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -155,6 +155,7 @@ class Chooser:
     now: BatchSize  # in use; atomic_bsz 0: nothing yet
     steps: int  # optimizer steps at that batch size
     reached: int = 0  # global batch size before a change of the number of replicas
+    sqr_error: float = 0.0  # standard error of |G|² in `grads`; inf: unknown
 
     def optimum(self) -> BatchSize | None:
         """Return the best batch size within the limits and near what was measured; None if it is fixed."""
@@ -175,7 +176,22 @@ class Chooser:
         gained = worth[0] / max(worth[1], 1e-12)
         if Key(*here, best.atomic_bsz) in self.measured and self.steps < SETTLED and gained < BLUNDER:
             return None  # it was measured and left before
-        return best if gained > THRESHOLD else None
+        return best if gained > THRESHOLD and self._certain(best) else None
+
+    def _certain(self, best: BatchSize) -> bool:
+        """Return whether `best` is no larger, or also better where |G|² is a standard error larger.
+
+        A larger |G|² makes every larger batch worth less.
+        """
+        now, here = self.now, (self.nodes, self.replicas)
+        if best.atomic_bsz * (best.accumulation_steps + 1) <= now.atomic_bsz * (now.accumulation_steps + 1):
+            return True
+        if not math.isfinite(self.sqr_error):
+            return False
+        doubtful = replace(self, grads=self.grads._replace(sqr=self.grads.sqr + self.sqr_error))
+        model = doubtful._model(self._hopeful())
+        worth = [float(model(*here, c.atomic_bsz, c.accumulation_steps)) for c in (best, now)]
+        return worth[0] > THRESHOLD * worth[1]
 
     def _model(self, perf: PerfParams) -> GoodputFunction:
         return _Corrected(perf, self.grads, self.limits.init, self.measured, self.nodes, self.replicas)

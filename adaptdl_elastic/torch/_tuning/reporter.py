@@ -90,6 +90,7 @@ class Metrics:
         self._interval = _report_interval()
         self._times = StepTimes()
         self._grads: dict[str, tuple[float, float]] = {}
+        self._errors: dict[str, float] = {}  # standard errors of |G|²
         self._gains: dict[str, tuple[float, float]] = {}
         self._progress = 0.0
         self._warnings = TrainingWarnings(self._session)
@@ -168,10 +169,19 @@ class Metrics:
 
     # Receiving values
 
-    def update_grad_params(self, key: str, sqr: float, var: float) -> None:
-        """Set |G|² and tr Σ of the model `key`, both at the initial batch size. Several models are summed."""
+    def update_grad_params(self, key: str, sqr: float, var: float, sqr_error: float = 0.0) -> None:
+        """Set |G|² and tr Σ of the model `key`, both at the initial batch size. Several models are summed.
+
+        Args:
+            key: name of the model.
+            sqr: |G|².
+            var: tr Σ.
+            sqr_error: standard error of `sqr`, inf: unknown. The batch size grows only where it pays in
+                spite of it.
+        """
         if math.isfinite(sqr) and math.isfinite(var):
             self._grads[key] = (max(float(sqr), 0.0), max(float(var), 0.0))
+            self._errors[key] = float(sqr_error)
 
     def update_gain(self, key: str, gain: float, lr_factor: float) -> None:
         """Set AdaScale's gain of the model `key`, and the factor on its learning rate."""
@@ -295,7 +305,11 @@ class Metrics:
         if limits is None or perf is None or grads is None:
             return None
         here = session.nodes, session.replicas
-        return Chooser(*here, limits, perf, grads, self._measured, self._current, self._steps, self._reached)
+        raw = sum(sqr for sqr, _ in list(self._grads.values()))
+        error = math.hypot(*list(self._errors.values())) * (grads.sqr / raw if raw else 1.0)  # in its units
+        return Chooser(
+            *here, limits, perf, grads, self._measured, self._current, self._steps, self._reached, error
+        )
 
     def entries(self) -> tuple[ProfileEntry, ...]:
         """Return every configuration that was measured often enough."""

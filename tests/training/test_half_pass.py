@@ -1,0 +1,135 @@
+"""A model that runs once more on half of a batch, to measure the variance of its gradient on one replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import insides
+import numpy as np
+import parallel_cases as cases
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from adaptdl_elastic.torch._gradient.comm_hook import Norms
+from adaptdl_elastic.torch._gradient.half_pass import ForwardPass, difference, variance
+from adaptdl_elastic.torch.parallel import AdaptiveDataParallel
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+class Model(nn.Module):
+    """Returns its loss. The target has the variance 1, so the gradient's variance is that of x·y."""
+
+    def __init__(self, dropout: float = 0.0, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 1, bias=False)
+        self.norm = nn.BatchNorm1d(20, affine=False)
+        self.dropout, self.checkpointed = nn.Dropout(dropout), checkpointed
+        nn.init.constant_(self.layer.weight, 0.1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.norm(x)  # moves its running statistics
+        x = self.dropout(x)
+        output = checkpoint(self.layer, x, use_reentrant=True) if self.checkpointed else self.layer(x)
+        loss: torch.Tensor = 0.5 * (output - y).square().mean()
+        return loss
+
+
+def batch(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(count, 20, requires_grad=True), torch.randn(count, 1)
+
+
+def truth(model: Model) -> float:
+    """tr Σ by brute force."""
+    x, y = batch(40_000)
+    with torch.no_grad():
+        x = model.dropout(x)
+        gradients = x * (model.layer(x) - y)
+    return float(gradients.var(0).sum())
+
+
+def measured(model: Model, steps: int, after: Callable[[], object] = lambda: None) -> float:
+    """tr Σ as the library tells it, at fixed parameters."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    adp = AdaptiveDataParallel(model, optimizer)
+    cases.measure_always(adp)
+    insides.seed_signs(adp, 0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        adp(*batch(16)).backward()
+        after()
+        optimizer.step()
+    insides.collect(adp)
+    return adp.gns.var_avg() * 16
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "reentrant checkpointing"])
+def test_the_variance_is_that_of_the_samples(checkpointed: bool) -> None:
+    torch.manual_seed(0)
+    model = Model(checkpointed=checkpointed)
+    assert measured(model, 500) == pytest.approx(truth(model), rel=0.1)
+
+
+def test_with_dropout_the_variance_is_that_of_samples_and_masks() -> None:
+    """The half has other masks than the whole: a difference of the two would count them twice."""
+    torch.manual_seed(0)
+    model = Model(dropout=0.5)
+    assert measured(model, 1500) == pytest.approx(truth(model), rel=0.15)
+
+
+def test_clipped_gradients_are_measured_as_they_were() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # noqa: E731
+    assert measured(model, 500, clip) == pytest.approx(truth(model), rel=0.1)
+
+
+def test_nothing_of_the_training_is_changed_by_it() -> None:
+    def train(sampled: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Model(dropout=0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        adp = AdaptiveDataParallel(model, optimizer, name=f"sampled {sampled}")
+        cases.measure_always(adp)
+        insides.run_halves(adp)
+        if not sampled:
+            adp.gns.settles_after = 1000
+        for _ in range(8):
+            optimizer.zero_grad()
+            adp(*batch(16)).backward()
+            optimizer.step()
+        assert adp.gns.known == sampled
+        return [*model.parameters(), *model.buffers(), torch.get_rng_state()]
+
+    for one, other in zip(train(True), train(False), strict=True):
+        assert torch.equal(one, other)
+
+
+def pair(model: nn.Module, x: torch.Tensor, samples: int | None = None) -> ForwardPass:
+    return ForwardPass(model, ((x,), {}), samples, None, [torch.ones(())])
+
+
+def test_what_cannot_be_halved_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+    norms = Norms(lambda: [{"params": list(model.parameters())}])
+    generator = torch.Generator()
+    with pytest.raises(ValueError, match="no input has a dimension of 5 samples"):
+        variance([pair(model, torch.ones(4, 3), 5)], [], torch.ones(1), norms, generator)
+    with pytest.raises(ValueError, match="a batch of 1 cannot be split"):
+        variance([pair(model, torch.ones(1, 3))], [], torch.ones(1), norms, generator)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_difference_undoes_one_factor_and_no_more() -> None:
+    first, second = torch.zeros(2), torch.zeros(3)
+    norms = Norms(lambda: [{"params": [first]}, {"params": [second]}])
+    mean = {first: torch.tensor([3.0, 4.0]), second: torch.tensor([1.0, 2.0, 2.0])}
+    mean_sqr = norms.squares(mean.items())
+    part = lambda: [(p, g + 1.0) for p, g in mean.items()]  # noqa: E731
+    halved = [(p, g / 2) for p, g in mean.items()]
+    told = difference(part(), halved, mean_sqr, norms)
+    assert told is not None
+    np.testing.assert_allclose(told.numpy(), [2.0, 3.0], rtol=1e-5)
+    assert difference(part(), [(first, mean[first] / 2), (second, mean[second])], mean_sqr, norms) is None
