@@ -17,6 +17,8 @@ from adaptdl_elastic.protocol.messages import Stop
 pytestmark = pytest.mark.processes
 
 SIZE, BATCH = 240, 24
+LONG = 20 * SIZE
+"""Samples of a loop that does not end before what is done to it."""
 
 
 @pytest.fixture
@@ -25,11 +27,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., FakeAgent]]:
         yield start
 
 
-def applied(folder: Path, replicas: int, epochs: int = 1) -> None:
+def applied(folder: Path, replicas: int, size: int = SIZE) -> None:
     """Every sample was applied exactly once, with the weight that it has in a batch of `BATCH`."""
     for rank in range(replicas):
         weights = torch.load(folder / f"weights-{rank}")
-        torch.testing.assert_close(-weights * BATCH / epochs, torch.ones(SIZE, dtype=torch.float64))
+        torch.testing.assert_close(-weights * BATCH, torch.ones(size, dtype=torch.float64))
 
 
 def trained(folder: Path) -> list[dict[str, Any]]:
@@ -41,12 +43,14 @@ def trained(folder: Path) -> list[dict[str, Any]]:
 def test_the_batch_becomes_smaller(
     start: Any, tmp_path: Path, where: str, replicas: int, rank: int | None
 ) -> None:
-    job = start(replicas, fits=[where, rank, 5])
+    size = LONG if where == "forward" else SIZE  # after a forward pass the limit comes a few steps later
+    job = start(replicas, fits=[where, rank, 5], size=size, pace=0.01)
+    job.wait_for_event("memory_limit")
     job.finish()
-    applied(tmp_path, replicas)
+    applied(tmp_path, replicas, size)
     seen = trained(tmp_path)
     largest = 3  # 24 or 12 samples, and half as many until they fit
-    assert max(line["local"] for line in seen if line["index"] >= SIZE - BATCH) == largest
+    assert max(line["local"] for line in seen if line["index"] >= size - BATCH) == largest
     assert {line["window"] for line in seen} == {BATCH}
     assert "cannot be split" not in job.outputs(), "the measurement of noise does not end with it either"
 
@@ -74,33 +78,33 @@ def test_other_loops(start: Any, tmp_path: Path, loop: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_the_first_batch_of_a_newcomer(start: Any, tmp_path: Path, where: str) -> None:
-    job = start(1, fits=[where, 1, 5], epochs=2, pace=0.01)
+    job = start(1, fits=[where, 1, 5], size=LONG, pace=0.01)
     job.wait_for("step")
     job.rescale(2)
     job.finish()
-    applied(tmp_path, 2, epochs=2)
+    applied(tmp_path, 2, LONG)
     assert job.generation == 1
     assert min(line["local"] for line in trained(tmp_path) if line["rank"] == 1) == 3
 
 
 def test_a_death_after_the_batch_has_become_smaller(start: Any, tmp_path: Path) -> None:
-    job = start(2, fits=["backward", 1, 5], pace=0.01)
+    job = start(2, fits=["backward", 1, 5], size=LONG, pace=0.01)
     job.wait_for_event("memory_limit")
     job.recover(1)
     job.finish()
-    applied(tmp_path, 1)
+    applied(tmp_path, 1, LONG)
     assert max(line["local"] for line in trained(tmp_path) if line["replicas"] == 1) in (3, 6)
 
 
 def test_a_restart_begins_with_batches_that_fit(start: Any, tmp_path: Path) -> None:
-    job = start(2, fits=["backward", None, 5], pace=0.01)
+    job = start(2, fits=["backward", None, 5], size=LONG, pace=0.01)
     job.wait_for_event("memory_limit")
     for each in job.running:
         each.channel.send(Stop("x"))
     assert [each.join() for each in job.running] == [143, 143]
     job.start(1)
     job.finish()
-    applied(tmp_path, 1)
+    applied(tmp_path, 1, LONG)
     assert {line["local"] for line in trained(tmp_path) if line["replicas"] == 1} == {3}
 
 
@@ -148,7 +152,7 @@ def test_a_loop_that_is_left_after_a_step_that_did_not_fit(start: Any, tmp_path:
 
 def test_the_limit_is_searched_for_where_the_script_gives_no_bound(start: Any, tmp_path: Path) -> None:
     """24 samples fit, and 48 would not: the search tries 12, 24, 48, 36, 30 and 27."""
-    job = start(2, fits=["forward", None, 30], autoscale=960, search=True, pace=0.01)
+    job = start(2, fits=["forward", None, 30], autoscale=960, search=True, size=LONG, pace=0.01)
     event = job.wait_for_event("memory_limit")
     assert event["fields"]["largest"] == 27
     assert "30 samples fit into the memory of rank" in event["fields"]["message"]
