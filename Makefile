@@ -72,7 +72,7 @@ $(INTEGRATIONS)/.installed: setup.cfg $(REQUIRED) | $(BIN)/python
 		-r tests/integrations/requirements.txt -e .
 	@touch $@
 
-test-integrations: $(INTEGRATIONS)/.installed ## the tests with packages of others: torchdata, datasets, accelerate
+test-integrations: $(INTEGRATIONS)/.installed ## the tests with packages of others: torchdata, datasets, transformers, accelerate, lightning
 	@$(INTEGRATIONS)/bin/python -m pytest tests/integrations
 
 # PYTHON-TORCH; setup.cfg claims no others, and of these the ones whose tests have passed (CONTRIBUTING.md). An environment is

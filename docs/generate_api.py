@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "api.md"
 SCRIPT = (
     *("torch", "torch.data", "torch.epoch", "torch.parallel", "torch.accumulator", "torch.iterator"),
     *("torch.s3_dataset", "torch.scaling_rules", "torch.gradient_noise_scale", "checkpoint", "collective"),
-    "torch.frameworks.huggingface",
+    *("torch.frameworks.huggingface", "torch.frameworks.accelerate", "torch.frameworks.lightning"),
 )
 SELDOM = ("reducer", "env", "goodput", "sched_hints", "utils")
 MODULES = (*SCRIPT, *SELDOM)
@@ -54,8 +54,15 @@ INTERNAL = {
         "count_micro_batch due measured record advance state_dict load_state_dict",
     },
     "torch.frameworks.huggingface": {
-        "ElasticTrainerMixin": "begin_training windows get_batch_samples training_step set_epoch_fraction "
-        "create_scheduler counters take_counters history take_history",
+        "ElasticTrainerMixin": "become_first begin_training windows get_batch_samples training_step "
+        "set_epoch_fraction create_scheduler counters take_counters history take_history",
+    },
+    "torch.frameworks.accelerate": {
+        "Accelerator": "accumulate print save save_model save_state init_trackers log",
+    },
+    "torch.frameworks.lightning": {
+        "ElasticStrategy": "setup_environment setup process_dataloader on_train_start on_train_end "
+        "begin_epoch steps ends training_step validation_step test_step predict_step optimizer_step",
     },
     "checkpoint": {"": "agree end_epoch restore_states snapshot_states"},
     "reducer": {"": "Reducer"},

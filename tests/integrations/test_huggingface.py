@@ -30,7 +30,13 @@ def settings(**changes: object) -> str:
 
 @pytest.mark.parametrize(
     ("killed", "changes"),
-    [(1, {}), (0, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2})],
+    [
+        (1, {}),
+        (
+            0,
+            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "disable_tqdm": False},
+        ),
+    ],
     ids=["the last is killed", "accumulation, rank 0 is killed"],
 )
 def test_resized_and_killed_trainer_ends_as_an_undisturbed_one(
@@ -57,6 +63,15 @@ def test_restarted_trainer_continues_from_the_checkpoint_of_the_job(tmp_path: Pa
     for name in ("step", "epoch", "learning_rate"):
         assert [line[name] for line in summary["log"]] == [line[name] for line in plain["log"]]
     framework_runs.assert_same_weights(tmp_path / "run", tmp_path / "plain")
+
+
+def test_plain_trainer_is_restarted_from_its_own_checkpoints(tmp_path: Path) -> None:
+    changed = settings(max_steps=60, save_steps=1, eval_strategy="no")
+    framework_runs.restarted(SCRIPT, tmp_path / "run", PLAIN="1", SIZE=str(SIZE), SETTINGS=changed)
+    steps = framework_runs.steps_by_replicas(tmp_path / "run")
+    assert steps[1] | steps[2] == set(range(60))
+    assert len(steps[1] & steps[2]) <= 2  # at most the step that was under way, and the one being saved
+    assert framework_runs.summary(tmp_path / "run")["global_step"] == 60
 
 
 def test_trainer_resumes_from_its_own_checkpoint_in_mid_epoch(tmp_path: Path) -> None:

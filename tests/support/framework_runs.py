@@ -26,7 +26,7 @@ SUPPORT = Path(__file__).parent
 
 def variables(folder: Path, **extra: str) -> dict[str, str]:
     """The environment of a script that writes into `folder`."""
-    return {"OUT": str(folder), "PYTHONPATH": f"{SUPPORT}{os.pathsep}{ROOT}", "PACE": "0.2", **extra}
+    return {"OUT": str(folder), "PYTHONPATH": f"{SUPPORT}{os.pathsep}{ROOT}", "PACE": "1", **extra}
 
 
 def undisturbed(script: Path, folder: Path, **extra: str) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def trained(run: ElasticRun, folder: Path, replicas: int = 1) -> None:
         return len([line for line in complete(folder) if line["replicas"] == replicas])
 
     before, deadline = steps(), time.monotonic() + PATIENCE
-    while steps() <= before + 3:
+    while steps() <= before + 1:
         assert run.process.poll() is None, run.text()
         assert time.monotonic() < deadline, run.text()
         time.sleep(0.05)
@@ -133,6 +133,14 @@ def used(folder: Path) -> dict[int, Counter[int]]:
         for line in last.values():
             count.setdefault(epoch, Counter()).update(line["samples"][: line["local"]])
     return count
+
+
+def steps_by_replicas(folder: Path) -> dict[int, set[int]]:
+    """The steps that were made on each number of replicas."""
+    found: dict[int, set[int]] = {}
+    for line in generations.records(folder):
+        found.setdefault(line["replicas"], set()).add(line["step"])
+    return found
 
 
 def summary(folder: Path) -> dict[str, Any]:

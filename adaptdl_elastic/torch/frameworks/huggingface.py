@@ -15,38 +15,24 @@ the job's checkpoints; a step that did not commit undoes its changes to them.
 from __future__ import annotations
 
 import logging
-import math
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed
 import transformers
 from transformers.trainer_callback import ExportableState
 
 import adaptdl_elastic.torch as adl
 from adaptdl_elastic import checkpoint, env
 from adaptdl_elastic.torch.epoch import continue_at
+from adaptdl_elastic.torch.frameworks.single_process import connect, single_process
 
 __all__ = ["ElasticTrainerMixin", "Trainer", "TrainingArguments"]
 
 logger = logging.getLogger(__name__)
 
-_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OF_THE_PROCESS = ("is_local_process_zero", "is_world_process_zero", "log_history", "stateful_callbacks")
-
-
-@contextmanager
-def _without_launcher() -> Iterator[None]:
-    """Hide the launcher's variables, so that Accelerate sees a single process."""
-    hidden = {name: os.environ.pop(name) for name in _LAUNCHER if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
 
 
 @dataclass
@@ -63,7 +49,7 @@ class TrainingArguments(transformers.TrainingArguments):
     """
 
     def __post_init__(self) -> None:
-        with _without_launcher():
+        with single_process():
             super().__post_init__()
             device = super().device
         for name, instead in {
@@ -74,10 +60,7 @@ class TrainingArguments(transformers.TrainingArguments):
         }.items():
             if getattr(self, name, None):
                 raise ValueError(f"{name}={getattr(self, name)!r} in an elastic Trainer: {instead}")
-        if device.type == "cuda":
-            torch.cuda.set_device(env.local_rank())
-        if not torch.distributed.is_initialized():
-            adl.init_process_group(self.ddp_backend or ("nccl" if device.type == "cuda" else "gloo"))
+        connect(device.type, self.ddp_backend)
 
     @property
     def device(self) -> torch.device:
@@ -151,8 +134,11 @@ class _Live(transformers.TrainerCallback):
         self._trainer.begin_training()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        became_first = adl.rank() == 0 and not state.is_world_process_zero
         state.is_world_process_zero = adl.rank() == 0
         state.is_local_process_zero = env.local_rank() == 0
+        if became_first:
+            self._trainer.become_first()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._trainer.set_epoch_fraction()
@@ -181,7 +167,7 @@ class ElasticTrainerMixin:
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with _without_launcher():
+        with single_process():
             super().__init__(*args, **kwargs)
         trainer = self._trainer()
         if not isinstance(trainer.args, TrainingArguments):
@@ -356,13 +342,23 @@ class ElasticTrainerMixin:
         assert self._elastic_model is not None
         return adl.batch_counts() and self._elastic_model.failure is None
 
+    def become_first(self) -> None:
+        """Start what only rank 0 has, on a replica that becomes rank 0: progress bar and trackers."""
+        trainer = self._trainer()
+        for one in trainer.callback_handler.callbacks:
+            tracks = hasattr(one, "_initialized")  # the callbacks of transformers.integrations
+            if tracks:
+                one._initialized = False
+            if tracks or isinstance(one, transformers.ProgressCallback):
+                one.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+
     def set_epoch_fraction(self) -> None:
         """Set `state.epoch` by the samples that all replicas have taken."""
         state = self._trainer().state
         loader: Any = adl.current_dataloader()
         if loader is None:
             return
-        done = math.ceil((loader.current_index + loader.window_samples) / loader.batch_size)
+        done = loader.current_index // loader.batch_size + 1  # the index lies within the present window
         state.epoch = adl.finished_epochs() + min(done / self._steps_per_epoch, 1.0)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

@@ -1,6 +1,7 @@
 """A Trainer on made data, whose records tell which samples were trained with; see framework_runs.
 
-SETTINGS are arguments of TrainingArguments as JSON. Until OUT/hurry exists a step takes OUT's "pace".
+SETTINGS are arguments of TrainingArguments as JSON. Until OUT/hurry exists a step takes PACE.
+With PLAIN it is transformers' own Trainer.
 """
 
 import json
@@ -47,7 +48,9 @@ class Pace(transformers.TrainerCallback):
 class Recording(Trainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         helper = adl.current_dataloader()
-        if helper is not None and model.training:
+        if PLAIN and model.training:
+            record(step=self.state.global_step)
+        elif helper is not None and model.training:
             record(
                 epoch=adl.finished_epochs(), samples=inputs["input_ids"][:, 0].tolist(),
                 local=helper.local_samples, index=helper.current_index, step=self.state.global_step,
@@ -66,7 +69,8 @@ def main():
     trainer = Recording(
         model, args, train_dataset=Sequences(0, SIZE), eval_dataset=Sequences(SIZE, 20), callbacks=[Pace()]
     )
-    result = trainer.train(resume_from_checkpoint=os.environ.get("RESUME"))
+    last = transformers.trainer_utils.get_last_checkpoint(args.output_dir) if PLAIN else None
+    result = trainer.train(resume_from_checkpoint=os.environ.get("RESUME", last))
     metrics = trainer.evaluate()
     if trainer.is_world_process_zero():
         torch.save(model.state_dict(), OUT / "final.pt")

@@ -1,0 +1,192 @@
+"""Let loops of Hugging Face Accelerate run while replicas come, go and die.
+
+    from adaptdl_elastic.torch.frameworks.accelerate import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, optimizer, training, validation, scheduler = accelerator.prepare(...)
+    for epoch in accelerator.epochs(3):
+        for batch in training:
+            ...
+
+How it works. Accelerate sees a single process that trains with the whole batch. `prepare` puts the model
+into `AdaptiveDataParallel` and the training loader into `AdaptiveDataLoader`. Accelerate's own collectives
+(`gather`, `reduce`, `wait_for_everyone`) do nothing then, so a death cannot interrupt one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import send_to_device
+from torch.utils.data import DataLoader
+
+import adaptdl_elastic.torch as adl
+from adaptdl_elastic import env
+from adaptdl_elastic.torch.frameworks.single_process import connect, single_process
+
+__all__ = ["Accelerator"]
+
+
+class _Loader(adl.AdaptiveDataLoader[Any]):
+    """Move batches to the replica's device."""
+
+    target: torch.device
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for batch in super().__iter__():
+            yield send_to_device(batch, self.target)
+
+
+class Accelerator(accelerate.Accelerator):
+    """Accelerate's Accelerator for a job whose number of replicas changes.
+
+    The batch size of the training loader × `gradient_accumulation_steps` is the batch of a step over all
+    replicas. A replica passes at most one batch of the loader's size through the model at once.
+
+    Make it before any other object of Accelerate. Its arguments are those of Accelerate.
+
+    Raises:
+        ValueError: an argument contradicts elastic training; the message says what to do.
+    """
+
+    def __init__(self, *args: Any, gradient_accumulation_steps: int = 1, **kwargs: Any) -> None:
+        if AcceleratorState._shared_state or PartialState._shared_state:
+            AcceleratorState._reset_state(reset_partial_state=True)  # may have seen the launcher
+        with single_process():
+            super().__init__(*args, **kwargs)
+        if self.mixed_precision == "fp16":
+            raise ValueError("mixed_precision='fp16' in an elastic job: use 'bf16'")
+        if self.gradient_accumulation_steps != 1:
+            raise ValueError(
+                "a GradientAccumulationPlugin in an elastic job: give gradient_accumulation_steps"
+            )
+        self._accumulated = gradient_accumulation_steps
+        self._trackers_given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        connect(self.device.type)
+
+    # -- who and where -----------------------------------------------------------------------------
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this replica writes files and logs."""
+        return adl.rank() == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this replica is the first of its node."""
+        return env.local_rank() == 0
+
+    @property
+    def process_index(self) -> int:
+        """Current rank of this replica."""
+        return adl.rank()
+
+    @property
+    def local_process_index(self) -> int:
+        """Number of this replica on its node."""
+        return env.local_rank()
+
+    # -- the objects of a loop ---------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """Prepare objects as Accelerate does. A call with a model and its optimizer makes both elastic.
+
+        The first loader of such a call is the training loader. Every replica reads all of the other loaders,
+        and of those of other calls.
+
+        Raises:
+            ValueError: such a call has several models or optimizers, or no loader.
+        """
+        optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
+        models = [one for one in args if isinstance(one, torch.nn.Module)]
+        if not (optimizers and models):
+            return super().prepare(*args, device_placement=device_placement)
+        loaders = [one for one in args if isinstance(one, DataLoader)]
+        if len(optimizers) > 1 or len(models) > 1 or not loaders:
+            raise ValueError("prepare() in an elastic job: give one model, its optimizer and its loader")
+        kept: Any = loaders[0]
+        objects = tuple(one for one in args if one is not kept)
+        placement = None
+        if device_placement is not None:
+            placement = [flag for one, flag in zip(args, device_placement, strict=True) if one is not kept]
+        found = super().prepare(*objects, device_placement=placement)
+        prepared = iter(found if isinstance(found, tuple) else (found,))
+        result = [self._training_loader(kept) if one is kept else next(prepared) for one in args]
+        scheduler = next((one.scheduler for one in result if isinstance(one, AcceleratedScheduler)), None)
+        optimizer = next(one.optimizer for one in result if isinstance(one, AcceleratedOptimizer))
+        place = next(index for index, one in enumerate(args) if one is models[0])
+        options: dict[str, Any] = (
+            {"device_ids": [self.device.index or 0]} if self.device.type == "cuda" else {}
+        )
+        result[place] = adl.AdaptiveDataParallel(result[place], optimizer, scheduler, **options)
+        return tuple(result)
+
+    def _training_loader(self, loader: Any) -> Any:
+        if isinstance(loader, DataLoaderDispatcher):
+            raise ValueError("a DataLoaderDispatcher in an elastic job: give prepare() the loader itself")
+        if isinstance(loader, adl.AdaptiveDataLoader):
+            return loader
+        size = None if loader.batch_size is None else loader.batch_size * self._accumulated
+        if size is None and self._accumulated > 1:
+            raise ValueError(
+                "gradient_accumulation_steps with a batch_sampler, whose batches are whole steps"
+            )
+        found: Any = _Loader.from_loader(loader, size)
+        found.target = self.device
+        if self._accumulated > 1:
+            found.autoscale_batch_size(size, (1, loader.batch_size), gradient_accumulation=True)
+        return found
+
+    def epochs(self, until: int) -> Iterator[int]:
+        """Iterate over the epochs below `until` that are left, also after a restart."""
+        return adl.remaining_epochs_until(until)
+
+    @contextmanager
+    def accumulate(self, *models: Any) -> Iterator[None]:
+        """Enclose a batch. `sync_gradients` says whether the optimizer steps after it."""
+        self.sync_gradients = adl.is_optim_step()
+        yield
+
+    # -- what rank 0 does for all ------------------------------------------------------------------
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0."""
+        if self.is_main_process:
+            super().print(*args, **kwargs)
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Save an object on rank 0."""
+        if self.is_main_process:
+            super().save(*args, **kwargs)
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Save a model on rank 0."""
+        if self.is_main_process:
+            super().save_model(*args, **kwargs)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Save a checkpoint of Accelerate on rank 0; the job's own checkpoints do not need it."""
+        return super().save_state(*args, **kwargs) if self.is_main_process else None
+
+    def init_trackers(self, *args: Any, **kwargs: Any) -> None:
+        """Start the trackers on rank 0; on a replica that becomes rank 0 at its first `log`."""
+        self._trackers_given = args, kwargs
+        if self.is_main_process:
+            super().init_trackers(*args, **kwargs)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Log values on rank 0, unless the batch does not count."""
+        if not (self.is_main_process and adl.batch_counts()):
+            return
+        if self._trackers_given is not None and not self.trackers:
+            given, named = self._trackers_given
+            super().init_trackers(*given, **named)
+        super().log(*args, **kwargs)

@@ -1,0 +1,384 @@
+"""Let Lightning's Trainer run while replicas come, go and die.
+
+    trainer = L.Trainer(strategy=ElasticStrategy(), ...)
+
+How it works. The Trainer sees a single process that trains with the whole batch. Below it,
+`AdaptiveDataParallel` averages the gradients, and `AdaptiveDataLoader` shares each batch among the replicas.
+A batch of the Trainer is a whole optimizer step, whatever `accumulate_grad_batches` says; the passes of a
+step are made inside `optimizer_step`. The counters of the loops and the states of the callbacks are states in
+the job's checkpoints. A step that did not commit is left by an exception, before callbacks see it, and is
+done again. An epoch ends when the loader says so, because only then its last step is committed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.loops import _TrainingEpochLoop
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
+
+import adaptdl_elastic.torch as adl
+from adaptdl_elastic import checkpoint, env
+from adaptdl_elastic.torch.epoch import continue_at
+from adaptdl_elastic.torch.frameworks.single_process import connect
+
+__all__ = ["ElasticStrategy"]
+
+_MANY_EPOCHS = 2**31
+_END = object()
+
+
+class _StepFailedError(Exception):
+    """Raised if a replica has died, so that the current step has to be done again."""
+
+
+class _Loader(adl.AdaptiveDataLoader[Any]):
+    """Hand out the first batch of each step, through the strategy."""
+
+    strategy: ElasticStrategy
+
+    def __len__(self) -> int:
+        """Return the number of steps of an epoch."""
+        data: Any = self.dataset
+        rounded = math.floor if self.drop_last else math.ceil
+        return rounded(len(data) / (self.batch_size or 1))
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return self.strategy.steps()
+
+    def batches(self) -> Iterator[Any]:
+        """Begin a data loop over the batches of this replica."""
+        return super().__iter__()
+
+
+class _Counters(checkpoint.TensorState):
+    """Keep the counters of the Trainer's loops."""
+
+    part_of_step = True
+    required = False
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__("lightning-loops")
+        self._loop = trainer.fit_loop
+        self.saved: dict[str, Any] | None = None
+        self.restored = checkpoint.load_state(self)
+
+    def _parts(self) -> dict[str, Any]:
+        steps = self._loop.epoch_loop
+        return {
+            "epoch": self._loop.epoch_progress,
+            "batch": steps.batch_progress,
+            "scheduler": steps.scheduler_progress,
+            "optimizer": steps.automatic_optimization.optim_progress,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = {name: part.state_dict() for name, part in self._parts().items()}
+        return {**found, "stepped": self._loop.epoch_loop._batches_that_stepped}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.saved = state_dict
+        for name, part in self._parts().items():
+            part.load_state_dict(state_dict[name])
+        self._loop.epoch_loop._batches_that_stepped = state_dict["stepped"]
+
+    def begin(self, epochs: int) -> None:
+        """Set the counter of epochs to so many finished ones."""
+        progress = self._loop.epoch_progress
+        for tracker in (progress.total, progress.current):
+            tracker.ready = tracker.started = tracker.processed = tracker.completed = epochs
+
+
+class _Callbacks(checkpoint.TensorState):
+    """Keep the states of the Trainer's callbacks: best scores, patience, names of checkpoints."""
+
+    part_of_step = True
+    required = False
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__("lightning-callbacks")
+        self._callbacks = {one.state_key: one for one in trainer.callbacks}
+        checkpoint.load_state(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: one.state_dict() for key, one in self._callbacks.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for key, state in state_dict.items():
+            if state and key in self._callbacks:
+                self._callbacks[key].load_state_dict(dict(state))
+
+
+class _ElasticEpochLoop(_TrainingEpochLoop):
+    """Run an epoch until the loader has ended, instead of a number of batches."""
+
+    def run(self, data_fetcher: Any) -> None:
+        """Run the steps of an epoch; those that a death broke off again."""
+        self.reset()
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, ElasticStrategy)
+        strategy.begin_epoch(self)
+        self.on_run_start(data_fetcher)
+        ran = ended = False
+        while not ended:
+            while not (self.done or ended):
+                try:
+                    self.advance(data_fetcher)
+                    ran = True
+                    self.on_advance_end(data_fetcher)
+                except _StepFailedError:
+                    pass
+                except StopIteration:
+                    ended = True
+                finally:
+                    self.on_iteration_done()
+            ended = ended or strategy.ends(lambda: self.done)
+        if not ran and self._num_ready_batches_reached():  # the validation behind it was broken off
+            self._batches_that_stepped -= 1
+            self.on_advance_end(data_fetcher)
+
+
+class ElasticStrategy(SingleDeviceStrategy):
+    """Strategy of Lightning's Trainer for a job whose number of replicas changes.
+
+    The batch size of the training loader × `accumulate_grad_batches` is the batch of a step over all
+    replicas. A replica passes at most one batch of the loader's size through the model at once.
+
+    Args:
+        **ddp_kwargs: Arguments of `AdaptiveDataParallel`, e.g. `scaling_rule`, and of
+            DistributedDataParallel.
+
+    Raises:
+        ValueError: the Trainer or the module has a setting that is not supported; the message names it.
+    """
+
+    strategy_name = "elastic"
+
+    def __init__(self, **ddp_kwargs: Any) -> None:
+        super().__init__("cuda" if torch.cuda.is_available() else "cpu")
+        self._ddp_kwargs = ddp_kwargs
+        self._trainer: Any = None
+        self._accumulated = 1
+        self._counters: _Counters | None = None
+        self._kept: _Callbacks | None = None
+        self._began = False
+        self._epochs: Any = None
+        self._loader: Any = None
+        self._batches: Any = None  # batches of this replica in the running epoch, once asked for
+        self._next: Any = None  # a batch that was fetched to commit the step before it
+        self._left = False  # the last epoch was left before its end
+        self._batch: Any = None  # batch that replaces the Trainer's in `training_step`
+
+    # -- who and where -----------------------------------------------------------------------------
+
+    @property
+    def global_rank(self) -> int:
+        """Current rank of this replica."""
+        return adl.rank()
+
+    @global_rank.setter
+    def global_rank(self, rank: int) -> None:
+        pass  # set by the parent's constructor
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this replica on its node."""
+        return env.local_rank()
+
+    @local_rank.setter
+    def local_rank(self, rank: int) -> None:
+        pass  # set by the parent's constructor
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this replica writes files and logs."""
+        return adl.rank() == 0
+
+    @property
+    def root_device(self) -> torch.device:
+        """Device of this replica."""
+        if isinstance(self.accelerator, CPUAccelerator) or not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", env.local_rank())
+
+    def setup_environment(self) -> None:
+        """Connect the replicas."""
+        super().setup_environment()
+        connect(self.root_device.type)
+        rank_zero_only.rank = adl.rank()
+
+    # -- model, optimizer, loader ------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        """Prepare model and optimizer as on a single device."""
+        self._trainer = trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            if trainer.precision_plugin.precision == "16-mixed":
+                raise ValueError("precision='16-mixed' with ElasticStrategy: use 'bf16-mixed'")
+            if not trainer.lightning_module.automatic_optimization:
+                raise ValueError("manual optimization with ElasticStrategy: use automatic optimization")
+            if self._counters is not None:
+                raise ValueError("fit() a second time with ElasticStrategy: only one fit() per script")
+            self._accumulated, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
+            trainer.fit_loop.epoch_loop.__class__ = _ElasticEpochLoop
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and len(self.lr_scheduler_configs) > 1:
+            raise ValueError("several learning-rate schedulers with ElasticStrategy: chain them into one")
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Make the training loader elastic; validation, test and prediction read all data on each replica."""
+        if not self._trainer.training:
+            return dataloader
+        size = None if dataloader.batch_size is None else dataloader.batch_size * self._accumulated
+        loader: Any = _Loader.from_loader(dataloader, size)
+        if self._accumulated > 1:
+            if size is None:
+                raise ValueError(
+                    "accumulate_grad_batches with a batch_sampler, whose batches are whole steps"
+                )
+            loader.autoscale_batch_size(size, (1, dataloader.batch_size), gradient_accumulation=True)
+        loader.strategy = self
+        self._loader = loader
+        return loader
+
+    def on_train_start(self) -> None:
+        """Wrap the model, and restore what the job's checkpoint or the other replicas have."""
+        trainer, module = self._trainer, self.lightning_module
+        self._counters = _Counters(trainer)
+        self._kept = _Callbacks(trainer)
+        options = dict(self._ddp_kwargs)
+        if self.root_device.type == "cuda":
+            options["device_ids"] = [self.root_device.index]
+        scheduler = self.lr_scheduler_configs[0].scheduler if self.lr_scheduler_configs else None
+        self.model = adl.AdaptiveDataParallel(module, self.optimizers[0], scheduler, **options)
+        if self._counters.restored:
+            self._counters.begin(adl.finished_epochs())
+
+    def on_train_end(self) -> None:
+        """End the epochs together with the other replicas, unless the training was stopped before."""
+        if self._epochs is None:
+            return
+        if self._left or adl.finished_epochs() + 1 < self._until():
+            self._epochs.close()
+        else:
+            next(self._epochs, None)
+
+    # -- an epoch ----------------------------------------------------------------------------------
+
+    def _until(self) -> int:
+        epochs = self._trainer.max_epochs
+        return _MANY_EPOCHS if epochs is None or epochs < 0 else int(epochs)
+
+    def begin_epoch(self, loop: Any) -> None:
+        """Begin the next epoch of the job; the first one where the checkpoint has ended."""
+        assert self._counters is not None
+        if not self._began:
+            self._began = True
+            if self._counters.restored:
+                assert self._counters.saved is not None
+                loop.batch_progress.load_state_dict(self._counters.saved["batch"])
+            elif self._trainer.current_epoch or loop.batch_progress.current.ready:
+                size = self._trainer.train_dataloader.batch_size
+                continue_at(self._trainer.current_epoch, loop.batch_progress.current.ready * size)
+            self._epochs = adl.remaining_epochs_until(self._until())
+        next(self._epochs)
+        self._batches, self._left = None, False
+
+    def steps(self) -> Iterator[Any]:
+        """Yield the first batch of every step of an epoch."""
+        while True:
+            batch = self._fetched()
+            if batch is _END:
+                return
+            self._refresh()
+            yield batch
+
+    def _fetched(self) -> Any:
+        """Return the next batch of this replica that counts, or `_END`. This commits the step before."""
+        batch, self._next = self._next, None
+        if self._batches is None:
+            self._batches = self._loader.batches()
+        while batch is None:
+            batch = next(self._batches, _END)
+            if batch is not _END and not adl.batch_counts():
+                batch = None
+        return batch
+
+    def _refresh(self) -> None:
+        """Tell the Trainer what may have changed since the step before: the rank, and the step's number."""
+        rank_zero_only.rank = adl.rank()
+        loop = self._trainer.fit_loop
+        loop._data_fetcher.fetched = loop.epoch_loop.batch_progress.current.ready
+
+    def ends(self, done: Callable[[], bool]) -> bool:
+        """Return whether an epoch is over whose steps seem to be done: only if the last one was committed.
+
+        Args:
+            done: Function that returns whether the Trainer wants no more steps.
+        """
+        self._next = self._fetched()
+        if self._next is _END:
+            self._next = None
+            return True
+        if not done():
+            return False
+        self._next, self._left = None, True
+        self._batches.close()
+        return True
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step on the current batch."""
+        if self._batch is not None:
+            args = (self._batch, *args[1:])
+        return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step without AdaptiveDataParallel, whose forward pass needs all replicas."""
+        with self.precision_plugin.val_step_context():
+            return self.lightning_module.validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step without AdaptiveDataParallel."""
+        with self.precision_plugin.test_step_context():
+            return self.lightning_module.test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step without AdaptiveDataParallel."""
+        with self.precision_plugin.predict_step_context():
+            return self.lightning_module.predict_step(*args, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Run all passes of the step, and then the optimizer.
+
+        Raises:
+            _StepFailedError: a replica has died; the step will be done again.
+        """
+        trained: Any = self.model
+        while not adl.is_optim_step():
+            closure()
+            optimizer.step(**kwargs)  # does nothing in the middle of a window
+            self._batch = self._on_device(next(self._batches))
+        try:
+            result = closure()
+        finally:
+            self._batch = None
+        self.precision_plugin._after_closure(self.lightning_module, optimizer)
+        optimizer.step(**kwargs)
+        if trained.failure is not None:
+            raise _StepFailedError
+        return result
+
+    def _on_device(self, batch: Any) -> Any:
+        batch = self.precision_plugin.convert_input(batch)
+        batch = self.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return self.batch_to_device(batch, dataloader_idx=0)

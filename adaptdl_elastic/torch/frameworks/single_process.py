@@ -1,0 +1,38 @@
+"""Let a framework see a single process, although a launcher has started several replicas."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed
+
+import adaptdl_elastic.torch as adl
+from adaptdl_elastic import env
+
+_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+@contextmanager
+def single_process() -> Iterator[None]:
+    """Hide the launcher's variables, so that the framework sees a single process."""
+    hidden = {name: os.environ.pop(name) for name in _LAUNCHER if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def connect(device_type: str, backend: str | None = None) -> None:
+    """Connect the replicas, and choose this replica's device, unless the script has done so.
+
+    Args:
+        device_type: "cuda", "cpu", …: type of the device that the framework has chosen.
+        backend: Backend of `torch.distributed`; None: the usual one for this device.
+    """
+    if device_type == "cuda":
+        torch.cuda.set_device(env.local_rank())
+    if not torch.distributed.is_initialized():
+        adl.init_process_group(backend or ("nccl" if device_type == "cuda" else "gloo"))

@@ -1,0 +1,125 @@
+"""A Lightning run on made data, whose records tell which samples were trained with; see framework_runs.
+
+SETTINGS are arguments of Trainer as JSON; "batch" is the loader's. Until OUT/hurry exists a step takes PACE.
+With PLAIN it is Lightning's own strategy for several processes.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import lightning as L
+import torch
+from step_records import record
+from torch.utils.data import DataLoader, Dataset
+
+import adaptdl_elastic.torch as adl
+
+OUT, SIZE = Path(os.environ["OUT"]), int(os.environ["SIZE"])
+SETTINGS = json.loads(os.environ["SETTINGS"])
+PLAIN = "PLAIN" in os.environ
+if not PLAIN:
+    from adaptdl_elastic.torch.frameworks.lightning import ElasticStrategy
+
+
+class Points(Dataset):
+    def __init__(self, size):
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(size, 6, generator=generator)
+        self.y = self.x.sum(1, keepdim=True)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index], index
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+
+    def training_step(self, batch, batch_idx):
+        x, y, numbers = batch
+        helper = adl.current_dataloader()
+        if PLAIN:
+            record(step=self.global_step)
+        elif helper is not None:
+            record(
+                epoch=adl.finished_epochs(), samples=numbers.tolist(), local=helper.local_samples,
+                index=helper.current_index, step=self.global_step,
+            )  # fmt: skip
+        loss = torch.nn.functional.mse_loss(self.layers(x), y)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y, _ = batch
+        self.log("val_loss", torch.nn.functional.mse_loss(self.layers(x), y))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Watch(L.Callback):
+    """Slows training down, and writes what the Trainer's counters are after each validation."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, *_):
+        if not (OUT / "hurry").exists():
+            time.sleep(float(os.environ.get("PACE", "0")))
+
+    def on_validation_end(self, trainer, module):
+        if not trainer.sanity_checking:
+            self.seen.append([trainer.current_epoch, trainer.global_step])
+
+    def state_dict(self):
+        return {"seen": [list(line) for line in self.seen]}
+
+    def load_state_dict(self, state):
+        self.seen = [list(line) for line in state["seen"]]
+
+
+def plain():
+    """The settings and the checkpoint of a Trainer that is started again by a launcher."""
+    last = OUT / "kept" / "last.ckpt"
+    replicas = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    strategy = {"strategy": "ddp", "devices": replicas} if replicas > 1 else {"devices": 1}
+    return strategy, last if last.exists() else None
+
+
+def main():
+    settings = dict(SETTINGS)
+    batch, saves = settings.pop("batch"), settings.pop("saves", {"monitor": "val_loss"})
+    L.seed_everything(5)
+    watch, net = Watch(), Net()
+    saved = L.pytorch.callbacks.ModelCheckpoint(OUT / "kept", save_last=True, **saves)
+    strategy, last = plain() if PLAIN else ({"strategy": ElasticStrategy()}, os.environ.get("RESUME"))
+    trainer = L.Trainer(
+        accelerator="cpu", callbacks=[watch, saved], default_root_dir=OUT, enable_progress_bar=False,
+        gradient_clip_val=5.0, **strategy, **settings,
+    )  # fmt: skip
+    trainer.fit(
+        net,
+        DataLoader(Points(SIZE), batch_size=batch, shuffle=True),
+        DataLoader(Points(20), batch_size=10),
+        ckpt_path=last,
+        weights_only=False,
+    )
+    if trainer.is_global_zero:
+        torch.save(net.state_dict(), OUT / "final.pt")
+        summary = {
+            "global_step": trainer.global_step, "epoch": trainer.current_epoch, "seen": watch.seen,
+            "rate": trainer.optimizers[0].param_groups[0]["lr"],
+            "best": None if saved.best_model_score is None else float(saved.best_model_score),
+        }  # fmt: skip
+        (OUT / "summary.json").write_text(json.dumps(summary))
+
+
+main()

@@ -1,0 +1,45 @@
+"""A loop of Accelerate: resized in place, a replica killed, each sample used once."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import framework_runs
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "accelerate_loop.py"
+SIZE = 480
+
+pytestmark = [
+    pytest.mark.needs("accelerate", "tensorboard"),
+    pytest.mark.slow,
+    pytest.mark.processes,
+    pytest.mark.timeout(900),
+]
+
+
+@pytest.mark.parametrize(
+    ("killed", "batch", "accumulation"),
+    [(1, 4, 1), (0, 2, 2)],
+    ids=["the last is killed", "accumulation, rank 0 is killed"],
+)
+def test_resized_and_killed_loop_ends_as_an_undisturbed_one(
+    tmp_path: Path, killed: int, batch: int, accumulation: int
+) -> None:
+    settings = json.dumps({"batch": batch, "epochs": 2, "accumulation": accumulation})
+    given = {"SIZE": str(SIZE), "SETTINGS": settings}
+    plain = framework_runs.undisturbed(SCRIPT, tmp_path / "plain", **given)
+    framework_runs.resized_and_killed(SCRIPT, tmp_path / "run", killed=killed, **given)
+    assert framework_runs.used(tmp_path / "run") == {epoch: Counter(range(SIZE)) for epoch in range(2)}
+    summary = framework_runs.summary(tmp_path / "run")
+    assert summary["rate"] == pytest.approx(plain["rate"])
+    assert summary["validation"] == pytest.approx(plain["validation"], abs=1e-4)
+    framework_runs.assert_same_weights(tmp_path / "run", tmp_path / "plain")
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    assert "epoch 0: loss " in framework_runs.example(
+        "accelerate_loop.py", tmp_path, "--epochs=1", "--samples=64"
+    )

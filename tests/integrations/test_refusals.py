@@ -1,0 +1,79 @@
+"""What the adapters of frameworks refuse, each in one line that says what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from elastic_run import environment
+
+HUGGINGFACE = """
+import torch, transformers
+from adaptdl_elastic.torch.frameworks.huggingface import Trainer, TrainingArguments
+net = torch.nn.Linear(2, 2)
+"""
+LIGHTNING = """
+import lightning as L, torch
+from adaptdl_elastic.torch.frameworks.lightning import ElasticStrategy
+class Net(L.LightningModule):
+    def __init__(self, automatic=True):
+        super().__init__()
+        self.automatic_optimization = automatic
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, index):
+        return self.layer(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+def fit(net):
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, strategy=ElasticStrategy()
+    )
+    trainer.fit(net, torch.utils.data.DataLoader(torch.randn(4, 2)))
+    return trainer
+"""
+ACCELERATE = """
+import torch
+from adaptdl_elastic.torch.frameworks.accelerate import Accelerator
+net = torch.nn.Linear(2, 2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        pytest.param(
+            HUGGINGFACE + "Trainer(net, transformers.TrainingArguments(output_dir='out', use_cpu=True))",
+            "an elastic Trainer needs its own TrainingArguments",
+            marks=pytest.mark.needs("transformers"),
+        ),
+        pytest.param(
+            HUGGINGFACE + "TrainingArguments(output_dir='out', use_cpu=True, auto_find_batch_size=True)",
+            "auto_find_batch_size=True in an elastic Trainer: give the batch size",
+            marks=pytest.mark.needs("transformers"),
+        ),
+        pytest.param(
+            LIGHTNING + "fit(Net(automatic=False))",
+            "manual optimization with ElasticStrategy: use automatic optimization",
+            marks=pytest.mark.needs("lightning"),
+        ),
+        pytest.param(
+            LIGHTNING + "net = Net(); fit(net).fit(net, torch.utils.data.DataLoader(torch.randn(4, 2)))",
+            "fit() a second time with ElasticStrategy: only one fit() per script",
+            marks=pytest.mark.needs("lightning"),
+        ),
+        pytest.param(
+            ACCELERATE + "Accelerator(cpu=True).prepare(net, torch.optim.SGD(net.parameters()))",
+            "prepare() in an elastic job: give one model, its optimizer and its loader",
+            marks=pytest.mark.needs("accelerate"),
+        ),
+    ],
+)
+@pytest.mark.processes
+def test_refused_in_one_line(script: str, message: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert message in done.stderr.strip().splitlines()[-1]
